@@ -1,0 +1,98 @@
+"""Copies between tiers: reserve, submit, then land what came. All but `submit` runs under the manager's lock."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from fastdeploy_cache.block_pool import Owner
+from fastdeploy_cache.prefix_tree import PrefixTree
+from fastdeploy_cache.run import Run, Segment, Tier, Transfer
+from transfer_manager.client import TransferClient
+from transfer_manager.task import Direction, TransferResult, TransferTask
+
+Part = tuple[Run, int, int]  # a run, its first block, number of blocks
+
+
+class BlockMover:
+    """Starts loads (CPU to GPU) and stores (GPU to CPU) and ends them.
+
+    The destination ids belong to the task until every rank has answered; the source is pinned as long.
+    """
+
+    def __init__(self, tree: PrefixTree, client: TransferClient, task_timeout_seconds: float) -> None:
+        self._tree = tree
+        self._client = client
+        self._timeout_seconds = task_timeout_seconds
+        self._next_task_id = 1
+        self._outbox: deque[TransferTask] = deque()
+        self.in_flight: dict[int, Transfer] = {}
+
+    @property
+    def available(self) -> bool:
+        """Whether the tiers below the GPU can be used now."""
+        return self._client.available
+
+    def load(self, parts: Sequence[Part]) -> None:
+        """Start copying blocks that are in the CPU tier only; the room on the GPU is there already."""
+        self._start(Tier.GPU, parts)
+
+    def store(self, part: Part) -> int:
+        """Start copying a run's new blocks down, evicting older copies; returns how many there was no room for."""
+        run, first, wanted = part
+        pool, residency = self._tree.pools[Tier.CPU], self._tree.residency
+        if not pool.num_blocks:
+            return 0
+        if not self.available:
+            return wanted
+        num_blocks = min(wanted, pool.num_free + residency.num_evictable(Tier.CPU))
+        if num_blocks:
+            # the run itself is pinned by its request, so the eviction cannot take from it
+            residency.evict(Tier.CPU, max(0, num_blocks - pool.num_free))
+            self._start(Tier.CPU, [(run, first, num_blocks)])
+        return wanted - num_blocks
+
+    def _start(self, tier: Tier, parts: Sequence[Part]) -> None:
+        transfer = Transfer(self._next_task_id, tier)
+        self._next_task_id += 1
+        gpu_ids, cpu_ids = array("i"), array("i")
+        for run, first, num_blocks in parts:
+            ids = self._tree.pools[tier].allocate(num_blocks, Owner.TASK)
+            segment = Segment(transfer, run, first, ids)
+            transfer.segments.append(segment)
+            (run.loads if tier is Tier.GPU else run.stores).append(segment)
+            self._tree.pin(run)
+            source_start = first - run.cpu_start if tier is Tier.GPU else first
+            source = run.ids[Tier.CPU if tier is Tier.GPU else Tier.GPU][source_start : source_start + num_blocks]
+            gpu_ids += ids if tier is Tier.GPU else source
+            cpu_ids += source if tier is Tier.GPU else ids
+        self.in_flight[transfer.task_id] = transfer
+        self._outbox.append(
+            TransferTask(
+                task_id=transfer.task_id,
+                direction=Direction.SWAP_IN if tier is Tier.GPU else Direction.SWAP_OUT,
+                gpu_block_ids=np.array(gpu_ids, dtype=np.int32),
+                cpu_block_ids=np.array(cpu_ids, dtype=np.int32),
+                deadline=time.monotonic() + self._timeout_seconds,
+            )
+        )
+
+    def submit(self) -> None:
+        """Hand what was started to the client. Without the lock: its answer may come before this returns."""
+        while self._outbox:
+            try:
+                task = self._outbox.popleft()
+            except IndexError:  # another thread took it
+                return
+            self._client.submit(task)
+
+    def finish(self, result: TransferResult) -> None:
+        """All ranks have answered or are reaped: land the blocks and wake who waits for them."""
+        transfer = self.in_flight.pop(result.task.task_id)
+        while transfer.segments:
+            self._tree.land(transfer.segments.pop(0), result.error is None)
+        transfer.done.set()

@@ -1,0 +1,186 @@
+"""The cache's configuration: built once, checked at once, passed down whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from fastdeploy_cache.errors import ConfigError
+from transfer_manager.config import TransferConfig
+from transfer_manager.errors import LayoutError
+from transfer_manager.layout import KVLayout, RankLayout
+
+ENVIRONMENT_PREFIX = "FASTDEPLOY_CACHE_"
+_TABLES: dict[str, type] = {"layout": KVLayout, "transfer": TransferConfig}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """What the cache is made of. Every name is the same in Python, TOML, environment and `--set` arguments.
+
+    Args:
+        block_size: tokens per block.
+        num_gpu_blocks: blocks of the GPU pool; or
+        gpu_memory_bytes: bytes per rank to fill with them (needs a layout).
+        num_cpu_blocks: blocks of the CPU pool (0: no CPU tier); or
+        cpu_memory_bytes: bytes per rank; or
+        cpu_to_gpu_ratio: CPU blocks for each GPU block.
+        enable_prefix_caching: False keeps every verb and never hits.
+        transfer_client: `processes` runs one rank per tensor-parallel shard; `inline` none: bytes are copied in the
+            caller's thread, or not at all where there is no layout (simulation, tests).
+        layout: what a token's keys and values look like; needed by `processes`.
+        transfer: ranks and their deadlines.
+        hit_rate_window_seconds: how far back the hit-rate gauges look.
+
+    Raises:
+        ConfigError: an impossible value, with the numbers.
+    """
+
+    block_size: int = 64
+    num_gpu_blocks: int | None = None
+    gpu_memory_bytes: int | None = None
+    num_cpu_blocks: int | None = None
+    cpu_memory_bytes: int | None = None
+    cpu_to_gpu_ratio: float | None = None
+    enable_prefix_caching: bool = True
+    transfer_client: Literal["processes", "inline"] = "processes"
+    layout: KVLayout | None = None
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    hit_rate_window_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= 1024:
+            raise ConfigError(f"block_size is {self.block_size}; use 1 to 1024 tokens")
+        _one_of(self, ("num_gpu_blocks", "gpu_memory_bytes"), required=True)
+        _one_of(self, ("num_cpu_blocks", "cpu_memory_bytes", "cpu_to_gpu_ratio"), required=False)
+        for name in ("num_cpu_blocks", "cpu_memory_bytes", "cpu_to_gpu_ratio"):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ConfigError(f"{name} is {value}; it must not be negative (0 means no CPU tier)")
+        if self.hit_rate_window_seconds <= 0:
+            raise ConfigError(f"hit_rate_window_seconds is {self.hit_rate_window_seconds}; it must be above 0")
+        if self.transfer_client not in ("processes", "inline"):
+            raise ConfigError(f"transfer_client is {self.transfer_client!r}; use 'processes' or 'inline'")
+        needs_layout = self.gpu_memory_bytes or self.cpu_memory_bytes or self.transfer_client == "processes"
+        if self.layout is None and needs_layout:
+            raise ConfigError(
+                "layout is missing; ranks and pools sized in bytes need it (or use transfer_client='inline')"
+            )
+        try:
+            self.rank_layout()
+        except LayoutError as error:
+            raise ConfigError(str(error)) from error
+        gpu, cpu = self.pool_sizes()
+        if gpu < 1:
+            given = (
+                f"num_gpu_blocks is {gpu}"
+                if self.num_gpu_blocks is not None
+                else (f"gpu_memory_bytes {self.gpu_memory_bytes} holds {gpu} blocks of {self._block_bytes()} bytes")
+            )
+            raise ConfigError(f"{given}; the GPU pool needs at least 1 block")
+        if max(gpu, cpu) >= 2**31:
+            raise ConfigError(f"pools of {gpu} and {cpu} blocks; block ids are 32 bits wide, use fewer than 2**31")
+
+    def rank_layout(self) -> RankLayout | None:
+        """One rank's share of a block, or None without a layout."""
+        return self.layout.for_rank(self.transfer.tp_size, self.block_size) if self.layout is not None else None
+
+    def pool_sizes(self) -> tuple[int, int]:
+        """Blocks of the GPU pool and of the CPU pool."""
+        gpu = self.num_gpu_blocks
+        if gpu is None:
+            assert self.gpu_memory_bytes is not None
+            gpu = self.gpu_memory_bytes // self._block_bytes()
+        if self.num_cpu_blocks is not None:
+            return gpu, self.num_cpu_blocks
+        if self.cpu_memory_bytes is not None:
+            return gpu, self.cpu_memory_bytes // self._block_bytes()
+        return gpu, int(gpu * (self.cpu_to_gpu_ratio or 0.0))
+
+    def _block_bytes(self) -> int:
+        layout = self.rank_layout()
+        assert layout is not None
+        return layout.block_bytes
+
+    @classmethod
+    def load(
+        cls, path: str | Path | None = None, *, environment: Mapping[str, str] | None = None, **overrides: Any
+    ) -> CacheConfig:
+        """Build from a TOML file, then environment variables, then arguments; the later wins, key by key.
+
+        Environment names are upper case behind `FASTDEPLOY_CACHE_`, tables joined by two underscores:
+        `FASTDEPLOY_CACHE_TRANSFER__TP_SIZE=3`. Table arguments are mappings: `transfer={"tp_size": 3}`.
+
+        Raises:
+            ConfigError: an unreadable file, an unknown key (with the nearest right one), a value of the wrong type.
+        """
+        settings = _read_toml(Path(path)) if path is not None else {}
+        _merge(settings, _from_environment(os.environ if environment is None else environment))
+        _merge(settings, {key: _as_settings(value) for key, value in overrides.items()})
+        check_keys(settings)
+        try:
+            config: CacheConfig = msgspec.convert(settings, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(str(error)) from error
+        return config
+
+
+def check_keys(settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for the first unknown key, naming the nearest right one."""
+    _check_table("", settings, CacheConfig)
+    for name, table in _TABLES.items():
+        if name in settings:
+            if not isinstance(settings[name], Mapping):
+                raise ConfigError(f"{name} is {settings[name]!r}; it is a table")
+            _check_table(f"{name}.", settings[name], table)
+
+
+def _check_table(prefix: str, settings: Mapping[str, Any], table: Any) -> None:
+    known = [f.name for f in dataclasses.fields(table)]
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            raise ConfigError(f"unknown key {prefix + key!r}; did you mean {prefix + near[0]!r}?")
+
+
+def _one_of(config: CacheConfig, names: tuple[str, ...], required: bool) -> None:
+    given = [name for name in names if getattr(config, name) is not None]
+    if len(given) > 1 or (required and not given):
+        found = " and ".join(given) if given else "none"
+        raise ConfigError(f"give {'one' if required else 'at most one'} of {', '.join(names)}; found {found}")
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read configuration {path}: {error}") from error
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for name, value in environment.items():
+        if name.startswith(ENVIRONMENT_PREFIX):
+            table, _, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().rpartition("__")
+            parsed = [part for part in value.split(",") if part] if key == "device_ids" else value
+            (settings.setdefault(table, {}) if table else settings)[key] = parsed
+    return settings
+
+
+def _as_settings(value: Any) -> Any:
+    return dataclasses.asdict(value) if isinstance(value, (KVLayout, TransferConfig)) else value
+
+
+def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), Mapping):
+            into[key] = {**into[key], **value}
+        else:
+            into[key] = value

@@ -1,0 +1,68 @@
+"""Every error of the project::
+
+CacheError                          fastdeploy_cache
++-- ConfigError (ValueError)        an impossible or unknown setting
++-- RequestError (ValueError)       a request that cannot be served as given
+|   +-- PromptTooLongError          needs more blocks than the GPU pool has
+|   +-- UnknownRequestError         not matched, or released already
+|   +-- CommitError                 more tokens than were given or allocated
++-- OutOfBlocksError                no room now; `.missing` and `.coming` say how much
++-- BlockOwnerError                 a block id given back by one who does not own it
++-- ClosedError                     the manager is closed
+TransferError                       transfer_manager
++-- LayoutError                     sizes of a layout or of the ranks that cannot be
++-- RankStartError                  a rank did not become ready
++-- DeviceError                     a copy that cannot be done as asked
+IPCError                            ipc
++-- NotEnoughMemoryError            pools larger than the memory available
++-- CodecError, QueueFullError, QueueDisconnectedError
+MetricsError                        metrics
++-- PortInUseError
+"""
+
+from __future__ import annotations
+
+
+class CacheError(Exception):
+    """Base of every error that this package raises."""
+
+
+class ConfigError(CacheError, ValueError):
+    """An impossible or unknown setting; the message names it, its value and the remedy."""
+
+
+class RequestError(CacheError, ValueError):
+    """A request that cannot be served as given."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt needs more blocks than the GPU pool has."""
+
+
+class UnknownRequestError(RequestError):
+    """The request was never matched, or has been released."""
+
+
+class CommitError(RequestError):
+    """More tokens committed than the request has, or than its blocks hold."""
+
+
+class OutOfBlocksError(CacheError):
+    """An allocation that cannot be had now; nothing was changed."""
+
+    def __init__(self, missing: int, coming: int) -> None:
+        """`missing` are short when all evictable ones are taken; `coming` are held only by copies in flight."""
+        super().__init__(
+            f"{missing} blocks are missing ({coming} are held by copies in flight); "
+            "release a request or wait for the copies, then allocate again"
+        )
+        self.missing = missing
+        self.coming = coming
+
+
+class BlockOwnerError(CacheError):
+    """A block id was given back or handed on by one who does not own it."""
+
+
+class ClosedError(CacheError):
+    """The manager has been closed."""

@@ -1,0 +1,329 @@
+"""The manager that an engine embeds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any, Self
+
+from fastdeploy_cache.active_request import ActiveRequest
+from fastdeploy_cache.block_mover import BlockMover
+from fastdeploy_cache.block_pool import BlockPool, Owner
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.errors import (
+    ClosedError,
+    CommitError,
+    OutOfBlocksError,
+    PromptTooLongError,
+    RequestError,
+    UnknownRequestError,
+)
+from fastdeploy_cache.invariants import check
+from fastdeploy_cache.match import Match
+from fastdeploy_cache.matcher import Matcher
+from fastdeploy_cache.prefix_tree import PrefixTree
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.run import Tier
+from fastdeploy_cache.stats import CacheStats, TierStats
+from metrics.cache_metrics import CacheMetrics
+from metrics.exporter import MetricsExporter
+from transfer_manager.client import InlineClient, TransferClient
+from transfer_manager.rank_client import RankClient
+from transfer_manager.task import TransferResult
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixCacheManager:
+    """Keeps computed KV blocks findable by prefix, on the GPU and in the CPU tier below it.
+
+    Every verb either happens or leaves no trace, and may be called from any thread; calls for one request come one at a
+    time. Nothing but `__init__`, `close` and what is called wait waits for more than the lock, which is held for
+    bookkeeping only.
+    """
+
+    def __init__(self, config: CacheConfig, *, client: TransferClient | None = None) -> None:
+        """Make the pools and start the ranks. `client` replaces the configured one (tests, simulation).
+
+        Raises:
+            RankStartError: a rank did not start within its deadline; none is left.
+            NotEnoughMemoryError: the pools do not fit; nothing was taken.
+        """
+        self.config = config
+        num_gpu_blocks, num_cpu_blocks = config.pool_sizes()
+        self.metrics = CacheMetrics(
+            tp_size=config.transfer.tp_size,
+            data_parallel_id=config.transfer.data_parallel_id,
+            window_seconds=config.hit_rate_window_seconds,
+        )
+        self._lock = threading.Lock()
+        pools = (BlockPool("GPU", num_gpu_blocks), BlockPool("CPU", num_cpu_blocks))
+        self._pools = pools
+        self._tree = PrefixTree(config.block_size, pools, self._on_evict)
+        self._requests: dict[str, ActiveRequest] = {}
+        self._client = client if client is not None else _new_client(config)
+        self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds)
+        self._matcher = Matcher(self._tree, self._mover)
+        self._exporters: list[MetricsExporter] = []
+        self._closed = False
+        self._client.start(self._on_result)
+        self.metrics.observe(self._block_counts, self._rank_counts)
+
+    # -- the verbs
+
+    def match(self, request: Request) -> Match:
+        """Find and pin the longest cached prefix of the request's tokens and start loading its CPU part.
+
+        At least one token is left to compute. Short of GPU room, it loads what fits beside the rest of the prompt, or
+        nothing, and says so in `num_unloaded_tokens`.
+
+        Raises:
+            RequestError: the request is matched already (release it first).
+            PromptTooLongError: it can never fit.
+        """
+        with self._lock:
+            self._check_open()
+            num_blocks = self._check_new(request)
+            active = ActiveRequest(request, self._tree.epoch)
+            if self.config.enable_prefix_caching:
+                self._matcher.find(active, num_blocks)
+            self._requests[request.request_id] = active
+        self._mover.submit()
+        with self._lock:
+            return self._describe(active)
+
+    def allocate(self, request: Request, num_blocks: int) -> list[int]:
+        """Give the request `num_blocks` more GPU blocks behind those that it has; evicts the least recently used.
+
+        A match that still waits for loads is cut to what is readable now.
+
+        Raises:
+            OutOfBlocksError: not that many can be had now; nothing was changed.
+        """
+        with self._lock:
+            active = self._active(request)
+            if num_blocks < 0:
+                raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
+            pool, residency = self._pools[Tier.GPU], self._tree.residency
+            missing = num_blocks - pool.num_free - residency.num_evictable(Tier.GPU)
+            if missing > 0:
+                raise OutOfBlocksError(missing, self._num_coming())
+            self._matcher.settle(active)
+            self._count(active)
+            residency.evict(Tier.GPU, max(0, num_blocks - pool.num_free))
+            ids = pool.allocate(num_blocks, Owner.REQUEST)
+            active.block_ids += ids
+            return ids.tolist()
+
+    def commit(self, request: Request, num_computed_tokens: int) -> None:
+        """The first `num_computed_tokens` tokens are computed and accepted: their full blocks become findable.
+
+        Call it when the step that computed them is complete. New blocks are copied to the CPU tier behind the scenes.
+
+        Raises:
+            CommitError: more tokens than the request has or its blocks hold; nothing was changed.
+        """
+        with self._lock:
+            active = self._active(request)
+            self._matcher.settle(active)
+            self._check_commit(active, num_computed_tokens)
+            num_blocks = num_computed_tokens // self.config.block_size
+            publishes = self.config.enable_prefix_caching and active.epoch == self._tree.epoch
+            if num_blocks > active.num_committed_blocks and publishes:
+                self.metrics.record_skipped_writes(self._matcher.publish(active, num_blocks))
+        self._mover.submit()
+
+    def release(self, request: Request) -> None:
+        """The engine has finished the last step that reads or writes the request's blocks: unpin, free what is its own.
+
+        Raises:
+            UnknownRequestError: never matched, or released already.
+        """
+        with self._lock:
+            active = self._active(request)
+            del self._requests[request.request_id]
+            self._matcher.settle(active)
+            self._pools[Tier.GPU].free(active.private_ids(), Owner.REQUEST)
+            if active.pinned is not None:
+                self._tree.unpin(active.pinned)
+
+    def wait_for_transfers(self, timeout_seconds: float) -> bool:
+        """Wait until the copies that are in flight now have ended; False when the time is over first.
+
+        For an engine that has nothing to run while blocks are `coming`, and for tests.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        with self._lock:
+            transfers = list(self._mover.in_flight.values())
+        return all(transfer.done.wait(max(0.0, deadline - time.monotonic())) for transfer in transfers)
+
+    def reset(self) -> None:
+        """Forget every cached prefix. Running requests keep their blocks; what they commit later is not published."""
+        with self._lock:
+            self._check_open()
+            self._tree.reset()
+            logger.info("event=reset epoch=%d", self._tree.epoch)
+
+    # -- looking in
+
+    def stats(self) -> CacheStats:
+        """Blocks by owner, transfers, hit rates over the window, ranks."""
+        with self._lock:
+            protected = self._tree.residency.num_protected
+            return CacheStats(
+                gpu=TierStats.of(self._pools[Tier.GPU], protected[Tier.GPU]),
+                cpu=TierStats.of(self._pools[Tier.CPU], protected[Tier.CPU]),
+                num_requests=len(self._requests),
+                num_transfers_in_flight=len(self._mover.in_flight),
+                epoch=self._tree.epoch,
+                hit_rates=self.metrics.hit_rates(),
+                ranks=tuple(self._client.statuses()),
+            )
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if the books do not add up. Walks the whole tree: for tests and for doubt."""
+        with self._lock:
+            check(self._tree, list(self._requests.values()), list(self._mover.in_flight.values()))
+
+    def kv_views(self, rank: int) -> list[dict[str, Any]]:
+        """The rank's KV memory (CPU device): per layer `{"key": array, "value": array}`, each
+        [num_gpu_blocks, block_size, heads of the rank, head_dim], shared with the rank's process."""
+        return self._client.kv_views(rank)
+
+    def serve_metrics(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Start the Prometheus endpoint of this cache; returns its URL. Port 0 takes a free one.
+
+        Raises:
+            PortInUseError: the address cannot be listened on.
+        """
+        exporter = MetricsExporter(self.metrics, host, port)
+        self._exporters.append(exporter)
+        return exporter.url
+
+    def close(self) -> None:
+        """End the ranks and give the memory up; views that the engine holds stay valid. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+        self._client.stop()
+        while self._exporters:
+            self._exporters.pop().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- steps of the verbs, under the lock
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the cache manager is closed; make a new one")
+
+    def _active(self, request: Request) -> ActiveRequest:
+        self._check_open()
+        active = self._requests.get(request.request_id)
+        if active is None or active.request is not request:
+            raise UnknownRequestError(f"request {request.request_id!r} is not matched or was released; match it first")
+        return active
+
+    def _check_new(self, request: Request) -> int:
+        """Returns the blocks that its tokens fill."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request {request.request_id!r} is matched already; release it first")
+        num_blocks = -(-request.num_tokens // self.config.block_size)
+        if num_blocks > self._pools[Tier.GPU].num_blocks:
+            raise PromptTooLongError(
+                f"request {request.request_id!r} has {request.num_tokens} tokens, {num_blocks} blocks; the GPU pool "
+                f"has {self._pools[Tier.GPU].num_blocks}: shorten it or raise num_gpu_blocks"
+            )
+        return num_blocks
+
+    def _check_commit(self, active: ActiveRequest, num_computed_tokens: int) -> None:
+        request, held = active.request, len(active.block_ids) * self.config.block_size
+        if not 0 <= num_computed_tokens <= request.num_tokens:
+            raise CommitError(
+                f"commit of {num_computed_tokens} tokens for request {request.request_id!r} of {request.num_tokens}; "
+                "append_output before committing what was computed for it"
+            )
+        if num_computed_tokens > held:
+            raise CommitError(
+                f"commit of {num_computed_tokens} tokens for request {request.request_id!r}, whose "
+                f"{len(active.block_ids)} blocks hold {held}; allocate first"
+            )
+
+    def _num_coming(self) -> int:
+        """GPU blocks that become free or evictable when the copies in flight have ended."""
+        held = {run for active in self._requests.values() if active.pinned for run in active.pinned.path()}
+        segments = [s for transfer in self._mover.in_flight.values() for s in transfer.segments]
+        copied = {run for segment in segments for run in segment.run.path()}
+        return self._pools[Tier.GPU].count(Owner.TASK) + sum(run.num_gpu for run in copied - held)
+
+    def _count(self, active: ActiveRequest) -> None:
+        """Count a request once, when it is first admitted: not while it waits, nor when it returns from preemption."""
+        request, size = active.request, self.config.block_size
+        if not request.counted:
+            request.counted = True
+            num_gpu = min(active.num_gpu_blocks, active.num_matched_blocks)
+            hits = {"gpu": num_gpu * size, "cpu": (active.num_matched_blocks - num_gpu) * size}
+            self.metrics.record_request(request.num_tokens, hits)
+
+    def _wait(self, active: ActiveRequest, timeout_seconds: float | None) -> Match:
+        if timeout_seconds is None:
+            timeout_seconds = self.config.transfer.task_timeout_seconds
+        deadline = time.monotonic() + timeout_seconds
+        for transfer in list(active.loads):
+            transfer.done.wait(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._active(active.request)
+            self._matcher.settle(active)
+            return self._describe(active)
+
+    def _describe(self, active: ActiveRequest) -> Match:
+        size = self.config.block_size
+        ids, num_coming = self._matcher.readable(active)
+        num_gpu = min(active.num_gpu_blocks, len(ids))
+        return Match(
+            block_ids=ids.tolist(),
+            num_tokens=len(ids) * size,
+            num_gpu_tokens=num_gpu * size,
+            num_cpu_tokens=(len(ids) - num_gpu) * size,
+            num_storage_tokens=0,
+            num_coming_tokens=num_coming * size,
+            num_unloaded_tokens=active.num_unloaded_blocks * size,
+            _wait=lambda timeout_seconds: self._wait(active, timeout_seconds),
+        )
+
+    # -- called back
+
+    def _on_result(self, result: TransferResult) -> None:
+        with self._lock:
+            self._mover.finish(result)
+        direction = result.task.direction.value
+        for r in result.ranks:
+            self.metrics.record_swap(direction, r.rank, r.num_bytes, r.seconds, failed=r.error is not None)
+        if result.error is not None:
+            logger.warning("event=transfer_failed task_id=%d error=%r", result.task.task_id, result.error)
+
+    def _on_evict(self, tier: Tier, num_kept: int, num_dropped: int) -> None:
+        for kind, num_blocks in (("kept_below", num_kept), ("dropped", num_dropped)):
+            if num_blocks:
+                self.metrics.record_eviction(tier.name.lower(), kind, num_blocks)
+
+    def _block_counts(self) -> list[tuple[str, str, int]]:
+        stats = self.stats()
+        tiers = (("gpu", stats.gpu), ("cpu", stats.cpu))
+        return [(name, state, n) for name, tier in tiers for state, n in tier.by_state().items()]
+
+    def _rank_counts(self) -> list[tuple[int, bool, int]]:
+        return [(status.rank, status.up, status.num_restarts) for status in self._client.statuses()]
+
+
+def _new_client(config: CacheConfig) -> TransferClient:
+    """Rank processes where there is a tier below the GPU to serve, else the in-process client."""
+    layout, (num_gpu_blocks, num_cpu_blocks) = config.rank_layout(), config.pool_sizes()
+    if config.transfer_client == "processes" and num_cpu_blocks:
+        assert layout is not None
+        return RankClient(config.transfer, layout, num_gpu_blocks, num_cpu_blocks)
+    return InlineClient(layout, num_gpu_blocks, num_cpu_blocks, config.transfer.tp_size)

@@ -1,0 +1,1 @@
+"""Decisions: state in, choice out. Nothing here moves a block."""

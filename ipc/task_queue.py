@@ -1,0 +1,150 @@
+"""The queue between an engine and one incarnation of a rank: tasks one way, results back.
+
+Each incarnation gets a socket of its own in a fresh 0700 directory, so a new process can never receive an old one's
+tasks. Once the rank has spoken, `TaskQueue.hide` unlinks both: the connection stays, and a killed engine leaves none.
+ZeroMQ does not announce a peer's death; whoever owns the process watches that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Hashable
+from typing import Any
+
+import zmq
+
+from ipc.errors import IPCError, QueueDisconnectedError, QueueFullError
+
+_PEER = b"rank"
+_MAX_BASE_PATH = 80  # a socket address holds 108 bytes, our names take 20
+
+
+class TaskQueue:
+    """The engine's end: binds, knows one peer, never blocks. One thread at a time."""
+
+    def __init__(self, context: zmq.Context[Any], max_messages: int) -> None:
+        """Bind a ROUTER in a private directory; `max_messages` may wait in each direction."""
+        base = tempfile.gettempdir()
+        self._directory = tempfile.mkdtemp(prefix="fdc-", dir=base if len(base) < _MAX_BASE_PATH else "/tmp")  # noqa: S108 (mkdtemp: private, random name)
+        self.address = f"ipc://{self._directory}/queue"
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set_hwm(max_messages)
+        try:
+            self.socket.bind(self.address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise IPCError(f"cannot bind {self.address}: {error}; is the temporary folder writable?") from error
+
+    def put(self, message: bytes) -> None:
+        """Queue a message.
+
+        Raises:
+            QueueFullError: the peer holds `max_messages` unread ones.
+            QueueDisconnectedError: no peer has connected, or it is gone.
+        """
+        try:
+            self.socket.send_multipart([_PEER, message], zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise QueueFullError("the rank has not read its earlier tasks") from error
+        except zmq.ZMQError as error:
+            raise QueueDisconnectedError(f"no rank is connected to {self.address}: {error}") from error
+
+    def get(self) -> bytes | None:
+        """The next message, or None when there is none."""
+        try:
+            message: bytes = self.socket.recv_multipart(zmq.NOBLOCK)[-1]
+        except zmq.Again:
+            return None
+        return message
+
+    def hide(self) -> None:
+        """Remove the socket's path and directory; the connected peer stays connected. Safe to call twice."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Drop the socket and everything unread. Safe to call twice."""
+        self.socket.close()
+        self.hide()
+
+
+class RankQueue:
+    """The rank's end: connects to the address that it was given. One thread at a time."""
+
+    def __init__(self, address: str, max_messages: int) -> None:
+        self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.ROUTING_ID, _PEER)
+        self._socket.set(zmq.LINGER, 1000)
+        self._socket.set_hwm(max_messages)
+        self._socket.connect(address)
+
+    def get(self) -> bytes:
+        """The next message. Waits without limit: the caller's process ends with the engine's."""
+        return self._socket.recv()
+
+    def put(self, message: bytes) -> None:
+        """Queue a message to the engine."""
+        self._socket.send(message)
+
+    def close(self) -> None:
+        """Send what is queued (for a second at most) and disconnect."""
+        self._socket.close()
+        self._context.term()
+
+
+class Wakeup:
+    """Lets other threads end a `Poller.wait`. Any thread may call `set`; the poller's owner calls `clear`."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def set(self) -> None:
+        """Make the poller return now or at its next wait."""
+        with contextlib.suppress(OSError):  # closed: there is nobody left to wake
+            os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        """Forget earlier calls of `set`."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+
+class Poller:
+    """Waits for task queues and plain descriptors together. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+        self._keys: dict[Any, Hashable] = {}
+
+    def register(self, source: TaskQueue | int, key: Hashable) -> None:
+        """Report `key` when `source` (a queue, or a readable descriptor) has something."""
+        handle = source.socket if isinstance(source, TaskQueue) else source
+        self._poller.register(handle, zmq.POLLIN)
+        self._keys[handle] = key
+
+    def unregister(self, source: TaskQueue | int) -> None:
+        """Stop watching `source`; before it is closed."""
+        handle = source.socket if isinstance(source, TaskQueue) else source
+        self._poller.unregister(handle)
+        del self._keys[handle]
+
+    def wait(self, timeout_seconds: float) -> list[Hashable]:
+        """The keys of what is ready; empty when the time is over first."""
+        ready = self._poller.poll(max(0, int(timeout_seconds * 1000 + 0.999)))
+        return [self._keys[handle] for handle, _ in ready]
+
+
+def new_context() -> zmq.Context[Any]:
+    """The ZeroMQ context for one engine-side owner of queues."""
+    return zmq.Context(io_threads=1)

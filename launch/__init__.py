@@ -1,0 +1,1 @@
+"""Programs that a person starts: command line, demo, server, reference engine."""

@@ -1,0 +1,131 @@
+"""KV blocks in memory given from outside, read and written by block id.
+
+Every array [num_blocks, block_size, kv_heads, head_dim] is used as a table of rows of head_dim floats:
+row ((block_id * block_size) + offset) * kv_heads + head. One list of row numbers per chunk then serves
+all layers and ranks, and one gather yields the contiguous [kv_heads, tokens, head_dim] of attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from launch.reference_engine.paddle_runtime import import_paddle, share_array
+from launch.reference_engine.weights import ModelSpec
+
+__all__ = ["KVShard", "PagedKV", "SequenceChunk"]
+
+Float32Array = np.ndarray[Any, np.dtype[np.float32]]
+Int32Array = np.ndarray[Any, np.dtype[np.int32]]
+
+
+@dataclass(frozen=True)
+class KVShard:
+    """One rank's KV memory: per layer a key and a value array.
+
+    Each is float32 [num_blocks, block_size, kv_heads_of_rank, head_dim], C-contiguous and writable.
+    Of R ranks, rank r holds the kv heads from r * num_kv_heads / R on. The memory must outlive the model.
+    """
+
+    keys: Sequence[Float32Array]
+    values: Sequence[Float32Array]
+
+
+@dataclass(frozen=True)
+class SequenceChunk:
+    """The next tokens of one sequence.
+
+    Attributes:
+        token_ids: int32 [n], n >= 1.
+        start: position of the first of them; the KV of positions 0..start-1 is in the blocks already.
+        block_ids: int32 [>= ceil((start + n) / block_size)], the sequence's blocks in order. Blocks
+            written here may be in no other chunk of the same call.
+    """
+
+    token_ids: Int32Array
+    start: int
+    block_ids: Int32Array
+
+    @property
+    def end(self) -> int:
+        """Number of tokens of the sequence after this chunk."""
+        return self.start + len(self.token_ids)
+
+
+class PagedKV:
+    """The shards as Paddle tensors over the same memory.
+
+    Raises:
+        ValueError: shards of a wrong number, shape, dtype or layout.
+        ModelLoadError: this Paddle cannot share memory.
+    """
+
+    def __init__(self, shards: Sequence[KVShard], spec: ModelSpec) -> None:
+        self._paddle = import_paddle()
+        if not 1 <= len(shards) <= spec.num_kv_heads or spec.num_kv_heads % len(shards):
+            raise ValueError(f"{len(shards)} ranks cannot share {spec.num_kv_heads} kv heads evenly")
+        self.num_ranks = len(shards)
+        self.kv_heads_per_rank = spec.num_kv_heads // len(shards)
+        self.num_blocks, self.block_size = shards[0].keys[0].shape[:2]
+        expected = (self.num_blocks, self.block_size, self.kv_heads_per_rank, spec.head_dim)
+        for shard in shards:
+            if (len(shard.keys), len(shard.values)) != (spec.num_layers, spec.num_layers):
+                raise ValueError(f"a shard has {len(shard.keys)} key arrays, expected {spec.num_layers}")
+            for array in (*shard.keys, *shard.values):
+                _check_array(array, expected)
+        self._keys, self._values = (
+            [[share_array(array.reshape(-1, spec.head_dim)) for array in arrays] for arrays in side]
+            for side in ([shard.keys for shard in shards], [shard.values for shard in shards])
+        )
+
+    def read_rows(self, chunk: SequenceChunk) -> Any:
+        """Rows of all tokens 0..end-1, head by head: an int64 tensor [kv_heads_of_rank * end]."""
+        return self._rows(chunk, 0).T.reshape([-1])
+
+    def write_rows(self, chunks: Sequence[SequenceChunk]) -> Any:
+        """Rows of the chunks' own tokens, token by token: an int64 tensor [tokens * kv_heads_of_rank]."""
+        rows = [self._rows(chunk, chunk.start).reshape([-1]) for chunk in chunks]
+        return self._paddle.concat(rows)
+
+    def write(self, rank: int, layer: int, rows: Any, key: Any, value: Any) -> None:
+        """Store float32 [tokens, kv_heads_of_rank, head_dim]; other processes see it at once."""
+        shape = [-1, key.shape[-1]]
+        self._paddle.scatter_(self._keys[rank][layer], rows, key.reshape(shape))
+        self._paddle.scatter_(self._values[rank][layer], rows, value.reshape(shape))
+
+    def read(self, rank: int, layer: int, rows: Any) -> tuple[Any, Any]:
+        """Copies of key and value, each [kv_heads_of_rank, end, head_dim]."""
+        shape = [self.kv_heads_per_rank, -1, self._keys[rank][layer].shape[-1]]
+        key = self._paddle.gather(self._keys[rank][layer], rows).reshape(shape)
+        return key, self._paddle.gather(self._values[rank][layer], rows).reshape(shape)
+
+    def _rows(self, chunk: SequenceChunk, first: int) -> Any:
+        positions = np.arange(first, chunk.end)
+        blocks = np.asarray(chunk.block_ids, dtype=np.int64)[positions // self.block_size]
+        tokens = (blocks * self.block_size + positions % self.block_size) * self.kv_heads_per_rank
+        return self._paddle.to_tensor(tokens[:, None] + np.arange(self.kv_heads_per_rank))
+
+    def check(self, chunk: SequenceChunk) -> None:
+        """Refuse a chunk whose tokens have no place in the blocks.
+
+        Raises:
+            ValueError: no tokens, a negative start, too few blocks or an unknown block id.
+        """
+        if len(chunk.token_ids) == 0 or chunk.start < 0:
+            raise ValueError(f"a chunk needs >= 1 tokens from >= 0, got {len(chunk.token_ids)} from {chunk.start}")
+        used = np.asarray(chunk.block_ids)[: -(-chunk.end // self.block_size)]
+        if len(used) * self.block_size < chunk.end:
+            raise ValueError(f"{len(used)} blocks of {self.block_size} tokens cannot hold {chunk.end} tokens")
+        if used.min() < 0 or used.max() >= self.num_blocks:
+            raise ValueError(f"block ids {used.min()}..{used.max()} are outside 0..{self.num_blocks - 1}")
+
+
+def _check_array(array: Float32Array, expected: tuple[int, ...]) -> None:
+    found = (array.shape, array.dtype == np.float32, array.flags.c_contiguous and array.flags.writeable)
+    if found != (expected, True, True):
+        raise ValueError(
+            f"a KV array is {array.dtype} {array.shape}, expected writable C-contiguous float32 {expected}"
+        )

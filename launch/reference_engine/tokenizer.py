@@ -1,0 +1,147 @@
+"""SmolLM2's tokeniser and chat format, rebuilt from the GGUF; the only file that imports tokenizers."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from launch.reference_engine.errors import ModelLoadError
+from launch.reference_engine.weights import ModelFiles
+
+__all__ = ["ChatTokenizer", "StreamDecoder"]
+
+TokenArray = np.ndarray[Any, np.dtype[np.int32]]
+
+_CONTROL = 3  # llama.cpp's token type of <|im_start|> and the like
+_DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+
+class ChatTokenizer:
+    """Text to token ids and back, and SmolLM2's chat format.
+
+    Raises:
+        ModelLoadError: the package tokenizers is missing.
+    """
+
+    def __init__(self, files: ModelFiles) -> None:
+        kinds = zip(files.vocab, files.token_types, strict=True)
+        control = [token for token, kind in kinds if kind == _CONTROL]
+        self.eos_token_id = files.spec.eos_token_id
+        self._im_start = files.vocab.index("<|im_start|>")
+        self._im_end = files.vocab.index("<|im_end|>")
+        self._text, self._markup = _build(files, control)
+        self._token_bytes = _token_bytes(files.vocab, frozenset(control))
+
+    def encode(self, text: str) -> TokenArray:
+        """Token ids of ``text``; control tokens such as ``<|im_end|>`` are recognised in it."""
+        return np.array(self._markup.encode(text).ids, dtype=np.int32)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> TokenArray:
+        """Token ids of a conversation, up to and with the header of the assistant's next reply.
+
+        As in the model's own template, a default system message goes first unless there is one.
+        Control tokens inside a message are plain text: a user cannot close their own turn.
+
+        Args:
+            messages: each with "role" and "content".
+
+        Raises:
+            ValueError: no message, or one without role or content.
+        """
+        if not messages:
+            raise ValueError("a chat needs at least one message, got none")
+        ids: list[int] = []
+        for index, message in enumerate(messages):
+            if "role" not in message or "content" not in message:
+                raise ValueError(f"message {index} has the keys {sorted(message)}; it needs role and content")
+            if index == 0 and message["role"] != "system":
+                ids += self._turn("system", _DEFAULT_SYSTEM)
+            ids += self._turn(message["role"], message["content"])
+        return np.array(ids + self._reply_header(), dtype=np.int32)
+
+    def extend_chat(self, previous_token_ids: Sequence[int] | TokenArray, user_text: str) -> TokenArray:
+        """The next prompt of a conversation: the previous ids unchanged, then a new user turn.
+
+        Re-tokenising a reply's text may give other ids than were generated, and then no cached block
+        of the conversation would match; so the earlier part is kept as it is.
+
+        Args:
+            previous_token_ids: the last prompt and the generated reply, with or without its end token.
+            user_text: the user's next message.
+        """
+        ids = [int(token_id) for token_id in previous_token_ids]
+        if not ids or ids[-1] != self._im_end:
+            ids.append(self._im_end)
+        ids += self._plain("\n") + self._turn("user", user_text) + self._reply_header()
+        return np.array(ids, dtype=np.int32)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of ``token_ids`` without control tokens; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, which may end within a character; empty for a control token.
+
+        Raises:
+            ValueError: not a token id.
+        """
+        if not 0 <= token_id < len(self._token_bytes):
+            raise ValueError(f"token id {token_id} is outside 0..{len(self._token_bytes) - 1}")
+        return self._token_bytes[token_id]
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self._text.encode(text).ids)
+
+    def _turn(self, role: str, content: str) -> list[int]:
+        return [self._im_start, *self._plain(f"{role}\n{content}"), self._im_end, *self._plain("\n")]
+
+    def _reply_header(self) -> list[int]:
+        return [self._im_start, *self._plain("assistant\n")]
+
+
+class StreamDecoder:
+    """Decodes one reply token by token; the pieces joined equal ``ChatTokenizer.decode`` of all ids."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that is complete with this token; "" while a character is still cut."""
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        """What was held back, when the reply ends within a character."""
+        return self._decoder.decode(b"", final=True)
+
+
+def _build(files: ModelFiles, control: list[str]) -> tuple[Any, Any]:
+    """Two tokenisers on one model: the first takes all text literally, the second knows control tokens."""
+    try:
+        from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    except ImportError as error:
+        raise ModelLoadError(
+            f"cannot import tokenizers ({error}); run: pip install 'fastdeploy-cache[demo]'"
+        ) from error
+    vocab = {token: token_id for token_id, token in enumerate(files.vocab)}
+    left_right = [line.partition(" ") for line in files.merges]
+    model = models.BPE(vocab, [(left, right) for left, _, right in left_right])
+    both = Tokenizer(model), Tokenizer(model)
+    for tokenizer in both:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    both[1].add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    return both
+
+
+def _token_bytes(vocab: list[str], control: frozenset[str]) -> list[bytes]:
+    """Undo GPT-2's byte-level alphabet: printable bytes stand for themselves, the rest from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable}
+    byte_of |= {chr(0x100 + index): byte for index, byte in enumerate(others)}
+    return [b"" if token in control else bytes(byte_of[char] for char in token) for token in vocab]

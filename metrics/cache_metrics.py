@@ -1,0 +1,168 @@
+"""Every series of the cache: its name, labels, help text, and the numbers behind it.
+
+The cache adds to plain integers, once for each request or task; Prometheus objects are made at scrape time only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from threading import Lock
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from metrics.hit_rate import HitRateWindow
+
+TIERS = ("gpu", "cpu", "storage")
+DIRECTIONS = ("swap_in", "swap_out")
+EVICTION_KINDS = ("kept_below", "dropped")
+
+BlockCounts = Iterable[tuple[str, str, int]]  # tier, state, blocks
+RankCounts = Iterable[tuple[int, bool, int]]  # rank, up, restarts
+
+
+class CacheMetrics:
+    """Counts what the cache did; a collector for `prometheus_client`. Any thread may call any method.
+
+    All series exist, at zero, from the first scrape on.
+    """
+
+    def __init__(
+        self,
+        *,
+        tp_size: int = 1,
+        data_parallel_id: int = 0,
+        window_seconds: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ranks = range(tp_size)
+        self._dp = str(data_parallel_id)
+        self._clock = clock
+        self._lock = Lock()
+        self._window = HitRateWindow(window_seconds)
+        self._num_requests = 0
+        self._num_requests_hit = 0
+        self._num_tokens = 0
+        self._hit_tokens: Counter[str] = Counter()
+        self._evictions: Counter[tuple[str, str]] = Counter()
+        self._swap_bytes: Counter[tuple[str, int]] = Counter()
+        self._swap_seconds: Counter[tuple[str, int]] = Counter()
+        self._swaps: Counter[tuple[str, int]] = Counter()
+        self._swap_failures: Counter[tuple[str, int]] = Counter()
+        self._num_skipped_writes = 0
+        self._blocks: Callable[[], BlockCounts] = tuple
+        self._rank_counts: Callable[[], RankCounts] = tuple
+
+    def observe(self, blocks: Callable[[], BlockCounts], ranks: Callable[[], RankCounts]) -> None:
+        """Read these at every scrape: blocks by tier and state, ranks up and restarted."""
+        self._blocks, self._rank_counts = blocks, ranks
+
+    def record_request(self, num_tokens: int, hit_tokens: Mapping[str, int]) -> None:
+        """A request of `num_tokens` prompt tokens was admitted; `hit_tokens` by tier of `TIERS`."""
+        with self._lock:
+            self._num_requests += 1
+            self._num_requests_hit += any(hit_tokens.values())
+            self._num_tokens += num_tokens
+            self._hit_tokens.update(hit_tokens)
+            self._window.record(self._clock(), num_tokens, hit_tokens)
+
+    def record_eviction(self, tier: str, kind: str, num_blocks: int) -> None:
+        """Blocks left `tier`; `kept_below` where a copy remains in another tier, else `dropped`."""
+        with self._lock:
+            self._evictions[tier, kind] += num_blocks
+
+    def record_swap(self, direction: str, rank: int, num_bytes: int, seconds: float, failed: bool) -> None:
+        """One rank's part of a task has ended."""
+        with self._lock:
+            key = (direction, rank)
+            self._swaps[key] += 1
+            self._swap_bytes[key] += num_bytes
+            self._swap_seconds[key] += seconds  # type: ignore[assignment]  # a Counter holds floats as well
+            self._swap_failures[key] += failed
+
+    def record_skipped_writes(self, num_blocks: int) -> None:
+        """Blocks that were to be copied down and were not: no room, or a rank was down."""
+        with self._lock:
+            self._num_skipped_writes += num_blocks
+
+    def hit_rates(self) -> dict[str, float]:
+        """Over the window: `request`, `token`, and the token hit rate of each tier."""
+        with self._lock:
+            now = self._clock()
+            rates = {"request": self._window.request_hit_rate(now), "token": self._window.token_hit_rate(now)}
+            return rates | {tier: self._window.token_hit_rate(now, tier) for tier in TIERS}
+
+    def collect(self) -> Iterator[Metric]:
+        """The protocol of a `prometheus_client` collector."""
+        rates = self.hit_rates()
+        with self._lock:
+            yield from self._request_families()
+            yield from self._transfer_families()
+        yield from self._gauge_families(rates)
+
+    def _request_families(self) -> list[Metric]:
+        return [
+            self._counter("requests", "Requests admitted", (), {(): self._num_requests}),
+            self._counter("requests_hit", "Requests that hit at least one token", (), {(): self._num_requests_hit}),
+            self._counter("tokens_queried", "Prompt tokens of admitted requests", (), {(): self._num_tokens}),
+            self._counter(
+                "tokens_hit", "Prompt tokens served by a tier", ("tier",), {(t,): self._hit_tokens[t] for t in TIERS}
+            ),
+            self._counter(
+                "evicted_blocks",
+                "Blocks that left a tier; kept_below: a copy remains in another",
+                ("tier", "kind"),
+                {(t, k): self._evictions[t, k] for t in ("gpu", "cpu") for k in EVICTION_KINDS},
+            ),
+            self._counter(
+                "skipped_write_blocks",
+                "Blocks not copied to the CPU tier for want of room or ranks",
+                (),
+                {(): self._num_skipped_writes},
+            ),
+        ]
+
+    def _transfer_families(self) -> list[Metric]:
+        def by_rank(counts: Mapping[tuple[str, int], float]) -> dict[tuple[str, ...], float]:
+            return {(d, str(r)): counts[d, r] for d in DIRECTIONS for r in self._ranks}
+
+        labels = ("direction", "rank")
+        return [
+            self._counter("swaps", "Swap tasks ended on a rank", labels, by_rank(self._swaps)),
+            self._counter("swap_bytes", "Bytes copied by a rank", labels, by_rank(self._swap_bytes)),
+            self._counter("swap_seconds", "Time a rank spent copying", labels, by_rank(self._swap_seconds)),
+            self._counter("swap_failures", "Swap tasks failed on a rank", labels, by_rank(self._swap_failures)),
+        ]
+
+    def _gauge_families(self, rates: Mapping[str, float]) -> Iterator[Metric]:
+        yield self._gauge(
+            "blocks", "Blocks by tier and state", ("tier", "state"), {(t, s): n for t, s, n in self._blocks()}
+        )
+        ranks = dict.fromkeys(self._ranks, (False, 0)) | {r: (up, n) for r, up, n in self._rank_counts()}
+        ups = {(str(rank),): up for rank, (up, _) in ranks.items()}
+        restarts = {(str(rank),): num_restarts for rank, (_, num_restarts) in ranks.items()}
+        yield self._gauge("rank_up", "1 while the rank is ready", ("rank",), ups)
+        yield self._counter("rank_restarts", "Restarts of a rank", ("rank",), restarts)
+        yield self._gauge("window_request_hit_rate", "Share of requests that hit, recently", (), {(): rates["request"]})
+        yield self._gauge("window_token_hit_rate", "Share of tokens hit, recently", (), {(): rates["token"]})
+        yield self._gauge(
+            "window_tier_token_hit_rate",
+            "Share of tokens served by a tier, recently",
+            ("tier",),
+            {(t,): rates[t] for t in TIERS},
+        )
+
+    def _counter(
+        self, name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]
+    ) -> Metric:
+        family = CounterMetricFamily(f"fastdeploy_cache_{name}", text, labels=("dp", *labels))
+        for key, value in values.items():
+            family.add_metric((self._dp, *key), value)
+        return family
+
+    def _gauge(self, name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> Metric:
+        family = GaugeMetricFamily(f"fastdeploy_cache_{name}", text, labels=("dp", *labels))
+        for key, value in values.items():
+            family.add_metric((self._dp, *key), float(value))
+        return family

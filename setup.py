@@ -1,0 +1,31 @@
+"""Packaging; tool settings are in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+PACKAGES = ["fastdeploy_cache", "transfer_manager", "ipc", "metrics", "launch"]
+
+setup(
+    name="fastdeploy-cache",
+    version="0.1.0",
+    description="A KV-cache manager for large-language-model engines: GPU, CPU and storage tiers, one process per rank",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=[pattern for name in PACKAGES for pattern in (name, f"{name}.*")]),
+    package_data={name: ["py.typed"] for name in PACKAGES},
+    install_requires=[
+        "numpy>=1.26",
+        "pyzmq>=26",
+        "msgspec>=0.19",
+        "prometheus-client>=0.20",
+        "typer>=0.12",
+        "rich>=13",
+    ],
+    extras_require={
+        "paddle": ["paddlepaddle>=3.0,<4"],
+        "gpu": ["paddlepaddle-gpu", "cuda-bindings>=12.6"],
+        "torch": ["torch>=2.4"],
+        "demo": ["paddlepaddle>=3.0,<4", "gguf>=0.17", "tokenizers>=0.21"],
+        "test": ["pytest>=8", "hypothesis>=6.100", "ruff==0.14.*", "mypy>=1.11"],
+    },
+    entry_points={"console_scripts": ["fastdeploy-cache=launch.cli:main"]},
+)

@@ -1,0 +1,154 @@
+"""A simple model of the cache: what may be found, and the content that every block must hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_cache import CacheConfig, Match, PrefixCacheManager, Request
+from fastdeploy_cache.errors import CommitError, OutOfBlocksError, PromptTooLongError
+from tests.simulated_client import SimulatedClient
+
+
+class LiveRequest:
+    """A request as an engine sees it."""
+
+    def __init__(self, request: Request, match: Match, epoch: int) -> None:
+        self.request, self.match, self.epoch = request, match, epoch
+        self.table: list[int] | None = None  # None until the match is settled
+        self.num_computed = 0
+
+
+class CacheModel:
+    """Drives a manager over simulated memory and checks each answer.
+
+    The model is a set of all committed prefixes of full blocks. Each GPU block that is computed is marked with the
+    whole prefix it stands for, so a block that may be read can be compared with what it should hold.
+    """
+
+    def __init__(self, block_size: int, num_gpu: int, num_cpu: int) -> None:
+        self.size, self.num_gpu, self.num_cpu = block_size, num_gpu, num_cpu
+        self.client = SimulatedClient(num_gpu, num_cpu)
+        config = CacheConfig(
+            block_size=block_size, num_gpu_blocks=num_gpu, num_cpu_blocks=num_cpu, transfer_client="inline"
+        )
+        self.cache = PrefixCacheManager(config, client=self.client)
+        self.live: list[LiveRequest] = []
+        self.committed: set[tuple[str, tuple[int, ...]]] = set()
+        self.epoch = 0
+        self.num_requests = 0
+        self.num_loaded_tokens = 0
+
+    def prefix(self, live: LiveRequest, num_blocks: int) -> tuple[str, tuple[int, ...]]:
+        raw = live.request.tokens[: 4 * self.size * num_blocks]
+        return live.request.namespace, tuple(memoryview(raw).cast("i"))
+
+    def check_readable(self, live: LiveRequest, ids: list[int]) -> None:
+        for i, block_id in enumerate(ids):
+            assert self.client.gpu[block_id] == self.prefix(live, i + 1), "wrong KV served"
+
+    def match(self, tokens: list[int], namespace: str = "") -> LiveRequest | None:
+        self.num_requests += 1
+        request = Request(request_id=f"r{self.num_requests}", prompt_token_ids=tokens, namespace=namespace)
+        try:
+            match = self.cache.match(request)
+        except PromptTooLongError:
+            assert -(-len(tokens) // self.size) > self.num_gpu
+            return None
+        live = LiveRequest(request, match, self.epoch)
+        self.check_readable(live, match.block_ids)
+        found = match.num_tokens + match.num_coming_tokens
+        assert found < len(tokens), "one token is left to compute"
+        if found:
+            assert self.prefix(live, found // self.size) in self.committed, "hit on what nobody committed"
+        self.live.append(live)
+        return live
+
+    def settle(self, live: LiveRequest) -> list[int]:
+        if live.table is None:
+            match = live.match.wait(0)
+            assert match.ready
+            self.check_readable(live, match.block_ids)
+            live.table, live.num_computed = match.block_ids, match.num_tokens
+            self.num_loaded_tokens += match.num_cpu_tokens
+        return live.table
+
+    def allocate(self, live: LiveRequest, num_blocks: int) -> bool:
+        before = self.cache.stats()
+        try:
+            new = self.cache.allocate(live.request, num_blocks)
+        except OutOfBlocksError as refused:
+            missing = refused.missing
+        else:
+            missing = 0
+        if missing:
+            room = before.gpu.num_free + before.gpu.num_cached - before.gpu.num_protected
+            assert missing == num_blocks - room
+            after = self.cache.stats()
+            assert (after.gpu, after.cpu) == (before.gpu, before.cpu), "a failed allocation left a trace"
+            return False
+        table = self.settle(live)
+        assert len(new) == num_blocks == len(set(new))
+        for other in self.live:
+            assert not set(new) & set(other.table or ()), "a block given to two requests"
+        table += new
+        return True
+
+    def compute(self, live: LiveRequest, upto: int) -> None:
+        table = self.settle(live)
+        for block in range(live.num_computed // self.size, upto // self.size):
+            self.client.gpu[table[block]] = self.prefix(live, block + 1)
+        self.cache.commit(live.request, upto)
+        live.num_computed = upto
+        if live.epoch == self.epoch:
+            self.committed |= {self.prefix(live, n + 1) for n in range(upto // self.size)}
+
+    def computable(self, live: LiveRequest) -> int:
+        """Tokens that the request has and that fit in its blocks."""
+        return min(live.request.num_tokens, len(self.settle(live)) * self.size)
+
+    def commit_too_much(self, live: LiveRequest) -> None:
+        too_many = max(live.request.num_tokens, len(self.settle(live)) * self.size) + 1
+        before = self.cache.stats()
+        with pytest.raises(CommitError):
+            self.cache.commit(live.request, too_many)
+        assert self.cache.stats() == before
+
+    def release(self, live: LiveRequest) -> None:
+        if live.table is not None:
+            self.check_readable(live, live.table[: live.num_computed // self.size])
+        self.cache.release(live.request)
+        self.live.remove(live)
+
+    def serve(self, tokens: list[int], stays: bool, patient: bool) -> None:
+        """A whole request at once, as engines do most of the time; a patient one waits for its loads."""
+        live = self.match(tokens)
+        if live is None:
+            return
+        if patient:
+            self.client.land_all()
+        num_missing = -(-len(tokens) // self.size) - len(self.settle(live))
+        if self.allocate(live, num_missing):
+            self.compute(live, len(tokens))
+        else:
+            stays = False
+        if not stays:
+            self.release(live)
+
+    def land(self, error: str | None, num_tasks: int) -> None:
+        for _ in range(min(num_tasks, len(self.client.tasks))):
+            self.client.land(error)
+
+    def reset(self) -> None:
+        self.cache.reset()
+        self.epoch += 1
+        self.committed.clear()
+
+    def finish(self) -> None:
+        """Everything ends: nothing may stay owned by a request or a task."""
+        self.client.land_all()
+        for live in list(self.live):
+            self.release(live)
+        self.cache.check_invariants()
+        gpu = self.cache.stats().gpu
+        assert gpu.num_private == gpu.num_protected == gpu.num_in_flight == 0, "blocks left behind"
+        self.cache.close()

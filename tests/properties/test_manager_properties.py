@@ -1,0 +1,139 @@
+"""Random verbs against a simple model; the books must add up after every step."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.cache_model import CacheModel, LiveRequest
+
+# Prompts are cut from a few texts and sometimes go their own way, so that they meet, part and extend each other.
+TEXTS = [[(7 * i * i + text * (i // 9)) % 5 for i in range(60)] for text in range(4)]
+ERRORS = (None, None, None, "rank died")
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Lets hypothesis choose each step, so that a failure shrinks to the shortest story."""
+
+    @initialize(size=st.integers(1, 4), num_gpu=st.integers(4, 24), num_cpu=st.sampled_from([40, 12, 5, 0]))
+    def start(self, size: int, num_gpu: int, num_cpu: int) -> None:
+        self.model = CacheModel(size, num_gpu, num_cpu)
+
+    def pick(self, data: st.DataObject) -> LiveRequest:
+        return self.model.live[data.draw(st.integers(0, len(self.model.live) - 1))]
+
+    @rule(text=st.sampled_from(TEXTS), length=st.integers(1, 48), stays=st.booleans(), patient=st.booleans())
+    def serve(self, text: list[int], length: int, stays: bool, patient: bool) -> None:
+        self.model.serve(text[:length], stays, patient)
+
+    @rule(text=st.sampled_from(TEXTS), length=st.integers(1, 48), namespace=st.sampled_from(["", "", "lora"]))
+    def match(self, text: list[int], length: int, namespace: str) -> None:
+        self.model.match(text[:length], namespace)
+
+    @precondition(lambda self: self.model.live)
+    @rule(data=st.data(), num_blocks=st.integers(0, 6))
+    def allocate(self, data: st.DataObject, num_blocks: int) -> None:
+        self.model.allocate(self.pick(data), num_blocks)
+
+    @precondition(lambda self: self.model.live)
+    @rule(data=st.data(), output=st.lists(st.integers(0, 4), max_size=4))
+    def compute(self, data: st.DataObject, output: list[int]) -> None:
+        live = self.pick(data)
+        live.request.append_output(output)
+        if (limit := self.model.computable(live)) >= live.num_computed:
+            self.model.compute(live, data.draw(st.integers(live.num_computed, limit)))
+
+    @precondition(lambda self: self.model.live)
+    @rule(data=st.data())
+    def commit_too_much(self, data: st.DataObject) -> None:
+        self.model.commit_too_much(self.pick(data))
+
+    @precondition(lambda self: self.model.live)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.model.release(self.pick(data))
+
+    @precondition(lambda self: self.model.client.tasks)
+    @rule(error=st.sampled_from(ERRORS), num_tasks=st.integers(1, 4))
+    def land(self, error: str | None, num_tasks: int) -> None:
+        self.model.land(error, num_tasks)
+
+    @rule(up=st.sampled_from([True, True, True, False]))
+    def rank_up_or_down(self, up: bool) -> None:
+        self.model.client.up = up
+
+    @rule(chance=st.integers(0, 9))
+    def reset(self, chance: int) -> None:
+        if chance == 9:
+            self.model.reset()
+
+    @invariant()
+    def books_add_up(self) -> None:
+        if hasattr(self, "model"):
+            self.model.cache.check_invariants()
+
+    def teardown(self) -> None:
+        if hasattr(self, "model"):
+            self.model.finish()
+
+
+CacheMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.__doc__ = "Short stories chosen by hypothesis: never a wrong byte, never a book that does not add up."
+
+
+def _walk(model: CacheModel, choose: random.Random) -> None:
+    """One step with the weights of real traffic: mostly whole requests, now and then a death or a reset."""
+    text = choose.choice(TEXTS)[: choose.randint(1, 48)]
+    text += [choose.randint(0, 4) for _ in range(choose.choice((0, 0, 3)))]
+    live = choose.choice(model.live) if model.live else None
+    action = choose.choices(
+        ("serve", "match", "allocate", "compute", "release", "land", "down", "reset"), (9, 2, 4, 5, 7, 6, 0.4, 0.1)
+    )[0]
+    model.client.up = True
+    if action == "serve":
+        model.serve(text, stays=choose.random() < 0.2, patient=choose.random() < 0.7)
+    elif action == "match":
+        model.match(text, choose.choice(("", "", "", "lora")))
+    elif action == "allocate" and live:
+        model.allocate(live, choose.randint(0, 6))
+    elif action == "compute" and live:
+        live.request.append_output([choose.randint(0, 4) for _ in range(choose.randint(0, 4))])
+        if (limit := model.computable(live)) >= live.num_computed:
+            model.compute(live, choose.randint(live.num_computed, limit))
+    elif action == "release" and live:
+        model.release(live)
+    elif action == "land":
+        model.land(choose.choice(ERRORS), choose.randint(1, 4))
+    elif action == "down":
+        model.client.up = False
+        model.serve(text, stays=False, patient=True)
+    elif action == "reset":
+        model.reset()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**32), size=st.integers(1, 4), num_gpu=st.integers(8, 30), num_cpu=st.sampled_from([60, 15])
+)
+def test_long_random_walks(seed: int, size: int, num_gpu: int, num_cpu: int) -> None:
+    """Hundreds of steps with the weights of real traffic reach full tiers, splits in flight and late loads."""
+    model, choose = CacheModel(size, num_gpu, num_cpu), random.Random(seed)
+    for _ in range(300):
+        _walk(model, choose)
+        model.cache.check_invariants()
+    model.finish()
+
+
+def test_random_walks_do_load_from_the_cpu_tier() -> None:
+    """The walk above is worth something: it serves thousands of tokens that came back from the CPU tier."""
+    model, choose = CacheModel(2, 20, 60), random.Random(1)
+    for _ in range(2000):
+        _walk(model, choose)
+    model.finish()
+    assert model.num_loaded_tokens > 1000

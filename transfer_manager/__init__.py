@@ -1,0 +1,1 @@
+"""Moves the bytes of KV blocks between tiers: one process per tensor-parallel rank, and the door to them."""

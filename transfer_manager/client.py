@@ -1,0 +1,105 @@
+"""The door to the ranks, and the same contract without any process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from transfer_manager.device.cpu import CpuDevice
+from transfer_manager.layout import RankLayout
+from transfer_manager.rank_memory import KVViews, create_rank_memory
+from transfer_manager.task import RankResult, TransferResult, TransferTask
+
+OnResult = Callable[[TransferResult], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """One rank as seen from the engine."""
+
+    rank: int
+    up: bool
+    num_restarts: int
+    pid: int | None = None
+
+
+class TransferClient(Protocol):
+    """Takes transfer tasks, answers each exactly once. Any thread may call it."""
+
+    def start(self, on_result: OnResult) -> None:
+        """Make the ranks ready. `on_result` gets every task's end, on any thread, never under a lock of the client.
+
+        Raises:
+            RankStartError: a rank failed or was too late; all ranks are gone again.
+            NotEnoughMemoryError: the pools do not fit; nothing was taken.
+        """
+        ...
+
+    def submit(self, task: TransferTask) -> None:
+        """Start a task; never blocks. A task that cannot start is answered as failed, possibly before this returns."""
+        ...
+
+    @property
+    def available(self) -> bool:
+        """Whether a task submitted now would start: every rank is ready and the queue has room."""
+        ...
+
+    def statuses(self) -> list[RankStatus]:
+        """One entry per rank process; none where there are no processes."""
+        ...
+
+    def kv_views(self, rank: int) -> KVViews:
+        """Per layer, by part name, the rank's KV array [num_gpu_blocks, *part shape]."""
+        ...
+
+    def stop(self) -> None:
+        """End the ranks, answer what is in flight as failed, give the memory up. Safe to call twice."""
+        ...
+
+
+class InlineClient:
+    """No processes: `submit` copies in the caller's thread. Without a layout it moves no bytes (simulation)."""
+
+    def __init__(self, layout: RankLayout | None, num_gpu_blocks: int, num_cpu_blocks: int, tp_size: int = 1) -> None:
+        self._memory = create_rank_memory(tp_size, layout, num_gpu_blocks, num_cpu_blocks) if layout else []
+        self._devices = (
+            [CpuDevice(layout, m.kv, m.cpu, num_gpu_blocks, num_cpu_blocks) for m in self._memory]
+            if layout and num_cpu_blocks
+            else []
+        )
+        self._tp_size = tp_size
+        self._on_result: OnResult | None = None
+
+    def start(self, on_result: OnResult) -> None:
+        self._on_result = on_result
+
+    def submit(self, task: TransferTask) -> None:
+        assert self._on_result is not None, "submit before start"
+        results = []
+        for rank in range(self._tp_size):
+            started = time.monotonic()
+            num_bytes = 0
+            if self._devices:
+                num_bytes = self._devices[rank].swap(
+                    task.direction, task.gpu_block_ids, task.cpu_block_ids, lambda _: None
+                )
+            results.append(RankResult(rank=rank, num_bytes=num_bytes, seconds=time.monotonic() - started))
+        self._on_result(TransferResult(task=task, ranks=tuple(results)))
+
+    @property
+    def available(self) -> bool:
+        return self._on_result is not None
+
+    def statuses(self) -> list[RankStatus]:
+        return []
+
+    def kv_views(self, rank: int) -> KVViews:
+        return self._memory[rank].kv_views()
+
+    def stop(self) -> None:
+        self._on_result = None
+        self._devices = []
+        for memory in self._memory:
+            memory.close()

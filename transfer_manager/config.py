@@ -1,0 +1,72 @@
+"""How the transfer ranks are run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transfer_manager.errors import LayoutError
+
+DEVICES = ("cpu",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig:
+    """Ranks, where they run, and every deadline they are held to.
+
+    Args:
+        tp_size: tensor-parallel ranks, one process each.
+        data_parallel_id: tells the engines of one data-parallel group apart in logs and metrics.
+        device: where the KV arrays live; `cpu` keeps them in shared memory.
+        device_ids: one per rank; empty means 0, 1, 2 ...
+        log_dir: folder for one log per rank; None keeps the log in a nameless file, for error messages only.
+        start_timeout_seconds: from the call of start to every rank ready.
+        task_timeout_seconds: from submission to every rank's answer; a rank that is later is killed and replaced.
+        heartbeat_seconds: how often a rank shows that it lives.
+        heartbeat_timeout_seconds: silence after which it counts as hung.
+        stop_timeout_seconds: time to end by itself when asked; then it is killed.
+        max_tasks_in_flight: more are refused ("not now").
+        max_restarts: deaths of one rank tolerated within `restart_window_seconds`; one more switches the tiers
+            below the GPU off.
+        restart_backoff_seconds: pause before the first restart; it doubles with each death in the window.
+    """
+
+    tp_size: int = 1
+    data_parallel_id: int = 0
+    device: str = "cpu"
+    device_ids: tuple[int, ...] = ()
+    log_dir: str | None = None
+    start_timeout_seconds: float = 30.0
+    task_timeout_seconds: float = 10.0
+    heartbeat_seconds: float = 0.5
+    heartbeat_timeout_seconds: float = 10.0
+    stop_timeout_seconds: float = 2.0
+    max_tasks_in_flight: int = 256
+    max_restarts: int = 5
+    restart_window_seconds: float = 60.0
+    restart_backoff_seconds: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise LayoutError(f"transfer.device is {self.device!r}; known: {', '.join(DEVICES)}")
+        for name in ("tp_size", "max_tasks_in_flight"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"transfer.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("data_parallel_id", "max_restarts", "restart_backoff_seconds"):
+            if getattr(self, name) < 0:
+                raise LayoutError(f"transfer.{name} is {getattr(self, name)}; it must not be negative")
+        for name in (n for n in self.__dataclass_fields__ if n.endswith("_seconds") and "backoff" not in n):
+            if not 0 < getattr(self, name) < 86400:
+                raise LayoutError(f"transfer.{name} is {getattr(self, name)}; it must be above 0 and below a day")
+        if self.heartbeat_seconds < 0.25 or self.heartbeat_timeout_seconds < 4 * self.heartbeat_seconds:
+            raise LayoutError(
+                f"transfer.heartbeat_seconds is {self.heartbeat_seconds} and heartbeat_timeout_seconds "
+                f"{self.heartbeat_timeout_seconds}; use at least 0.25 and at least four beats"
+            )
+        if self.device_ids and len(self.device_ids) != self.tp_size:
+            raise LayoutError(
+                f"transfer.device_ids has {len(self.device_ids)} entries for tp_size {self.tp_size}; give one per rank"
+            )
+
+    def device_id(self, rank: int) -> int:
+        """The device that a rank uses, counted among the visible ones."""
+        return self.device_ids[rank] if self.device_ids else rank

@@ -1,0 +1,17 @@
+"""Errors of the transfer layer; the whole tree is drawn in `fastdeploy_cache.errors`."""
+
+
+class TransferError(Exception):
+    """Base of every error that this package raises."""
+
+
+class LayoutError(TransferError):
+    """Sizes of a KV layout or of the transfer configuration that cannot be."""
+
+
+class RankStartError(TransferError):
+    """A rank did not become ready within its deadline; the message holds its exit code and the end of its log."""
+
+
+class DeviceError(TransferError):
+    """A copy cannot be done as asked: an id outside its pool, lists of different length."""

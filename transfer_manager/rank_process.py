@@ -1,0 +1,84 @@
+"""One incarnation of a rank as an operating-system process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from transfer_manager.config import TransferConfig
+from transfer_manager.task import RankSetup
+from transfer_manager.worker import write_setup
+
+_TAIL_BYTES = 2000
+
+
+class RankProcess:
+    """Started, watched through its pid descriptor, killed, reaped. Used by the thread that created it.
+
+    That thread must live as long as the process may: the kernel kills the rank when the spawning thread ends.
+    """
+
+    def __init__(self, setup: RankSetup, config: TransferConfig) -> None:
+        """Spawn it and hand over its set-up.
+
+        Raises:
+            OSError: the interpreter or the log folder cannot be used.
+        """
+        self._log = _open_log(config, setup.rank)
+        self._log_start = os.fstat(self._log.fileno()).st_size
+        command = [sys.executable, "-P", "-m", "transfer_manager"]
+        command += ["--rank", str(setup.rank), "--incarnation", str(setup.incarnation)]  # for whoever reads `ps`
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(setup.kv_fd, setup.cpu_fd, setup.signal_fd),
+            )
+        except BaseException:
+            self._log.close()
+            raise
+        self.pid = self._popen.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died already: its pid descriptor tells
+            write_setup(self._popen.stdin, setup)  # type: ignore[arg-type]
+
+    def kill(self) -> None:
+        """SIGKILL, which also ends a stopped process. It is gone only when `reap` says so."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def reap(self) -> int | None:
+        """The exit code (negative: the signal) once the process is gone, else None. Never waits."""
+        return self._popen.poll()
+
+    def log_tail(self) -> str:
+        """The end of what this incarnation has written to its log."""
+        fd = self._log.fileno()
+        size = os.fstat(fd).st_size
+        start = max(self._log_start, size - _TAIL_BYTES)
+        return os.pread(fd, size - start, start).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Give the descriptors back; after `reap` returned a code."""
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.stdin.close()
+        os.close(self.pidfd)
+        self._log.close()
+
+
+def _open_log(config: TransferConfig, rank: int) -> IO[bytes]:
+    if config.log_dir is None:
+        return tempfile.TemporaryFile()
+    directory = Path(config.log_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    return open(directory / f"transfer_dp{config.data_parallel_id}_rank{rank}.log", "a+b")

@@ -1,0 +1,181 @@
+"""One rank over all its incarnations: start, watch, kill, reap, restart, give up."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Protocol
+
+from ipc.errors import IPCError
+from ipc.task_queue import TaskQueue
+from transfer_manager.config import TransferConfig
+from transfer_manager.rank_signal import RankSignal
+
+logger = logging.getLogger(__name__)
+
+
+class Phase(Enum):
+    """Where a rank is in its life.
+
+    ::
+
+        STARTING --ready--> READY --asked--> STOPPING
+            |                 |                 |
+            +------exit-------+------exit-------+--> DOWN --backoff over--> STARTING
+                              |                       |
+                              +--too many deaths-------> OFF
+    """
+
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
+    DOWN = "down"
+    OFF = "off"
+
+
+class Process(Protocol):
+    """What the supervisor needs of an operating-system process; see `RankProcess`."""
+
+    pid: int
+    pidfd: int
+
+    def kill(self) -> None: ...
+    def reap(self) -> int | None: ...
+    def log_tail(self) -> str: ...
+    def close(self) -> None: ...
+
+
+class RestartPolicy:
+    """How long to wait after a death, or whether to give up. Pure: the caller brings the time."""
+
+    def __init__(self, config: TransferConfig) -> None:
+        self._config = config
+        self._deaths: deque[float] = deque()
+
+    def delay_seconds(self, now: float) -> float | None:
+        """Record a death at `now`: the pause before the restart, None for no more restarts."""
+        self._deaths.append(now)
+        while now - self._deaths[0] > self._config.restart_window_seconds:
+            self._deaths.popleft()
+        if len(self._deaths) > self._config.max_restarts:
+            return None
+        return self._config.restart_backoff_seconds * float(2 ** (len(self._deaths) - 1))
+
+
+class RankSupervisor:
+    """Keeps one rank alive. All methods are called by one thread, with the time; none waits."""
+
+    def __init__(
+        self,
+        rank: int,
+        config: TransferConfig,
+        signal: RankSignal,
+        new_queue: Callable[[], TaskQueue],
+        spawn: Callable[[int, int, str], Process],
+    ) -> None:
+        """`spawn(rank, incarnation, queue address)` starts a process; `new_queue` binds the queue for one."""
+        self.rank = rank
+        self.phase = Phase.DOWN
+        self.incarnation = 0
+        self.process: Process | None = None
+        self.queue: TaskQueue | None = None
+        self.last_failure = ""
+        self.num_restarts = 0
+        self._config = config
+        self._signal = signal
+        self._new_queue = new_queue
+        self._spawn = spawn
+        self._policy = RestartPolicy(config)
+        self._heartbeat = 0
+        self._last_beat = 0.0
+        self._ready_before = 0.0
+        self._restart_at = 0.0
+        self._killed_for = ""
+
+    def launch(self, now: float) -> None:
+        """Start the next incarnation on a fresh queue; a failure to spawn counts as a death."""
+        assert self.process is None and self.phase is Phase.DOWN
+        self.num_restarts += self.incarnation > 0
+        self.incarnation += 1
+        self.phase = Phase.STARTING
+        self._signal.reset()
+        self._heartbeat, self._last_beat = 0, now
+        self._ready_before = now + self._config.start_timeout_seconds
+        self._killed_for = ""
+        try:
+            self.queue = self._new_queue()
+            self.process = self._spawn(self.rank, self.incarnation, self.queue.address)
+        except (OSError, IPCError) as error:
+            self._died(now, f"rank {self.rank} cannot be spawned: {error}")
+
+    def note_ready(self) -> None:
+        """The rank's ready message came: the socket's path is no longer needed."""
+        if self.phase is Phase.STARTING:
+            assert self.queue is not None
+            self.queue.hide()
+            self.phase = Phase.READY
+            logger.info("event=rank_ready rank=%d incarnation=%d", self.rank, self.incarnation)
+
+    def kill(self, reason: str) -> None:
+        """SIGKILL it; its death is noticed like any other."""
+        if self.process is not None and not self._killed_for:
+            logger.warning("event=rank_killed rank=%d incarnation=%d reason=%r", self.rank, self.incarnation, reason)
+            self._killed_for = reason
+            self.process.kill()
+
+    def reap(self, now: float) -> bool:
+        """True when the process was there and is now gone; plans the restart."""
+        if self.process is None or (code := self.process.reap()) is None:
+            return False
+        reason = f"rank {self.rank} exited with code {code}"
+        if self._killed_for:
+            reason += f", killed because {self._killed_for}"
+        self._died(now, f"{reason}; end of its log:\n{self.process.log_tail() or '(empty)'}")
+        return True
+
+    def tick(self, now: float) -> None:
+        """Look at deadlines: start-up, heartbeat, restart."""
+        if self.phase is Phase.DOWN and self.process is None and now >= self._restart_at:
+            self.launch(now)
+        elif self.phase is Phase.STARTING and now > self._ready_before:
+            self.kill(f"it was not ready within {self._config.start_timeout_seconds} s")
+        elif self.phase is Phase.READY:
+            beat = self._signal.heartbeat
+            if beat != self._heartbeat:
+                self._heartbeat, self._last_beat = beat, now
+            elif now - self._last_beat > self._config.heartbeat_timeout_seconds:
+                self.kill(f"it gave no sign of life for {now - self._last_beat:.1f} s")
+
+    def next_tick(self, now: float) -> float:
+        """Seconds until `tick` has something to look at."""
+        if self.phase is Phase.DOWN:
+            return max(0.0, self._restart_at - now)
+        if self.phase is Phase.STARTING:
+            return max(0.0, self._ready_before - now)
+        return self._config.heartbeat_timeout_seconds / 4
+
+    def retire(self) -> None:
+        """No restart after the next exit."""
+        self.phase = Phase.STOPPING if self.process is not None else Phase.OFF
+
+    def _died(self, now: float, failure: str) -> None:
+        self.last_failure = failure
+        was_stopping = self.phase is Phase.STOPPING
+        self.phase = Phase.OFF if was_stopping else Phase.DOWN
+        if self.queue is not None:
+            self.queue.close()
+            self.queue = None
+        if self.process is not None:
+            self.process.close()
+            self.process = None
+        if was_stopping:
+            return
+        delay = self._policy.delay_seconds(now)
+        if delay is None:
+            self.phase = Phase.OFF
+            logger.error("event=rank_off rank=%d tiers_below_gpu=off failure=%r", self.rank, failure)
+        else:
+            self._restart_at = now + delay
+            logger.warning("event=rank_died rank=%d restart_in_seconds=%.2f failure=%r", self.rank, delay, failure)
