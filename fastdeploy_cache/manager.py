@@ -158,6 +158,10 @@ class PrefixCacheManager:
             transfers = list(self._mover.in_flight.values())
         return all(transfer.done.wait(max(0.0, deadline - time.monotonic())) for transfer in transfers)
 
+    def wait_for_ranks(self, timeout_seconds: float) -> bool:
+        """Wait until every rank is ready, after one has died; False when the time is over first."""
+        return self._client.wait_ready(timeout_seconds)
+
     def reset(self) -> None:
         """Forget every cached prefix. Running requests keep their blocks; what they commit later is not published."""
         with self._lock:

@@ -93,6 +93,11 @@ class CacheMetrics:
             rates = {"request": self._window.request_hit_rate(now), "token": self._window.token_hit_rate(now)}
             return rates | {tier: self._window.token_hit_rate(now, tier) for tier in TIERS}
 
+    def swap_bytes(self) -> dict[str, int]:
+        """Bytes copied so far by all ranks together, by direction."""
+        with self._lock:
+            return {d: sum(self._swap_bytes[d, rank] for rank in self._ranks) for d in DIRECTIONS}
+
     def collect(self) -> Iterator[Metric]:
         """The protocol of a `prometheus_client` collector."""
         rates = self.hit_rates()
@@ -140,8 +145,10 @@ class CacheMetrics:
             "blocks", "Blocks by tier and state", ("tier", "state"), {(t, s): n for t, s, n in self._blocks()}
         )
         ranks = dict.fromkeys(self._ranks, (False, 0)) | {r: (up, n) for r, up, n in self._rank_counts()}
-        ups = {(str(rank),): up for rank, (up, _) in ranks.items()}
-        restarts = {(str(rank),): num_restarts for rank, (_, num_restarts) in ranks.items()}
+        ups: dict[tuple[str, ...], float] = {(str(rank),): up for rank, (up, _) in ranks.items()}
+        restarts: dict[tuple[str, ...], float] = {
+            (str(rank),): num_restarts for rank, (_, num_restarts) in ranks.items()
+        }
         yield self._gauge("rank_up", "1 while the rank is ready", ("rank",), ups)
         yield self._counter("rank_restarts", "Restarts of a rank", ("rank",), restarts)
         yield self._gauge("window_request_hit_rate", "Share of requests that hit, recently", (), {(): rates["request"]})

@@ -51,6 +51,9 @@ class SimulatedClient:
     def available(self) -> bool:
         return self.up
 
+    def wait_ready(self, timeout_seconds: float) -> bool:
+        return self.up
+
     def statuses(self) -> list[RankStatus]:
         return [RankStatus(rank=0, up=self.up, num_restarts=0)]
 

@@ -46,6 +46,10 @@ class TransferClient(Protocol):
         """Whether a task submitted now would start: every rank is ready and the queue has room."""
         ...
 
+    def wait_ready(self, timeout_seconds: float) -> bool:
+        """Wait until every rank is ready; False when the time is over first."""
+        ...
+
     def statuses(self) -> list[RankStatus]:
         """One entry per rank process; none where there are no processes."""
         ...
@@ -91,6 +95,9 @@ class InlineClient:
     @property
     def available(self) -> bool:
         return self._on_result is not None
+
+    def wait_ready(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (there is nothing to wait for)
+        return self.available
 
     def statuses(self) -> list[RankStatus]:
         return []

@@ -64,7 +64,7 @@ class RankClient:
         self._open = False
         self._num_tasks = 0
         self._outbox: deque[TransferTask] = deque()
-        self._all_ready = False
+        self._all_ready = threading.Event()
         self._stopping = False
         self._started = threading.Event()
         self._start_failure: str | None = None
@@ -88,13 +88,13 @@ class RankClient:
         self._thread.start()
         # the thread ends the start itself at its deadline and then needs time to reap
         self._started.wait(config.start_timeout_seconds + config.stop_timeout_seconds + 5)
-        if self._start_failure is not None or not self._all_ready:
+        if self._start_failure is not None or not self._all_ready.is_set():
             self.stop()
             raise RankStartError(self._start_failure or "the ranks did not start within their deadline")
 
     def submit(self, task: TransferTask) -> None:
         with self._lock:
-            accepted = self._open and self._all_ready and self._num_tasks < self._config.max_tasks_in_flight
+            accepted = self._open and self._all_ready.is_set() and self._num_tasks < self._config.max_tasks_in_flight
             if accepted:
                 self._num_tasks += 1
                 self._outbox.append(task)
@@ -105,7 +105,10 @@ class RankClient:
 
     @property
     def available(self) -> bool:
-        return self._open and self._all_ready and self._num_tasks < self._config.max_tasks_in_flight
+        return self._open and self._all_ready.is_set() and self._num_tasks < self._config.max_tasks_in_flight
+
+    def wait_ready(self, timeout_seconds: float) -> bool:
+        return self._all_ready.wait(timeout_seconds)
 
     def statuses(self) -> list[RankStatus]:
         return [
@@ -165,8 +168,8 @@ class RankClient:
                 rank.tick(now)
                 if not had_process:
                     self._watch(rank)
-        self._all_ready = all(rank.phase is Phase.READY for rank in self._ranks)
-        if self._all_ready:
+        if all(rank.phase is Phase.READY for rank in self._ranks):
+            self._all_ready.set()
             self._started.set()
         self._send()
 
@@ -222,7 +225,7 @@ class RankClient:
             self._receive(rank)  # answers that it sent before it died count
             self._poller.unregister(queue)
             self._poller.unregister(process.pidfd)
-            self._all_ready = False
+            self._all_ready.clear()
             rank.reap(now)
             for flight in list(self._in_flight.values()):
                 self._answer(flight, RankResult(rank=rank.rank, error=rank.last_failure.splitlines()[0]))
@@ -239,7 +242,7 @@ class RankClient:
 
     def _send(self) -> None:
         for task in self._take_outbox():
-            if not self._all_ready:
+            if not self._all_ready.is_set():
                 self._finish(_failed(task, range(self._config.tp_size), "a rank is down"))
                 continue
             flight = _InFlight(task=task, waiting={rank.rank for rank in self._ranks})
@@ -262,7 +265,7 @@ class RankClient:
     def _shut_down(self) -> None:
         with self._lock:
             self._open = False
-        self._all_ready = False
+        self._all_ready.clear()
         self._ask_to_stop()
         self._wait_until_reaped(time.monotonic() + self._config.stop_timeout_seconds)
         for rank in self._ranks:

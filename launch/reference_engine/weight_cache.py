@@ -6,7 +6,6 @@ Layout: 24-byte prefix | JSON header | padding to 4096 | float32 tensors, each a
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
 from collections.abc import Mapping

@@ -1,0 +1,65 @@
+"""The command `fastdeploy-cache`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
+app.add_typer(config_app, name="config")
+
+Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer process each: 1 or 3.")]
+LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank.")]
+
+
+@app.command()
+def demo(
+    ranks: Ranks = 3,
+    new_tokens: Annotated[int, typer.Option(min=1, max=200, help="Tokens of each answer, at most.")] = 24,
+    json: Annotated[Path | None, typer.Option(help="Also write the facts to this file.")] = None,
+    log_dir: LogDir = None,
+    kill: Annotated[bool, typer.Option(help="Kill one rank in the middle.")] = True,
+) -> None:
+    """Serve real conversations with the cache and without, and compare speed and answers."""
+    from launch.demo.command import demo as run
+
+    raise typer.Exit(0 if run(ranks, new_tokens, json, log_dir, kill) else 1)
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option(help="TOML file; see docs/configuration.md.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Overrides transfer.tp_size.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = 8000,
+    metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of /metrics.")] = 9400,
+    log_dir: LogDir = None,
+) -> None:
+    """Serve SmolLM2 over HTTP (POST /v1/chat/completions) until SIGTERM or Ctrl-C."""
+    from launch.serve import serve as run
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    run(config, ranks, host, port, metrics_port, log_dir)
+
+
+@config_app.command()
+def check(file: Annotated[Path, typer.Argument(help="TOML file.")]) -> None:
+    """Check a configuration file and print the sizes that follow from it."""
+    from launch.config_check import describe
+
+    typer.echo(describe(file))
+
+
+def main() -> None:
+    """Entry point: an expected error is one line on standard error and exit status 1."""
+    from launch.errors import REPORTED
+
+    try:
+        app()
+    except REPORTED as error:
+        typer.echo(f"fastdeploy-cache: {error}", err=True)
+        raise SystemExit(1) from None

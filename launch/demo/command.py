@@ -1,0 +1,89 @@
+"""The demo as a program: play with the cache, play without, compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fastdeploy_cache import CacheConfig, TransferConfig
+from launch.demo.conversations import CONVERSATIONS
+from launch.demo.report import facts, show
+from launch.demo.scenario import Played, play
+from launch.errors import LaunchError
+from launch.reference_engine.serving import layout_of
+from launch.reference_engine.tokenizer import ChatTokenizer
+from launch.reference_engine.weights import ModelFiles, load_model_files
+
+_BLOCK_TOKENS = 16
+# Two answers at a time need about 40 blocks; all conversations together some 80, so the rest waits in the CPU tier.
+_NUM_GPU_BLOCKS = 44
+_NUM_CPU_BLOCKS = 256
+
+
+def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: Path | None, kill: bool) -> bool:
+    """Run it and print what was found; whether all checks held."""
+    console = Console()
+    if json_file is not None and not json_file.parent.is_dir():
+        raise LaunchError(f"cannot write {json_file}: its folder does not exist")
+    console.print("Loading SmolLM2-135M-Instruct (the first time its weights are converted, about 10 s) ...")
+    files = load_model_files()
+    tokenizer = ChatTokenizer(files)
+    config = _config(files, num_ranks, log_dir)
+    plain_config = CacheConfig(
+        layout=config.layout,
+        block_size=config.block_size,
+        num_gpu_blocks=config.num_gpu_blocks,
+        enable_prefix_caching=False,
+        transfer=config.transfer,
+    )
+    num_turns = len(CONVERSATIONS[0].turns)
+    console.print(
+        f"{len(CONVERSATIONS)} conversations of {num_turns} turns, {num_ranks} transfer ranks; one compute process holds "
+        f"all {num_ranks} shards.\nGPU pool {_NUM_GPU_BLOCKS} blocks of {_BLOCK_TOKENS} tokens (simulated in shared "
+        f"memory on this CPU), CPU pool {_NUM_CPU_BLOCKS}."
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+
+        def run(title: str, chosen: CacheConfig, kill_rank: int | None) -> Played:
+            bar = progress.add_task(title, total=len(CONVERSATIONS) * num_turns)
+            return play(
+                files,
+                tokenizer,
+                chosen,
+                CONVERSATIONS,
+                max_new_tokens=max_new_tokens,
+                kill_rank=kill_rank,
+                on_answer=lambda: progress.advance(bar),
+            )
+
+        cached = run("with the cache   ", config, num_ranks - 1 if kill else None)
+        plain = run("with the cache off", plain_config, None)
+    found = facts(cached, plain)
+    show(console, found)
+    if json_file is not None:
+        _write_json(json_file, found)
+    return all(found["checks"].values())
+
+
+def _config(files: ModelFiles, num_ranks: int, log_dir: Path | None) -> CacheConfig:
+    if num_ranks not in (1, 3):
+        raise LaunchError(f"--ranks is {num_ranks}; the model has 3 KV heads, so use 1 or 3")
+    return CacheConfig(
+        layout=layout_of(files.spec),
+        block_size=_BLOCK_TOKENS,
+        num_gpu_blocks=_NUM_GPU_BLOCKS,
+        num_cpu_blocks=_NUM_CPU_BLOCKS,
+        transfer=TransferConfig(tp_size=num_ranks, log_dir=str(log_dir) if log_dir else None),
+    )
+
+
+def _write_json(path: Path, found: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(found, indent=2) + "\n")
+    except OSError as error:
+        raise LaunchError(f"cannot write {path}: {error.strerror}") from error

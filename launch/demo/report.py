@@ -1,0 +1,91 @@
+"""What the demo found: a table for people, facts for programs, a verdict for the exit status."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from launch.demo.scenario import Answer, Played
+
+KINDS = ("cold", "GPU hit", "CPU hit")
+
+
+def facts(cached: Played, plain: Played) -> dict[str, Any]:
+    """Everything that the demo claims, as plain data. Times in seconds."""
+    pairs = list(zip(cached.answers, plain.answers, strict=True))
+    kinds = {}
+    for kind in KINDS:
+        chosen = [(with_cache, without) for with_cache, without in pairs if with_cache.kind == kind]
+        kinds[kind] = {
+            "requests": len(chosen),
+            "prompt_tokens": sum(a.num_prompt_tokens for a, _ in chosen),
+            "tokens_reused": sum(a.num_gpu_tokens + a.num_cpu_tokens for a, _ in chosen),
+            "median_seconds_to_first_token": _median([a for a, _ in chosen]),
+            "median_seconds_to_first_token_cache_off": _median([b for _, b in chosen]),
+        }
+    different = [{"conversation": a.conversation, "turn": a.turn} for a, b in pairs if a.token_ids != b.token_ids]
+    return {
+        "kinds": kinds,
+        "hit_rates": dict(cached.stats.hit_rates),
+        "swap_bytes": cached.swap_bytes,
+        "num_answers": len(pairs),
+        "different_answers": different,
+        "num_ranks": len(cached.stats.ranks),
+        "killed_rank": cached.killed_rank,
+        "rank_returned": cached.rank_returned,
+        "rank_restarts": [status.num_restarts for status in cached.stats.ranks],
+        "checks": _checks(cached, kinds, different),
+    }
+
+
+def _checks(cached: Played, kinds: dict[str, Any], different: list[dict[str, int]]) -> dict[str, bool]:
+    checks = {
+        "answers are token for token those computed with the cache off": not different,
+        "there were cold requests, GPU hits and CPU hits": all(kinds[kind]["requests"] for kind in KINDS),
+        "blocks went to the CPU tier and came back": all(cached.swap_bytes.values()),
+    }
+    if cached.killed_rank is not None:
+        restarted = cached.stats.ranks[cached.killed_rank].num_restarts == 1
+        checks["the killed rank was restarted and is back"] = cached.rank_returned and restarted
+    return checks
+
+
+def show(console: Console, found: dict[str, Any]) -> None:
+    """Print the facts."""
+    table = Table(title="Median time to first token (TTFT), from admission", title_justify="left")
+    for column in ("", "requests", "tokens", "reused", "TTFT", "cache off", "faster"):
+        table.add_column(column, justify="left" if not column else "right")
+    for kind, row in found["kinds"].items():
+        with_cache = row["median_seconds_to_first_token"]
+        without = row["median_seconds_to_first_token_cache_off"]
+        cells = (
+            (_milliseconds(with_cache), _milliseconds(without), f"{without / with_cache:.1f}x") if with_cache else ()
+        )
+        table.add_row(kind, str(row["requests"]), str(row["prompt_tokens"]), str(row["tokens_reused"]), *cells)
+    console.print(table)
+    rates = found["hit_rates"]
+    console.print(
+        f"Hit rates: {rates['request']:.0%} of requests, {rates['token']:.0%} of prompt tokens "
+        f"(GPU {rates['gpu']:.0%}, CPU {rates['cpu']:.0%}, storage {rates['storage']:.0%})"
+    )
+    swapped = {direction: num_bytes / 2**20 for direction, num_bytes in found["swap_bytes"].items()}
+    console.print(
+        f"Swapped by {found['num_ranks']} ranks: {swapped['swap_out']:.1f} MiB out, {swapped['swap_in']:.1f} MiB in"
+    )
+    if found["killed_rank"] is not None:
+        console.print(f"Rank {found['killed_rank']} was killed (SIGKILL) before the last turns")
+    for check, held in found["checks"].items():
+        console.print(f"[green]ok[/green]      {check}" if held else f"[red]FAILED[/red]  {check}")
+    for answer in found["different_answers"]:
+        console.print(f"        differs: conversation {answer['conversation']}, turn {answer['turn']}")
+
+
+def _median(answers: list[Answer]) -> float | None:
+    return statistics.median(a.seconds_to_first_token for a in answers) if answers else None
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms"

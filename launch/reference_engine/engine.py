@@ -1,0 +1,215 @@
+"""A scheduler for several conversations at once; it knows the cache only through `PrefixCacheManager`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from fastdeploy_cache import PrefixCacheManager, Request
+from fastdeploy_cache.errors import CacheError, OutOfBlocksError
+from launch.reference_engine.generation import Generation, GenerationError
+from launch.reference_engine.paged_kv import SequenceChunk
+
+# Tokens of one step: enough to use the matrix units, few enough that running answers do not stall behind a prompt.
+_STEP_TOKENS = 256
+_TRANSFER_WAIT_SECONDS = 1.0
+
+
+class Model(Protocol):
+    """What the engine needs of `launch.reference_engine.model.Llama`."""
+
+    def forward(self, chunks: Sequence[SequenceChunk]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Compute the chunks and return the logits of each one's last token."""
+        ...
+
+
+class Engine:
+    """Continuous batching with greedy sampling: match, allocate, run, commit per step, release.
+
+    `submit` and `stop` may be called from any thread; `step` and `run` by one.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCacheManager,
+        model: Model,
+        *,
+        eos_token_id: int,
+        context_length: int,
+        max_running: int = 4,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.cache = cache
+        self._model = model
+        self._eos_token_id = eos_token_id
+        self._context_length = context_length
+        self._max_running = max_running
+        self._clock = clock
+        self._running: list[Generation] = []  # oldest first
+        self._waiting: deque[Generation] = deque()
+        self._changed = threading.Condition()  # guards _waiting and _stopping
+        self._stopping = False
+        self._num_submitted = 0
+
+    def submit(self, prompt_token_ids: np.ndarray[Any, Any], max_new_tokens: int) -> Generation:
+        """Queue a prompt.
+
+        Raises:
+            RequestError: an empty prompt or an impossible token.
+            GenerationError: prompt and answer exceed the context or the GPU pool, or the engine has stopped.
+        """
+        num_tokens = len(prompt_token_ids) + max_new_tokens
+        size = self.cache.config.block_size
+        limit = min(self._context_length, self.cache.config.pool_sizes()[0] * size)
+        if max_new_tokens < 1 or num_tokens > limit:
+            raise GenerationError(
+                f"{len(prompt_token_ids)} prompt tokens and {max_new_tokens} new ones; together they must be at most "
+                f"{limit}, and at least one new"
+            )
+        with self._changed:
+            if self._stopping:
+                raise GenerationError("the engine has stopped")
+            self._num_submitted += 1
+            request = Request(request_id=f"request-{self._num_submitted}", prompt_token_ids=prompt_token_ids)
+            generation = Generation(request, max_new_tokens)
+            self._waiting.append(generation)
+            self._changed.notify()
+        return generation
+
+    def step(self) -> bool:
+        """Admit what fits and compute one batch; False when there is nothing to do."""
+        self._admit()
+        batch = self._plan()
+        if batch:
+            self._compute(batch)
+        return bool(self._running or self._waiting)
+
+    def run(self) -> None:
+        """Serve until `stop`; then every unfinished generation fails."""
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopping or self._waiting or self._running)
+                    if self._stopping:
+                        return
+                self.step()
+        finally:
+            self._abort_all()
+
+    def stop(self) -> None:
+        """Let `run` return after its present step."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    # -- admission
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._max_running:
+            generation = self._waiting[0]
+            if not self._try_admit(generation):
+                return
+            with self._changed:
+                self._waiting.popleft()
+
+    def _try_admit(self, generation: Generation) -> bool:
+        """False when it has to wait; it then holds nothing. True when it runs or has failed."""
+        request, now = generation.request, self._clock()
+        try:
+            match = self.cache.match(request).wait()
+            new = self.cache.allocate(request, self._num_blocks(request.num_tokens) - len(match.block_ids))
+        except OutOfBlocksError as shortage:
+            self.cache.release(request)
+            if self._running:
+                return False
+            if shortage.coming:
+                self.cache.wait_for_transfers(_TRANSFER_WAIT_SECONDS)
+                return False
+            generation.finish("error", f"no room for {request.num_tokens} tokens though nothing runs: {shortage}")
+            return True
+        except CacheError as error:
+            generation.finish("error", str(error))
+            return True
+        generation.note_admission(now, match)
+        generation.block_ids += new
+        self._running.append(generation)
+        return True
+
+    # -- one step
+
+    def _plan(self) -> list[tuple[Generation, int]]:
+        """Who computes how many tokens now: one for whoever is decoding, what is left of the budget for prompts."""
+        batch, budget = [], _STEP_TOKENS
+        for generation in list(self._running):
+            if generation not in self._running:  # preempted for an older one
+                continue
+            num_tokens = min(generation.request.num_tokens - generation.num_computed_tokens, max(budget, 1))
+            if budget and self._has_room(generation, generation.num_computed_tokens + num_tokens):
+                batch.append((generation, num_tokens))
+                budget = max(0, budget - num_tokens)
+        return [(generation, n) for generation, n in batch if generation in self._running]
+
+    def _has_room(self, generation: Generation, num_tokens: int) -> bool:
+        """Blocks for so many tokens, preempting the youngest where there are none."""
+        while (missing := self._num_blocks(num_tokens) - len(generation.block_ids)) > 0:
+            try:
+                generation.block_ids += self.cache.allocate(generation.request, missing)
+            except OutOfBlocksError as shortage:
+                youngest = self._running[-1]
+                if len(self._running) == 1 and shortage.coming:
+                    self.cache.wait_for_transfers(_TRANSFER_WAIT_SECONDS)
+                else:  # also when it is alone: its own copies of blocks that are cached anyway go home with it
+                    self._preempt(youngest)
+                if youngest is generation:
+                    return False
+        return True
+
+    def _preempt(self, generation: Generation) -> None:
+        """Give everything back; it is matched again later, over its prompt and what it has said so far."""
+        self.cache.release(generation.request)
+        self._running.remove(generation)
+        generation.block_ids = []
+        with self._changed:
+            self._waiting.appendleft(generation)
+
+    def _compute(self, batch: list[tuple[Generation, int]]) -> None:
+        chunks = []
+        for generation, num_tokens in batch:
+            tokens = np.frombuffer(bytes(generation.request.tokens), dtype=np.int32)
+            start = generation.num_computed_tokens
+            blocks = np.array(generation.block_ids, dtype=np.int32)
+            chunks.append(SequenceChunk(tokens[start : start + num_tokens], start, blocks))
+        logits = self._model.forward(chunks)
+        for (generation, num_tokens), scores in zip(batch, logits, strict=True):
+            generation.num_computed_tokens += num_tokens
+            self.cache.commit(generation.request, generation.num_computed_tokens)
+            if generation.num_computed_tokens == generation.request.num_tokens:
+                self._sample(generation, int(scores.argmax()))
+
+    def _sample(self, generation: Generation, token_id: int) -> None:
+        generation.request.append_output([token_id])
+        generation.push(token_id)
+        is_last = token_id == self._eos_token_id
+        if is_last or len(generation.output) == generation.max_new_tokens:
+            self._running.remove(generation)
+            self.cache.release(generation.request)
+            generation.finish("stop" if is_last else "length")
+
+    def _abort_all(self) -> None:
+        for generation in self._running:
+            self.cache.release(generation.request)
+        with self._changed:
+            self._stopping = True
+            unfinished = [*self._running, *self._waiting]
+            self._waiting.clear()
+        self._running = []
+        for generation in unfinished:
+            generation.finish("error", "the engine has stopped")
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.cache.config.block_size)

@@ -1,0 +1,77 @@
+"""One answer being generated."""
+
+from __future__ import annotations
+
+import queue
+import time
+from dataclasses import dataclass, field
+
+from fastdeploy_cache import Match, Request
+
+
+class GenerationError(Exception):
+    """The engine could not produce the answer; the message says why."""
+
+
+@dataclass(eq=False)
+class Generation:
+    """A request on its way through the engine.
+
+    The engine thread fills it. Any one other thread may iterate over `stream`, which ends with the answer or raises.
+    """
+
+    request: Request
+    max_new_tokens: int
+    submitted: float = field(default_factory=time.monotonic)
+    output: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop" (end token), "length", or "error"
+    error: str | None = None
+    # of its first admission
+    num_gpu_tokens: int = 0
+    num_cpu_tokens: int = 0
+    admitted: float | None = None
+    first_token: float | None = None
+    # of the engine
+    block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    _tokens: queue.SimpleQueue[int | None] = field(default_factory=queue.SimpleQueue)
+
+    @property
+    def seconds_to_first_token(self) -> float:
+        """From admission (its match, so loads count; its wait in the queue does not) to the first token."""
+        if self.admitted is None or self.first_token is None:
+            raise GenerationError("the request has no first token yet")
+        return self.first_token - self.admitted
+
+    def note_admission(self, now: float, match: Match) -> None:
+        """The request got its blocks; a preempted one keeps the figures of its first admission."""
+        self.block_ids = list(match.block_ids)
+        self.num_computed_tokens = match.num_tokens
+        if self.admitted is None:
+            self.admitted, self.num_gpu_tokens, self.num_cpu_tokens = now, match.num_gpu_tokens, match.num_cpu_tokens
+
+    def push(self, token_id: int) -> None:
+        """A sampled token."""
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+        self.output.append(token_id)
+        self._tokens.put(token_id)
+
+    def finish(self, reason: str, error: str | None = None) -> None:
+        """No more tokens."""
+        self.finish_reason, self.error = reason, error
+        self._tokens.put(None)
+
+    def next_token(self, timeout_seconds: float) -> int | None:
+        """The next token, None after the last.
+
+        Raises:
+            GenerationError: the engine failed it, or the time is over.
+        """
+        try:
+            token = self._tokens.get(timeout=timeout_seconds)
+        except queue.Empty as error:
+            raise GenerationError(f"no token within {timeout_seconds} s; the engine is overloaded") from error
+        if token is None and self.error is not None:
+            raise GenerationError(self.error)
+        return token

@@ -1,0 +1,197 @@
+"""An engine process that stays up: HTTP in front, metrics beside it, a clean end on SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fastdeploy_cache import CacheConfig, CacheStats
+from fastdeploy_cache.errors import ConfigError, RequestError
+from launch.chat_api import MODEL_NAME, ChatApi, ChatRequest
+from launch.errors import LaunchError
+from launch.reference_engine.engine import Engine
+from launch.reference_engine.generation import GenerationError
+from launch.reference_engine.serving import layout_of, running_engine
+from launch.reference_engine.tokenizer import ChatTokenizer
+from launch.reference_engine.weights import ModelFiles, load_model_files
+
+logger = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 4 * 2**20
+_READ_TIMEOUT_SECONDS = 30.0
+_DEFAULTS = {"block_size": 16, "num_gpu_blocks": 512, "num_cpu_blocks": 1024}
+
+
+def serve(
+    config_file: Path | None, ranks: int | None, host: str, port: int, metrics_port: int, log_dir: Path | None
+) -> None:
+    """Run until SIGTERM or SIGINT.
+
+    Raises:
+        LaunchError, PortInUseError: a port is taken.
+        ConfigError, ModelLoadError, RankStartError, NotEnoughMemoryError: it cannot start as configured.
+    """
+    files = load_model_files()
+    config = _config(files, config_file, ranks, log_dir)
+    ended, asked = threading.Event(), threading.Event()
+
+    def end(*_: object) -> None:
+        asked.set()
+        ended.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    server = _listen(host, port)  # before the ranks start: a taken port should cost nothing
+    try:
+        with running_engine(files, config) as engine:
+            metrics_url = engine.cache.serve_metrics(host, metrics_port)
+            server.api, server.engine = ChatApi(engine, ChatTokenizer(files)), engine
+
+            def run_engine() -> None:
+                try:
+                    engine.run()
+                finally:  # whatever ended it: a server that cannot answer should not stay
+                    ended.set()
+
+            threads = [
+                threading.Thread(target=run_engine, name="engine"),
+                threading.Thread(target=server.serve_forever, name="http"),
+            ]
+            for thread in threads:
+                thread.start()
+            logger.info(
+                "event=serving url=http://%s:%d metrics=%s ranks=%d",
+                host,
+                server.server_port,
+                metrics_url,
+                config.transfer.tp_size,
+            )
+            try:
+                ended.wait()
+            finally:
+                logger.info("event=stopping")
+                engine.stop()
+                server.shutdown()
+                for thread in threads:
+                    thread.join()
+    finally:
+        server.server_close()
+    logger.info("event=stopped")
+    if not asked.is_set():
+        raise LaunchError("the engine ended by itself; its log says why")
+
+
+def _config(files: ModelFiles, path: Path | None, ranks: int | None, log_dir: Path | None) -> CacheConfig:
+    overrides: dict[str, Any] = {"layout": layout_of(files.spec)}
+    transfer = {"tp_size": ranks, "log_dir": str(log_dir) if log_dir is not None else None}
+    overrides["transfer"] = {key: value for key, value in transfer.items() if value is not None}
+    if path is None:
+        overrides = {**_DEFAULTS, **overrides}
+    config = CacheConfig.load(path, **overrides)
+    if config.transfer.tp_size not in (1, 3):
+        raise ConfigError(f"transfer.tp_size is {config.transfer.tp_size}; the model has 3 KV heads, so use 1 or 3")
+    return config
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    api: ChatApi
+    engine: Engine
+
+
+def _listen(host: str, port: int) -> _Server:
+    try:
+        return _Server((host, port), _Handler)
+    except OSError as error:
+        raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    timeout = _READ_TIMEOUT_SECONDS
+
+    def do_GET(self) -> None:
+        """Health, state, models."""
+        if self.path == "/health":
+            self._send(200, {"status": "ok"})
+        elif self.path == "/status":
+            self._send(200, _status(self.server.engine.cache.stats()))
+        elif self.path == "/v1/models":
+            self._send(200, {"object": "list", "data": [{"id": MODEL_NAME, "object": "model"}]})
+        else:
+            self._fail(404, f"no page {self.path}; there are /v1/chat/completions, /v1/models, /health and /status")
+
+    def do_POST(self) -> None:
+        """A chat."""
+        if self.path != "/v1/chat/completions":
+            self._fail(404, f"nothing is posted to {self.path}; use /v1/chat/completions")
+            return
+        try:
+            request = msgspec.json.decode(self._body(), type=ChatRequest)
+            generation = self.server.api.submit(request)
+            if not request.stream:
+                self._send(200, self.server.api.complete(generation))
+                return
+            usage = request.stream_options is not None and request.stream_options.include_usage
+            self._stream(self.server.api.stream(generation, usage))
+        except (msgspec.DecodeError, LaunchError, RequestError, ValueError) as error:
+            self._fail(400, str(error))
+        except GenerationError as error:
+            self._fail(503 if "stopped" in str(error) else 400, str(error))
+
+    def _body(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit() or int(length) > _MAX_BODY_BYTES:
+            self.close_connection = True
+            raise LaunchError(f"Content-Length is {length!r}; send it, at most {_MAX_BODY_BYTES}")
+        return self.rfile.read(int(length))
+
+    def _stream(self, chunks: Iterator[dict[str, Any]]) -> None:
+        """Server-sent events; the end of the connection is the end of the stream."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-cache")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        try:
+            for chunk in chunks:
+                self.wfile.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+            self.wfile.write(b"data: [DONE]\n\n")
+        except GenerationError as error:  # the status is out: say it in the stream
+            self.wfile.write(b"data: " + msgspec.json.encode({"error": {"message": str(error)}}) + b"\n\n")
+        except (BrokenPipeError, ConnectionResetError):
+            logger.info("event=client_gone")
+
+    def _fail(self, status: int, message: str) -> None:
+        self._send(status, {"error": {"message": message, "type": "invalid_request_error"}})
+
+    def _send(self, status: int, content: dict[str, Any]) -> None:
+        body = msgspec.json.encode(content)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name)
+        """To the log instead of standard error."""
+        logger.info("event=http %s", format % args)
+
+
+def _status(stats: CacheStats) -> dict[str, Any]:
+    return {
+        "ranks": [msgspec.to_builtins(status) for status in stats.ranks],
+        "tiers": {"gpu": stats.gpu.by_state(), "cpu": stats.cpu.by_state()},
+        "hit_rates": dict(stats.hit_rates),
+        "requests": stats.num_requests,
+        "transfers_in_flight": stats.num_transfers_in_flight,
+    }

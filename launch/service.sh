@@ -1,0 +1,22 @@
+# Sourced by start.sh, stop.sh and status.sh: where the background server keeps its things. Not run by itself.
+
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+RUN_DIR="${FASTDEPLOY_CACHE_RUN_DIR:-$ROOT/run}"
+PID_FILE="$RUN_DIR/serve.pid"
+LOG_DIR="$RUN_DIR/log"
+LOG_FILE="$LOG_DIR/serve.log"
+# The environment prefix FASTDEPLOY_CACHE_ belongs to configuration keys; the server must not see ours.
+unset FASTDEPLOY_CACHE_RUN_DIR
+
+# The server's pid, if it runs: the process of the pid file, when it still is one of ours.
+running_pid() {
+    local pid
+    pid="$(cat "$PID_FILE" 2>/dev/null)" || return 1
+    [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null && grep -qa 'fastdeploy-cache' "/proc/$pid/cmdline" 2>/dev/null || return 1
+    printf '%s' "$pid"
+}
+
+# field NAME: the value of NAME= in the server's last "event=serving" line
+field() { grep 'event=serving' "$LOG_FILE" 2>/dev/null | tail -n 1 | grep -o "$1=[^ ]*" | cut -d= -f2-; }
+
+get() { "$PYTHON" -c 'import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5).read().decode())' "$1"; }

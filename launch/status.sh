@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Shows the background server's ranks, tiers and hit rates. Exit status 3 when it is not running.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/service.sh"
+if ! pid="$(running_pid)"; then
+    say "not running"
+    exit 3
+fi
+url="$(field url)"
+say "running: pid $pid, API $url/v1/chat/completions, metrics $(field metrics)"
+get "$url/status" | "$PYTHON" -c '
+import json, sys
+status = json.load(sys.stdin)
+for rank in status["ranks"]:
+    state = "up" if rank["up"] else "DOWN"
+    print("rank {rank}: {state}, pid {pid}, restarts {num_restarts}".format(state=state, **rank))
+for tier, states in status["tiers"].items():
+    print(tier.upper() + ": " + ", ".join(f"{count} {state}" for state, count in states.items()))
+rates = status["hit_rates"]
+print("hit rates, recently: " + ", ".join(f"{name} {rate:.0%}" for name, rate in rates.items()))
+'

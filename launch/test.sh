@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Sets up .venv and runs the tests. Arguments go on to pytest: ./launch/test.sh -k swap
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+install demo,test
+say "pytest $*"
+cd "$ROOT"
+exec "$PYTHON" -m pytest "$@"
