@@ -43,7 +43,7 @@ def serve(
     from launch.serve import serve as run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    run(config, ranks, host, port, metrics_port, log_dir)
+    run(config, ranks=ranks, host=host, port=port, metrics_port=metrics_port, log_dir=log_dir)
 
 
 @config_app.command()

@@ -30,7 +30,7 @@ _DEFAULTS = {"block_size": 16, "num_gpu_blocks": 512, "num_cpu_blocks": 1024}
 
 
 def serve(
-    config_file: Path | None, ranks: int | None, host: str, port: int, metrics_port: int, log_dir: Path | None
+    config_file: Path | None, *, ranks: int | None, host: str, port: int, metrics_port: int, log_dir: Path | None
 ) -> None:
     """Run until SIGTERM or SIGINT.
 

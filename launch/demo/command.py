@@ -42,8 +42,8 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
     )
     num_turns = len(CONVERSATIONS[0].turns)
     console.print(
-        f"{len(CONVERSATIONS)} conversations of {num_turns} turns, {num_ranks} transfer ranks; one compute process holds "
-        f"all {num_ranks} shards.\nGPU pool {_NUM_GPU_BLOCKS} blocks of {_BLOCK_TOKENS} tokens (simulated in shared "
+        f"{len(CONVERSATIONS)} conversations of {num_turns} turns, {num_ranks} transfer ranks; one compute "
+        f"process holds all {num_ranks} shards.\nGPU pool {_NUM_GPU_BLOCKS} blocks of {_BLOCK_TOKENS} tokens (simulated in shared "
         f"memory on this CPU), CPU pool {_NUM_CPU_BLOCKS}."
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
