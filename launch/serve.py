@@ -53,39 +53,37 @@ def serve(
         with running_engine(files, config) as engine:
             metrics_url = engine.cache.serve_metrics(host, metrics_port)
             server.api, server.engine = ChatApi(engine, ChatTokenizer(files)), engine
-
-            def run_engine() -> None:
-                try:
-                    engine.run()
-                finally:  # whatever ended it: a server that cannot answer should not stay
-                    ended.set()
-
-            threads = [
-                threading.Thread(target=run_engine, name="engine"),
-                threading.Thread(target=server.serve_forever, name="http"),
-            ]
-            for thread in threads:
-                thread.start()
-            logger.info(
-                "event=serving url=http://%s:%d metrics=%s ranks=%d",
-                host,
-                server.server_port,
-                metrics_url,
-                config.transfer.tp_size,
-            )
-            try:
-                ended.wait()
-            finally:
-                logger.info("event=stopping")
-                engine.stop()
-                server.shutdown()
-                for thread in threads:
-                    thread.join()
+            url = f"http://{host}:{server.server_port}"
+            logger.info("event=serving url=%s metrics=%s ranks=%d", url, metrics_url, config.transfer.tp_size)
+            _run_until(ended, engine, server)
     finally:
         server.server_close()
     logger.info("event=stopped")
     if not asked.is_set():
         raise LaunchError("the engine ended by itself; its log says why")
+
+
+def _run_until(ended: threading.Event, engine: Engine, server: _Server) -> None:
+    def run_engine() -> None:
+        try:
+            engine.run()
+        finally:  # whatever ended it: a server that cannot answer should not stay
+            ended.set()
+
+    threads = [
+        threading.Thread(target=run_engine, name="engine"),
+        threading.Thread(target=server.serve_forever, name="http"),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        ended.wait()
+    finally:
+        logger.info("event=stopping")
+        engine.stop()
+        server.shutdown()
+        for thread in threads:
+            thread.join()
 
 
 def _config(files: ModelFiles, path: Path | None, ranks: int | None, log_dir: Path | None) -> CacheConfig:

@@ -42,9 +42,9 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
     )
     num_turns = len(CONVERSATIONS[0].turns)
     console.print(
-        f"{len(CONVERSATIONS)} conversations of {num_turns} turns, {num_ranks} transfer ranks; one compute "
-        f"process holds all {num_ranks} shards.\nGPU pool {_NUM_GPU_BLOCKS} blocks of {_BLOCK_TOKENS} tokens (simulated in shared "
-        f"memory on this CPU), CPU pool {_NUM_CPU_BLOCKS}."
+        f"{len(CONVERSATIONS)} conversations of {num_turns} turns; {num_ranks} transfer ranks, whose model shards "
+        f"one compute process holds.\nGPU pool: {_NUM_GPU_BLOCKS} blocks of {_BLOCK_TOKENS} tokens (in shared memory "
+        f"on this CPU). CPU pool: {_NUM_CPU_BLOCKS} blocks."
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:

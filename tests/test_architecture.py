@@ -1,0 +1,149 @@
+"""The shape of the code: who may import whom, where heavy libraries live, how long things are."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("ipc", "metrics", "transfer_manager", "fastdeploy_cache", "launch")
+ALLOWED = {
+    "ipc": set(),
+    "metrics": set(),
+    "transfer_manager": {"ipc"},
+    "fastdeploy_cache": {"transfer_manager", "metrics"},
+    "launch": {"fastdeploy_cache", "transfer_manager", "metrics", "ipc"},
+}
+# Of transfer_manager, the engine side uses the parent's half only.
+PARENT_SIDE = {"task", "config", "layout", "client", "rank_client", "errors"}
+HOMES = {
+    "zmq": {"ipc/task_queue.py"},
+    "msgspec": {
+        "ipc/codec.py",
+        "transfer_manager/task.py",
+        "fastdeploy_cache/config.py",
+        "launch/chat_api.py",
+        "launch/serve.py",
+    },
+    "prometheus_client": {"metrics/cache_metrics.py", "metrics/exporter.py"},
+    "paddle": {"launch/reference_engine/paddle_runtime.py"},
+    "gguf": {"launch/reference_engine/gguf_file.py"},
+    "tokenizers": {"launch/reference_engine/tokenizer.py"},
+    "typer": {"launch/cli.py"},
+    "rich": {"launch/demo/command.py", "launch/demo/report.py"},
+}
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 50
+BANNED_NAMES = {"utils", "common", "helpers", "util", "helper"}
+
+
+def files(*packages: str) -> list[Path]:
+    return [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield str(node.module)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_run_downwards(package: str) -> None:
+    """A package imports only packages of lower layers."""
+    for path in files(package):
+        for module in imports(path):
+            top = module.partition(".")[0]
+            if top in PACKAGES and top != package:
+                assert top in ALLOWED[package], f"{name(path)} imports {module}"
+
+
+def test_the_engine_side_uses_only_the_parent_side_of_the_ranks() -> None:
+    """Nothing in fastdeploy_cache reaches a worker, a device or a storage."""
+    for path in files("fastdeploy_cache"):
+        for module in imports(path):
+            if module.startswith("transfer_manager."):
+                assert module.split(".")[1] in PARENT_SIDE, f"{name(path)} imports {module}"
+
+
+def test_modules_of_a_package_do_not_import_each_other_in_a_circle() -> None:
+    """Within a package, too, there is an order to read it in."""
+    graph = {".".join(path.relative_to(ROOT).with_suffix("").parts): set(imports(path)) for path in files(*PACKAGES)}
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, f"circle: {' -> '.join((*trail, module))}"
+        if module not in done:
+            for other in graph[module] & graph.keys():
+                visit(other, (*trail, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("library", sorted(HOMES))
+def test_each_heavy_library_has_one_home(library: str) -> None:
+    """A change of library touches the files that are listed, no others."""
+    users = {name(p) for p in files(*PACKAGES) if any(m.partition(".")[0] == library for m in imports(p))}
+    assert users == HOMES[library]
+
+
+def test_the_core_never_imports_a_framework() -> None:
+    """Paddle and PyTorch stay out of everything but the reference engine."""
+    for path in files(*PACKAGES[:4]):
+        assert not {m.partition(".")[0] for m in imports(path)} & {"paddle", "torch", "tensorflow", "jax"}, name(path)
+
+
+def test_files_and_functions_stay_short() -> None:
+    """No file over 400 lines, no function over 50."""
+    for path in files(*PACKAGES, "tests"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= MAX_FILE_LINES, name(path)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                num_lines = (node.end_lineno or 0) - node.lineno + 1
+                assert num_lines <= MAX_FUNCTION_LINES, f"{name(path)}: {node.name} has {num_lines} lines"
+
+
+def test_no_module_is_a_drawer() -> None:
+    """No utils, common or helpers; nothing named like a standard module."""
+    for path in files(*PACKAGES):
+        assert path.stem not in BANNED_NAMES | {"queue", "signal", "select", "types"}, name(path)
+
+
+def test_forbidden_ways() -> None:
+    """No pickle, no shell=True, no bare except anywhere in the product."""
+    for path in files(*PACKAGES):
+        tree = ast.parse(path.read_text())
+        assert not {"pickle", "marshal", "shelve", "multiprocessing"} & set(imports(path)), name(path)
+        for node in ast.walk(tree):
+            assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{name(path)}: bare except"
+            assert not (isinstance(node, ast.keyword) and node.arg == "shell"), f"{name(path)}: shell="
+
+
+def test_broad_except_only_at_the_task_boundary() -> None:
+    """`except Exception` stands once: where the worker turns a task's failure into its answer."""
+    found = [
+        name(path)
+        for path in files(*PACKAGES)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name) and node.type.id == "Exception"
+    ]
+    assert found == ["transfer_manager/worker.py"]
+
+
+def test_every_test_says_what_it_shows() -> None:
+    """Each test function has a docstring of one line or more."""
+    for path in files("tests"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                assert ast.get_docstring(node), f"{name(path)}: {node.name} has no docstring"
