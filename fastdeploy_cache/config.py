@@ -127,7 +127,7 @@ class CacheConfig:
         check_keys(settings)
         try:
             config: CacheConfig = msgspec.convert(settings, cls, strict=False)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, LayoutError) as error:
             raise ConfigError(str(error)) from error
         return config
 

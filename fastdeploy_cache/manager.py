@@ -51,6 +51,7 @@ class PrefixCacheManager:
             NotEnoughMemoryError: the pools do not fit; nothing was taken.
         """
         self.config = config
+        self._client = client if client is not None else _new_client(config)  # first: it refuses what does not fit
         num_gpu_blocks, num_cpu_blocks = config.pool_sizes()
         self.metrics = CacheMetrics(
             tp_size=config.transfer.tp_size,
@@ -62,7 +63,6 @@ class PrefixCacheManager:
         self._pools = pools
         self._tree = PrefixTree(config.block_size, pools, self._on_evict)
         self._requests: dict[str, ActiveRequest] = {}
-        self._client = client if client is not None else _new_client(config)
         self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds)
         self._matcher = Matcher(self._tree, self._mover)
         self._exporters: list[MetricsExporter] = []

@@ -18,6 +18,7 @@ from launch.chat_api import MODEL_NAME, ChatApi, ChatRequest
 from launch.errors import LaunchError
 from launch.reference_engine.engine import Engine
 from launch.reference_engine.generation import GenerationError
+from launch.reference_engine.paddle_runtime import import_paddle
 from launch.reference_engine.serving import layout_of, running_engine
 from launch.reference_engine.tokenizer import ChatTokenizer
 from launch.reference_engine.weights import ModelFiles, load_model_files
@@ -38,6 +39,7 @@ def serve(
         LaunchError, PortInUseError: a port is taken.
         ConfigError, ModelLoadError, RankStartError, NotEnoughMemoryError: it cannot start as configured.
     """
+    import_paddle()  # before the signal handlers below, which its own would replace
     files = load_model_files()
     config = _config(files, config_file, ranks, log_dir)
     ended, asked = threading.Event(), threading.Event()

@@ -33,7 +33,6 @@ class TransferClient(Protocol):
 
         Raises:
             RankStartError: a rank failed or was too late; all ranks are gone again.
-            NotEnoughMemoryError: the pools do not fit; nothing was taken.
         """
         ...
 

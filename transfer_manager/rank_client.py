@@ -17,7 +17,7 @@ from transfer_manager.client import OnResult, RankStatus
 from transfer_manager.config import TransferConfig
 from transfer_manager.errors import RankStartError
 from transfer_manager.layout import RankLayout
-from transfer_manager.rank_memory import KVViews, RankMemory, create_rank_memory
+from transfer_manager.rank_memory import KVViews, create_rank_memory
 from transfer_manager.rank_process import RankProcess
 from transfer_manager.supervisor import Phase, RankSupervisor
 from transfer_manager.task import (
@@ -51,14 +51,14 @@ class RankClient:
     """See `transfer_manager.client.TransferClient`.
 
     The I/O thread spawns the ranks, so that its end (which is the client's, or the engine's) is theirs. It never takes
-    a lock of the caller except inside `on_result`.
+    a lock of the caller except inside `on_result`. The memory is taken by the constructor and given up by `stop`.
     """
 
     def __init__(self, config: TransferConfig, layout: RankLayout, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         self._config = config
         self._layout = layout
         self._num_blocks = (num_gpu_blocks, num_cpu_blocks)
-        self._memory: list[RankMemory] = []
+        self._memory = create_rank_memory(config.tp_size, layout, num_gpu_blocks, num_cpu_blocks)
         self._ranks: list[RankSupervisor] = []
         self._lock = threading.Lock()  # guards _open, _num_tasks and _outbox
         self._open = False
@@ -78,7 +78,6 @@ class RankClient:
     def start(self, on_result: OnResult) -> None:
         self._on_result = on_result
         config = self._config
-        self._memory = create_rank_memory(config.tp_size, self._layout, *self._num_blocks)
         self._context = new_context()
         for rank in range(config.tp_size):
             supervisor = RankSupervisor(rank, config, self._memory[rank].signal, self._new_queue, self._spawn)

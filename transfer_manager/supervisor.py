@@ -15,6 +15,8 @@ from transfer_manager.rank_signal import RankSignal
 
 logger = logging.getLogger(__name__)
 
+_MAX_DOUBLINGS = 30  # of the pause before a restart; more would overflow after a thousand deaths
+
 
 class Phase(Enum):
     """Where a rank is in its life.
@@ -61,7 +63,7 @@ class RestartPolicy:
             self._deaths.popleft()
         if len(self._deaths) > self._config.max_restarts:
             return None
-        return self._config.restart_backoff_seconds * float(2 ** (len(self._deaths) - 1))
+        return self._config.restart_backoff_seconds * 2.0 ** min(len(self._deaths) - 1, _MAX_DOUBLINGS)
 
 
 class RankSupervisor:
@@ -125,6 +127,11 @@ class RankSupervisor:
             self._killed_for = reason
             self.process.kill()
 
+    @property
+    def dying(self) -> bool:
+        """Killed but not reaped: its pid descriptor tells when it is gone, no deadline matters until then."""
+        return self.process is not None and bool(self._killed_for)
+
     def reap(self, now: float) -> bool:
         """True when the process was there and is now gone; plans the restart."""
         if self.process is None or (code := self.process.reap()) is None:
@@ -152,7 +159,7 @@ class RankSupervisor:
         """Seconds until `tick` has something to look at."""
         if self.phase is Phase.DOWN:
             return max(0.0, self._restart_at - now)
-        if self.phase is Phase.STARTING:
+        if self.phase is Phase.STARTING and not self.dying:
             return max(0.0, self._ready_before - now)
         return self._config.heartbeat_timeout_seconds / 4
 

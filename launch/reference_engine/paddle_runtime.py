@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from importlib import metadata
@@ -23,6 +24,7 @@ _DISTRIBUTIONS = ("paddlepaddle", "paddlepaddle-gpu")
 def import_paddle(num_threads: int = 1) -> Any:
     """Import Paddle and return the module.
 
+    The first call also takes back the signal handlers that Paddle installs; set your own after it.
     Paddle reads its thread count while it is imported, so only the first call in a process can set it,
     and an ``OMP_NUM_THREADS`` that is already in the environment wins.
 
@@ -33,6 +35,7 @@ def import_paddle(num_threads: int = 1) -> Any:
         ModelLoadError: Paddle is missing, cannot be imported, or is installed twice.
     """
     check_distributions()
+    is_first = "paddle" not in sys.modules
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     os.environ.setdefault("GLOG_minloglevel", "2")
     if _is_amd_with_avx2():
@@ -45,6 +48,8 @@ def import_paddle(num_threads: int = 1) -> Any:
             import paddle
     except ImportError as error:
         raise ModelLoadError(f"cannot import paddle ({error}); run: pip install 'fastdeploy-cache[demo]'") from error
+    if is_first:
+        paddle.disable_signal_handler()  # or SIGTERM would print a crash report and end the process at once
     return paddle
 
 

@@ -1,0 +1,122 @@
+"""Configuration: sources, sizes, and everything that is impossible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, TransferConfig
+from fastdeploy_cache.errors import ConfigError
+from ipc.errors import NotEnoughMemoryError
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, dtype="float16")
+BLOCK_BYTES = 2 * 2 * 16 * 4 * 8 * 2  # layers, key and value, tokens, heads, head_dim, float16
+
+
+def test_later_sources_win_key_by_key(tmp_path: Path) -> None:
+    """File, then environment, then arguments; tables are merged, not replaced."""
+    path = tmp_path / "cache.toml"
+    path.write_text("block_size = 16\nnum_gpu_blocks = 1\n[transfer]\ntp_size = 2\ndata_parallel_id = 3\n")
+    environment = {
+        "FASTDEPLOY_CACHE_NUM_GPU_BLOCKS": "5",
+        "FASTDEPLOY_CACHE_TRANSFER__TP_SIZE": "4",
+        "FASTDEPLOY_CACHE_TRANSFER__DEVICE_IDS": "3,2,1,0",
+        "FASTDEPLOY_CACHE_ENABLE_PREFIX_CACHING": "false",
+        "OTHER": "x",
+    }
+    config = CacheConfig.load(path, environment=environment, layout=LAYOUT, num_gpu_blocks=7)
+    assert (config.block_size, config.num_gpu_blocks, config.enable_prefix_caching) == (16, 7, False)
+    assert (config.transfer.tp_size, config.transfer.data_parallel_id) == (4, 3)
+    assert config.transfer.device_ids == (3, 2, 1, 0)
+    assert config.layout == LAYOUT
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({"num_gpu_blocks": 10}, (10, 0)),
+        ({"num_gpu_blocks": 10, "num_cpu_blocks": 7}, (10, 7)),
+        ({"num_gpu_blocks": 10, "cpu_to_gpu_ratio": 2.5}, (10, 25)),
+        ({"gpu_memory_bytes": 10 * BLOCK_BYTES + 1, "cpu_memory_bytes": 3 * BLOCK_BYTES - 1}, (10, 2)),
+    ],
+)
+def test_pools_are_sized_in_blocks_bytes_or_by_ratio(settings: dict[str, Any], sizes: tuple[int, int]) -> None:
+    """Bytes are per rank and rounded down to whole blocks."""
+    assert CacheConfig(block_size=16, layout=LAYOUT, **settings).pool_sizes() == sizes
+
+
+def test_bytes_are_per_rank() -> None:
+    """Two ranks share the heads, so the same bytes per rank hold twice the blocks."""
+    config = CacheConfig(
+        block_size=16, layout=LAYOUT, gpu_memory_bytes=10 * BLOCK_BYTES, transfer=TransferConfig(tp_size=2)
+    )
+    assert config.pool_sizes() == (20, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "give one of num_gpu_blocks, gpu_memory_bytes; found none"),
+        ({"num_gpu_blocks": 1, "gpu_memory_bytes": 1}, "found num_gpu_blocks and gpu_memory_bytes"),
+        ({"num_gpu_blocks": 1, "num_cpu_blocks": 1, "cpu_to_gpu_ratio": 1.0}, "at most one of"),
+        ({"num_gpu_blocks": 0}, "num_gpu_blocks is 0"),
+        ({"num_gpu_blocks": -4}, "num_gpu_blocks is -4"),
+        ({"num_gpu_blocks": 2**31}, "32 bits"),
+        ({"gpu_memory_bytes": 100}, "gpu_memory_bytes 100 holds 0 blocks"),
+        ({"num_gpu_blocks": 1, "num_cpu_blocks": -1}, "num_cpu_blocks is -1"),
+        ({"num_gpu_blocks": 1, "block_size": 0}, "block_size is 0"),
+        ({"num_gpu_blocks": 1, "block_size": 2000}, "block_size is 2000"),
+        ({"num_gpu_blocks": 1, "layout": None}, "layout is missing"),
+        ({"num_gpu_blocks": 1, "transfer_client": "threads"}, "'threads'"),
+        ({"num_gpu_blocks": 1, "hit_rate_window_seconds": 0}, "hit_rate_window_seconds is 0"),
+        ({"num_gpu_blocks": 1, "transfer": TransferConfig(tp_size=3)}, "4 KV heads neither divide by 3 ranks"),
+    ],
+)
+def test_impossible_values_are_refused(settings: dict[str, Any], words: str) -> None:
+    """Before any process starts, with the value and the remedy."""
+    with pytest.raises(ConfigError, match=words):
+        CacheConfig(**{"layout": LAYOUT, **settings})
+
+
+def test_fewer_heads_than_ranks_are_replicated() -> None:
+    """8 ranks for 4 heads: each holds one."""
+    config = CacheConfig(num_gpu_blocks=1, layout=LAYOUT, block_size=16, transfer=TransferConfig(tp_size=8))
+    layout = config.rank_layout()
+    assert layout is not None
+    assert layout.block_bytes == BLOCK_BYTES // 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_gpu_blockz": 3}, "unknown key 'num_gpu_blockz'; did you mean 'num_gpu_blocks'"),
+        ({"transfer": {"tpsize": 3}}, "unknown key 'transfer.tpsize'; did you mean 'transfer.tp_size'"),
+        ({"transfer": 3}, "it is a table"),
+        ({"num_gpu_blocks": "lots"}, "num_gpu_blocks"),
+        ({"num_gpu_blocks": 1, "transfer": {"heartbeat_seconds": 0.1}}, "heartbeat_seconds is 0.1"),
+        ({"num_gpu_blocks": 1, "layout": {"num_layers": 1, "num_kv_heads": 1}}, "head_dim"),
+        ({"num_gpu_blocks": 1, "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 0}}, "head_dim is 0"),
+    ],
+)
+def test_unknown_keys_and_wrong_types_are_refused(arguments: dict[str, Any], words: str) -> None:
+    """From any source, with the nearest right name."""
+    with pytest.raises(ConfigError, match=words):
+        CacheConfig.load(environment={}, **arguments)
+
+
+def test_an_unknown_environment_variable_is_refused() -> None:
+    """A typo in a start script does not go unnoticed."""
+    with pytest.raises(ConfigError, match="did you mean 'block_size'"):
+        CacheConfig.load(environment={"FASTDEPLOY_CACHE_BLOCKSIZE": "4"})
+
+
+def test_more_memory_than_there_is_is_refused_before_it_is_taken() -> None:
+    """A petabyte of KV: a clear error from the constructor, in either client."""
+    for client in ("processes", "inline"):
+        config = CacheConfig(
+            block_size=16, layout=LAYOUT, num_gpu_blocks=2**30, num_cpu_blocks=2**30, transfer_client=client
+        )
+        with pytest.raises(NotEnoughMemoryError, match="available"):
+            PrefixCacheManager(config)

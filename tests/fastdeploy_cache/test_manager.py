@@ -1,0 +1,281 @@
+"""The verbs, one promise at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.errors import (
+    ClosedError,
+    CommitError,
+    OutOfBlocksError,
+    PromptTooLongError,
+    RequestError,
+    UnknownRequestError,
+)
+from tests.cache_model import CacheModel
+
+A, B, C = ([base + i for i in range(100)] for base in (1000, 2000, 3000))
+
+
+def request(name: str, tokens: list[int], namespace: str = "") -> Request:
+    return Request(request_id=name, prompt_token_ids=tokens, namespace=namespace)
+
+
+def test_a_whole_prompt_hit_leaves_one_token_to_compute() -> None:
+    """At a block border the last block is computed again; inside a block, all full ones hit."""
+    model = CacheModel(4, 20, 0)
+    model.serve(A[:16], stays=False, patient=True)
+    for length, hit in ((16, 12), (17, 16), (15, 12), (4, 0), (5, 4), (1, 0)):
+        live = model.match(A[:length])
+        assert live is not None
+        assert live.match.num_tokens == live.match.num_gpu_tokens == hit
+        model.release(live)
+    model.finish()
+
+
+def test_namespaces_never_meet() -> None:
+    """The same tokens under another namespace are another prefix."""
+    model = CacheModel(4, 20, 0)
+    model.serve(A[:16], stays=False, patient=True)
+    other = model.match(A[:16], namespace="lora")
+    assert other is not None
+    assert other.match.num_tokens == 0
+    model.finish()
+
+
+def test_prompts_that_part_inside_a_run_share_what_is_equal() -> None:
+    """The run is split at the border where they part, and merged again when nothing needs the border."""
+    model = CacheModel(4, 40, 0)
+    model.serve(A[:40], stays=False, patient=True)
+    fork = model.match(A[:20] + B[:20])
+    assert fork is not None
+    assert fork.match.num_tokens == 20
+    runs = list(model.cache._tree.runs())
+    assert sorted(run.num_blocks for run in runs) == [5, 5]
+    model.release(fork)
+    (run,) = model.cache._tree.runs()
+    assert run.num_blocks == 10
+    model.finish()
+
+
+def test_least_recently_used_goes_first_and_exactly_the_shortfall() -> None:
+    """Of two prompts the older loses its tail, no more blocks than asked for; its head still hits."""
+    model = CacheModel(4, 12, 0)
+    model.serve(A[:24], stays=False, patient=True)
+    model.serve(B[:20], stays=False, patient=True)
+    model.serve(C[:12], stays=False, patient=True)
+    assert model.cache.stats().gpu.num_cached == 12
+    found = {}
+    for name, tokens in (("A", A), ("B", B)):
+        live = model.match(tokens[:25])
+        assert live is not None
+        found[name] = live.match.num_tokens
+        model.release(live)
+    assert found == {"A": 16, "B": 20}
+    model.finish()
+
+
+def test_evicted_blocks_come_back_from_the_cpu_tier_with_their_content() -> None:
+    """A coming load is reported, waited for, and read (the model compares the content)."""
+    model = CacheModel(4, 12, 40)
+    model.serve(A[:40], stays=False, patient=True)
+    model.client.land_all()
+    model.serve(B[:40], stays=False, patient=True)
+    model.client.land_all()
+    live = model.match(A[:41])
+    assert live is not None
+    assert (live.match.num_tokens, live.match.num_coming_tokens, live.match.ready) == (8, 32, False)
+    model.client.land_all()
+    match = live.match.wait(0)
+    assert (match.num_tokens, match.num_gpu_tokens, match.num_cpu_tokens, match.ready) == (40, 8, 32, True)
+    model.settle(live)
+    model.finish()
+
+
+def test_a_failed_load_cuts_the_match_of_those_who_wait_and_of_nobody_else() -> None:
+    """The blocks on the GPU stay matched, the CPU copies stay valid, and the next match loads them again."""
+    model = CacheModel(4, 12, 40)
+    for tokens in (A, B):
+        model.serve(tokens[:40], stays=False, patient=True)
+        model.client.land_all()
+    first, second = model.match(A[:41]), model.match(A[:25])
+    assert first is not None
+    assert second is not None
+    model.client.land("rank 0 died")
+    assert first.match.wait(0).num_tokens == second.match.wait(0).num_tokens == 8
+    model.release(first)
+    model.release(second)
+    third = model.match(A[:41])
+    assert third is not None
+    model.client.land_all()
+    assert third.match.wait(0).num_tokens == 40
+    model.finish()
+
+
+def test_a_deeper_load_is_dropped_when_the_one_above_it_fails() -> None:
+    """A second request loads more behind the first one's load; without its parent it must not become visible."""
+    model = CacheModel(4, 12, 40)
+    for tokens in (A, B):
+        model.serve(tokens[:40], stays=False, patient=True)
+        model.client.land_all()
+    first = model.match(A[:25])
+    second = model.match(A[:41])
+    assert first is not None
+    assert second is not None
+    assert len(model.client.tasks) == 2, "the second request shares the first one's load and starts one behind it"
+    model.client.land("rank 0 died")
+    model.client.land()
+    model.cache.check_invariants()
+    assert second.match.wait(0).num_tokens == 8
+    model.finish()
+
+
+def test_computed_blocks_are_adopted_while_their_load_is_late() -> None:
+    """A request that did not wait computes the blocks itself; they become the GPU copy and the load's ids go home."""
+    model = CacheModel(4, 20, 40)
+    model.serve(A[:40], stays=False, patient=True)
+    model.client.land_all()
+    for tokens in (B, C):
+        model.serve(tokens[:36], stays=False, patient=True)
+        model.client.land_all()
+    live = model.match(A[:41])
+    assert live is not None
+    assert live.match.num_coming_tokens > 0
+    model.settle(live)
+    assert model.allocate(live, 11 - len(model.settle(live)))
+    model.compute(live, 41)
+    model.client.land_all()
+    model.cache.check_invariants()
+    again = model.match(A[:41])
+    assert again is not None
+    assert again.match.num_gpu_tokens == 40
+    model.finish()
+
+
+def test_a_match_short_of_room_loads_what_fits_and_says_so() -> None:
+    """Room is kept for the rest of the prompt; the match never raises."""
+    model = CacheModel(4, 12, 40)
+    model.serve(A[:40], stays=False, patient=True)
+    model.client.land_all()
+    model.serve(B[:40], stays=True, patient=True)
+    model.client.land_all()
+    live = model.match(A[:41])
+    assert live is not None
+    assert live.match.ready
+    assert (live.match.num_tokens, live.match.num_unloaded_tokens) == (8, 32)
+    model.finish()
+
+
+def test_growing_does_not_move_the_end_under_another_request() -> None:
+    """Two requests pinned to the same end go different ways; each one's table stays right."""
+    model = CacheModel(4, 40, 0)
+    model.serve(A[:16], stays=False, patient=True)
+    first, second = model.match(A[:17]), model.match(A[:16] + B[:9])
+    third = model.match(A[:40])
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    for live in (third, second):
+        assert model.allocate(live, -(-live.request.num_tokens // 4) - 4)
+        model.compute(live, live.request.num_tokens)
+        model.cache.check_invariants()
+    first.request.append_output(A[17:30])
+    assert model.allocate(first, 4)
+    model.compute(first, 30)
+    model.cache.check_invariants()
+    model.finish()
+
+
+def test_two_that_compute_the_same_keep_one_copy() -> None:
+    """The second one's blocks stay its own and go home with it."""
+    model = CacheModel(4, 40, 0)
+    first, second = model.match(A[:20]), model.match(A[:20])
+    for live in (first, second):
+        assert live is not None
+        assert model.allocate(live, 5)
+        model.compute(live, 20)
+    assert model.cache.stats().gpu.num_cached == 5
+    model.finish()
+    assert model.cache.stats().gpu.num_free == 35
+
+
+def test_reset_forgets_but_does_not_pull_blocks_from_under_a_request() -> None:
+    """Pinned blocks stay owned until released; what an older request commits is not published."""
+    model = CacheModel(4, 20, 0)
+    model.serve(A[:16], stays=False, patient=True)
+    live = model.match(A[:33])
+    assert live is not None
+    model.reset()
+    assert model.cache.stats().gpu.num_protected == 4
+    assert model.allocate(live, 5)
+    model.compute(live, 33)
+    fresh = model.match(A[:33])
+    assert fresh is not None
+    assert fresh.match.num_tokens == 0
+    model.finish()
+    assert model.cache.stats().gpu.num_free == 20
+
+
+def test_without_prefix_caching_every_verb_works_and_nothing_hits() -> None:
+    """The switch for comparison runs."""
+    config = CacheConfig(block_size=4, num_gpu_blocks=8, transfer_client="inline", enable_prefix_caching=False)
+    with PrefixCacheManager(config) as cache:
+        for name in "ab":
+            live = request(name, A[:16])
+            assert cache.match(live).wait().block_ids == []
+            assert cache.allocate(live, 4) == [0, 1, 2, 3]
+            cache.commit(live, 16)
+            cache.release(live)
+        assert cache.stats().gpu.num_free == 8
+        assert cache.stats().hit_rates["token"] == 0
+        cache.check_invariants()
+
+
+def test_what_is_refused_changes_nothing() -> None:
+    """Each mistake of an engine is a typed error that names the value; the books are as before."""
+    config = CacheConfig(block_size=4, num_gpu_blocks=8, transfer_client="inline")
+    with PrefixCacheManager(config) as cache:
+        live, stranger = request("live", A[:16]), request("stranger", A[:16])
+        cache.match(live)
+        cache.allocate(live, 2)
+        before = cache.stats()
+        mistakes = [
+            (PromptTooLongError, "33 tokens, 9 blocks", lambda: cache.match(request("long", A[:33]))),
+            (RequestError, "matched already", lambda: cache.match(live)),
+            (RequestError, "matched already", lambda: cache.match(request("live", B[:4]))),
+            (UnknownRequestError, "'stranger'", lambda: cache.release(stranger)),
+            (UnknownRequestError, "'stranger'", lambda: cache.allocate(stranger, 1)),
+            (UnknownRequestError, "'stranger'", lambda: cache.commit(stranger, 1)),
+            (UnknownRequestError, "'live'", lambda: cache.release(request("live", A[:16]))),
+            (RequestError, "-1 blocks", lambda: cache.allocate(live, -1)),
+            (OutOfBlocksError, "1 blocks are missing", lambda: cache.allocate(live, 7)),
+            (CommitError, "9 tokens", lambda: cache.commit(live, 9)),
+            (CommitError, "17 tokens", lambda: cache.commit(live, 17)),
+            (CommitError, "-1 tokens", lambda: cache.commit(live, -1)),
+        ]
+        for error, words, mistake in mistakes:
+            with pytest.raises(error, match=words):
+                mistake()
+        assert cache.stats() == before
+        cache.check_invariants()
+        cache.release(live)
+    with pytest.raises(ClosedError):
+        cache.match(live)
+
+
+def test_a_request_counts_once_in_the_hit_rate() -> None:
+    """Not while it cannot be admitted, and not again after preemption."""
+    config = CacheConfig(block_size=4, num_gpu_blocks=8, transfer_client="inline")
+    with PrefixCacheManager(config) as cache:
+        live = request("a", A[:16])
+        for _ in range(3):
+            cache.match(live)
+            cache.release(live)
+        assert cache.metrics.hit_rates()["request"] == 0
+        for _ in range(2):
+            match = cache.match(live)
+            cache.allocate(live, 4 - len(match.block_ids))
+            cache.commit(live, 16)
+            cache.release(live)
+        assert cache.stats().hit_rates["token"] == 0, "the preempted request's own blocks are no hit"

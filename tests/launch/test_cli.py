@@ -1,0 +1,84 @@
+"""The command line: what it prints, what it refuses, and how."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.reference import needs_model
+
+CLI = [sys.executable, "-c", "from launch.cli import main; main()"]
+
+
+def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def test_config_check_prints_sizes(tmp_path: Path) -> None:
+    """A good file: status 0 and the sizes that follow from it."""
+    path = tmp_path / "cache.toml"
+    path.write_text(
+        "num_gpu_blocks = 4\nnum_cpu_blocks = 8\nblock_size = 16\n[layout]\nnum_layers = 2\n"
+        "num_kv_heads = 2\nhead_dim = 8\n"
+    )
+    result = run("config", "check", str(path))
+    assert result.returncode == 0
+    assert "2048 per block and rank, 24576 in all" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num_gpu_block = 4", "did you mean 'num_gpu_blocks'?"),
+        ("num_gpu_blocks = 0\ntransfer_client = 'inline'", "num_gpu_blocks is 0"),
+        ("num_gpu_blocks = 'many'", "num_gpu_blocks"),
+        ("num_gpu_blocks = 4", "layout is missing"),
+        (
+            "num_gpu_blocks = 4\n[layout]\nnum_layers = 1\nnum_kv_heads = 3\nhead_dim = 8\n[transfer]\ntp_size = 2",
+            "neither",
+        ),
+        ("num_gpu_blocks = 2000000000\n[layout]\nnum_layers = 9\nnum_kv_heads = 8\nhead_dim = 128", "are available"),
+        ("= nonsense", "cannot read configuration"),
+    ],
+)
+def test_config_check_refuses_in_one_line(tmp_path: Path, text: str, words: str) -> None:
+    """A bad file: status 1 and one line that names the value and the remedy."""
+    path = tmp_path / "cache.toml"
+    path.write_text(text)
+    result = run("config", "check", str(path))
+    assert result.returncode == 1
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_missing_file_is_one_line() -> None:
+    """The file's name is in the message."""
+    result = run("config", "check", "/no/such/file.toml")
+    assert (result.returncode, len(result.stderr.splitlines())) == (1, 1)
+    assert "/no/such/file.toml" in result.stderr
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
+    """The demo's model has three heads."""
+    result = run("demo", "--ranks", "2")
+    assert result.returncode == 1
+    assert result.stderr.strip().endswith("--ranks is 2; the model has 3 KV heads, so use 1 or 3")
+
+
+@needs_model
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_demo_holds_what_it_promises(tmp_path: Path, ranks: int) -> None:
+    """Short answers: all kinds of requests occur, a killed rank returns, every answer equals the one without cache."""
+    path = tmp_path / "facts.json"
+    result = run("demo", "--ranks", str(ranks), "--new-tokens", "4", "--json", str(path), timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    facts = json.loads(path.read_text())
+    assert all(facts["checks"].values())
+    assert len(facts["checks"]) == 4
+    assert facts["different_answers"] == []
+    assert facts["num_answers"] == sum(kind["requests"] for kind in facts["kinds"].values()) == 15
+    assert facts["rank_restarts"] == [0] * (ranks - 1) + [1]

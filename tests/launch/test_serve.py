@@ -1,0 +1,145 @@
+"""`fastdeploy-cache serve` as a client and an operator see it: a real server, real ranks, real answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.launch.reference import needs_model
+
+pytestmark = needs_model
+CLI = [sys.executable, "-c", "from launch.cli import main; main()"]
+CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12}
+
+
+class Server:
+    """A server process and where it listens."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self.log = log
+        command = [*CLI, "serve", "--port", "0", "--metrics-port", "0", *arguments]
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.PIPE)
+        assert self.process.stderr is not None
+        text = ""
+        for line in self.process.stderr:  # ends with the process, at the latest
+            text += line.decode()
+            if found := re.search(r"event=serving url=(\S+) metrics=(\S+)", text):
+                self.url, self.metrics_url = found.groups()
+                return
+        raise AssertionError(f"the server ended: {text}")
+
+    def post(self, body: Any) -> tuple[int, bytes]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        try:
+            with urllib.request.urlopen(f"{self.url}/v1/chat/completions", data, timeout=60) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def get(self, url: str) -> bytes:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.read()
+
+    def rank_pids(self) -> list[int]:
+        return [rank["pid"] for rank in json.loads(self.get(f"{self.url}/status"))["ranks"]]
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        assert self.process.stderr is not None
+        self.rest = self.process.stderr.read().decode()  # returns when the process and all its ranks have ended
+        self.process.stderr.close()
+        return self.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server with 3 ranks for the tests that only talk to it."""
+    server = Server(tmp_path_factory.mktemp("serve") / "log", "--ranks", "3")
+    yield server
+    assert server.end(signal.SIGTERM) == 0, server.rest
+
+
+def test_the_second_question_hits_the_cache_and_gets_the_same_answer(server: Server) -> None:
+    """cached_tokens counts full blocks of the earlier prompt, and the text does not change."""
+    answers = [json.loads(server.post(CHAT)[1]) for _ in range(2)]
+    texts = {answer["choices"][0]["message"]["content"] for answer in answers}
+    assert len(texts) == 1
+    assert "Paris" in texts.pop()
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert cached[1] > 0
+    assert cached[1] % 16 == 0
+
+
+def test_a_stream_says_the_same_as_a_whole_answer(server: Server) -> None:
+    """The pieces of the stream joined are the answer; usage comes last, then [DONE]."""
+    whole = json.loads(server.post(CHAT)[1])["choices"][0]["message"]["content"]
+    status, body = server.post({**CHAT, "stream": True, "stream_options": {"include_usage": True}})
+    events = [line.removeprefix("data: ") for line in body.decode().split("\n\n") if line]
+    assert status == 200
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]) == whole
+    assert chunks[-1]["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"not json", "malformed"),
+        ({"messages": []}, "length >= 1"),
+        ({"messages": [{"role": "user"}]}, "content"),
+        ({**CHAT, "max_tokens": 0}, ">= 1"),
+        ({**CHAT, "max_tokens": 10**6}, "at most 8192"),
+    ],
+)
+def test_bad_requests_are_refused_with_a_reason(server: Server, body: Any, words: str) -> None:
+    """Status 400 and a message that says what is wrong; the server goes on."""
+    status, answer = server.post(body)
+    assert status == 400
+    assert words in json.loads(answer)["error"]["message"]
+
+
+def test_metrics_show_the_hits(server: Server) -> None:
+    """A scrape shows requests, hits and three ranks that are up."""
+    server.post(CHAT)
+    server.post(CHAT)
+    families = {f.name: f for f in text_string_to_metric_families(server.get(server.metrics_url).decode())}
+    hits = {s.labels["tier"]: s.value for s in families["fastdeploy_cache_tokens_hit"].samples}
+    assert hits["gpu"] > 0
+    assert [s.value for s in families["fastdeploy_cache_rank_up"].samples] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_the_server_is_the_end_of_its_ranks(tmp_path: Path, number: int) -> None:
+    """SIGTERM ends it with status 0, SIGKILL abruptly; no rank stays (the leak fixture looks at /dev/shm)."""
+    server = Server(tmp_path / "log", "--ranks", "1")
+    server.post({**CHAT, "max_tokens": 2})
+    (pid,) = server.rank_pids()
+    handle = os.pidfd_open(pid)
+    assert server.end(number) == (0 if number == signal.SIGTERM else -number)
+    ended, _, _ = select.select([handle], [], [], 3)
+    os.close(handle)
+    assert ended, "the rank outlived its engine by 3 seconds"
+
+
+def test_a_taken_port_is_one_line(server: Server) -> None:
+    """A second server on the same port says so in one line, without a traceback, with status 1."""
+    port = server.url.rpartition(":")[2]
+    result = subprocess.run([*CLI, "serve", "--port", port], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert result.stderr.strip().splitlines()[-1].startswith(f"fastdeploy-cache: cannot listen on 127.0.0.1:{port}")
