@@ -115,8 +115,8 @@ def test_a_failed_load_cuts_the_match_of_those_who_wait_and_of_nobody_else() -> 
 
 def test_a_deeper_load_is_dropped_when_the_one_above_it_fails() -> None:
     """A second request loads more behind the first one's load; without its parent it must not become visible."""
-    model = CacheModel(4, 12, 40)
-    for tokens in (A, B):
+    model = CacheModel(4, 24, 60)
+    for tokens in (A, B, C):
         model.serve(tokens[:40], stays=False, patient=True)
         model.client.land_all()
     first = model.match(A[:25])
@@ -125,9 +125,32 @@ def test_a_deeper_load_is_dropped_when_the_one_above_it_fails() -> None:
     assert second is not None
     assert len(model.client.tasks) == 2, "the second request shares the first one's load and starts one behind it"
     model.client.land("rank 0 died")
+    third = model.match(A[:41])
+    assert third is not None
+    assert len(model.client.tasks) == 2, "the third loads everything again: what is still in flight has no parent"
     model.client.land()
     model.cache.check_invariants()
-    assert second.match.wait(0).num_tokens == 8
+    assert second.match.wait(0).num_tokens == 16
+    model.client.land()
+    assert third.match.wait(0).num_tokens == 40
+    model.finish()
+
+
+def test_a_load_that_is_split_in_flight_lands_whole() -> None:
+    """Another prompt parts from a run that is being loaded; both halves of the load still become readable."""
+    model = CacheModel(4, 20, 40)
+    for tokens in (A, B, C):
+        model.serve(tokens[:40], stays=False, patient=True)
+        model.client.land_all()
+    first = model.match(A[:41])
+    assert first is not None
+    assert first.match.num_coming_tokens == 40
+    fork = model.match(A[:20] + B[:9])
+    assert fork is not None
+    assert fork.match.num_coming_tokens == 20
+    model.client.land_all()
+    model.cache.check_invariants()
+    assert (first.match.wait(0).num_tokens, fork.match.wait(0).num_tokens) == (40, 20)
     model.finish()
 
 
@@ -184,6 +207,31 @@ def test_growing_does_not_move_the_end_under_another_request() -> None:
     assert model.allocate(first, 4)
     model.compute(first, 30)
     model.cache.check_invariants()
+    model.finish()
+
+
+def test_growing_behind_a_run_that_two_requests_are_pinned_to() -> None:
+    """One of them goes on; the other one's pin still ends where its blocks end."""
+    model = CacheModel(4, 40, 0)
+    model.serve(A[:16], stays=False, patient=True)
+    first, second = model.match(A[:17]), model.match(A[:40])
+    assert first is not None
+    assert second is not None
+    assert model.allocate(second, 6)
+    model.compute(second, 40)
+    model.cache.check_invariants()
+    model.finish()
+
+
+def test_growing_behind_a_run_that_another_request_has_just_made() -> None:
+    """Both computed the same prompt; the longer one's blocks go behind the other's run, not into it."""
+    model = CacheModel(4, 40, 0)
+    first, second = model.match(A[:20]), model.match(A[:28])
+    for live in (first, second):
+        assert live is not None
+        assert model.allocate(live, live.request.num_tokens // 4)
+        model.compute(live, live.request.num_tokens)
+        model.cache.check_invariants()
     model.finish()
 
 

@@ -1,0 +1,99 @@
+"""The scripts as an operator uses them. They work on the repository's own .venv, so they run under it only."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+IN_VENV = Path(sys.prefix) == ROOT / ".venv"
+pytestmark = pytest.mark.skipif(not IN_VENV, reason="the scripts use .venv; run the tests with ./launch/test.sh")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A run folder of the test's own."""
+    return {**os.environ, "FASTDEPLOY_CACHE_RUN_DIR": str(tmp_path / "run")}
+
+
+def run(script: str, *arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [str(ROOT / "launch" / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, check=False)
+
+
+@pytest.fixture
+def started(environment: dict[str, str]) -> Iterator[str]:
+    """A server in the background, stopped afterwards; what start.sh printed."""
+    result = run("start.sh", "--ranks", "1", "--port", "0", "--metrics-port", "0", environment=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    yield result.stdout
+    result = run("stop.sh", environment=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "stopped" in result.stdout
+
+
+def test_start_status_second_start_stop(environment: dict[str, str], started: str) -> None:
+    """Ready means that it answers; status shows ranks, tiers and hit rates; a second start is refused."""
+    status = run("status.sh", environment=environment)
+    assert status.returncode == 0
+    for words in ("rank 0: up", "GPU: 512 free", "CPU: 1024 free", "hit rates"):
+        assert words in status.stdout
+    second = run("start.sh", environment=environment)
+    assert second.returncode == 1
+    assert "already running" in second.stderr
+
+
+def test_without_a_server(environment: dict[str, str]) -> None:
+    """Status says so with status 3; stop has nothing to do and succeeds."""
+    status, stop = run("status.sh", environment=environment), run("stop.sh", environment=environment)
+    assert (status.returncode, stop.returncode) == (3, 0)
+    assert "not running" in status.stdout
+
+
+def test_a_server_that_cannot_start_is_reported(environment: dict[str, str]) -> None:
+    """start.sh fails with the reason from the log, and leaves no pid file."""
+    result = run("start.sh", "--ranks", "2", environment=environment)
+    assert result.returncode == 1
+    assert "the model has 3 KV heads" in result.stderr
+    assert run("status.sh", environment=environment).returncode == 3
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+def test_prometheus_scrapes_it(tmp_path: Path, started: str) -> None:
+    """The shipped configuration is valid, and a real Prometheus with it (but our ports) sees the rank up."""
+    shipped = ROOT / "launch" / "prometheus.yml"
+    subprocess.run(["promtool", "check", "config", str(shipped)], check=True, capture_output=True)
+    metrics = re.search(r"metrics http://([\d.:]+)/metrics", started)
+    assert metrics is not None
+    config = tmp_path / "prometheus.yml"
+    config.write_text(shipped.read_text().replace("127.0.0.1:9400", metrics.group(1)).replace("5s", "1s"))
+    command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([*command, "--web.listen-address=127.0.0.1:19409"], stderr=log, stdout=log)
+    try:
+        assert '"1"' in _ask("http://127.0.0.1:19409/api/v1/query?query=fastdeploy_cache_rank_up", '"1"')
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+def _ask(url: str, wanted: str) -> str:
+    """Prometheus scrapes in its own time: ask until it has, for half a minute at most."""
+    answer, deadline = "", time.monotonic() + 30
+    while wanted not in answer and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(url, timeout=5) as response:
+                answer = response.read().decode()
+        except OSError as error:  # not listening yet
+            answer = str(error)
+        time.sleep(0.2)
+    return answer
