@@ -63,7 +63,7 @@ def test_a_server_that_cannot_start_is_reported(environment: dict[str, str]) -> 
     """start.sh fails with the reason from the log, and leaves no pid file."""
     result = run("start.sh", "--ranks", "2", environment=environment)
     assert result.returncode == 1
-    assert "the model has 3 KV heads" in result.stderr
+    assert "3 KV heads neither divide by 2 ranks" in result.stderr
     assert run("status.sh", environment=environment).returncode == 3
 
 
