@@ -11,7 +11,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=[pattern for name in PACKAGES for pattern in (name, f"{name}.*")]),
-    package_data={name: ["py.typed"] for name in PACKAGES},
+    package_data={name: ["py.typed", "*.toml"] for name in PACKAGES},
     install_requires=[
         "numpy>=1.26",
         "pyzmq>=26",

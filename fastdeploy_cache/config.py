@@ -24,7 +24,7 @@ _TABLES: dict[str, type] = {"layout": KVLayout, "transfer": TransferConfig}
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """What the cache is made of. Every name is the same in Python, TOML, environment and `--set` arguments.
+    """What the cache is made of. Every name is the same in Python, TOML, environment and `--set`.
 
     Args:
         block_size: tokens per block.

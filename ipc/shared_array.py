@@ -77,6 +77,10 @@ class SharedArray:
         count = int(np.prod(shape, dtype=np.int64))
         return np.frombuffer(self._map, dtype=dtype, count=count, offset=offset_bytes).reshape(shape)
 
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):  # not so when the constructor refused
+            self.close()
+
     def close(self) -> None:
         """Give up the descriptor and the mapping; outstanding views stay valid. Safe to call twice."""
         if self._fd >= 0:

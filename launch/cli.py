@@ -33,7 +33,10 @@ def demo(
 @app.command()
 def serve(
     config: Annotated[Path | None, typer.Option(help="TOML file; see docs/configuration.md.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Overrides transfer.tp_size.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Short for --set transfer.tp_size=N: 1 or 3.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as num_gpu_blocks=256.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = 8000,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of /metrics.")] = 9400,
@@ -43,7 +46,10 @@ def serve(
     from launch.serve import serve as run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    run(config, ranks=ranks, host=host, port=port, metrics_port=metrics_port, log_dir=log_dir)
+    given = list(settings or [])
+    given += [f"transfer.tp_size={ranks}"] if ranks is not None else []
+    given += [f"transfer.log_dir={log_dir}"] if log_dir is not None else []
+    run(config, given, host=host, port=port, metrics_port=metrics_port)
 
 
 @config_app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 4 * 2**20
 _READ_TIMEOUT_SECONDS = 30.0
-_DEFAULTS = {"block_size": 16, "num_gpu_blocks": 512, "num_cpu_blocks": 1024}
+_DEFAULT_FILE = Path(__file__).with_name("serve.toml")
 
 
 def serve(
-    config_file: Path | None, *, ranks: int | None, host: str, port: int, metrics_port: int, log_dir: Path | None
+    config_file: Path | None, settings: Sequence[str], *, host: str, port: int, metrics_port: int
 ) -> None:
-    """Run until SIGTERM or SIGINT.
+    """Run until SIGTERM or SIGINT. `settings` are KEY=VALUE and win over file and environment.
 
     Raises:
         LaunchError, PortInUseError: a port is taken.
@@ -41,7 +41,7 @@ def serve(
     """
     import_paddle()  # before the signal handlers below, which its own would replace
     files = load_model_files()
-    config = _config(files, config_file, ranks, log_dir)
+    config = _config(files, config_file, settings)
     ended, asked = threading.Event(), threading.Event()
 
     def end(*_: object) -> None:
@@ -88,13 +88,18 @@ def _run_until(ended: threading.Event, engine: Engine, server: _Server) -> None:
             thread.join()
 
 
-def _config(files: ModelFiles, path: Path | None, ranks: int | None, log_dir: Path | None) -> CacheConfig:
-    overrides: dict[str, Any] = {"layout": layout_of(files.spec)}
-    transfer = {"tp_size": ranks, "log_dir": str(log_dir) if log_dir is not None else None}
-    overrides["transfer"] = {key: value for key, value in transfer.items() if value is not None}
-    if path is None:
-        overrides = {**_DEFAULTS, **overrides}
-    config = CacheConfig.load(path, **overrides)
+def _config(files: ModelFiles, path: Path | None, settings: Sequence[str]) -> CacheConfig:
+    overrides: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {setting!r} is no KEY=VALUE")
+        table, _, key = name.rpartition(".")
+        (overrides.setdefault(table, {}) if table else overrides)[key] = value
+    layout = layout_of(files.spec)
+    config = CacheConfig.load(path or _DEFAULT_FILE, **{"layout": layout, **overrides})
+    if config.layout != layout:
+        raise ConfigError(f"layout is {config.layout}, but the model's is {layout}; leave the table [layout] out")
     if config.transfer.tp_size not in (1, 3):
         raise ConfigError(f"transfer.tp_size is {config.transfer.tp_size}; the model has 3 KV heads, so use 1 or 3")
     return config
