@@ -41,11 +41,16 @@ class BlockMover:
         """Start copying blocks that are in the CPU tier only; the room on the GPU is there already."""
         self._start(Tier.GPU, parts)
 
-    def store(self, part: Part) -> int:
-        """Start copying a run's new blocks down, evicting older copies; returns how many there was no room for."""
-        run, first, wanted = part
+    def store(self, run: Run) -> int:
+        """Start copying down what of a pinned run is neither copied nor on its way; returns how many were not.
+
+        It begins where the copies end, not at the newest blocks: what an earlier store failed to bring is copied again,
+        or its gap would keep out every later copy of the run. Evicts older copies where there is no room.
+        """
         pool, residency = self._tree.pools[Tier.CPU], self._tree.residency
-        if not pool.num_blocks:
+        first = max([run.cpu_end if run.ids[Tier.CPU] else 0, *(segment.end for segment in run.stores)])
+        wanted = run.num_gpu - first
+        if not pool.num_blocks or wanted <= 0:
             return 0
         if not self.available:
             return wanted
@@ -90,9 +95,14 @@ class BlockMover:
                 return
             self._client.submit(task)
 
-    def finish(self, result: TransferResult) -> None:
-        """All ranks have answered or are reaped: land the blocks and wake who waits for them."""
-        transfer = self.in_flight.pop(result.task.task_id)
+    def finish(self, result: TransferResult) -> int:
+        """All ranks have answered or are reaped: land the blocks and wake who waits for them.
+
+        Returns how many blocks of a store did not join the CPU tier.
+        """
+        transfer, num_lost = self.in_flight.pop(result.task.task_id), 0
         while transfer.segments:
-            self._tree.land(transfer.segments.pop(0), result.error is None)
+            segment = transfer.segments.pop(0)
+            num_lost += len(segment.ids) - self._tree.land(segment, result.error is None)
         transfer.done.set()
+        return num_lost if transfer.tier is Tier.CPU else 0

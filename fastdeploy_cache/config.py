@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from fastdeploy_cache.errors import ConfigError
-from transfer_manager.config import TransferConfig
+from transfer_manager.config import TransferConfig, check_integers
 from transfer_manager.errors import LayoutError
 from transfer_manager.layout import KVLayout, RankLayout
 
@@ -57,19 +57,20 @@ class CacheConfig:
     hit_rate_window_seconds: float = 300.0
 
     def __post_init__(self) -> None:
+        check_integers(self, ConfigError)
         if not 1 <= self.block_size <= 1024:
             raise ConfigError(f"block_size is {self.block_size}; use 1 to 1024 tokens")
         _one_of(self, ("num_gpu_blocks", "gpu_memory_bytes"), required=True)
         _one_of(self, ("num_cpu_blocks", "cpu_memory_bytes", "cpu_to_gpu_ratio"), required=False)
         for name in ("num_cpu_blocks", "cpu_memory_bytes", "cpu_to_gpu_ratio"):
-            if (value := getattr(self, name)) is not None and value < 0:
+            if (value := getattr(self, name)) is not None and not 0 <= value < 2**63:
                 raise ConfigError(f"{name} is {value}; it must not be negative (0 means no CPU tier)")
-        if self.hit_rate_window_seconds <= 0:
+        if not 0 < self.hit_rate_window_seconds < 2**31:
             raise ConfigError(f"hit_rate_window_seconds is {self.hit_rate_window_seconds}; it must be above 0")
         if self.transfer_client not in ("processes", "inline"):
             raise ConfigError(f"transfer_client is {self.transfer_client!r}; use 'processes' or 'inline'")
-        needs_layout = self.gpu_memory_bytes or self.cpu_memory_bytes or self.transfer_client == "processes"
-        if self.layout is None and needs_layout:
+        in_bytes = self.gpu_memory_bytes is not None or self.cpu_memory_bytes is not None
+        if self.layout is None and (in_bytes or self.transfer_client == "processes"):
             raise ConfigError(
                 "layout is missing; ranks and pools sized in bytes need it (or use transfer_client='inline')"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import time
 from typing import Any, Self
@@ -101,6 +102,7 @@ class PrefixCacheManager:
         Raises:
             OutOfBlocksError: not that many can be had now; nothing was changed.
         """
+        num_blocks = operator.index(num_blocks)
         with self._lock:
             active = self._active(request)
             if num_blocks < 0:
@@ -124,6 +126,7 @@ class PrefixCacheManager:
         Raises:
             CommitError: more tokens than the request has or its blocks hold; nothing was changed.
         """
+        num_computed_tokens = operator.index(num_computed_tokens)
         with self._lock:
             active = self._active(request)
             self._matcher.settle(active)
@@ -258,11 +261,17 @@ class PrefixCacheManager:
             )
 
     def _num_coming(self) -> int:
-        """GPU blocks that become free or evictable when the copies in flight have ended."""
+        """GPU blocks that become free or evictable when the copies in flight have ended well."""
         held = {run for active in self._requests.values() if active.pinned for run in active.pinned.path()}
         segments = [s for transfer in self._mover.in_flight.values() for s in transfer.segments]
         copied = {run for segment in segments for run in segment.run.path()}
-        return self._pools[Tier.GPU].count(Owner.TASK) + sum(run.num_gpu for run in copied - held)
+        num_coming = sum(run.num_gpu for run in copied - held)
+        for segment in segments:
+            if segment.transfer.tier is Tier.GPU:
+                # blocks that were computed meanwhile send the load's ids home; the others join the run
+                num_superseded = max(0, min(segment.end, segment.run.num_gpu) - segment.start)
+                num_coming += num_superseded if segment.run in held else len(segment.ids)
+        return num_coming
 
     def _count(self, active: ActiveRequest) -> None:
         """Count a request once, when it is first admitted: not while it waits, nor when it returns from preemption."""
@@ -284,6 +293,11 @@ class PrefixCacheManager:
             self._matcher.settle(active)
             return self._describe(active)
 
+    def _poll(self, active: ActiveRequest) -> Match:
+        with self._lock:
+            self._active(active.request)
+            return self._describe(active)
+
     def _describe(self, active: ActiveRequest) -> Match:
         size = self.config.block_size
         ids, num_coming = self._matcher.readable(active)
@@ -296,6 +310,7 @@ class PrefixCacheManager:
             num_storage_tokens=0,
             num_coming_tokens=num_coming * size,
             num_unloaded_tokens=active.num_unloaded_blocks * size,
+            _poll=lambda: self._poll(active),
             _wait=lambda timeout_seconds: self._wait(active, timeout_seconds),
         )
 
@@ -303,7 +318,7 @@ class PrefixCacheManager:
 
     def _on_result(self, result: TransferResult) -> None:
         with self._lock:
-            self._mover.finish(result)
+            self.metrics.record_skipped_writes(self._mover.finish(result))
         direction = result.task.direction.value
         for r in result.ranks:
             self.metrics.record_swap(direction, r.rank, r.num_bytes, r.seconds, failed=r.error is not None)
@@ -311,7 +326,7 @@ class PrefixCacheManager:
             logger.warning("event=transfer_failed task_id=%d error=%r", result.task.task_id, result.error)
 
     def _on_evict(self, tier: Tier, num_kept: int, num_dropped: int) -> None:
-        for kind, num_blocks in (("kept_below", num_kept), ("dropped", num_dropped)):
+        for kind, num_blocks in (("copy_kept", num_kept), ("dropped", num_dropped)):
             if num_blocks:
                 self.metrics.record_eviction(tier.name.lower(), kind, num_blocks)
 

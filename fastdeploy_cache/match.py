@@ -27,12 +27,17 @@ class Match:
     num_storage_tokens: int
     num_coming_tokens: int
     num_unloaded_tokens: int
+    _poll: Callable[[], Match] = field(repr=False, compare=False)
     _wait: Callable[[float | None], Match] = field(repr=False, compare=False)
 
     @property
     def ready(self) -> bool:
         """Nothing more is on its way."""
         return self.num_coming_tokens == 0
+
+    def poll(self) -> Match:
+        """The match as it stands now; unlike `wait` it cuts nothing off while loads are on their way."""
+        return self._poll()
 
     def wait(self, timeout_seconds: float | None = None) -> Match:
         """The match as it then stands: with what arrived in time, cut at what did not.

@@ -21,7 +21,7 @@ class Matcher:
         """Pin the longest cached prefix of a request of `num_blocks` blocks and start loading its CPU part."""
         request, tree = active.request, self._tree
         max_blocks = (request.num_tokens - 1) // tree.block_size  # one token is left to compute
-        found = tree.find(tree.root(request.namespace), request.tokens, max_blocks)
+        found = tree.find(request.namespace, request.tokens, max_blocks)
         num_found = sum(n for _, n in found)
         self._move_pin(active, [run for run, _ in found], num_found)
         if active.pinned is None:
@@ -86,10 +86,11 @@ class Matcher:
         start = active.num_committed_blocks
         tokens = bytes(request.tokens[start * tree.block_bytes : num_blocks * tree.block_bytes])
         before = active.pinned
-        inserted = tree.insert(before or tree.root(request.namespace), tokens, active.block_ids[start:num_blocks])
+        at = before or tree.root(request.namespace)
+        inserted = tree.insert(at, tokens, active.block_ids[start:num_blocks])
         tree.pin(inserted.run)
         # stored before the old pin goes: a merge then would shift the run's blocks
-        num_skipped = self._mover.store(inserted.created) if inserted.created is not None else 0
+        num_skipped = self._mover.store(inserted.run)
         if before is not None:
             tree.unpin(before)
         active.pinned, active.num_pinned_blocks = inserted.run, num_blocks

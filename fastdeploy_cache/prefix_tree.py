@@ -14,14 +14,15 @@ from fastdeploy_cache.request import TOKEN_BYTES
 from fastdeploy_cache.residency import OnEvict, Residency
 from fastdeploy_cache.run import Run, Segment, Tier
 
+_MIN_ROOTS = 64
+
 
 @dataclass(frozen=True)
 class Inserted:
-    """What `insert` did: the run that ends with the inserted blocks, ids that the tree did not want, new blocks."""
+    """What `insert` did: the run that ends with the inserted blocks, and the ids that the tree did not want."""
 
     run: Run
     duplicates: array[int]
-    created: tuple[Run, int, int] | None  # run, first block, number of blocks
 
 
 class PrefixTree:
@@ -35,6 +36,7 @@ class PrefixTree:
         self.roots: dict[str, Run] = {}
         self.old_roots: list[Run] = []  # of earlier epochs, as long as something under them is pinned
         self._clock = 0
+        self._sweep_roots_at = _MIN_ROOTS
 
     @property
     def epoch(self) -> int:
@@ -44,18 +46,21 @@ class PrefixTree:
     # -- looking
 
     def root(self, namespace: str) -> Run:
-        """The namespace's root, made at first use."""
+        """The namespace's root, made where there is none; for `insert`, which hangs something on it at once."""
         run = self.roots.get(namespace)
         if run is None:
+            if len(self.roots) >= self._sweep_roots_at:  # namespaces come from outside: empty ones must not pile up
+                self.roots = {name: root for name, root in self.roots.items() if root.children}
+                self._sweep_roots_at = max(_MIN_ROOTS, 2 * len(self.roots))
             run = Run(None, self.epoch, b"", root_hash(namespace, self.block_size))
             self.roots[namespace] = run
         return run
 
-    def find(self, root: Run, tokens: bytearray, max_blocks: int) -> list[tuple[Run, int]]:
+    def find(self, namespace: str, tokens: bytearray, max_blocks: int) -> list[tuple[Run, int]]:
         """The longest prefix of `tokens` in the tree, up to `max_blocks`: runs and how many of their blocks match."""
         path: list[tuple[Run, int]] = []
-        run, position, end = root, 0, max_blocks * self.block_bytes
-        while position < end:
+        run, position, end = self.roots.get(namespace), 0, max_blocks * self.block_bytes
+        while run is not None and position < end:
             child = run.children.get(bytes(tokens[position : position + self.block_bytes]))
             if child is None:
                 break
@@ -99,7 +104,8 @@ class PrefixTree:
     def unpin(self, run: Run) -> None:
         """Take one pin of the run back. Unpinned runs may be evicted, merged, or (of an older epoch) freed."""
         self._clock += 1
-        for node in list(self._upwards(run)):
+        path = list(self._upwards(run))
+        for node in path:
             node.pins -= 1
             if not node.pins:
                 self.residency.protect(node, -1)
@@ -109,7 +115,7 @@ class PrefixTree:
             self.residency.offer(node)
         self.old_roots = [root for root in self.old_roots if root.children]
         if run.epoch == self.epoch:
-            self._merge_around(run)
+            self._merge_lone_children(path)
 
     def end_at(self, path: list[Run], num_blocks: int) -> Run | None:
         """The run of `path` that ends after `num_blocks` blocks, split off where needed; None for no blocks."""
@@ -137,12 +143,12 @@ class PrefixTree:
         CPU tier only, or still loading, the caller's id is adopted as its GPU copy.
         """
         duplicates: array[int] = array("i")
-        position, created, own_pins = 0, None, 1
+        position, own_pins = 0, 1
         while position < len(ids):
             start = position * self.block_bytes
             child = at.children.get(tokens[start : start + self.block_bytes])
             if child is None:
-                at, created = self._append(at, own_pins, tokens[start:], ids[position:])
+                at = self._append(at, own_pins, tokens[start:], ids[position:])
                 break
             num_blocks = self._common_blocks(child, tokens, start, len(tokens))
             if num_blocks < child.num_blocks:
@@ -153,30 +159,32 @@ class PrefixTree:
             if num_known < num_blocks:
                 self._adopt(child, ids[position + num_known : position + num_blocks], Owner.REQUEST)
             at, position, own_pins = child, position + num_blocks, 0
-        return Inserted(at, duplicates, created)
+        return Inserted(at, duplicates)
 
-    def _append(self, at: Run, own_pins: int, tokens: bytes, ids: array[int]) -> tuple[Run, tuple[Run, int, int]]:
+    def _append(self, at: Run, own_pins: int, tokens: bytes, ids: array[int]) -> Run:
         """New blocks behind `at`: in place where no other request's pin ends there, else as a new run."""
         hashes = extend_hashes(at.last_hash, tokens, self.block_bytes)
         pins_of_requests = at.pins - len(at.loads) - len(at.stores)
         if at.parent is None or at.children or pins_of_requests > own_pins:
             run = Run(at, self.epoch, tokens, hashes)
             at.children[tokens[: self.block_bytes]] = run
-            first = 0
         else:
-            run, first = at, at.num_blocks
+            run = at
             run.tokens += tokens
             run.hashes += hashes
             run.num_blocks += len(ids)
         self._adopt(run, ids, Owner.REQUEST)
-        return run, (run, first, len(ids))
+        return run
 
     def _adopt(self, run: Run, ids: array[int], giver: Owner) -> None:
         self.pools[Tier.GPU].hand_over(ids, giver, Owner.RUN)
         self.residency.set_ids(run, Tier.GPU, run.ids[Tier.GPU] + ids)
 
-    def land(self, segment: Segment, succeeded: bool) -> None:
-        """End a segment: its blocks join the run where they still fit, the other ids go home, the pin goes."""
+    def land(self, segment: Segment, succeeded: bool) -> int:
+        """End a segment: its blocks join the run where they still fit, the other ids go home, the pin goes.
+
+        Returns how many joined.
+        """
         run, transfer = segment.run, segment.transfer
         (run.loads if transfer.tier is Tier.GPU else run.stores).remove(segment)
         num_joined = 0
@@ -195,6 +203,7 @@ class PrefixTree:
         if not num_joined:
             self.pools[transfer.tier].free(segment.ids, Owner.TASK)
         self.unpin(run)
+        return num_joined
 
     @staticmethod
     def _fitting(segment: Segment) -> array[int]:
@@ -268,17 +277,16 @@ class PrefixTree:
             segments.insert(segments.index(segment), part)  # loads land from the top down
             self.pin(upper)
 
-    def _merge_around(self, run: Run) -> None:
-        """Join an unpinned border: the run with its parent, and with its lone child."""
-        if run.parent is None:
-            return
-        if len(run.children) == 1:
-            (child,) = run.children.values()
-            if self._mergeable(run, child):
-                self._merge(run, child)
-                run = child
-        if run.parent is not None and run.parent.parent is not None and self._mergeable(run.parent, run):
-            self._merge(run.parent, run)
+    def _merge_lone_children(self, path: list[Run]) -> None:
+        """Join borders that nothing needs any more; `path` from the deepest run up.
+
+        The whole path, not its end alone: a fork that eviction emptied is a border that no pin will ever come to.
+        """
+        for run in path:
+            if run.parent is not None and len(run.children) == 1:
+                (child,) = run.children.values()
+                if self._mergeable(run, child):
+                    self._merge(run, child)
 
     @staticmethod
     def _mergeable(upper: Run, lower: Run) -> bool:

@@ -28,6 +28,10 @@ class Request:
         Raises:
             RequestError: an empty prompt, a token id below 0 or above 2**31 - 1, or no integers.
         """
+        try:
+            namespace.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"namespace {namespace!r} of request {request_id!r} is no UTF-8 text") from error
         self.request_id = request_id
         self.namespace = namespace
         self.counted = False  # set by the manager once the request is part of the hit rates
@@ -59,6 +63,9 @@ def _pack(request_id: str, token_ids: TokenIds) -> bytes:
     if not values.size:
         return b""
     if values.dtype.kind not in "iu":
+        for token_id in token_ids:  # integers beyond 64 bits make NumPy choose another type: name them
+            if type(token_id) is int and not 0 <= token_id <= _MAX_TOKEN_ID:
+                raise RequestError(f"request {request_id!r} has token id {token_id}; ids are 0 to {_MAX_TOKEN_ID}")
         raise RequestError(f"tokens of request {request_id!r} are of type {values.dtype}; give integers")
     low, high = int(values.min()), int(values.max())
     if low < 0 or high > _MAX_TOKEN_ID:

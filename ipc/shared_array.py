@@ -14,10 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from ipc.errors import IPCError
+from ipc.errors import IPCError, NotEnoughMemoryError
 from ipc.memory_limit import check_available
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; asm-generic/mman-common.h
+
+
+def _take_pages(fd: int, num_bytes: int, name: str) -> None:
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        raise NotEnoughMemoryError(f"shared segment {name!r} of {num_bytes} bytes: {error.strerror}") from error
 
 
 class SharedArray:
@@ -51,7 +58,7 @@ class SharedArray:
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             if num_bytes:
-                os.posix_fallocate(fd, 0, num_bytes)
+                _take_pages(fd, num_bytes, name)
             array = cls(fd, num_bytes)
         except BaseException:
             os.close(fd)
@@ -83,7 +90,7 @@ class SharedArray:
 
     def close(self) -> None:
         """Give up the descriptor and the mapping; outstanding views stay valid. Safe to call twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        fd, self._fd = self._fd, -1  # first taken, then closed: of two threads only one closes it
+        if fd >= 0:
+            os.close(fd)
         self._map = None

@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Hashable
 from typing import Any
 
@@ -28,9 +29,15 @@ class TaskQueue:
     def __init__(self, context: zmq.Context[Any], max_messages: int) -> None:
         """Bind a ROUTER in a private directory; `max_messages` may wait in each direction."""
         base = tempfile.gettempdir()
-        self._directory = tempfile.mkdtemp(prefix="fdc-", dir=base if len(base) < _MAX_BASE_PATH else "/tmp")  # noqa: S108 (mkdtemp: private, random name)
+        if len(os.fsencode(base)) >= _MAX_BASE_PATH:
+            base = "/tmp"  # noqa: S108 (mkdtemp: private, random name)
+        self._directory = tempfile.mkdtemp(prefix="fdc-", dir=base)
         self.address = f"ipc://{self._directory}/queue"
-        self.socket = context.socket(zmq.ROUTER)
+        try:
+            self.socket = context.socket(zmq.ROUTER)
+        except zmq.ZMQError as error:
+            self.hide()
+            raise IPCError(f"cannot make a socket: {error}; raise the limit of open files") from error
         self.socket.set(zmq.ROUTER_MANDATORY, 1)
         self.socket.set(zmq.LINGER, 0)
         self.socket.set_hwm(max_messages)
@@ -102,11 +109,13 @@ class Wakeup:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()  # a late `set` must not write into whatever got the descriptor's number next
 
     def set(self) -> None:
-        """Make the poller return now or at its next wait."""
-        with contextlib.suppress(OSError):  # closed: there is nobody left to wake
-            os.eventfd_write(self.fd, 1)
+        """Make the poller return now or at its next wait; nothing once closed."""
+        with self._lock:
+            if self.fd >= 0:
+                os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
         """Forget earlier calls of `set`."""
@@ -114,10 +123,11 @@ class Wakeup:
             os.eventfd_read(self.fd)
 
     def close(self) -> None:
-        """Give the descriptor back."""
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
+        """Give the descriptor back. Safe to call twice."""
+        with self._lock:
+            if self.fd >= 0:
+                os.close(self.fd)
+            self.fd = -1
 
 
 class Poller:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from fastdeploy_cache.errors import ConfigError, RequestError
 from launch.chat_api import MODEL_NAME, ChatApi, ChatRequest
 from launch.errors import LaunchError
 from launch.reference_engine.engine import Engine
-from launch.reference_engine.generation import GenerationError
+from launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
 from launch.reference_engine.paddle_runtime import import_paddle
 from launch.reference_engine.serving import layout_of, running_engine
 from launch.reference_engine.tokenizer import ChatTokenizer
@@ -30,9 +31,7 @@ _READ_TIMEOUT_SECONDS = 30.0
 _DEFAULT_FILE = Path(__file__).with_name("serve.toml")
 
 
-def serve(
-    config_file: Path | None, settings: Sequence[str], *, host: str, port: int, metrics_port: int
-) -> None:
+def serve(config_file: Path | None, settings: Sequence[str], *, host: str, port: int, metrics_port: int) -> None:
     """Run until SIGTERM or SIGINT. `settings` are KEY=VALUE and win over file and environment.
 
     Raises:
@@ -42,14 +41,9 @@ def serve(
     import_paddle()  # before the signal handlers below, which its own would replace
     files = load_model_files()
     config = _config(files, config_file, settings)
-    ended, asked = threading.Event(), threading.Event()
-
-    def end(*_: object) -> None:
-        asked.set()
-        ended.set()
-
+    endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+        signal.signal(number, lambda *_: endings.put("asked"))
     server = _listen(host, port)  # before the ranks start: a taken port should cost nothing
     try:
         with running_engine(files, config) as engine:
@@ -57,20 +51,20 @@ def serve(
             server.api, server.engine = ChatApi(engine, ChatTokenizer(files)), engine
             url = f"http://{host}:{server.server_port}"
             logger.info("event=serving url=%s metrics=%s ranks=%d", url, metrics_url, config.transfer.tp_size)
-            _run_until(ended, engine, server)
+            ending = _run_until(endings, engine, server)
     finally:
         server.server_close()
     logger.info("event=stopped")
-    if not asked.is_set():
+    if ending != "asked":
         raise LaunchError("the engine ended by itself; its log says why")
 
 
-def _run_until(ended: threading.Event, engine: Engine, server: _Server) -> None:
+def _run_until(endings: queue.SimpleQueue[str], engine: Engine, server: _Server) -> str:
     def run_engine() -> None:
         try:
             engine.run()
         finally:  # whatever ended it: a server that cannot answer should not stay
-            ended.set()
+            endings.put("engine")
 
     threads = [
         threading.Thread(target=run_engine, name="engine"),
@@ -79,7 +73,7 @@ def _run_until(ended: threading.Event, engine: Engine, server: _Server) -> None:
     for thread in threads:
         thread.start()
     try:
-        ended.wait()
+        return endings.get()
     finally:
         logger.info("event=stopping")
         engine.stop()
@@ -137,6 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """A chat."""
         if self.path != "/v1/chat/completions":
+            self.close_connection = True  # its body is not read, and must not be taken for the next request
             self._fail(404, f"nothing is posted to {self.path}; use /v1/chat/completions")
             return
         try:
@@ -146,11 +141,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(200, self.server.api.complete(generation))
                 return
             usage = request.stream_options is not None and request.stream_options.include_usage
-            self._stream(self.server.api.stream(generation, usage))
-        except (msgspec.DecodeError, LaunchError, RequestError, ValueError) as error:
+            self._stream(generation, self.server.api.stream(generation, usage))
+        except (msgspec.DecodeError, LaunchError, RequestError, GenerationRefusedError, ValueError) as error:
             self._fail(400, str(error))
         except GenerationError as error:
-            self._fail(503 if "stopped" in str(error) else 400, str(error))
+            self._fail(503, str(error))
 
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length", "")
@@ -159,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise LaunchError(f"Content-Length is {length!r}; send it, at most {_MAX_BODY_BYTES}")
         return self.rfile.read(int(length))
 
-    def _stream(self, chunks: Iterator[dict[str, Any]]) -> None:
+    def _stream(self, generation: Generation, chunks: Iterator[dict[str, Any]]) -> None:
         """Server-sent events; the end of the connection is the end of the stream."""
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -174,7 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
         except GenerationError as error:  # the status is out: say it in the stream
             self.wfile.write(b"data: " + msgspec.json.encode({"error": {"message": str(error)}}) + b"\n\n")
         except (BrokenPipeError, ConnectionResetError):
-            logger.info("event=client_gone")
+            generation.cancelled = True
+            logger.info("event=client_gone request=%s", generation.request.request_id)
 
     def _fail(self, status: int, message: str) -> None:
         self._send(status, {"error": {"message": message, "type": "invalid_request_error"}})

@@ -16,7 +16,7 @@ from metrics.hit_rate import HitRateWindow
 
 TIERS = ("gpu", "cpu", "storage")
 DIRECTIONS = ("swap_in", "swap_out")
-EVICTION_KINDS = ("kept_below", "dropped")
+EVICTION_KINDS = ("copy_kept", "dropped")
 
 BlockCounts = Iterable[tuple[str, str, int]]  # tier, state, blocks
 RankCounts = Iterable[tuple[int, bool, int]]  # rank, up, restarts
@@ -52,7 +52,7 @@ class CacheMetrics:
         self._swap_failures: Counter[tuple[str, int]] = Counter()
         self._num_skipped_writes = 0
         self._blocks: Callable[[], BlockCounts] = tuple
-        self._rank_counts: Callable[[], RankCounts] = tuple
+        self._rank_counts: Callable[[], RankCounts] | None = None
 
     def observe(self, blocks: Callable[[], BlockCounts], ranks: Callable[[], RankCounts]) -> None:
         """Read these at every scrape: blocks by tier and state, ranks up and restarted."""
@@ -68,7 +68,7 @@ class CacheMetrics:
             self._window.record(self._clock(), num_tokens, hit_tokens)
 
     def record_eviction(self, tier: str, kind: str, num_blocks: int) -> None:
-        """Blocks left `tier`; `kept_below` where a copy remains in another tier, else `dropped`."""
+        """Blocks left `tier`; `copy_kept` where a copy remains in another tier, else `dropped`."""
         with self._lock:
             self._evictions[tier, kind] += num_blocks
 
@@ -102,8 +102,9 @@ class CacheMetrics:
         """The protocol of a `prometheus_client` collector."""
         rates = self.hit_rates()
         with self._lock:
-            yield from self._request_families()
-            yield from self._transfer_families()
+            # not yielded from here: the consumer would hold the lock for as long as it likes
+            families = [*self._request_families(), *self._transfer_families()]
+        yield from families
         yield from self._gauge_families(rates)
 
     def _request_families(self) -> list[Metric]:
@@ -116,7 +117,7 @@ class CacheMetrics:
             ),
             self._counter(
                 "evicted_blocks",
-                "Blocks that left a tier; kept_below: a copy remains in another",
+                "Blocks that left a tier; copy_kept: another tier still has them",
                 ("tier", "kind"),
                 {(t, k): self._evictions[t, k] for t in ("gpu", "cpu") for k in EVICTION_KINDS},
             ),
@@ -144,7 +145,10 @@ class CacheMetrics:
         yield self._gauge(
             "blocks", "Blocks by tier and state", ("tier", "state"), {(t, s): n for t, s, n in self._blocks()}
         )
-        ranks = dict.fromkeys(self._ranks, (False, 0)) | {r: (up, n) for r, up, n in self._rank_counts()}
+        if self._rank_counts is None:
+            ranks = dict.fromkeys(self._ranks, (False, 0))
+        else:  # none where the cache runs without rank processes: nothing is down then
+            ranks = {rank: (up, num_restarts) for rank, up, num_restarts in self._rank_counts()}
         ups: dict[tuple[str, ...], float] = {(str(rank),): up for rank, (up, _) in ranks.items()}
         restarts: dict[tuple[str, ...], float] = {
             (str(rank),): num_restarts for rank, (_, num_restarts) in ranks.items()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from transfer_manager.device.cpu import CpuDevice
+from transfer_manager.errors import DeviceError
 from transfer_manager.layout import RankLayout
 from transfer_manager.rank_memory import KVViews, create_rank_memory
 from transfer_manager.task import RankResult, TransferResult, TransferTask
@@ -74,26 +75,32 @@ class InlineClient:
         )
         self._tp_size = tp_size
         self._on_result: OnResult | None = None
+        self._open = False
 
     def start(self, on_result: OnResult) -> None:
         self._on_result = on_result
+        self._open = True
 
     def submit(self, task: TransferTask) -> None:
         assert self._on_result is not None, "submit before start"
-        results = []
-        for rank in range(self._tp_size):
-            started = time.monotonic()
-            num_bytes = 0
-            if self._devices:
-                num_bytes = self._devices[rank].swap(
-                    task.direction, task.gpu_block_ids, task.cpu_block_ids, lambda _: None
-                )
-            results.append(RankResult(rank=rank, num_bytes=num_bytes, seconds=time.monotonic() - started))
-        self._on_result(TransferResult(task=task, ranks=tuple(results)))
+        devices = self._devices
+        results = tuple(self._swap(task, rank, devices) for rank in range(self._tp_size))
+        self._on_result(TransferResult(task=task, ranks=results))
+
+    def _swap(self, task: TransferTask, rank: int, devices: list[CpuDevice]) -> RankResult:
+        started, num_bytes, error = time.monotonic(), 0, None
+        if not self._open:
+            error = "the client has stopped"
+        elif devices:
+            try:
+                num_bytes = devices[rank].swap(task.direction, task.gpu_block_ids, task.cpu_block_ids, lambda _: None)
+            except DeviceError as failure:
+                error = f"{type(failure).__name__}: {failure}"
+        return RankResult(rank=rank, num_bytes=num_bytes, seconds=time.monotonic() - started, error=error)
 
     @property
     def available(self) -> bool:
-        return self._on_result is not None
+        return self._open
 
     def wait_ready(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (there is nothing to wait for)
         return self.available
@@ -105,7 +112,7 @@ class InlineClient:
         return self._memory[rank].kv_views()
 
     def stop(self) -> None:
-        self._on_result = None
+        self._open = False
         self._devices = []
         for memory in self._memory:
             memory.close()

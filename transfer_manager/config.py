@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from transfer_manager.errors import LayoutError
 
 DEVICES = ("cpu",)
+
+
+def check_integers(config: Any, error: type[Exception], prefix: str = "") -> None:
+    """Raise `error` for a dataclass field that is declared as an integer and holds something else."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if item.type in ("int", "int | None") and value is not None and type(value) is not int:
+            raise error(f"{prefix}{item.name} is {value!r}; give a whole number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +56,7 @@ class TransferConfig:
     restart_backoff_seconds: float = 0.1
 
     def __post_init__(self) -> None:
+        check_integers(self, LayoutError, prefix="transfer.")
         if self.device not in DEVICES:
             raise LayoutError(f"transfer.device is {self.device!r}; known: {', '.join(DEVICES)}")
         for name in ("tp_size", "max_tasks_in_flight"):
@@ -54,8 +65,9 @@ class TransferConfig:
         for name in ("data_parallel_id", "max_restarts", "restart_backoff_seconds"):
             if getattr(self, name) < 0:
                 raise LayoutError(f"transfer.{name} is {getattr(self, name)}; it must not be negative")
-        for name in (n for n in self.__dataclass_fields__ if n.endswith("_seconds") and "backoff" not in n):
-            if not 0 < getattr(self, name) < 86400:
+        for name in (n for n in self.__dataclass_fields__ if n.endswith("_seconds")):
+            may_be_zero = name == "restart_backoff_seconds"
+            if not (0 < getattr(self, name) < 86400 or (may_be_zero and getattr(self, name) == 0)):
                 raise LayoutError(f"transfer.{name} is {getattr(self, name)}; it must be above 0 and below a day")
         if self.heartbeat_seconds < 0.25 or self.heartbeat_timeout_seconds < 4 * self.heartbeat_seconds:
             raise LayoutError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from transfer_manager.config import check_integers
 from transfer_manager.errors import LayoutError
 
 # name -> NumPy dtype of its storage; what NumPy has no type for is stored as an unsigned integer of the same size
@@ -40,6 +41,7 @@ class KVLayout:
     dtype: str = "float16"
 
     def __post_init__(self) -> None:
+        check_integers(self, LayoutError, prefix="layout.")
         for name in ("num_layers", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"layout.{name} is {getattr(self, name)}; it must be at least 1")

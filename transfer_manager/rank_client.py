@@ -66,6 +66,7 @@ class RankClient:
         self._outbox: deque[TransferTask] = deque()
         self._all_ready = threading.Event()
         self._stopping = False
+        self._stop_lock = threading.Lock()
         self._started = threading.Event()
         self._start_failure: str | None = None
         self._in_flight: dict[int, _InFlight] = {}
@@ -87,7 +88,7 @@ class RankClient:
         self._thread.start()
         # the thread ends the start itself at its deadline and then needs time to reap
         self._started.wait(config.start_timeout_seconds + config.stop_timeout_seconds + 5)
-        if self._start_failure is not None or not self._all_ready.is_set():
+        if self._start_failure is not None or not self._open or not self._started.is_set():
             self.stop()
             raise RankStartError(self._start_failure or "the ranks did not start within their deadline")
 
@@ -126,13 +127,14 @@ class RankClient:
     def stop(self) -> None:
         self._stopping = True
         self._wakeup.set()
-        if self._thread is not None:
-            self._thread.join(self._config.stop_timeout_seconds + 10)
-            if self._thread.is_alive():
-                # a rank that cannot even be killed: its memory must stay mapped, or its late writes land elsewhere
-                logger.error("event=ranks_not_reaped action=memory_kept")
-                return
-            self._thread = None
+        with self._stop_lock:  # of two callers the second waits for the first
+            if self._thread is not None:
+                self._thread.join(self._config.stop_timeout_seconds + 10)
+                if self._thread.is_alive():
+                    # a rank that cannot even be killed: its memory must stay mapped, or its late writes land elsewhere
+                    logger.error("event=ranks_not_reaped action=memory_kept")
+                    return
+                self._thread = None
             self._wakeup.close()
             for memory in self._memory:
                 memory.close()
@@ -160,7 +162,7 @@ class RankClient:
         self._reap(now)
         self._kill_stuck(now)
         for rank in self._ranks:
-            if rank.phase is Phase.DOWN and not self._started.is_set():
+            if rank.phase in (Phase.DOWN, Phase.OFF) and not self._started.is_set():
                 self._fail_start(rank)
             else:
                 had_process = rank.process is not None
@@ -175,7 +177,11 @@ class RankClient:
     def _next_timeout(self) -> float:
         now = time.monotonic()
         waits = [rank.next_tick(now) for rank in self._ranks]
-        waits += [flight.task.deadline + _ANSWER_GRACE_SECONDS - now for flight in self._in_flight.values()]
+        waits += [
+            flight.task.deadline + _ANSWER_GRACE_SECONDS - now
+            for flight in self._in_flight.values()
+            if not all(self._ranks[rank].dying for rank in flight.waiting)  # those end when they are reaped
+        ]
         return max(0.0, min(waits))
 
     def _watch(self, rank: RankSupervisor) -> None:
@@ -189,7 +195,7 @@ class RankClient:
             if message.incarnation != rank.incarnation:
                 continue
             if isinstance(message, ReadyMessage):
-                rank.note_ready()
+                rank.note_ready(time.monotonic())
             else:
                 self._note_done(rank.rank, message)
 
@@ -213,7 +219,11 @@ class RankClient:
     def _finish(self, result: TransferResult) -> None:
         with self._lock:
             self._num_tasks -= 1
-        self._on_result(result)
+        try:
+            self._on_result(result)
+        except Exception:  # the caller's books are broken: end in order, so that every other task gets its answer
+            logger.exception("event=callback_failed task_id=%d action=stop", result.task.task_id)
+            self._stopping = True
 
     def _reap(self, now: float) -> None:
         """A reaped rank writes no more: only now may its tasks end and their destinations be given out again."""

@@ -112,12 +112,13 @@ class RankSupervisor:
         except (OSError, IPCError) as error:
             self._died(now, f"rank {self.rank} cannot be spawned: {error}")
 
-    def note_ready(self) -> None:
+    def note_ready(self, now: float) -> None:
         """The rank's ready message came: the socket's path is no longer needed."""
         if self.phase is Phase.STARTING:
             assert self.queue is not None
             self.queue.hide()
             self.phase = Phase.READY
+            self._last_beat = now  # its first beat comes after this message, however long the start took
             logger.info("event=rank_ready rank=%d incarnation=%d", self.rank, self.incarnation)
 
     def kill(self, reason: str) -> None:

@@ -55,7 +55,7 @@ def _checks(cached: Played, kinds: dict[str, Any], different: list[dict[str, int
 
 def show(console: Console, found: dict[str, Any]) -> None:
     """Print the facts."""
-    table = Table(title="Median time to first token (TTFT), from admission", title_justify="left")
+    table = Table(title="Median time to first token (TTFT), from its match", title_justify="left")
     for column in ("", "requests", "tokens", "reused", "TTFT", "cache off", "faster"):
         table.add_column(column, justify="left" if not column else "right")
     for kind, row in found["kinds"].items():

@@ -10,14 +10,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fastdeploy_cache import PrefixCacheManager, Request
+from fastdeploy_cache import Match, PrefixCacheManager, Request
 from fastdeploy_cache.errors import CacheError, OutOfBlocksError
-from launch.reference_engine.generation import Generation, GenerationError
+from launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
 from launch.reference_engine.paged_kv import SequenceChunk
 
 # Tokens of one step: enough to use the matrix units, few enough that running answers do not stall behind a prompt.
 _STEP_TOKENS = 256
 _TRANSFER_WAIT_SECONDS = 1.0
+_LOAD_SECONDS = 2.0  # what has not come from the CPU tier by then is computed
 
 
 class Model(Protocol):
@@ -61,13 +62,14 @@ class Engine:
 
         Raises:
             RequestError: an empty prompt or an impossible token.
-            GenerationError: prompt and answer exceed the context or the GPU pool, or the engine has stopped.
+            GenerationRefusedError: prompt and answer exceed the context or the GPU pool.
+            GenerationError: the engine has stopped.
         """
         num_tokens = len(prompt_token_ids) + max_new_tokens
         size = self.cache.config.block_size
         limit = min(self._context_length, self.cache.config.pool_sizes()[0] * size)
         if max_new_tokens < 1 or num_tokens > limit:
-            raise GenerationError(
+            raise GenerationRefusedError(
                 f"{len(prompt_token_ids)} prompt tokens and {max_new_tokens} new ones; together they must be at most "
                 f"{limit}, and at least one new"
             )
@@ -83,6 +85,7 @@ class Engine:
 
     def step(self) -> bool:
         """Admit what fits and compute one batch; False when there is nothing to do."""
+        self._drop_cancelled()
         self._admit()
         batch = self._plan()
         if batch:
@@ -107,6 +110,14 @@ class Engine:
             self._stopping = True
             self._changed.notify()
 
+    def _drop_cancelled(self) -> None:
+        for generation in [g for g in (*self._running, *self._waiting) if g.cancelled]:
+            if generation in self._running or generation.match is not None:
+                self.cache.release(generation.request)
+            with self._changed:
+                (self._running if generation in self._running else self._waiting).remove(generation)
+            generation.finish("cancelled")
+
     # -- admission
 
     def _admit(self) -> None:
@@ -118,13 +129,16 @@ class Engine:
                 self._waiting.popleft()
 
     def _try_admit(self, generation: Generation) -> bool:
-        """False when it has to wait; it then holds nothing. True when it runs or has failed."""
-        request, now = generation.request, self._clock()
+        """False when it has to wait: for its loads, or, holding nothing, for blocks. True when it runs or failed."""
+        request = generation.request
         try:
-            match = self.cache.match(request).wait()
+            match = self._match(generation)
+            if not match.ready:
+                return False
             new = self.cache.allocate(request, self._num_blocks(request.num_tokens) - len(match.block_ids))
         except OutOfBlocksError as shortage:
             self.cache.release(request)
+            generation.note_refusal()
             if self._running:
                 return False
             if shortage.coming:
@@ -135,10 +149,22 @@ class Engine:
         except CacheError as error:
             generation.finish("error", str(error))
             return True
-        generation.note_admission(now, match)
+        generation.note_admission(match)
         generation.block_ids += new
         self._running.append(generation)
         return True
+
+    def _match(self, generation: Generation) -> Match:
+        """Its match: ready, or to be asked for again. Answers that run do not stall behind somebody else's loads."""
+        if generation.match is None:
+            generation.note_match(self._clock(), self.cache.match(generation.request), _LOAD_SECONDS)
+        assert generation.match is not None
+        generation.match = generation.match.poll()
+        if not generation.match.ready:
+            seconds_left = max(0.0, generation.load_deadline - self._clock())
+            if not self._running or not seconds_left:
+                generation.match = generation.match.wait(seconds_left)
+        return generation.match
 
     # -- one step
 
@@ -201,13 +227,14 @@ class Engine:
             generation.finish("stop" if is_last else "length")
 
     def _abort_all(self) -> None:
-        for generation in self._running:
-            self.cache.release(generation.request)
         with self._changed:
             self._stopping = True
             unfinished = [*self._running, *self._waiting]
+            holders = [*self._running, *(generation for generation in self._waiting if generation.match is not None)]
             self._waiting.clear()
         self._running = []
+        for generation in holders:
+            self.cache.release(generation.request)
         for generation in unfinished:
             generation.finish("error", "the engine has stopped")
 

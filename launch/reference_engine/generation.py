@@ -13,6 +13,10 @@ class GenerationError(Exception):
     """The engine could not produce the answer; the message says why."""
 
 
+class GenerationRefusedError(GenerationError):
+    """The request can never be served as given."""
+
+
 @dataclass(eq=False)
 class Generation:
     """A request on its way through the engine.
@@ -24,31 +28,47 @@ class Generation:
     max_new_tokens: int
     submitted: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop" (end token), "length", or "error"
+    finish_reason: str | None = None  # "stop" (end token), "length", "cancelled" or "error"
+    cancelled: bool = False  # set by whoever no longer wants the answer
     error: str | None = None
     # of its first admission
     num_gpu_tokens: int = 0
     num_cpu_tokens: int = 0
-    admitted: float | None = None
+    matched: float | None = None
     first_token: float | None = None
     # of the engine
+    match: Match | None = None  # while its loads are on their way
+    load_deadline: float = 0.0
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     _tokens: queue.SimpleQueue[int | None] = field(default_factory=queue.SimpleQueue)
 
     @property
     def seconds_to_first_token(self) -> float:
-        """From admission (its match, so loads count; its wait in the queue does not) to the first token."""
-        if self.admitted is None or self.first_token is None:
+        """From its match (so loads count; its wait in the queue does not) to the first token."""
+        if self.matched is None or self.first_token is None:
             raise GenerationError("the request has no first token yet")
-        return self.first_token - self.admitted
+        return self.first_token - self.matched
 
-    def note_admission(self, now: float, match: Match) -> None:
-        """The request got its blocks; a preempted one keeps the figures of its first admission."""
+    def note_match(self, now: float, match: Match, load_seconds: float) -> None:
+        """It was matched; its loads have `load_seconds`. A preempted one keeps the time of its first match."""
+        self.match, self.load_deadline = match, now + load_seconds
+        if self.matched is None:
+            self.matched = now
+
+    def note_refusal(self) -> None:
+        """There was no room: it waits without a match, as if it had not been looked at."""
+        self.match = None
+        if not self.output:
+            self.matched = None
+
+    def note_admission(self, match: Match) -> None:
+        """It got its blocks; a preempted one keeps the figures of its first admission."""
+        self.match = None
         self.block_ids = list(match.block_ids)
         self.num_computed_tokens = match.num_tokens
-        if self.admitted is None:
-            self.admitted, self.num_gpu_tokens, self.num_cpu_tokens = now, match.num_gpu_tokens, match.num_cpu_tokens
+        if not self.output:
+            self.num_gpu_tokens, self.num_cpu_tokens = match.num_gpu_tokens, match.num_cpu_tokens
 
     def push(self, token_id: int) -> None:
         """A sampled token."""

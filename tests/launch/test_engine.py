@@ -6,6 +6,7 @@ import random
 import threading
 import zlib
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from fastdeploy_cache.errors import RequestError
 from launch.reference_engine.engine import Engine
 from launch.reference_engine.generation import Generation, GenerationError
 from launch.reference_engine.paged_kv import SequenceChunk
+from transfer_manager.client import InlineClient
+from transfer_manager.task import Direction, TransferTask
 
 VOCABULARY, EOS, SIZE = 50, 0, 4
 
@@ -52,17 +55,34 @@ class EchoModel:
         return logits
 
 
-def make(num_gpu: int, num_cpu: int, max_running: int = 4) -> tuple[PrefixCacheManager, Engine, EchoModel]:
-    cache = PrefixCacheManager(
-        CacheConfig(
-            block_size=SIZE,
-            num_gpu_blocks=num_gpu,
-            num_cpu_blocks=num_cpu,
-            layout=KVLayout(num_layers=1, num_kv_heads=2, head_dim=1, dtype="float32"),
-            transfer_client="inline",
-            transfer=TransferConfig(tp_size=2),
-        )
+class LateClient(InlineClient):
+    """Holds loads back until told otherwise."""
+
+    held: ClassVar[list[TransferTask]]
+
+    def submit(self, task: TransferTask) -> None:
+        if task.direction is Direction.SWAP_IN:
+            self.held.append(task)
+        else:
+            super().submit(task)
+
+    def land_all(self) -> None:
+        while self.held:
+            super().submit(self.held.pop(0))
+
+
+def make(
+    num_gpu: int, num_cpu: int, max_running: int = 4, client_type: type[InlineClient] = InlineClient
+) -> tuple[PrefixCacheManager, Engine, EchoModel]:
+    config = CacheConfig(
+        block_size=SIZE,
+        num_gpu_blocks=num_gpu,
+        num_cpu_blocks=num_cpu,
+        layout=KVLayout(num_layers=1, num_kv_heads=2, head_dim=1, dtype="float32"),
+        transfer_client="inline",
+        transfer=TransferConfig(tp_size=2),
     )
+    cache = PrefixCacheManager(config, client=client_type(config.rank_layout(), num_gpu, num_cpu, 2))
     model = EchoModel(cache)
     return cache, Engine(cache, model, eos_token_id=EOS, context_length=1000, max_running=max_running), model
 
@@ -115,6 +135,31 @@ def test_two_equal_prompts_in_a_pool_that_cannot_hold_both_copies() -> None:
         cache.check_invariants()
 
 
+def test_running_answers_do_not_wait_for_the_loads_of_others() -> None:
+    """While one request's blocks are late, the running one goes on; when they come, the other is right as well."""
+    cache, engine, _ = make(num_gpu=20, num_cpu=60, client_type=LateClient)
+    client = cache._client
+    assert isinstance(client, LateClient)
+    client.held = []
+    old, other = list(range(1, 42)), list(range(41, 0, -1))
+    with cache:
+        for prompt in (old, other):
+            finish(engine, [engine.submit(np.array(prompt), 1)])
+        running = engine.submit(np.arange(2, 9), 30)
+        engine.step()
+        late = engine.submit(np.array([*old, 1]), 3)
+        for _ in range(5):
+            engine.step()
+        assert client.held, "the late one is being loaded"
+        assert not late.output
+        assert len(running.output) >= min(6, len(expected(list(range(2, 9)), 30)))
+        client.land_all()
+        finish(engine, [running, late])
+        assert late.output == expected([*old, 1], 3)
+        assert late.num_cpu_tokens > 0
+        cache.check_invariants()
+
+
 def test_what_can_never_fit_is_refused_at_once() -> None:
     """Longer than the pool or the context, no new token, empty or negative prompts: typed errors."""
     cache, engine, _ = make(num_gpu=10, num_cpu=0)
@@ -147,3 +192,17 @@ def test_a_stopped_engine_answers_everybody() -> None:
         with pytest.raises(GenerationError, match="stopped"):
             engine.submit(np.arange(3), 1)
         assert cache.stats().num_requests == 0
+
+
+def test_an_answer_that_nobody_wants_any_more_is_dropped() -> None:
+    """Running or waiting: its blocks go home at the next step, the others go on."""
+    cache, engine, _ = make(num_gpu=40, num_cpu=0, max_running=1)
+    with cache:
+        first, second, third = (engine.submit(np.arange(start, 30), 30) for start in (1, 2, 3))
+        engine.step()
+        first.cancelled = second.cancelled = True
+        finish(engine, [first, second, third])
+        assert (first.finish_reason, second.finish_reason) == ("cancelled", "cancelled")
+        assert third.output == expected(list(range(3, 30)), 30)
+        assert cache.stats().num_requests == 0
+        cache.check_invariants()

@@ -1,0 +1,158 @@
+"""Copies between the tiers: late, failed, shared, split."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_cache.errors import OutOfBlocksError
+from tests.cache_model import CacheModel
+
+A, B, C = ([base + i for i in range(100)] for base in (1000, 2000, 3000))
+
+
+def test_evicted_blocks_come_back_from_the_cpu_tier_with_their_content() -> None:
+    """A coming load is reported, waited for, and read (the model compares the content)."""
+    model = CacheModel(4, 12, 40)
+    model.serve(A[:40], stays=False, patient=True)
+    model.client.land_all()
+    model.serve(B[:40], stays=False, patient=True)
+    model.client.land_all()
+    live = model.match(A[:41])
+    assert live is not None
+    assert (live.match.num_tokens, live.match.num_coming_tokens, live.match.ready) == (8, 32, False)
+    model.client.land_all()
+    match = live.match.wait(0)
+    assert (match.num_tokens, match.num_gpu_tokens, match.num_cpu_tokens, match.ready) == (40, 8, 32, True)
+    model.settle(live)
+    model.finish()
+
+
+def test_a_failed_load_cuts_the_match_of_those_who_wait_and_of_nobody_else() -> None:
+    """The blocks on the GPU stay matched, the CPU copies stay valid, and the next match loads them again."""
+    model = CacheModel(4, 12, 40)
+    for tokens in (A, B):
+        model.serve(tokens[:40], stays=False, patient=True)
+        model.client.land_all()
+    first, second = model.match(A[:41]), model.match(A[:25])
+    assert first is not None
+    assert second is not None
+    model.client.land("rank 0 died")
+    assert first.match.wait(0).num_tokens == second.match.wait(0).num_tokens == 8
+    model.release(first)
+    model.release(second)
+    third = model.match(A[:41])
+    assert third is not None
+    model.client.land_all()
+    assert third.match.wait(0).num_tokens == 40
+    model.finish()
+
+
+def test_a_deeper_load_is_dropped_when_the_one_above_it_fails() -> None:
+    """A second request loads more behind the first one's load; without its parent it must not become visible."""
+    model = CacheModel(4, 24, 60)
+    for tokens in (A, B, C):
+        model.serve(tokens[:40], stays=False, patient=True)
+        model.client.land_all()
+    first = model.match(A[:25])
+    second = model.match(A[:41])
+    assert first is not None
+    assert second is not None
+    assert len(model.client.tasks) == 2, "the second request shares the first one's load and starts one behind it"
+    model.client.land("rank 0 died")
+    third = model.match(A[:41])
+    assert third is not None
+    assert len(model.client.tasks) == 2, "the third loads everything again: what is still in flight has no parent"
+    model.client.land()
+    model.cache.check_invariants()
+    assert second.match.wait(0).num_tokens == 16
+    model.client.land()
+    assert third.match.wait(0).num_tokens == 40
+    model.finish()
+
+
+def test_a_load_that_is_split_in_flight_lands_whole() -> None:
+    """Another prompt parts from a run that is being loaded; both halves of the load still become readable."""
+    model = CacheModel(4, 20, 40)
+    for tokens in (A, B, C):
+        model.serve(tokens[:40], stays=False, patient=True)
+        model.client.land_all()
+    first = model.match(A[:41])
+    assert first is not None
+    assert first.match.num_coming_tokens == 40
+    fork = model.match(A[:20] + B[:9])
+    assert fork is not None
+    assert fork.match.num_coming_tokens == 20
+    model.client.land_all()
+    model.cache.check_invariants()
+    assert (first.match.wait(0).num_tokens, fork.match.wait(0).num_tokens) == (40, 20)
+    model.finish()
+
+
+def test_computed_blocks_are_adopted_while_their_load_is_late() -> None:
+    """A request that did not wait computes the blocks itself; they become the GPU copy and the load's ids go home."""
+    model = CacheModel(4, 20, 40)
+    model.serve(A[:40], stays=False, patient=True)
+    model.client.land_all()
+    for tokens in (B, C):
+        model.serve(tokens[:36], stays=False, patient=True)
+        model.client.land_all()
+    live = model.match(A[:41])
+    assert live is not None
+    assert live.match.num_coming_tokens > 0
+    model.settle(live)
+    assert model.allocate(live, 11 - len(model.settle(live)))
+    model.compute(live, 41)
+    model.client.land_all()
+    model.cache.check_invariants()
+    again = model.match(A[:41])
+    assert again is not None
+    assert again.match.num_gpu_tokens == 40
+    model.finish()
+
+
+def test_a_match_short_of_room_loads_what_fits_and_says_so() -> None:
+    """Room is kept for the rest of the prompt; the match never raises."""
+    model = CacheModel(4, 12, 40)
+    model.serve(A[:40], stays=False, patient=True)
+    model.client.land_all()
+    model.serve(B[:40], stays=True, patient=True)
+    model.client.land_all()
+    live = model.match(A[:41])
+    assert live is not None
+    assert live.match.ready
+    assert (live.match.num_tokens, live.match.num_unloaded_tokens) == (8, 32)
+    model.finish()
+
+
+def test_a_failed_copy_down_does_not_keep_later_blocks_out_of_the_cpu_tier() -> None:
+    """The gap is copied again with the next commit, while its blocks are on the GPU."""
+    model = CacheModel(1, 40, 40)
+    live = model.match(A[:24])
+    assert live is not None
+    assert model.allocate(live, 24)
+    for upto, error in ((1, None), (2, "rank 0 died"), (3, None), (23, None)):
+        model.compute(live, upto)
+        model.land(error, 9)
+    assert model.cache.stats().cpu.num_cached == 23
+    model.finish()
+
+
+def test_coming_blocks_do_come() -> None:
+    """What an OutOfBlocksError promises is there once the copies have ended, and not more."""
+    model = CacheModel(1, 6, 20)
+    model.serve(A[:5], stays=False, patient=True)
+    model.client.land_all()
+    model.serve(B[:6], stays=False, patient=True)
+    model.client.land_all()
+    first, second = model.match(A[:6]), model.match(C[:6])
+    assert first is not None
+    assert second is not None
+    assert first.match.num_coming_tokens == 5
+    with pytest.raises(OutOfBlocksError) as refused:
+        model.cache.allocate(second.request, 4)
+    assert (refused.value.missing, refused.value.coming) == (3, 0)
+    model.client.land_all()
+    with pytest.raises(OutOfBlocksError) as refused:
+        model.cache.allocate(second.request, 4)
+    assert refused.value.missing == 3
+    model.finish()
