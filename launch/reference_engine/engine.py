@@ -111,7 +111,9 @@ class Engine:
             self._changed.notify()
 
     def _drop_cancelled(self) -> None:
-        for generation in [g for g in (*self._running, *self._waiting) if g.cancelled]:
+        with self._changed:  # a submit meanwhile would change what is iterated over
+            cancelled = [g for g in (*self._running, *self._waiting) if g.cancelled]
+        for generation in cancelled:
             if generation in self._running or generation.match is not None:
                 self.cache.release(generation.request)
             with self._changed:

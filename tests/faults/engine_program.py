@@ -1,0 +1,53 @@
+"""An engine process for `test_engine_death`: says its ranks' pids on standard output, then does what its mode says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+from fastdeploy_cache import PrefixCacheManager
+from tests.faults.engine import Engine, new_config
+from transfer_manager import rank_client
+from transfer_manager.rank_process import RankProcess
+from transfer_manager.task import RankSetup
+
+TP_SIZE = 2
+
+
+def say_pids(pids: list[int | None]) -> None:
+    print(*pids, flush=True)
+
+
+def run(busy: bool) -> None:
+    """Serve for ever, or wait; SIGTERM leaves through the context manager."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    with PrefixCacheManager(new_config(TP_SIZE, num_gpu=16, num_cpu=64)) as cache:
+        engine = Engine(cache, TP_SIZE)
+        engine.serve(list(range(30)))
+        say_pids([status.pid for status in cache.stats().ranks])
+        number = 0
+        while busy:
+            number += 1
+            engine.serve([number % 7] * 40)
+        threading.Event().wait()
+
+
+class DeadlySpawn(RankProcess):
+    """With the last rank's first breath the engine is killed: no rank has set anything up."""
+
+    pids: list[int | None] = []  # noqa: RUF012 (one process, one list)
+
+    def __init__(self, setup: RankSetup, *rest: object) -> None:
+        super().__init__(setup, *rest)  # type: ignore[arg-type]
+        self.pids.append(self.pid)
+        if len(self.pids) == TP_SIZE:
+            say_pids(self.pids)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "dies-in-start":
+        rank_client.RankProcess = DeadlySpawn  # type: ignore[misc]
+    run(busy=sys.argv[1] == "busy")

@@ -1,0 +1,145 @@
+"""The engine's verbs go on whatever becomes of the ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from fastdeploy_cache import PrefixCacheManager, Request
+from fastdeploy_cache.block_pool import Owner
+from tests.faults.conftest import SECONDS, is_gone, pids, stopped, wait_exit, watched
+from tests.faults.engine import BLOCK_SIZE, Engine, new_config
+from transfer_manager.errors import RankStartError
+from transfer_manager.task import TransferResult
+
+PROMPT = list(range(100, 100 + 5 * BLOCK_SIZE + 1))
+FILLERS = [[1000 * other + i for i in range(8 * BLOCK_SIZE)] for other in range(1, 4)]
+
+
+def push_out(engine: Engine) -> None:
+    """Fill the GPU pool of eight blocks with other prefixes."""
+    for filler in FILLERS:
+        engine.serve(filler)
+
+
+def test_a_ranks_death_keeps_the_cpu_tier() -> None:
+    """Killed while idle: after the restart a prefix from before is a CPU hit with the right bytes on every rank."""
+    with PrefixCacheManager(new_config(2, num_gpu=8, num_cpu=60)) as cache:
+        engine = Engine(cache, 2)
+        engine.serve(PROMPT)
+        push_out(engine)
+        for rank in (0, 1):
+            with watched(pids(cache._client)[rank]) as pidfd:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                assert wait_exit(pidfd)
+        while not (cache._client.wait_ready(SECONDS) and all(s.num_restarts == 1 for s in cache.stats().ranks)):
+            assert all(status.num_restarts <= 1 for status in cache.stats().ranks)
+        assert engine.serve(PROMPT).num_cpu_tokens == 5 * BLOCK_SIZE
+        cache.check_invariants()
+
+
+def test_a_rank_killed_in_a_load_is_a_miss() -> None:
+    """The load fails at once, its ids are free again, the request computes; later the same prefix is loaded."""
+    with PrefixCacheManager(new_config(2, 8, 60, task_timeout_seconds=1000.0)) as cache:
+        engine = Engine(cache, 2)
+        engine.serve(PROMPT)
+        push_out(engine)
+        victim = pids(cache._client)[1]
+        stopped(victim)
+        request = Request(request_id="load", prompt_token_ids=PROMPT)
+        match = cache.match(request)
+        assert match.num_coming_tokens == 5 * BLOCK_SIZE and cache.stats().gpu.num_in_flight == 5
+        os.kill(victim, signal.SIGKILL)
+        match = match.wait(SECONDS)
+        assert match.ready and match.num_tokens == 0
+        assert cache.stats().gpu.num_in_flight == 0
+        cache.release(request)
+        assert cache._client.wait_ready(SECONDS)
+        assert engine.serve(PROMPT, SECONDS).num_cpu_tokens == 5 * BLOCK_SIZE
+        cache.check_invariants()
+
+
+def test_ids_of_a_hung_load_are_not_used_before_the_rank_is_gone() -> None:
+    """While a stopped rank may still write, its destinations belong to the task; they go home when it is reaped."""
+    with PrefixCacheManager(new_config(2, 8, 60, task_timeout_seconds=1.0)) as cache:
+        engine = Engine(cache, 2)
+        engine.serve(PROMPT)
+        push_out(engine)
+        victim = pids(cache._client)[0]
+        with watched(victim) as pidfd:
+            seen: list[tuple[bool, int]] = []
+            finish = cache._mover.finish
+
+            def note(result: TransferResult) -> int:
+                seen.append((is_gone(pidfd), cache._pools[0].count(Owner.TASK)))
+                return finish(result)
+
+            cache._mover.finish = note  # type: ignore[method-assign]
+            stopped(victim)
+            request = Request(request_id="hung", prompt_token_ids=PROMPT)
+            cache.match(request)
+            cache.release(request)  # the request goes, the task and its ids stay
+            assert cache.stats().gpu.num_in_flight == 5
+            assert cache.wait_for_transfers(SECONDS)
+            cache._mover.finish = finish  # type: ignore[method-assign]
+        assert seen == [(True, 5)], "the old rank was gone when the ids were still the task's"
+        assert cache.stats().gpu.num_in_flight == 0
+        assert cache._client.wait_ready(SECONDS) and pids(cache._client)[0] != victim
+        cache.check_invariants()
+
+
+def test_too_many_deaths_leave_an_engine_without_a_cpu_tier(eventually: Callable[..., None]) -> None:
+    """The tiers below are off: GPU hits go on, CPU hits are zero, nothing raises and the books add up."""
+    with PrefixCacheManager(new_config(2, 8, 60, max_restarts=0)) as cache:
+        engine = Engine(cache, 2)
+        engine.serve(PROMPT)
+        push_out(engine)
+        with watched(pids(cache._client)[1]) as pidfd:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            assert wait_exit(pidfd)
+        eventually(lambda: not cache.stats().ranks[1].up)
+        first, second = engine.serve(PROMPT), engine.serve(PROMPT)
+        assert (first.num_tokens, first.num_cpu_tokens) == (0, 0)
+        assert first.num_unloaded_tokens == 5 * BLOCK_SIZE, "and says what it did without"
+        assert (second.num_gpu_tokens, second.num_cpu_tokens) == (5 * BLOCK_SIZE, 0)
+        push_out(engine)
+        assert cache.stats().num_transfers_in_flight == 0
+        cache.check_invariants()
+
+
+def test_killing_ranks_at_random_under_traffic_never_serves_a_wrong_byte() -> None:
+    """Ranks die again and again between and in copies; every block that is readable is compared."""
+    with PrefixCacheManager(new_config(2, 10, 60, max_restarts=1000, restart_backoff_seconds=0.0)) as cache:
+        engine, over, num_kills = Engine(cache, 2), threading.Event(), 0
+
+        def reaper() -> None:
+            nonlocal num_kills
+            while not over.is_set() and num_kills < 6:
+                if cache._client.wait_ready(SECONDS):
+                    victim = cache.stats().ranks[num_kills % 2].pid
+                    if victim is not None:
+                        os.kill(victim, signal.SIGKILL)
+                        num_kills += 1
+                    over.wait(0.05)  # lets some tasks through between two deaths
+
+        thread = threading.Thread(target=reaper)
+        thread.start()
+        number = 0
+        while thread.is_alive() or number < 40:
+            engine.serve([(7 * i * i + number % 5 * (i // 8)) % 50 for i in range(20 + number % 17)])
+            number += 1
+        over.set()
+        thread.join(SECONDS)
+        assert num_kills == 6
+        cache.check_invariants()
+
+
+def test_a_failed_start_raises_and_leaves_nothing(rank_code: Callable[[str], None]) -> None:
+    """The manager's constructor raises the rank's own words; processes and memory are gone (the leak fixture looks)."""
+    rank_code("raise SystemExit('this installation is broken')")
+    with pytest.raises(RankStartError, match=r"(?s)rank \d exited with code 1.*this installation is broken"):
+        PrefixCacheManager(new_config(2, 8, 16))

@@ -1,0 +1,139 @@
+"""Every series is there at zero from the first scrape on, and counts what happened."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from metrics.cache_metrics import DIRECTIONS, EVICTION_KINDS, TIERS, CacheMetrics
+
+PREFIX = "fastdeploy_cache_"
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(metrics: CacheMetrics) -> Samples:
+    return {
+        (sample.name.removeprefix(PREFIX), frozenset(sample.labels.items()) - {("dp", "0")}): sample.value
+        for family in metrics.collect()
+        for sample in family.samples
+    }
+
+
+def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    return name, frozenset(labels.items())
+
+
+def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]:
+    ranks = [str(rank) for rank in range(num_ranks)]
+    keys = {key(name) for name in ("requests_total", "requests_hit_total", "tokens_queried_total")}
+    keys |= {key(name) for name in ("skipped_write_blocks_total", "window_request_hit_rate", "window_token_hit_rate")}
+    keys |= {key(name, tier=tier) for name in ("tokens_hit_total", "window_tier_token_hit_rate") for tier in TIERS}
+    keys |= {key("evicted_blocks_total", tier=t, kind=k) for t in ("gpu", "cpu") for k in EVICTION_KINDS}
+    for name in ("swaps_total", "swap_bytes_total", "swap_seconds_total", "swap_failures_total"):
+        keys |= {key(name, direction=d, rank=r) for d, r in product(DIRECTIONS, ranks)}
+    return keys | {key(name, rank=r) for name in ("rank_up", "rank_restarts_total") for r in ranks}
+
+
+def test_all_series_exist_at_zero_from_the_first_scrape() -> None:
+    """Every rank, direction, tier and kind is there before anything happened: no series appears later from nowhere."""
+    samples = scrape(CacheMetrics(tp_size=3))
+    assert set(samples) == expected_keys(3)
+    assert set(samples.values()) == {0.0}
+
+
+def test_no_series_appears_later() -> None:
+    """Doing everything once changes values, never the set of series."""
+    metrics = CacheMetrics(tp_size=2)
+    metrics.record_request(10, dict.fromkeys(TIERS, 1))
+    metrics.record_skipped_writes(1)
+    for tier, kind in product(("gpu", "cpu"), EVICTION_KINDS):
+        metrics.record_eviction(tier, kind, 1)
+    for direction, rank in product(DIRECTIONS, range(2)):
+        metrics.record_swap(direction, rank, 1, 1.0, failed=True)
+    metrics.observe(tuple, lambda: [(0, True, 1), (1, True, 1)])
+    samples = scrape(metrics)
+    assert set(samples) == expected_keys(2)
+    assert all(samples.values()), "and each was counted"
+
+
+def test_requests_and_tokens_are_counted() -> None:
+    """Counters only grow, by what was recorded; tokens by the tier that served them."""
+    metrics = CacheMetrics(clock=lambda: 5.0)
+    metrics.record_request(100, {"gpu": 60, "cpu": 20})
+    metrics.record_request(50, {"gpu": 0, "cpu": 0})
+    samples = scrape(metrics)
+    assert (samples[key("requests_total")], samples[key("requests_hit_total")]) == (2, 1)
+    assert samples[key("tokens_queried_total")] == 150
+    assert [samples[key("tokens_hit_total", tier=tier)] for tier in TIERS] == [60, 20, 0]
+    assert samples[key("window_request_hit_rate")] == 0.5
+    assert samples[key("window_token_hit_rate")] == pytest.approx(80 / 150)
+    assert samples[key("window_tier_token_hit_rate", tier="cpu")] == pytest.approx(20 / 150)
+
+
+def test_the_window_forgets_what_the_counters_keep() -> None:
+    """Gauges follow the clock; counters do not."""
+    now = [0.0]
+    metrics = CacheMetrics(window_seconds=60.0, clock=lambda: now[0])
+    metrics.record_request(10, {"gpu": 5})
+    assert metrics.hit_rates() == {"request": 1.0, "token": 0.5, "gpu": 0.5, "cpu": 0.0, "storage": 0.0}
+    now[0] = 100.0
+    assert set(metrics.hit_rates().values()) == {0.0}
+    assert scrape(metrics)[key("tokens_hit_total", tier="gpu")] == 5
+
+
+def test_swaps_are_counted_for_each_rank_and_direction() -> None:
+    """Bytes, seconds, tasks and failures go to the rank and direction that they belong to."""
+    metrics = CacheMetrics(tp_size=2)
+    metrics.record_swap("swap_in", 1, 4096, 0.5, failed=False)
+    metrics.record_swap("swap_in", 1, 1024, 0.25, failed=False)
+    metrics.record_swap("swap_out", 0, 0, 0.0, failed=True)
+    samples = scrape(metrics)
+    loads = {"direction": "swap_in", "rank": "1"}
+    stores = {"direction": "swap_out", "rank": "0"}
+    assert (samples[key("swaps_total", **loads)], samples[key("swap_bytes_total", **loads)]) == (2, 5120)
+    assert (samples[key("swap_seconds_total", **loads)], samples[key("swap_failures_total", **loads)]) == (0.75, 0)
+    assert (samples[key("swaps_total", **stores)], samples[key("swap_failures_total", **stores)]) == (1, 1)
+    assert samples[key("swaps_total", direction="swap_in", rank="0")] == 0
+
+
+def test_evictions_and_skipped_writes_are_counted() -> None:
+    """By tier and by whether a copy remains."""
+    metrics = CacheMetrics()
+    metrics.record_eviction("gpu", "copy_kept", 3)
+    metrics.record_eviction("gpu", "dropped", 2)
+    metrics.record_eviction("gpu", "dropped", 1)
+    metrics.record_skipped_writes(4)
+    samples = scrape(metrics)
+    assert samples[key("evicted_blocks_total", tier="gpu", kind="copy_kept")] == 3
+    assert samples[key("evicted_blocks_total", tier="gpu", kind="dropped")] == 3
+    assert samples[key("evicted_blocks_total", tier="cpu", kind="dropped")] == 0
+    assert samples[key("skipped_write_blocks_total")] == 4
+
+
+def test_gauges_are_read_at_every_scrape() -> None:
+    """Blocks and ranks show what `observe` was given to ask, as it is now."""
+    ranks = [(0, True, 0), (1, False, 0)]
+    metrics = CacheMetrics(tp_size=2)
+    metrics.observe(lambda: [("gpu", "free", 7), ("cpu", "pinned", 1)], lambda: ranks)
+    samples = scrape(metrics)
+    assert samples[key("blocks", tier="gpu", state="free")] == 7
+    assert [samples[key("rank_up", rank=rank)] for rank in "01"] == [1, 0]
+    ranks[:] = [(0, False, 4), (1, True, 0)]
+    samples = scrape(metrics)
+    assert [samples[key("rank_up", rank=rank)] for rank in "01"] == [0, 1]
+    assert samples[key("rank_restarts_total", rank="0")] == 4
+
+
+def test_the_data_parallel_id_is_on_every_series() -> None:
+    """Engines of one group can share a dashboard: each sample carries its engine's number."""
+    families = list(CacheMetrics(data_parallel_id=3).collect())
+    assert families and all(sample.labels["dp"] == "3" for family in families for sample in family.samples)
+
+
+def test_a_scrape_that_stops_half_way_does_not_stop_the_cache() -> None:
+    """Whoever reads slowly or gives up holds no lock: the engine's verbs record under the manager's own."""
+    metrics = CacheMetrics()
+    scraping = metrics.collect()
+    next(scraping)
+    assert not metrics._lock.locked()

@@ -1,0 +1,87 @@
+"""The endpoint, scraped over real HTTP."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from metrics.cache_metrics import CacheMetrics
+from metrics.errors import MetricsError, PortInUseError
+from metrics.exporter import MetricsExporter
+
+
+def scrape(url: str) -> dict[str, dict[tuple[str, ...], float]]:
+    """By series name: the values by label values, in the order of the labels' names."""
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        assert answer.status == 200
+        text = answer.read().decode()
+    return {
+        family.name: {tuple(v for _, v in sorted(s.labels.items())): s.value for s in family.samples}
+        for family in text_string_to_metric_families(text)
+    }
+
+
+def test_a_scrape_parses_and_shows_what_happened() -> None:
+    """Prometheus' own parser reads the page; a later scrape shows later numbers."""
+    metrics = CacheMetrics(tp_size=2)
+    exporter = MetricsExporter(metrics)
+    try:
+        assert scrape(exporter.url)["fastdeploy_cache_requests"] == {("0",): 0.0}
+        metrics.record_request(64, {"cpu": 32})
+        metrics.record_swap("swap_in", 1, 4096, 0.5, failed=False)
+        families = scrape(exporter.url)
+    finally:
+        exporter.close()
+    assert families["fastdeploy_cache_requests"] == {("0",): 1.0}
+    assert families["fastdeploy_cache_tokens_hit"][("0", "cpu")] == 32.0
+    assert families["fastdeploy_cache_swap_bytes"][("swap_in", "0", "1")] == 4096.0
+    assert families["fastdeploy_cache_rank_up"] == {("0", "0"): 0.0, ("0", "1"): 0.0}
+
+
+def test_only_our_series_are_served() -> None:
+    """The registry is private: neither Python's nor another library's series are on the page."""
+    exporter = MetricsExporter(CacheMetrics())
+    try:
+        names = scrape(exporter.url)
+    finally:
+        exporter.close()
+    assert names and all(name.startswith("fastdeploy_cache_") for name in names)
+
+
+def test_a_port_in_use_is_named() -> None:
+    """The error names address and remedy and is one of ours; nothing is left open (the leak fixture looks)."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUseError, match=f"127.0.0.1:{port}.*another port") as refusal:
+            MetricsExporter(CacheMetrics(), port=port)
+    assert isinstance(refusal.value, MetricsError)
+
+
+def test_two_exporters_can_run_side_by_side() -> None:
+    """Two engines of one process do not share series: each page shows its own."""
+    first, second = CacheMetrics(data_parallel_id=0), CacheMetrics(data_parallel_id=1)
+    exporters = [MetricsExporter(first), MetricsExporter(second)]
+    second.record_request(1, {})
+    try:
+        pages = [scrape(exporter.url) for exporter in exporters]
+    finally:
+        for exporter in exporters:
+            exporter.close()
+    assert [page["fastdeploy_cache_requests"] for page in pages] == [{("0",): 0.0}, {("1",): 1.0}]
+
+
+def test_close_ends_the_thread_and_frees_the_port() -> None:
+    """After `close` nobody listens and no thread is left."""
+    before = threading.active_count()
+    exporter = MetricsExporter(CacheMetrics())
+    exporter.close()
+    with pytest.raises(urllib.error.URLError):
+        scrape(exporter.url)
+    assert threading.active_count() == before
