@@ -19,6 +19,7 @@ from transfer_manager.errors import LayoutError
 from transfer_manager.layout import KVLayout, RankLayout
 
 ENVIRONMENT_PREFIX = "FASTDEPLOY_CACHE_"
+_ALTERNATIVES = (("num_gpu_blocks", "gpu_memory_bytes"), ("num_cpu_blocks", "cpu_memory_bytes", "cpu_to_gpu_ratio"))
 _TABLES: dict[str, type] = {"layout": KVLayout, "transfer": TransferConfig}
 
 
@@ -57,18 +58,7 @@ class CacheConfig:
     hit_rate_window_seconds: float = 300.0
 
     def __post_init__(self) -> None:
-        check_integers(self, ConfigError)
-        if not 1 <= self.block_size <= 1024:
-            raise ConfigError(f"block_size is {self.block_size}; use 1 to 1024 tokens")
-        _one_of(self, ("num_gpu_blocks", "gpu_memory_bytes"), required=True)
-        _one_of(self, ("num_cpu_blocks", "cpu_memory_bytes", "cpu_to_gpu_ratio"), required=False)
-        for name in ("num_cpu_blocks", "cpu_memory_bytes", "cpu_to_gpu_ratio"):
-            if (value := getattr(self, name)) is not None and not 0 <= value < 2**63:
-                raise ConfigError(f"{name} is {value}; it must not be negative (0 means no CPU tier)")
-        if not 0 < self.hit_rate_window_seconds < 2**31:
-            raise ConfigError(f"hit_rate_window_seconds is {self.hit_rate_window_seconds}; it must be above 0")
-        if self.transfer_client not in ("processes", "inline"):
-            raise ConfigError(f"transfer_client is {self.transfer_client!r}; use 'processes' or 'inline'")
+        self._check_values()
         in_bytes = self.gpu_memory_bytes is not None or self.cpu_memory_bytes is not None
         if self.layout is None and (in_bytes or self.transfer_client == "processes"):
             raise ConfigError(
@@ -88,6 +78,24 @@ class CacheConfig:
             raise ConfigError(f"{given}; the GPU pool needs at least 1 block")
         if max(gpu, cpu) >= 2**31:
             raise ConfigError(f"pools of {gpu} and {cpu} blocks; block ids are 32 bits wide, use fewer than 2**31")
+
+    def _check_values(self) -> None:
+        """Each value by itself."""
+        check_integers(self, ConfigError)
+        for name, table in _TABLES.items():
+            if not isinstance(getattr(self, name), table) and not (name == "layout" and self.layout is None):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; give a {table.__name__}")
+        if not 1 <= self.block_size <= 1024:
+            raise ConfigError(f"block_size is {self.block_size}; use 1 to 1024 tokens")
+        _one_of(self, _ALTERNATIVES[0], required=True)
+        _one_of(self, _ALTERNATIVES[1], required=False)
+        for name in _ALTERNATIVES[1]:
+            if (value := getattr(self, name)) is not None and not 0 <= value < 2**63:
+                raise ConfigError(f"{name} is {value}; it must not be negative (0 means no CPU tier)")
+        if not 0 < self.hit_rate_window_seconds < 2**31:
+            raise ConfigError(f"hit_rate_window_seconds is {self.hit_rate_window_seconds}; it must be above 0")
+        if self.transfer_client not in ("processes", "inline"):
+            raise ConfigError(f"transfer_client is {self.transfer_client!r}; use 'processes' or 'inline'")
 
     def rank_layout(self) -> RankLayout | None:
         """One rank's share of a block, or None without a layout."""
@@ -180,6 +188,11 @@ def _as_settings(value: Any) -> Any:
 
 
 def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """A later source wins, key by key; a size given in another way replaces the earlier way."""
+    for group in _ALTERNATIVES:
+        if any(name in other for name in group):
+            for name in group:
+                into.pop(name, None)
     for key, value in other.items():
         if isinstance(value, Mapping) and isinstance(into.get(key), Mapping):
             into[key] = {**into[key], **value}

@@ -15,6 +15,7 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import (
     ClosedError,
     CommitError,
+    ConfigError,
     OutOfBlocksError,
     PromptTooLongError,
     RequestError,
@@ -195,7 +196,16 @@ class PrefixCacheManager:
 
     def kv_views(self, rank: int) -> list[dict[str, Any]]:
         """The rank's KV memory (CPU device): per layer `{"key": array, "value": array}`, each
-        [num_gpu_blocks, block_size, heads of the rank, head_dim], shared with the rank's process."""
+        [num_gpu_blocks, block_size, heads of the rank, head_dim], shared with the rank's process.
+
+        Raises:
+            ConfigError: no such rank, or a cache without a layout.
+        """
+        if self.config.layout is None or not 0 <= rank < self.config.transfer.tp_size:
+            raise ConfigError(
+                f"no KV arrays of rank {rank}: there are {self.config.transfer.tp_size} ranks, and the layout is "
+                f"{self.config.layout}"
+            )
         return self._client.kv_views(rank)
 
     def serve_metrics(self, host: str = "127.0.0.1", port: int = 0) -> str:
@@ -252,7 +262,7 @@ class PrefixCacheManager:
         if not 0 <= num_computed_tokens <= request.num_tokens:
             raise CommitError(
                 f"commit of {num_computed_tokens} tokens for request {request.request_id!r} of {request.num_tokens}; "
-                "append_output before committing what was computed for it"
+                "commit 0 or more, and append_output before committing what was computed for it"
             )
         if num_computed_tokens > held:
             raise CommitError(

@@ -8,11 +8,14 @@ ZeroMQ does not announce a peer's death; whoever owns the process watches that.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -20,6 +23,8 @@ import zmq
 from ipc.errors import IPCError, QueueDisconnectedError, QueueFullError
 
 _PEER = b"rank"
+_PREFIX = "fdc-"
+_MIN_AGE_SECONDS = 60.0
 _MAX_BASE_PATH = 80  # a socket address holds 108 bytes, our names take 20
 
 
@@ -31,7 +36,9 @@ class TaskQueue:
         base = tempfile.gettempdir()
         if len(os.fsencode(base)) >= _MAX_BASE_PATH:
             base = "/tmp"  # noqa: S108 (mkdtemp: private, random name)
-        self._directory = tempfile.mkdtemp(prefix="fdc-", dir=base)
+        _sweep(Path(base))
+        self._directory = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
+        self._directory_lock = _lock(Path(self._directory), fcntl.LOCK_SH)
         self.address = f"ipc://{self._directory}/queue"
         try:
             self.socket = context.socket(zmq.ROUTER)
@@ -72,11 +79,42 @@ class TaskQueue:
     def hide(self) -> None:
         """Remove the socket's path and directory; the connected peer stays connected. Safe to call twice."""
         shutil.rmtree(self._directory, ignore_errors=True)
+        if self._directory_lock is not None:
+            os.close(self._directory_lock)
+            self._directory_lock = None
 
     def close(self) -> None:
         """Drop the socket and everything unread. Safe to call twice."""
         self.socket.close()
         self.hide()
+
+
+def _lock(directory: Path, kind: int) -> int | None:
+    """A descriptor that holds a lock of this kind on the directory, or None when it cannot be had."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _sweep(base: Path) -> None:
+    """Remove what engines left that were killed while a rank was starting: nobody holds a lock on it any more.
+
+    Young ones stay: another engine may be between making its directory and locking it.
+    """
+    for directory in base.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = directory.lstat()
+            is_old = time.time() - status.st_mtime > _MIN_AGE_SECONDS
+            if is_old and status.st_uid == os.getuid() and (fd := _lock(directory, fcntl.LOCK_EX)) is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+                os.close(fd)
 
 
 class RankQueue:

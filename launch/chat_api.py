@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -17,11 +17,23 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 _TOKEN_TIMEOUT_SECONDS = 120.0
 
 
+class TextPart(msgspec.Struct, tag_field="type", tag="text"):
+    """A part of a message; the model reads text alone."""
+
+    text: str
+
+
 class Message(msgspec.Struct):
     """One message of a chat."""
 
-    role: str
-    content: str
+    role: Literal["system", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+
+    def text(self) -> str:
+        """The whole content."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
 
 
 class StreamOptions(msgspec.Struct):
@@ -36,6 +48,7 @@ class ChatRequest(msgspec.Struct):
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 64
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -53,7 +66,7 @@ class ChatApi:
         Raises:
             GenerationError: too long, or the engine has stopped.
         """
-        messages = [{"role": message.role, "content": message.content} for message in request.messages]
+        messages = [{"role": message.role, "content": message.text()} for message in request.messages]
         prompt = self._tokenizer.encode_chat(messages)
         return self._engine.submit(prompt, request.max_completion_tokens or request.max_tokens)
 

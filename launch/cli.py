@@ -55,9 +55,11 @@ def serve(
 @config_app.command()
 def check(file: Annotated[Path, typer.Argument(help="TOML file.")]) -> None:
     """Check a configuration file and print the sizes that follow from it."""
-    from launch.config_check import describe
+    from launch.config_check import check_memory, describe, load
 
-    typer.echo(describe(file))
+    config = load(file)
+    typer.echo(describe(config))
+    check_memory(config)
 
 
 def main() -> None:

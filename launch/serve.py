@@ -173,15 +173,20 @@ class _Handler(BaseHTTPRequestHandler):
             logger.info("event=client_gone request=%s", generation.request.request_id)
 
     def _fail(self, status: int, message: str) -> None:
-        self._send(status, {"error": {"message": message, "type": "invalid_request_error"}})
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self._send(status, {"error": {"message": message, "type": kind}})
 
     def _send(self, status: int, content: dict[str, Any]) -> None:
         body = msgspec.json.encode(content)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        try:
+            self.end_headers()
+            self.wfile.write(body)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+            logger.info("event=client_gone")
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name)
         """To the log instead of standard error."""

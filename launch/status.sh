@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows the background server's ranks, tiers and hit rates. Exit status 3 when it is not running.
+# Shows the background server's ranks, tiers and hit rates. Exit status 3 when it is not running, 4 when it does not answer.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/service.sh"
 if ! pid="$(running_pid)"; then
@@ -8,7 +8,8 @@ if ! pid="$(running_pid)"; then
 fi
 url="$(field url)"
 say "running: pid $pid, API $url/v1/chat/completions, metrics $(field metrics)"
-get "$url/status" | "$PYTHON" -c '
+answer="$(get "$url/status" 2>/dev/null)" || { say "it does not answer; its log is $LOG_FILE"; exit 4; }
+printf '%s' "$answer" | "$PYTHON" -c '
 import json, sys
 status = json.load(sys.stdin)
 for rank in status["ranks"]:

@@ -21,10 +21,8 @@ class MetricsExporter:
         registry.register(metrics)
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        except OSError as error:
-            raise PortInUseError(
-                f"metrics cannot listen on {host}:{port}: {error.strerror}; use another port"
-            ) from error
+        except (OSError, OverflowError) as error:
+            raise PortInUseError(f"metrics cannot listen on {host}:{port}: {error}; use another port") from error
         self.url = f"http://{host}:{self._server.server_port}/metrics"
 
     def close(self) -> None:

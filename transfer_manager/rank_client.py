@@ -87,7 +87,11 @@ class RankClient:
         self._thread = threading.Thread(target=self._run, name="transfer-io", daemon=True)
         self._thread.start()
         # the thread ends the start itself at its deadline and then needs time to reap
-        self._started.wait(config.start_timeout_seconds + config.stop_timeout_seconds + 5)
+        try:
+            self._started.wait(config.start_timeout_seconds + config.stop_timeout_seconds + 5)
+        except BaseException:  # Ctrl-C: nobody will get to call stop
+            self.stop()
+            raise
         if self._start_failure is not None or not self._open or not self._started.is_set():
             self.stop()
             raise RankStartError(self._start_failure or "the ranks did not start within their deadline")

@@ -26,7 +26,9 @@ _NUM_CPU_BLOCKS = 256
 
 def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: Path | None, kill: bool) -> bool:
     """Run it and print what was found; whether all checks held."""
-    console = Console()
+    console = Console(highlight=False)
+    if num_ranks not in (1, 3):
+        raise LaunchError(f"--ranks is {num_ranks}; the model has 3 KV heads, so use 1 or 3")
     if json_file is not None and not json_file.parent.is_dir():
         raise LaunchError(f"cannot write {json_file}: its folder does not exist")
     console.print("Loading SmolLM2-135M-Instruct (the first time its weights are converted, about 10 s) ...")
@@ -67,12 +69,11 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
     show(console, found)
     if json_file is not None:
         _write_json(json_file, found)
+        console.print(f"Facts written to {json_file}")
     return all(found["checks"].values())
 
 
 def _config(files: ModelFiles, num_ranks: int, log_dir: Path | None) -> CacheConfig:
-    if num_ranks not in (1, 3):
-        raise LaunchError(f"--ranks is {num_ranks}; the model has 3 KV heads, so use 1 or 3")
     return CacheConfig(
         layout=layout_of(files.spec),
         block_size=_BLOCK_TOKENS,

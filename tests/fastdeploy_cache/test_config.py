@@ -47,6 +47,14 @@ def test_pools_are_sized_in_blocks_bytes_or_by_ratio(settings: dict[str, Any], s
     assert CacheConfig(block_size=16, layout=LAYOUT, **settings).pool_sizes() == sizes
 
 
+def test_a_later_source_may_give_a_size_in_another_way(tmp_path: Path) -> None:
+    """The environment's blocks replace the file's ratio instead of clashing with it."""
+    path = tmp_path / "cache.toml"
+    path.write_text("num_gpu_blocks = 4\ncpu_to_gpu_ratio = 2.0\ntransfer_client = 'inline'\n")
+    config = CacheConfig.load(path, environment={"FASTDEPLOY_CACHE_NUM_CPU_BLOCKS": "7"})
+    assert config.pool_sizes() == (4, 7)
+
+
 def test_bytes_are_per_rank() -> None:
     """Two ranks share the heads, so the same bytes per rank hold twice the blocks."""
     config = CacheConfig(
@@ -73,6 +81,7 @@ def test_bytes_are_per_rank() -> None:
         ({"num_gpu_blocks": 1, "cpu_to_gpu_ratio": float("nan")}, "cpu_to_gpu_ratio is nan"),
         ({"num_gpu_blocks": 1, "cpu_to_gpu_ratio": float("inf")}, "cpu_to_gpu_ratio is inf"),
         ({"num_gpu_blocks": 1, "hit_rate_window_seconds": float("nan")}, "hit_rate_window_seconds is nan"),
+        ({"num_gpu_blocks": 1, "layout": {"num_layers": 1}}, "give a KVLayout"),
         ({"num_gpu_blocks": 1, "block_size": 0}, "block_size is 0"),
         ({"num_gpu_blocks": 1, "block_size": 2000}, "block_size is 2000"),
         ({"num_gpu_blocks": 1, "layout": None}, "layout is missing"),

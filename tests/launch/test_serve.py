@@ -101,8 +101,11 @@ def test_a_stream_says_the_same_as_a_whole_answer(server: Server) -> None:
     [
         (b"not json", "malformed"),
         ({"messages": []}, "length >= 1"),
-        ({"messages": [{"role": "user"}]}, "content"),
+        ({"messages": [{"content": "x"}]}, "role"),
         ({**CHAT, "max_tokens": 0}, ">= 1"),
+        ({**CHAT, "n": 2}, "<= 1"),
+        ({"messages": [{"role": "alien", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ({**CHAT, "max_tokens": 10**6}, "at most 8192"),
     ],
 )
