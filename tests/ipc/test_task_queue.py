@@ -225,3 +225,18 @@ def test_wakeup_after_close_touches_no_stranger() -> None:
     wakeup.close()
     assert os.fstat(stranger).st_size == 0
     os.close(stranger)
+
+
+def test_what_a_killed_engine_left_is_swept_and_what_is_in_use_is_not(
+    opened: ExitStack, context: zmq.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old directories that nobody locks go at the next start; locked, young and foreign ones stay."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    in_use = Path(new_queue(opened, context).address.removeprefix("ipc://")).parent
+    for name in ("fdc-left", "fdc-young", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "queue").touch()
+    for old in (in_use, tmp_path / "fdc-left", tmp_path / "other"):
+        os.utime(old, (0, 0))
+    second = Path(new_queue(opened, context).address.removeprefix("ipc://")).parent
+    assert {path.name for path in tmp_path.iterdir()} == {in_use.name, second.name, "fdc-young", "other"}
