@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ipc.codec import decode, encode
-from ipc.errors import IPCError
+from ipc.errors import CodecError, IPCError, QueueDisconnectedError
 from ipc.task_queue import Poller, TaskQueue, Wakeup, new_context
 from transfer_manager.client import OnResult, RankStatus
 from transfer_manager.config import TransferConfig
@@ -195,7 +195,11 @@ class RankClient:
 
     def _receive(self, rank: RankSupervisor) -> None:
         while rank.queue is not None and (data := rank.queue.get()) is not None:
-            message: FromRank = decode(data, FromRank)
+            try:
+                message: FromRank = decode(data, FromRank)
+            except CodecError as error:
+                rank.kill(f"it sent what is no message: {error}")
+                return
             if message.incarnation != rank.incarnation:
                 continue
             if isinstance(message, ReadyMessage):
@@ -265,6 +269,8 @@ class RankClient:
                 try:
                     rank.queue.put(encode(_message(task, rank.incarnation)))
                 except IPCError as error:
+                    if isinstance(error, QueueDisconnectedError):  # alive or not, it can never be reached again
+                        rank.kill("its queue is disconnected")
                     self._answer(flight, RankResult(rank=rank.rank, error=str(error)))
 
     def _take_outbox(self) -> Iterator[TransferTask]:

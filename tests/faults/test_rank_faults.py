@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ipc import codec
 from tests.contracts.answers import Answers, task
 from tests.faults.conftest import SECONDS, is_gone, pids, stopped, wait_exit, watched
 from transfer_manager import rank_client
@@ -238,3 +239,22 @@ def test_a_rank_that_lingers_after_its_kill_makes_nobody_spin(
     monkeypatch.setattr(RankProcess, "kill", kill)
     os.kill(old, signal.SIGKILL)
     assert answers.wait(1)[0].error is not None
+
+
+def test_a_rank_that_talks_nonsense_is_replaced(
+    new_client: NewClient, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None]
+) -> None:
+    """A message that cannot be read costs that rank its process, not the client its thread."""
+    client, answers = new_client(tp_size=1)
+    (before,) = pids(client)
+    nonsense = [True]
+
+    def decode_nonsense_once(data: bytes, message_type: object) -> object:
+        return codec.decode(b"nonsense" if nonsense and nonsense.pop() else data, message_type)
+
+    monkeypatch.setattr(rank_client, "decode", decode_nonsense_once)
+    client.submit(task(1, OUT, [0], [0]))
+    (result,) = answers.wait(1)
+    assert "what is no message" in str(result.error)
+    eventually(lambda: client.available)
+    assert pids(client) != [before]
