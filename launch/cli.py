@@ -55,9 +55,10 @@ def serve(
 @config_app.command()
 def check(file: Annotated[Path, typer.Argument(help="TOML file.")]) -> None:
     """Check a configuration file and print the sizes that follow from it."""
-    from launch.config_check import check_memory, describe, load
+    from fastdeploy_cache import CacheConfig
+    from launch.config_check import check_memory, describe
 
-    config = load(file)
+    config = CacheConfig.load(file)
     typer.echo(describe(config))
     check_memory(config)
 

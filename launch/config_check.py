@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from fastdeploy_cache import CacheConfig
 from ipc.memory_limit import check_available
-
-
-def load(path: Path) -> CacheConfig:
-    """The configuration in a file (and the environment).
-
-    Raises:
-        ConfigError: the file is unreadable or says something impossible.
-    """
-    return CacheConfig.load(path)
 
 
 def describe(config: CacheConfig) -> str:
