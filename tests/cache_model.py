@@ -134,6 +134,12 @@ class CacheModel:
         if not stays:
             self.release(live)
 
+    def serve_and_copy(self, *prompts: list[int]) -> None:
+        """Whole requests one after the other, each copied to the CPU tier before the next."""
+        for tokens in prompts:
+            self.serve(tokens, stays=False, patient=True)
+            self.client.land_all()
+
     def land(self, error: str | None, num_tasks: int) -> None:
         for _ in range(min(num_tasks, len(self.client.tasks))):
             self.client.land(error)

@@ -98,7 +98,7 @@ class RankClient:
 
     def submit(self, task: TransferTask) -> None:
         with self._lock:
-            accepted = self._open and self._all_ready.is_set() and self._num_tasks < self._config.max_tasks_in_flight
+            accepted = self.available
             if accepted:
                 self._num_tasks += 1
                 self._outbox.append(task)
@@ -135,8 +135,7 @@ class RankClient:
             if self._thread is not None:
                 self._thread.join(self._config.stop_timeout_seconds + 10)
                 if self._thread.is_alive():
-                    # a rank that cannot even be killed: its memory must stay mapped, or its late writes land elsewhere
-                    logger.error("event=ranks_not_reaped action=memory_kept")
+                    logger.error("event=io_thread_stuck action=leave_it_what_it_uses")  # in the caller's callback
                     return
                 self._thread = None
             self._wakeup.close()

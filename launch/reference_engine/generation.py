@@ -21,12 +21,11 @@ class GenerationRefusedError(GenerationError):
 class Generation:
     """A request on its way through the engine.
 
-    The engine thread fills it. Any one other thread may iterate over `stream`, which ends with the answer or raises.
+    The engine thread fills it; any one other thread may take its tokens with `next_token`.
     """
 
     request: Request
     max_new_tokens: int
-    submitted: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop" (end token), "length", "cancelled" or "error"
     cancelled: bool = False  # set by whoever no longer wants the answer

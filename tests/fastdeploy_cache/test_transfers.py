@@ -13,10 +13,7 @@ A, B, C = ([base + i for i in range(100)] for base in (1000, 2000, 3000))
 def test_evicted_blocks_come_back_from_the_cpu_tier_with_their_content() -> None:
     """A coming load is reported, waited for, and read (the model compares the content)."""
     model = CacheModel(4, 12, 40)
-    model.serve(A[:40], stays=False, patient=True)
-    model.client.land_all()
-    model.serve(B[:40], stays=False, patient=True)
-    model.client.land_all()
+    model.serve_and_copy(A[:40], B[:40])
     live = model.match(A[:41])
     assert live is not None
     assert (live.match.num_tokens, live.match.num_coming_tokens, live.match.ready) == (8, 32, False)
@@ -30,9 +27,7 @@ def test_evicted_blocks_come_back_from_the_cpu_tier_with_their_content() -> None
 def test_a_failed_load_cuts_the_match_of_those_who_wait_and_of_nobody_else() -> None:
     """The blocks on the GPU stay matched, the CPU copies stay valid, and the next match loads them again."""
     model = CacheModel(4, 12, 40)
-    for tokens in (A, B):
-        model.serve(tokens[:40], stays=False, patient=True)
-        model.client.land_all()
+    model.serve_and_copy(A[:40], B[:40])
     first, second = model.match(A[:41]), model.match(A[:25])
     assert first is not None
     assert second is not None
@@ -50,9 +45,7 @@ def test_a_failed_load_cuts_the_match_of_those_who_wait_and_of_nobody_else() -> 
 def test_a_deeper_load_is_dropped_when_the_one_above_it_fails() -> None:
     """A second request loads more behind the first one's load; without its parent it must not become visible."""
     model = CacheModel(4, 24, 60)
-    for tokens in (A, B, C):
-        model.serve(tokens[:40], stays=False, patient=True)
-        model.client.land_all()
+    model.serve_and_copy(A[:40], B[:40], C[:40])
     first = model.match(A[:25])
     second = model.match(A[:41])
     assert first is not None
@@ -73,9 +66,7 @@ def test_a_deeper_load_is_dropped_when_the_one_above_it_fails() -> None:
 def test_a_load_that_is_split_in_flight_lands_whole() -> None:
     """Another prompt parts from a run that is being loaded; both halves of the load still become readable."""
     model = CacheModel(4, 20, 40)
-    for tokens in (A, B, C):
-        model.serve(tokens[:40], stays=False, patient=True)
-        model.client.land_all()
+    model.serve_and_copy(A[:40], B[:40], C[:40])
     first = model.match(A[:41])
     assert first is not None
     assert first.match.num_coming_tokens == 40
@@ -91,11 +82,7 @@ def test_a_load_that_is_split_in_flight_lands_whole() -> None:
 def test_computed_blocks_are_adopted_while_their_load_is_late() -> None:
     """A request that did not wait computes the blocks itself; they become the GPU copy and the load's ids go home."""
     model = CacheModel(4, 20, 40)
-    model.serve(A[:40], stays=False, patient=True)
-    model.client.land_all()
-    for tokens in (B, C):
-        model.serve(tokens[:36], stays=False, patient=True)
-        model.client.land_all()
+    model.serve_and_copy(A[:40], B[:36], C[:36])
     live = model.match(A[:41])
     assert live is not None
     assert live.match.num_coming_tokens > 0
@@ -113,8 +100,7 @@ def test_computed_blocks_are_adopted_while_their_load_is_late() -> None:
 def test_a_match_short_of_room_loads_what_fits_and_says_so() -> None:
     """Room is kept for the rest of the prompt; the match never raises."""
     model = CacheModel(4, 12, 40)
-    model.serve(A[:40], stays=False, patient=True)
-    model.client.land_all()
+    model.serve_and_copy(A[:40])
     model.serve(B[:40], stays=True, patient=True)
     model.client.land_all()
     live = model.match(A[:41])
@@ -140,10 +126,7 @@ def test_a_failed_copy_down_does_not_keep_later_blocks_out_of_the_cpu_tier() -> 
 def test_coming_blocks_do_come() -> None:
     """What an OutOfBlocksError promises is there once the copies have ended, and not more."""
     model = CacheModel(1, 6, 20)
-    model.serve(A[:5], stays=False, patient=True)
-    model.client.land_all()
-    model.serve(B[:6], stays=False, patient=True)
-    model.client.land_all()
+    model.serve_and_copy(A[:5], B[:6])
     first, second = model.match(A[:6]), model.match(C[:6])
     assert first is not None
     assert second is not None
