@@ -5,8 +5,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from fastdeploy_cache.prefix_tree import BlockKeys
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import Run, Transfer
+from fastdeploy_cache.run import Pin, Transfer
 
 
 @dataclass(eq=False)
@@ -16,12 +17,13 @@ class ActiveRequest:
         block_ids   [ matched | committed, in the tree or duplicates | private ]
                               ^ num_matched_blocks                   ^ num_committed_blocks
 
-    Until the match is settled, `pinned` may lie deeper than what is readable, for what is coming.
+    Until the match is settled, `pin` may lie deeper than what is readable, for what is coming.
     """
 
     request: Request
+    keys: BlockKeys
     epoch: int
-    pinned: Run | None = None
+    pin: Pin | None = None
     num_pinned_blocks: int = 0
     loads: list[Transfer] = field(default_factory=list)
     settled: bool = False

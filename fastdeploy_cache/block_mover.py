@@ -11,7 +11,7 @@ import numpy as np
 
 from fastdeploy_cache.block_pool import Owner
 from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.run import Run, Segment, Tier, Transfer
+from fastdeploy_cache.run import Run, Segment, Tier, Transfer, segments_of
 from transfer_manager.client import TransferClient
 from transfer_manager.task import Direction, TransferResult, TransferTask
 
@@ -48,15 +48,18 @@ class BlockMover:
         or its gap would keep out every later copy of the run. Evicts older copies where there is no room.
         """
         pool, residency = self._tree.pools[Tier.CPU], self._tree.residency
-        first = max([run.cpu_end if run.ids[Tier.CPU] else 0, *(segment.end for segment in run.stores)])
+        if not pool.num_blocks:
+            return 0
+        ends = [segment.end for segment in segments_of(run, Tier.CPU)]
+        first = max(run.cpu_end if run.ids[Tier.CPU] else 0, *ends, 0)
         wanted = run.num_gpu - first
-        if not pool.num_blocks or wanted <= 0:
+        if wanted <= 0:
             return 0
         if not self.available:
             return wanted
-        num_blocks = min(wanted, pool.num_free + residency.num_evictable(Tier.CPU))
+        num_blocks = min(wanted, residency.num_available(Tier.CPU))
         if num_blocks:
-            # the run itself is pinned by its request, so the eviction cannot take from it
+            # the run itself is held by its request, so the eviction cannot take from it
             residency.evict(Tier.CPU, max(0, num_blocks - pool.num_free))
             self._start(Tier.CPU, [(run, first, num_blocks)])
         return wanted - num_blocks
@@ -69,8 +72,7 @@ class BlockMover:
             ids = self._tree.pools[tier].allocate(num_blocks, Owner.TASK)
             segment = Segment(transfer, run, first, ids)
             transfer.segments.append(segment)
-            (run.loads if tier is Tier.GPU else run.stores).append(segment)
-            self._tree.pin(run)
+            self._tree.pin(segment)
             source_start = first - run.cpu_start if tier is Tier.GPU else first
             source = run.ids[Tier.CPU if tier is Tier.GPU else Tier.GPU][source_start : source_start + num_blocks]
             gpu_ids += ids if tier is Tier.GPU else source

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.policies import EVICTION_POLICIES
 from transfer_manager.config import TransferConfig, check_integers
 from transfer_manager.errors import LayoutError
 from transfer_manager.layout import KVLayout, RankLayout
@@ -34,6 +35,7 @@ class CacheConfig:
         num_cpu_blocks: blocks of the CPU pool (0: no CPU tier); or
         cpu_memory_bytes: bytes per rank; or
         cpu_to_gpu_ratio: CPU blocks for each GPU block.
+        eviction_policy: which cached blocks go first when room is short: one of `EVICTION_POLICIES`.
         enable_prefix_caching: False keeps every verb and never hits.
         transfer_client: `processes` runs one rank per tensor-parallel shard; `inline` none: bytes are copied in the
             caller's thread, or not at all where there is no layout (simulation, tests).
@@ -51,6 +53,7 @@ class CacheConfig:
     num_cpu_blocks: int | None = None
     cpu_memory_bytes: int | None = None
     cpu_to_gpu_ratio: float | None = None
+    eviction_policy: str = "lru"
     enable_prefix_caching: bool = True
     transfer_client: Literal["processes", "inline"] = "processes"
     layout: KVLayout | None = None
@@ -94,6 +97,8 @@ class CacheConfig:
                 raise ConfigError(f"{name} is {value}; it must not be negative (0 means no CPU tier)")
         if not 0 < self.hit_rate_window_seconds < 2**31:
             raise ConfigError(f"hit_rate_window_seconds is {self.hit_rate_window_seconds}; it must be above 0")
+        if self.eviction_policy not in EVICTION_POLICIES:
+            raise ConfigError(f"eviction_policy is {self.eviction_policy!r}; use one of {', '.join(EVICTION_POLICIES)}")
         if self.transfer_client not in ("processes", "inline"):
             raise ConfigError(f"transfer_client is {self.transfer_client!r}; use 'processes' or 'inline'")
 

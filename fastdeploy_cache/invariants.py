@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fastdeploy_cache.active_request import ActiveRequest
-from fastdeploy_cache.block_hash import HASH_BYTES, extend_hashes
+from fastdeploy_cache.block_hash import HASH_BYTES, BlockHasher
 from fastdeploy_cache.block_pool import BlockPool, Owner
 from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.run import Run, Tier, Transfer
+from fastdeploy_cache.run import Pin, Run, Segment, Tier, Transfer
 
 
 def check(tree: PrefixTree, requests: Sequence[ActiveRequest], transfers: Sequence[Transfer]) -> None:
     """Raise `AssertionError` naming the first broken promise."""
     runs = list(tree.runs())
-    _check_segments(runs, transfers)
+    _check_pins(runs, requests, transfers)
     for tier in Tier:
         _check_owners(tree.pools[tier], tier, runs, requests, transfers)
-        protected = sum(len(run.ids[tier]) for run in runs if run.pins)
+        protected = sum(run.num_in(tier, run.num_held) for run in runs)
         assert tree.residency.num_protected[tier] == protected, (tier, "protected", protected)
-    own_pins = Counter(active.pinned for active in requests if active.pinned is not None)
-    own_pins.update(segment.run for transfer in transfers for segment in transfer.segments)
     for run in runs:
         _check_shape(tree, run)
         _check_residency(tree, run)
-        pins = own_pins[run] + sum(child.pins for child in run.children.values())
-        assert run.pins == pins, f"{run.pins} pins counted, {pins} found"
     for active in requests:
         _check_request(active)
 
@@ -52,26 +47,39 @@ def _check_owners(
         assert all(pool.owner(i) is owner for i in ids), f"{pool.tier}: owner {owner.name} is noted otherwise"
 
 
-def _check_segments(runs: Iterable[Run], transfers: Iterable[Transfer]) -> None:
-    listed = [segment for transfer in transfers for segment in transfer.segments]
-    hanging = [segment for run in runs for segment in (*run.loads, *run.stores)]
-    assert len(listed) == len(hanging) and set(listed) == set(hanging), "segments of tasks and of runs differ"
+def _check_pins(runs: Iterable[Run], requests: Iterable[ActiveRequest], transfers: Iterable[Transfer]) -> None:
+    """Each pin hangs on its run once, and what is held follows from the pins."""
+    listed: list[Pin] = [segment for transfer in transfers for segment in transfer.segments]
+    listed += [active.pin for active in requests if active.pin is not None]
+    hanging = [pin for run in runs for pin in run.pins]
+    assert len(listed) == len(hanging) and set(listed) == set(hanging), (
+        "pins of requests and tasks, and of runs, differ"
+    )
     for run in runs:
-        for segment in (*run.loads, *run.stores):
-            assert segment.run is run and 0 <= segment.start < segment.end <= run.num_blocks, "segment off its run"
+        for pin in run.pins:
+            assert pin.run is run and 0 < pin.end <= run.num_blocks, "pin off its run"
+            if isinstance(pin, Segment):
+                assert 0 <= pin.start and pin.end == pin.start + len(pin.ids) > pin.start, "segment off its run"
+        num_held_children = sum(child.num_held > 0 for child in run.children.values())
+        assert run.num_held_children == num_held_children, "held children miscounted"
+        held = run.num_blocks if num_held_children else max((pin.end for pin in run.pins), default=0)
+        assert run.num_held == held, f"{run.num_held} blocks held by count, {held} by pins"
 
 
 def _check_shape(tree: PrefixTree, run: Run) -> None:
     assert run.num_blocks >= 1 and len(run.tokens) == run.num_blocks * tree.block_bytes, "tokens and blocks differ"
     assert run.parent is not None and run.parent.children[tree.residency.key(run)] is run, "run not under its key"
+    assert run.extras is None or all(0 <= block < run.num_blocks for block in run.extras), "extra key off its run"
     assert len(run.hashes) == run.num_blocks * HASH_BYTES
-    assert run.hashes == extend_hashes(run.parent.last_hash, run.tokens, tree.block_bytes), "hash chain broken"
-    assert run.epoch == tree.epoch or run.pins, "an unpinned run of an older epoch is still there"
+    hasher = BlockHasher(tree.block_size)
+    hashes = hasher.extend(run.parent.last_hash, run.tokens, 0, run.num_blocks, run.extras)
+    assert run.hashes == hashes, "hash chain broken"
+    assert run.epoch == tree.epoch or run.num_held == run.num_blocks, "unheld blocks of an older epoch are still there"
     for tier in Tier:
         num_children = sum(bool(child.ids[tier]) for child in run.children.values())
         assert run.num_children_in[tier] == num_children, (tier, "children counted", run.num_children_in, num_children)
         if tree.residency.is_leaf(run, tier):
-            assert run.queued[tier] == run.last_used, f"a leaf of {tier.name} is not in its eviction queue"
+            assert run.queued[tier] is not None, f"a leaf of {tier.name} is unknown to the eviction policy"
 
 
 def _check_residency(tree: PrefixTree, run: Run) -> None:
@@ -86,11 +94,15 @@ def _check_residency(tree: PrefixTree, run: Run) -> None:
 
 
 def _check_request(active: ActiveRequest) -> None:
-    depth = sum(run.num_blocks for run in active.pinned.path()) if active.pinned is not None else 0
+    if active.pin is None:
+        assert not active.num_pinned_blocks
+        return
+    *above, last = active.pin.run.path()
+    depth = sum(run.num_blocks for run in above) + active.pin.end
     assert depth == active.num_pinned_blocks, f"pin at depth {depth}, noted {active.num_pinned_blocks}"
-    if active.settled and active.pinned is not None:
-        assert all(run.num_gpu == run.num_blocks for run in active.pinned.path()), "settled on blocks off the GPU"
-        in_tree = [i for run in active.pinned.path() for i in run.ids[Tier.GPU]]
+    if active.settled:
+        in_tree = [i for run in (*above, last) for i in run.ids[Tier.GPU]][:depth]
+        assert len(in_tree) == depth, "settled on blocks off the GPU"
         own = active.block_ids[: active.num_committed_blocks]
         duplicates = set(active.duplicates)
         assert all(a == b or a in duplicates for a, b in zip(own, in_tree, strict=True)), "block table off the tree"

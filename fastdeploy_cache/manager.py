@@ -6,6 +6,7 @@ import logging
 import operator
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Self
 
 from fastdeploy_cache.active_request import ActiveRequest
@@ -24,11 +25,12 @@ from fastdeploy_cache.errors import (
 from fastdeploy_cache.invariants import check
 from fastdeploy_cache.match import Match
 from fastdeploy_cache.matcher import Matcher
-from fastdeploy_cache.prefix_tree import PrefixTree
+from fastdeploy_cache.policies import new_policy
+from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import Tier
+from fastdeploy_cache.run import Run, Tier
 from fastdeploy_cache.stats import CacheStats, TierStats
-from metrics.cache_metrics import CacheMetrics
+from metrics.cache_metrics import EVICTION_KINDS, CacheMetrics
 from metrics.exporter import MetricsExporter
 from transfer_manager.client import InlineClient, TransferClient
 from transfer_manager.rank_client import RankClient
@@ -45,8 +47,16 @@ class PrefixCacheManager:
     bookkeeping only.
     """
 
-    def __init__(self, config: CacheConfig, *, client: TransferClient | None = None) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        client: TransferClient | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Make the pools and start the ranks. `client` replaces the configured one (tests, simulation).
+
+        `clock` gives the seconds that eviction policies and hit-rate windows go by.
 
         Raises:
             RankStartError: a rank did not start within its deadline; none is left.
@@ -59,18 +69,19 @@ class PrefixCacheManager:
             tp_size=config.transfer.tp_size,
             data_parallel_id=config.transfer.data_parallel_id,
             window_seconds=config.hit_rate_window_seconds,
+            clock=clock,
         )
         self._lock = threading.Lock()
         pools = (BlockPool("GPU", num_gpu_blocks), BlockPool("CPU", num_cpu_blocks))
         self._pools = pools
-        self._tree = PrefixTree(config.block_size, pools, self._on_evict)
+        self._tree = PrefixTree(config.block_size, pools, new_policy(config.eviction_policy, clock))
         self._requests: dict[str, ActiveRequest] = {}
         self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds)
         self._matcher = Matcher(self._tree, self._mover)
         self._exporters: list[MetricsExporter] = []
         self._closed = False
         self._client.start(self._on_result)
-        self.metrics.observe(self._block_counts, self._rank_counts)
+        self.metrics.observe(self._block_counts, self._eviction_counts, self._rank_counts)
 
     # -- the verbs
 
@@ -87,7 +98,8 @@ class PrefixCacheManager:
         with self._lock:
             self._check_open()
             num_blocks = self._check_new(request)
-            active = ActiveRequest(request, self._tree.epoch)
+            keys = BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
+            active = ActiveRequest(request, keys, self._tree.epoch)
             if self.config.enable_prefix_caching:
                 self._matcher.find(active, num_blocks)
             self._requests[request.request_id] = active
@@ -109,12 +121,13 @@ class PrefixCacheManager:
             if num_blocks < 0:
                 raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
             pool, residency = self._pools[Tier.GPU], self._tree.residency
-            missing = num_blocks - pool.num_free - residency.num_evictable(Tier.GPU)
+            missing = num_blocks - residency.num_available(Tier.GPU)
             if missing > 0:
                 raise OutOfBlocksError(missing, self._num_coming())
             self._matcher.settle(active)
             self._count(active)
-            residency.evict(Tier.GPU, max(0, num_blocks - pool.num_free))
+            if num_blocks > pool.num_free:
+                residency.evict(Tier.GPU, num_blocks - pool.num_free)
             ids = pool.allocate(num_blocks, Owner.REQUEST)
             active.block_ids += ids
             return ids.tolist()
@@ -149,8 +162,7 @@ class PrefixCacheManager:
             del self._requests[request.request_id]
             self._matcher.settle(active)
             self._pools[Tier.GPU].free(active.private_ids(), Owner.REQUEST)
-            if active.pinned is not None:
-                self._tree.unpin(active.pinned)
+            self._matcher.release(active)
 
     def wait_for_transfers(self, timeout_seconds: float) -> bool:
         """Wait until the copies that are in flight now have ended; False when the time is over first.
@@ -272,15 +284,21 @@ class PrefixCacheManager:
 
     def _num_coming(self) -> int:
         """GPU blocks that become free or evictable when the copies in flight have ended well."""
-        held = {run for active in self._requests.values() if active.pinned for run in active.pinned.path()}
+        held: dict[Run, int] = {}  # by requests: blocks from a run's front
+        for active in self._requests.values():
+            if active.pin is not None:
+                *above, run = active.pin.run.path()
+                held.update((upper, upper.num_blocks) for upper in above)
+                held[run] = max(held.get(run, 0), active.pin.end)
         segments = [s for transfer in self._mover.in_flight.values() for s in transfer.segments]
         copied = {run for segment in segments for run in segment.run.path()}
-        num_coming = sum(run.num_gpu for run in copied - held)
+        num_coming = sum(run.num_in(Tier.GPU, run.num_held) - run.num_in(Tier.GPU, held.get(run, 0)) for run in copied)
         for segment in segments:
             if segment.transfer.tier is Tier.GPU:
                 # blocks that were computed meanwhile send the load's ids home; the others join the run
                 num_superseded = max(0, min(segment.end, segment.run.num_gpu) - segment.start)
-                num_coming += num_superseded if segment.run in held else len(segment.ids)
+                joined_from = max(segment.start + num_superseded, held.get(segment.run, 0))
+                num_coming += num_superseded + max(0, segment.end - joined_from)
         return num_coming
 
     def _count(self, active: ActiveRequest) -> None:
@@ -335,10 +353,10 @@ class PrefixCacheManager:
         if result.error is not None:
             logger.warning("event=transfer_failed task_id=%d error=%r", result.task.task_id, result.error)
 
-    def _on_evict(self, tier: Tier, num_kept: int, num_dropped: int) -> None:
-        for kind, num_blocks in (("copy_kept", num_kept), ("dropped", num_dropped)):
-            if num_blocks:
-                self.metrics.record_eviction(tier.name.lower(), kind, num_blocks)
+    def _eviction_counts(self) -> list[tuple[str, str, int]]:
+        with self._lock:
+            evicted = self._tree.residency.num_evicted
+            return [(t.name.lower(), kind, n) for t in Tier for kind, n in zip(EVICTION_KINDS, evicted[t], strict=True)]
 
     def _block_counts(self) -> list[tuple[str, str, int]]:
         stats = self.stats()

@@ -7,7 +7,7 @@ from array import array
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover, Part
 from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.run import Run, Tier
+from fastdeploy_cache.run import Pin, Run, Tier, segments_of
 
 
 class Matcher:
@@ -21,21 +21,22 @@ class Matcher:
         """Pin the longest cached prefix of a request of `num_blocks` blocks and start loading its CPU part."""
         request, tree = active.request, self._tree
         max_blocks = (request.num_tokens - 1) // tree.block_size  # one token is left to compute
-        found = tree.find(request.namespace, request.tokens, max_blocks)
-        num_found = sum(n for _, n in found)
-        self._move_pin(active, [run for run, _ in found], num_found)
-        if active.pinned is None:
+        path, num_found = tree.find(request.namespace, active.keys, max_blocks)
+        num_found = request.whole_images(num_found, tree.block_size)
+        if not num_found:
             return
-        path = active.pinned.path()
-        active.num_gpu_blocks = _num_readable(path)
-        num_coming, parts = _coming_and_cold(path)
+        self._pin(active, path, num_found)
+        active.num_gpu_blocks = _num_readable(path, num_found)
+        if active.num_gpu_blocks == num_found:
+            return
+        num_coming, parts = _coming_and_cold(path, num_found)
         num_cold = sum(n for _, _, n in parts)
         num_loaded = self._load(parts, num_blocks - num_found)
         active.num_unloaded_blocks = num_cold - num_loaded
         if num_loaded < num_cold:
-            self._move_pin(active, path, active.num_gpu_blocks + num_coming + num_loaded)
-        if active.pinned is not None:
-            transfers = [segment.transfer for run in active.pinned.path() for segment in run.loads]
+            self._pin(active, path, active.num_gpu_blocks + num_coming + num_loaded)
+        if active.pin is not None:
+            transfers = [s.transfer for run in active.pin.run.path() for s in segments_of(run, Tier.GPU)]
             active.loads = list(dict.fromkeys(transfers))
 
     def _load(self, parts: list[Part], num_rest: int) -> int:
@@ -43,9 +44,8 @@ class Matcher:
         if not self._mover.available:
             return 0
         pool, residency = self._tree.pools[Tier.GPU], self._tree.residency
-        left = num_blocks = max(
-            0, min(sum(n for _, _, n in parts), pool.num_free + residency.num_evictable(Tier.GPU) - num_rest)
-        )
+        num_cold = sum(n for _, _, n in parts)
+        left = num_blocks = max(0, min(num_cold, residency.num_available(Tier.GPU) - num_rest))
         chosen: list[Part] = []
         for run, first, length in parts:
             if left:
@@ -58,12 +58,11 @@ class Matcher:
 
     def readable(self, active: ActiveRequest) -> tuple[array[int], int]:
         """The matched blocks that may be read now, and how many more are coming. Settles when none is."""
-        if all(transfer.done.is_set() for transfer in active.loads):
+        if not active.settled and all(transfer.done.is_set() for transfer in active.loads):
             self.settle(active)
-        if active.settled or active.pinned is None:
+        if active.settled or active.pin is None:
             return active.block_ids[: active.num_matched_blocks], 0
-        path = active.pinned.path()
-        ids = _gpu_ids(path)[: _num_readable(path)]
+        ids = _gpu_ids(active.pin)
         return ids, active.num_pinned_blocks - len(ids)
 
     def settle(self, active: ActiveRequest) -> None:
@@ -71,69 +70,69 @@ class Matcher:
         if active.settled:
             return
         active.settled, active.loads = True, []
-        if active.pinned is None:
+        if active.pin is None:
             return
-        path = active.pinned.path()
-        num_readable = _num_readable(path)
-        if num_readable < active.num_pinned_blocks:
-            self._move_pin(active, path, num_readable)
-        active.block_ids = _gpu_ids(active.pinned.path()) if active.pinned is not None else array("i")
-        active.num_matched_blocks = active.num_committed_blocks = num_readable
+        ids = _gpu_ids(active.pin)
+        if len(ids) < active.num_pinned_blocks:
+            self._pin(active, active.pin.run.path(), len(ids))
+        active.block_ids = ids
+        active.num_matched_blocks = active.num_committed_blocks = len(ids)
 
     def publish(self, active: ActiveRequest, num_blocks: int) -> int:
         """Put the blocks up to `num_blocks` into the tree and copy new ones down; returns how many were not copied."""
-        request, tree = active.request, self._tree
-        start = active.num_committed_blocks
-        tokens = bytes(request.tokens[start * tree.block_bytes : num_blocks * tree.block_bytes])
-        before = active.pinned
-        at = before or tree.root(request.namespace)
-        inserted = tree.insert(at, tokens, active.block_ids[start:num_blocks])
-        tree.pin(inserted.run)
-        # stored before the old pin goes: a merge then would shift the run's blocks
-        num_skipped = self._mover.store(inserted.run)
-        if before is not None:
-            tree.unpin(before)
-        active.pinned, active.num_pinned_blocks = inserted.run, num_blocks
+        tree, start = self._tree, active.num_committed_blocks
+        at = (active.pin.run, active.pin.end) if active.pin is not None else (tree.root(active.request.namespace), 0)
+        inserted = tree.insert(at, active.keys, start, active.block_ids[start:num_blocks])
+        active.pin = tree.move_pin(active.pin, inserted.place)
+        active.num_pinned_blocks = active.num_committed_blocks = num_blocks
         active.duplicates += inserted.duplicates
-        active.num_committed_blocks = num_blocks
-        return num_skipped
+        return self._mover.store(inserted.place[0])
 
-    def _move_pin(self, active: ActiveRequest, path: list[Run], num_blocks: int) -> None:
+    def release(self, active: ActiveRequest) -> None:
+        """Note the use, take the pin back."""
+        if active.pin is not None:
+            self._tree.policy.use(active.pin.run.path(), active.request)
+            self._tree.unpin(active.pin)
+
+    def _pin(self, active: ActiveRequest, path: list[Run], num_blocks: int) -> None:
         """Pin the first `num_blocks` blocks of a path instead of what was pinned before."""
-        before = active.pinned
-        active.pinned, active.num_pinned_blocks = self._tree.end_at(path, num_blocks), num_blocks
-        if active.pinned is not None:
-            self._tree.pin(active.pinned)
-        if before is not None:
-            self._tree.unpin(before)
+        active.pin = self._tree.move_pin(active.pin, self._tree.place(path, num_blocks))
+        active.num_pinned_blocks = num_blocks
 
 
-def _num_readable(path: list[Run]) -> int:
-    """Blocks of a path on the GPU: the first ones, as residency is prefix-closed."""
-    return sum(run.num_gpu for run in path)
+def _num_readable(path: list[Run], num_blocks: int) -> int:
+    """How many of a path's first `num_blocks` are on the GPU: the first ones, as residency is prefix-closed."""
+    return min(num_blocks, sum([len(run.ids[0]) for run in path]))
 
 
-def _gpu_ids(path: list[Run]) -> array[int]:
+def _gpu_ids(pin: Pin) -> array[int]:
+    """The blocks up to a pin that are on the GPU."""
+    path = pin.run.path()
     ids = array("i")
     for run in path:
-        ids += run.ids[Tier.GPU]
+        ids += run.ids[0]
+    num_beyond = len(path[-1].ids[0]) - pin.end
+    if num_beyond > 0:
+        del ids[-num_beyond:]
     return ids
 
 
-def _coming_and_cold(path: list[Run]) -> tuple[int, list[Part]]:
-    """Behind the blocks on the GPU: how many are being loaded by others, and the parts that nobody loads yet.
+def _coming_and_cold(path: list[Run], num_blocks: int) -> tuple[int, list[Part]]:
+    """Behind the blocks on the GPU, up to `num_blocks`: how many are being loaded by others, and what nobody loads yet.
 
     Behind the first part that nobody loads, everything counts as such: a load in flight there lands before ours, finds
     its parent missing, and is dropped.
     """
     num_coming, parts = 0, list[Part]()
     for run in path:
-        end = run.num_gpu
+        length = min(num_blocks, run.num_blocks)
+        num_blocks -= length
+        end = min(run.num_gpu, length)
         if not parts:
-            for segment in sorted(run.loads, key=lambda s: s.start):
+            for segment in sorted(segments_of(run, Tier.GPU), key=lambda s: s.start):
                 if segment.start <= end:
-                    end = max(end, segment.end)
-            num_coming += end - run.num_gpu
-        if end < run.num_blocks:
-            parts.append((run, end, run.num_blocks - end))
+                    end = min(max(end, segment.end), length)
+            num_coming += end - min(run.num_gpu, length)
+        if end < length:
+            parts.append((run, end, length - end))
     return num_coming, parts

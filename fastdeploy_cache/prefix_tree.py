@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
-from fastdeploy_cache.block_hash import HASH_BYTES, extend_hashes, root_hash
+from fastdeploy_cache.block_hash import HASH_BYTES, TOKEN_BYTES, BlockHasher, root_hash
 from fastdeploy_cache.block_pool import BlockPool, Owner
-from fastdeploy_cache.request import TOKEN_BYTES
-from fastdeploy_cache.residency import OnEvict, Residency
-from fastdeploy_cache.run import Run, Segment, Tier
+from fastdeploy_cache.policies.eviction import EvictionPolicy
+from fastdeploy_cache.residency import Residency
+from fastdeploy_cache.run import Pin, Run, Segment, Tier, Usage
 
 _MIN_ROOTS = 64
 
 
 @dataclass(frozen=True)
 class Inserted:
-    """What `insert` did: the run that ends with the inserted blocks, and the ids that the tree did not want."""
+    """What `insert` did: the place where the inserted blocks end, and the ids that the tree did not want."""
 
-    run: Run
+    place: tuple[Run, int]
     duplicates: array[int]
+
+
+@dataclass(frozen=True)
+class BlockKeys:
+    """What the blocks of a request are found by: its tokens, and the extra keys of blocks that have any."""
+
+    tokens: bytearray
+    extras: Mapping[int, bytes] | None
 
 
 class PrefixTree:
     """A radix tree of runs, one root per namespace; `residency` keeps their blocks."""
 
-    def __init__(self, block_size: int, pools: tuple[BlockPool, BlockPool], on_evict: OnEvict) -> None:
+    def __init__(self, block_size: int, pools: tuple[BlockPool, BlockPool], policy: EvictionPolicy) -> None:
         self.block_size = block_size
         self.block_bytes = block_size * TOKEN_BYTES
         self.pools = pools  # by Tier
-        self.residency = Residency(self.block_bytes, pools, on_evict)
+        self.policy = policy
+        self.residency = Residency(self.block_bytes, pools, policy)
         self.roots: dict[str, Run] = {}
         self.old_roots: list[Run] = []  # of earlier epochs, as long as something under them is pinned
-        self._clock = 0
+        self._hasher = BlockHasher(block_size)
         self._sweep_roots_at = _MIN_ROOTS
+        self._num_appended = 0
 
     @property
     def epoch(self) -> int:
@@ -52,36 +61,62 @@ class PrefixTree:
             if len(self.roots) >= self._sweep_roots_at:  # namespaces come from outside: empty ones must not pile up
                 self.roots = {name: root for name, root in self.roots.items() if root.children}
                 self._sweep_roots_at = max(_MIN_ROOTS, 2 * len(self.roots))
-            run = Run(None, self.epoch, b"", root_hash(namespace, self.block_size))
+            run = Run(None, self.epoch, Usage())
+            run.hashes += root_hash(namespace, self.block_size)
             self.roots[namespace] = run
         return run
 
-    def find(self, namespace: str, tokens: bytearray, max_blocks: int) -> list[tuple[Run, int]]:
-        """The longest prefix of `tokens` in the tree, up to `max_blocks`: runs and how many of their blocks match."""
-        path: list[tuple[Run, int]] = []
-        run, position, end = self.roots.get(namespace), 0, max_blocks * self.block_bytes
-        while run is not None and position < end:
-            child = run.children.get(bytes(tokens[position : position + self.block_bytes]))
+    def find(self, namespace: str, keys: BlockKeys, max_blocks: int) -> tuple[list[Run], int]:
+        """The longest prefix of `keys` in the tree, up to `max_blocks`: its runs and how many blocks match.
+
+        On its way it joins runs between which a fork has vanished.
+        """
+        path: list[Run] = []
+        run, position = self.roots.get(namespace), 0
+        while run is not None and position < max_blocks:
+            child = run.children.get(self._key(keys, position))
             if child is None:
                 break
-            num_blocks = self._common_blocks(child, tokens, position, end)
-            path.append((child, num_blocks))
-            if num_blocks < child.num_blocks:
-                break
-            run, position = child, position + num_blocks * self.block_bytes
-        return path
+            num_blocks = self._num_common(child, 0, keys, position, max_blocks)
+            position += num_blocks
+            if len(run.children) == 1 and num_blocks == child.num_blocks and self._mergeable(run, child):
+                self._merge(run, child)
+            else:
+                path.append(child)
+                if num_blocks < child.num_blocks:
+                    break
+                run = child
+        return path, position
 
-    def _common_blocks(self, run: Run, tokens: bytes | bytearray, position: int, end: int) -> int:
-        """Leading blocks of `run` that equal `tokens` from `position` on; compares tokens, so no hash can collide."""
-        num_bytes = min(len(run.tokens), end - position)
-        num_bytes -= num_bytes % self.block_bytes
-        if num_bytes == len(run.tokens) and tokens.startswith(run.tokens, position):
-            return run.num_blocks
-        ours = np.frombuffer(run.tokens, np.int32, num_bytes // TOKEN_BYTES)
-        theirs = np.frombuffer(tokens, np.int32, num_bytes // TOKEN_BYTES, position)
-        different = ours != theirs
-        first = int(different.argmax())
-        return (first if different[first] else len(ours)) // self.block_size
+    def _key(self, keys: BlockKeys, block: int) -> bytes:
+        start = block * self.block_bytes
+        with memoryview(keys.tokens) as view:
+            tokens = bytes(view[start : start + self.block_bytes])
+        return tokens if keys.extras is None else tokens + keys.extras.get(block, b"")
+
+    def _num_common(self, run: Run, offset: int, keys: BlockKeys, position: int, end: int) -> int:
+        """How many blocks of `run` from `offset` on equal those of `keys` from `position` on, up to `end`.
+
+        Compares tokens and extra keys themselves, so that no hash can collide. Cost: a memcmp, and where they part a
+        bisection whose pieces add up to another.
+        """
+        size, tokens, start = self.block_bytes, keys.tokens, position * self.block_bytes - offset * self.block_bytes
+        low, high = offset, offset + min(run.num_blocks - offset, end - position)
+        with memoryview(run.tokens) as view:
+            if not tokens.startswith(view[low * size : high * size], start + low * size):
+                while high - low > 1:  # the first difference is in blocks [low, high)
+                    middle = (low + high) // 2
+                    if tokens.startswith(view[low * size : middle * size], start + low * size):
+                        low = middle
+                    else:
+                        high = middle
+                high = low
+        if run.extras is not None or keys.extras is not None:
+            ours, theirs, shift = run.extras or {}, keys.extras or {}, position - offset
+            blocks = {*ours, *(block - shift for block in theirs)}
+            parted = [b for b in blocks if offset <= b < high and ours.get(b) != theirs.get(b + shift)]
+            high = min(parted, default=high)
+        return high - offset
 
     def runs(self) -> Iterator[Run]:
         """Every run of every root, parents first."""
@@ -94,116 +129,118 @@ class PrefixTree:
 
     # -- pinning
 
-    def pin(self, run: Run) -> None:
-        """Keep the run and everything above it where it is."""
-        for node in self._upwards(run):
-            node.pins += 1
-            if node.pins == 1:
-                self.residency.protect(node, 1)
+    def pin(self, pin: Pin) -> None:
+        """Keep blocks [0, pin.end) of its run and everything above where they are."""
+        pin.run.pins.append(pin)
+        self.residency.hold(pin.run)
 
-    def unpin(self, run: Run) -> None:
-        """Take one pin of the run back. Unpinned runs may be evicted, merged, or (of an older epoch) freed."""
-        self._clock += 1
-        path = list(self._upwards(run))
-        for node in path:
-            node.pins -= 1
-            if not node.pins:
-                self.residency.protect(node, -1)
-                if node.epoch != self.epoch:
-                    self.residency.remove(node)
-            node.last_used = self._clock
-            self.residency.offer(node)
-        self.old_roots = [root for root in self.old_roots if root.children]
-        if run.epoch == self.epoch:
-            self._merge_lone_children(path)
+    def unpin(self, pin: Pin) -> None:
+        """Take a pin back. What it alone held may be evicted or (of an older epoch) is freed."""
+        run = pin.run
+        run.pins.remove(pin)
+        self.residency.hold(run)
+        if self.old_roots:
+            self.old_roots = [root for root in self.old_roots if root.children]
 
-    def end_at(self, path: list[Run], num_blocks: int) -> Run | None:
-        """The run of `path` that ends after `num_blocks` blocks, split off where needed; None for no blocks."""
-        for run in path:
-            if num_blocks < run.num_blocks:
-                return self._split(run, num_blocks) if num_blocks else _not_root(run.parent)
-            num_blocks -= run.num_blocks
-        assert num_blocks == 0, "the path is shorter than asked for"
-        return path[-1] if path else None
+    def move_pin(self, pin: Pin | None, place: tuple[Run, int] | None) -> Pin | None:
+        """Pin another place instead; None stands for none. The new place is held before the old one is let go."""
+        if pin is not None and place is not None and pin.run is place[0]:
+            pin.end = place[1]
+            self.residency.hold(pin.run)
+            return pin
+        moved = Pin(*place) if place is not None else None
+        if moved is not None:
+            self.pin(moved)
+        if pin is not None:
+            self.unpin(pin)
+        return moved
 
     @staticmethod
-    def _upwards(run: Run) -> Iterator[Run]:
-        node: Run | None = run
-        while node is not None and node.parent is not None:
-            parent = node.parent
-            yield node
-            node = parent
+    def place(path: list[Run], num_blocks: int) -> tuple[Run, int] | None:
+        """The run and offset at which the first `num_blocks` of a path end; None for no blocks."""
+        for run in path:
+            if num_blocks <= run.num_blocks:
+                return (run, num_blocks) if num_blocks else None
+            num_blocks -= run.num_blocks
+        raise AssertionError("the path is shorter than asked for")
 
     # -- growing
 
-    def insert(self, at: Run, tokens: bytes, ids: array[int]) -> Inserted:
-        """Put the full blocks of `tokens`, which the caller computed into GPU blocks `ids`, behind the pinned run `at`.
+    def insert(self, at: tuple[Run, int], keys: BlockKeys, first: int, ids: array[int]) -> Inserted:
+        """Put blocks [first, first + len(ids)) of `keys`, which the caller computed into GPU blocks `ids`, behind `at`.
 
-        Where the tree has a GPU copy already, the caller's ids stay its own (`duplicates`). Where a block is in the
-        CPU tier only, or still loading, the caller's id is adopted as its GPU copy.
+        `at` is the pinned place where the blocks before `first` end. Where the tree has a GPU copy already, the
+        caller's ids stay its own (`duplicates`). Where a block is in the CPU tier only, or still loading, the caller's
+        id is adopted as its GPU copy.
         """
+        (run, offset), position, end = at, 0, len(ids)
         duplicates: array[int] = array("i")
-        position, own_pins = 0, 1
-        while position < len(ids):
-            start = position * self.block_bytes
-            child = at.children.get(tokens[start : start + self.block_bytes])
-            if child is None:
-                at = self._append(at, own_pins, tokens[start:], ids[position:])
-                break
-            num_blocks = self._common_blocks(child, tokens, start, len(tokens))
-            if num_blocks < child.num_blocks:
-                child = self._split(child, num_blocks)
-            assert at.num_gpu == at.num_blocks, "a computed block's parent is on the GPU"
-            num_known = child.num_gpu
-            duplicates.extend(ids[position : position + num_known])
-            if num_known < num_blocks:
-                self._adopt(child, ids[position + num_known : position + num_blocks], Owner.REQUEST)
-            at, position, own_pins = child, position + num_blocks, 0
-        return Inserted(at, duplicates)
+        while position < end:
+            if offset == run.num_blocks:
+                child = run.children.get(self._key(keys, first + position))
+                if child is None:
+                    run = self._append(run, keys, first + position, ids[position:] if position else ids)
+                    offset = run.num_blocks
+                    break
+                run, offset = child, 0
+            num_known = self._num_common(run, offset, keys, first + position, first + end)
+            if not num_known:  # the prompts part here
+                run = self._split(run, offset)
+                run.usage.is_shared = True
+                continue
+            num_there = min(num_known, max(0, run.num_gpu - offset))
+            duplicates += ids[position : position + num_there]
+            if num_there < num_known:
+                self._adopt(run, ids[position + num_there : position + num_known], Owner.REQUEST)
+            position, offset = position + num_known, offset + num_known
+        return Inserted((run, offset), duplicates)
 
-    def _append(self, at: Run, own_pins: int, tokens: bytes, ids: array[int]) -> Run:
-        """New blocks behind `at`: in place where no other request's pin ends there, else as a new run."""
-        hashes = extend_hashes(at.last_hash, tokens, self.block_bytes)
-        pins_of_requests = at.pins - len(at.loads) - len(at.stores)
-        if at.parent is None or at.children or pins_of_requests > own_pins:
-            run = Run(at, self.epoch, tokens, hashes)
-            at.children[tokens[: self.block_bytes]] = run
+    def _append(self, at: Run, keys: BlockKeys, first: int, ids: array[int]) -> Run:
+        """New blocks behind `at`: in place where it has no children, else as a new run."""
+        if at.parent is None or at.children:
+            if at.parent is not None:
+                at.usage.is_shared = True
+            run = Run(at, self.epoch, Usage())
+            at.children[self._key(keys, first)] = run
         else:
             run = at
-            run.tokens += tokens
-            run.hashes += hashes
-            run.num_blocks += len(ids)
+        parent_hash = at.last_hash
+        end = first + len(ids)
+        with memoryview(keys.tokens) as view:
+            run.tokens += view[first * self.block_bytes : end * self.block_bytes]
+        run.hashes += self._hasher.extend(parent_hash, keys.tokens, first, len(ids), keys.extras)
+        if keys.extras is not None:
+            shift = run.num_blocks - first
+            extras = {b + shift: extra for b, extra in keys.extras.items() if first <= b < end}
+            run.extras = {**(run.extras or {}), **extras} or None
+        run.num_blocks += len(ids)
+        self._num_appended += 1
+        run.usage.inserted = self._num_appended
         self._adopt(run, ids, Owner.REQUEST)
         return run
 
     def _adopt(self, run: Run, ids: array[int], giver: Owner) -> None:
         self.pools[Tier.GPU].hand_over(ids, giver, Owner.RUN)
-        self.residency.set_ids(run, Tier.GPU, run.ids[Tier.GPU] + ids)
+        self.residency.add_ids(run, Tier.GPU, ids)
 
     def land(self, segment: Segment, succeeded: bool) -> int:
         """End a segment: its blocks join the run where they still fit, the other ids go home, the pin goes.
 
         Returns how many joined.
         """
-        run, transfer = segment.run, segment.transfer
-        (run.loads if transfer.tier is Tier.GPU else run.stores).remove(segment)
-        num_joined = 0
-        if succeeded and run.epoch == self.epoch:
-            joined = self._fitting(segment)
-            num_joined = len(joined)
-            if num_joined and transfer.tier is Tier.GPU:
-                skipped = len(segment.ids) - num_joined
-                self.pools[Tier.GPU].free(segment.ids[:skipped], Owner.TASK)
-                self._adopt(run, joined, Owner.TASK)
-            elif num_joined:
-                self.pools[Tier.CPU].hand_over(joined, Owner.TASK, Owner.RUN)
-                if not run.ids[Tier.CPU]:
-                    run.cpu_start = segment.start
-                self.residency.set_ids(run, Tier.CPU, run.ids[Tier.CPU] + joined)
-        if not num_joined:
-            self.pools[transfer.tier].free(segment.ids, Owner.TASK)
-        self.unpin(run)
-        return num_joined
+        run, tier = segment.run, segment.transfer.tier
+        joined = self._fitting(segment) if succeeded and run.epoch == self.epoch else array("i")
+        num_skipped = len(segment.ids) - len(joined)
+        self.pools[tier].free(segment.ids[:num_skipped], Owner.TASK)
+        if joined and tier is Tier.GPU:
+            self._adopt(run, joined, Owner.TASK)
+        elif joined:
+            self.pools[Tier.CPU].hand_over(joined, Owner.TASK, Owner.RUN)
+            if not run.ids[Tier.CPU]:
+                run.cpu_start = segment.start
+            self.residency.add_ids(run, Tier.CPU, joined)
+        self.unpin(segment)
+        return len(joined)
 
     @staticmethod
     def _fitting(segment: Segment) -> array[int]:
@@ -222,100 +259,105 @@ class PrefixTree:
         old = list(self.runs())
         self.residency.begin_epoch()
         for run in reversed(old):  # children first
-            if not run.pins:
-                self.residency.remove(run)
+            self.residency.truncate(run, run.num_held)
         self.old_roots = [r for r in (*self.old_roots, *self.roots.values()) if r.children]
         self.roots = {}
 
     # -- shape
 
     def _split(self, run: Run, num_blocks: int) -> Run:
-        """Cut a run after `num_blocks` blocks. The lower part keeps its identity, so pins and holders stay right."""
+        """Cut a run after `num_blocks` blocks; returns the upper part, which is new. The lower keeps its identity."""
         assert run.parent is not None and 0 < num_blocks < run.num_blocks
-        cut_bytes, cut_hashes = num_blocks * self.block_bytes, num_blocks * HASH_BYTES
-        upper = Run(run.parent, run.epoch, run.tokens[:cut_bytes], run.hashes[:cut_hashes])
-        upper.pins, upper.last_used = run.pins, run.last_used
-        run.parent.children[self.residency.key(run)] = upper
+        residency, cut_bytes, cut_hashes = self.residency, num_blocks * self.block_bytes, num_blocks * HASH_BYTES
+        upper = Run(run.parent, run.epoch, copy.copy(run.usage))
+        upper.num_blocks = num_blocks
+        upper.tokens += memoryview(run.tokens)[:cut_bytes]
+        upper.hashes += memoryview(run.hashes)[:cut_hashes]
+        run.parent.children[residency.key(run)] = upper
+        if run.extras is not None:
+            upper.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
+            run.extras = {b - num_blocks: extra for b, extra in run.extras.items() if b >= num_blocks} or None
         del run.tokens[:cut_bytes], run.hashes[:cut_hashes]
+        run.tokens, run.hashes = bytearray(run.tokens), bytearray(run.hashes)  # a cut front is not given back
         run.num_blocks -= num_blocks
         run.parent = upper
-        upper.children[self.residency.key(run)] = run
-        num_above = [num_blocks, max(0, num_blocks - run.cpu_start)]
-        upper.cpu_start, run.cpu_start = run.cpu_start, max(0, run.cpu_start - num_blocks)
-        assert upper.parent is not None
+        upper.children[residency.key(run)] = run
+        self._split_ids(run, upper)
+        self._split_pins(run, upper)
         for tier in Tier:
-            ids = run.ids[tier]
-            upper.ids[tier], run.ids[tier] = ids[: num_above[tier]], ids[num_above[tier] :]
-            upper.num_children_in[tier] = int(bool(run.ids[tier]))
-            self.residency.count_child(upper, tier, bool(upper.ids[tier]) - bool(ids))
-        for segment in (*run.loads, *run.stores):
-            self._split_segment(segment, upper)
-        self.residency.offer(upper)
-        self.residency.offer(run)
+            residency.offer(upper, tier)
+            residency.offer(run, tier)
         return upper
 
-    def _split_segment(self, segment: Segment, upper: Run) -> None:
-        """Hand a segment, or its first part, to the upper run; each part holds a pin of its own."""
-        lower, cut = segment.run, upper.num_blocks
-        is_load = segment.transfer.tier is Tier.GPU
-        above, below = (upper.loads, lower.loads) if is_load else (upper.stores, lower.stores)
-        if segment.start >= cut:
-            segment.start -= cut
-        elif segment.end <= cut:
-            below.remove(segment)
-            above.append(segment)
-            segment.run = upper
-            lower.pins -= 1
-            if not lower.pins:
-                self.residency.protect(lower, -1)
-        else:
-            num_above = cut - segment.start
-            part = Segment(segment.transfer, upper, segment.start, segment.ids[:num_above])
-            segment.start, segment.ids = 0, segment.ids[num_above:]
-            above.append(part)
-            segments = segment.transfer.segments
-            segments.insert(segments.index(segment), part)  # loads land from the top down
-            self.pin(upper)
+    def _split_ids(self, lower: Run, upper: Run) -> None:
+        assert upper.parent is not None
+        num_above = (upper.num_blocks, max(0, upper.num_blocks - lower.cpu_start))
+        upper.cpu_start, lower.cpu_start = lower.cpu_start, max(0, lower.cpu_start - upper.num_blocks)
+        for tier in Tier:
+            ids = lower.ids[tier]
+            before = bool(ids)
+            upper.ids[tier].extend(ids[: num_above[tier]])
+            del ids[: num_above[tier]]
+            upper.num_children_in[tier] = int(bool(ids))
+            self.residency.count_child(upper, tier, bool(upper.ids[tier]) - before)
 
-    def _merge_lone_children(self, path: list[Run]) -> None:
-        """Join borders that nothing needs any more; `path` from the deepest run up.
+    def _split_pins(self, lower: Run, upper: Run) -> None:
+        """Each pin follows its blocks; a segment on both sides becomes two. What is held stays the same blocks."""
+        cut, pins, lower.pins = upper.num_blocks, lower.pins, []
+        for pin in pins:
+            if pin.end <= cut:
+                pin.run = upper
+                upper.pins.append(pin)
+                continue
+            if isinstance(pin, Segment) and pin.start < cut:
+                num_above = cut - pin.start
+                part = Segment(pin.transfer, upper, pin.start, pin.ids[:num_above])
+                pin.start, pin.ids = cut, pin.ids[num_above:]
+                upper.pins.append(part)
+                segments = pin.transfer.segments
+                segments.insert(segments.index(pin), part)  # loads land from the top down
+            if isinstance(pin, Segment):
+                pin.start -= cut
+            pin.end -= cut
+            lower.pins.append(pin)
+        upper.num_held, lower.num_held = min(lower.num_held, cut), max(0, lower.num_held - cut)
+        upper.num_held_children = int(lower.num_held > 0)
 
-        The whole path, not its end alone: a fork that eviction emptied is a border that no pin will ever come to.
-        """
-        for run in path:
-            if run.parent is not None and len(run.children) == 1:
-                (child,) = run.children.values()
-                if self._mergeable(run, child):
-                    self._merge(run, child)
-
-    @staticmethod
-    def _mergeable(upper: Run, lower: Run) -> bool:
+    def _mergeable(self, upper: Run, lower: Run) -> bool:
+        """Whether nothing needs the border between a run and its only child any more."""
+        if upper.parent is None or not self.policy.alike(upper, lower):
+            return False
         gpu_joins = not lower.ids[Tier.GPU] or upper.num_gpu == upper.num_blocks
         has_both = upper.ids[Tier.CPU] and lower.ids[Tier.CPU]
         cpu_joins = not has_both or (upper.cpu_end == upper.num_blocks and lower.cpu_start == 0)
-        in_flight = upper.loads or upper.stores or lower.loads or lower.stores
-        return len(upper.children) == 1 and upper.pins == lower.pins and not in_flight and gpu_joins and bool(cpu_joins)
+        in_flight = any(isinstance(pin, Segment) for pin in (*upper.pins, *lower.pins))
+        return gpu_joins and bool(cpu_joins) and not in_flight
 
     def _merge(self, upper: Run, lower: Run) -> None:
-        """The reverse of `_split`: the lower run takes the upper one in."""
-        assert upper.parent is not None
-        upper.parent.children[self.residency.key(upper)] = lower
-        lower.parent = upper.parent
+        """The reverse of `_split`: the upper run takes in the lower one, its pins and its children."""
+        num_above = upper.num_blocks
+        upper.tokens += lower.tokens
+        upper.hashes += lower.hashes
+        upper.num_blocks += lower.num_blocks
+        if lower.extras is not None:
+            upper.extras = {**(upper.extras or {}), **{b + num_above: x for b, x in lower.extras.items()}}
+        if not upper.ids[Tier.CPU]:
+            upper.cpu_start = lower.cpu_start + num_above
+        for pin in lower.pins:
+            pin.run, pin.end = upper, pin.end + num_above
+            upper.pins.append(pin)
+        upper.children = lower.children
+        for child in upper.children.values():
+            child.parent = upper
+        upper.num_held_children, upper.num_children_in = lower.num_held_children, lower.num_children_in
+        if lower.num_held:
+            upper.num_held = num_above + lower.num_held
         for tier in Tier:
-            self.residency.count_child(lower, tier, bool(upper.ids[tier] or lower.ids[tier]) - bool(upper.ids[tier]))
-        if upper.ids[Tier.CPU]:
-            lower.cpu_start = upper.cpu_start
-        elif lower.ids[Tier.CPU]:
-            lower.cpu_start += upper.num_blocks
+            before = bool(upper.ids[tier])
+            upper.ids[tier].extend(lower.ids[tier])
+            self.residency.count_child(upper, tier, bool(upper.ids[tier]) - before)
+        lower.parent = None
+        lower.usage.last_used = max(upper.usage.last_used, lower.usage.last_used)
+        upper.usage = lower.usage
         for tier in Tier:
-            lower.ids[tier] = upper.ids[tier] + lower.ids[tier]
-        lower.tokens = upper.tokens + lower.tokens
-        lower.hashes = upper.hashes + lower.hashes
-        lower.num_blocks += upper.num_blocks
-        lower.last_used = max(upper.last_used, lower.last_used)
-        upper.parent = None
-        self.residency.offer(lower)
-
-
-def _not_root(run: Run | None) -> Run | None:
-    return run if run is not None and run.parent is not None else None
+            self.residency.offer(upper, tier)

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import struct
+import sys
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastdeploy_cache.block_hash import TOKEN_BYTES
 from fastdeploy_cache.errors import RequestError
 
 TokenIds = Sequence[int] | np.ndarray[Any, Any]
-TOKEN_BYTES = 4
+DEFAULT_PRIORITY = 35
 _MAX_TOKEN_ID = 2**31 - 1
+_FEW = 64
+_EXTRA = struct.Struct("<QQI")
+
+
+class Image(NamedTuple):
+    """Tokens [offset, offset + length) of a prompt stand for something else than text: an image, audio, ..."""
+
+    offset: int
+    length: int
+    hash: bytes | str  # names the content; two equal hashes are taken for the same content
+
+    @property
+    def end(self) -> int:
+        """One past its last token."""
+        return self.offset + self.length
 
 
 class Request:
@@ -22,11 +40,34 @@ class Request:
     pack, an int32 array microseconds: pack once, keep the request.
     """
 
-    def __init__(self, *, request_id: str, prompt_token_ids: TokenIds, namespace: str = "") -> None:
-        """`namespace` (tenant salt, LoRA adapter): prefixes of different namespaces never meet.
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        prompt_token_ids: TokenIds,
+        namespace: str = "",
+        images: Sequence[tuple[int, int, bytes | str]] = (),
+        match_inside_images: bool = False,
+        priority: int | None = None,
+        keep_seconds: float | None = None,
+    ) -> None:
+        """Prefixes meet only where namespace, tokens and images are equal.
+
+        Args:
+            request_id: unique among the requests that are matched at the same time.
+            prompt_token_ids: 0 to 2**31 - 1.
+            namespace: tenant salt, LoRA adapter, model revision.
+            images: (offset, length, hash) of each, in order; they become part of the key of every block they overlap.
+            match_inside_images: let a match end inside an image; else it ends before the image.
+            priority: 0 (evict first) to 100, for the eviction policy `priority`.
+            keep_seconds: how long that priority lasts after release; for the policy `pin`, how long to pin.
+
+        Attributes that an engine may set until release, as hints to the policy `reuse`:
+            session_ended: nobody will come back to this conversation.
+            tool_call_pending: the next turn comes as soon as a tool has answered.
 
         Raises:
-            RequestError: an empty prompt, a token id below 0 or above 2**31 - 1, or no integers.
+            RequestError: an empty prompt, a token id out of range, no integers, an image outside the prompt.
         """
         try:
             namespace.encode()
@@ -35,10 +76,19 @@ class Request:
         self.request_id = request_id
         self.namespace = namespace
         self.counted = False  # set by the manager once the request is part of the hit rates
+        self.turn = 0  # set by the manager at the first match
         self.tokens = bytearray(_pack(request_id, prompt_token_ids))
         self.num_prompt_tokens = len(self.tokens) // TOKEN_BYTES
         if not self.num_prompt_tokens:
             raise RequestError(f"request {request_id!r} has an empty prompt; give it at least one token")
+        self.images = tuple(Image(*image) for image in images)
+        self.match_inside_images = match_inside_images
+        self.priority = priority
+        self.keep_seconds = keep_seconds
+        self.session_ended = False
+        self.tool_call_pending = False
+        self._check_images()
+        self._check_hints()
 
     @property
     def num_tokens(self) -> int:
@@ -49,8 +99,67 @@ class Request:
         """Append sampled tokens; all of them or, on `RequestError`, none."""
         self.tokens += _pack(self.request_id, token_ids)
 
+    def extra_keys(self, block_size: int) -> dict[int, bytes] | None:
+        """By block: what is part of its key beside its tokens; None where there are no images.
 
-def _pack(request_id: str, token_ids: TokenIds) -> bytes:
+        For each image that overlaps the block, in order: offset and length as u64 LE, the length of its hash as u32 LE,
+        its hash (text as UTF-8).
+        """
+        if not self.images:
+            return None
+        extras: dict[int, bytes] = {}
+        for image in self.images:
+            name = image.hash.encode() if isinstance(image.hash, str) else image.hash
+            key = _EXTRA.pack(image.offset, image.length, len(name)) + name
+            for block in range(image.offset // block_size, (image.end - 1) // block_size + 1):
+                extras[block] = extras.get(block, b"") + key
+        return extras
+
+    def whole_images(self, num_blocks: int, block_size: int) -> int:
+        """The most blocks up to `num_blocks` whose end lies inside no image, unless the request wants it there."""
+        if not self.match_inside_images:
+            for image in reversed(self.images):
+                if image.offset < num_blocks * block_size < image.end:
+                    num_blocks = image.offset // block_size
+        return num_blocks
+
+    def _check_hints(self) -> None:
+        if self.priority is not None and not 0 <= self.priority <= 100:
+            raise RequestError(f"request {self.request_id!r} has priority {self.priority}; give 0 to 100")
+        if self.keep_seconds is not None and not self.keep_seconds >= 0:
+            raise RequestError(f"request {self.request_id!r} has keep_seconds {self.keep_seconds}; give 0 or more")
+
+    def _check_images(self) -> None:
+        end = 0
+        for image in self.images:
+            if not (end <= image.offset and image.length >= 1 and image.end <= self.num_prompt_tokens):
+                raise RequestError(
+                    f"request {self.request_id!r} has an image at {image.offset} of {image.length} tokens; images lie in "
+                    f"the prompt of {self.num_prompt_tokens} tokens, in order, and do not overlap"
+                )
+            end = image.end
+
+
+def _pack(request_id: str, token_ids: TokenIds) -> bytes | memoryview:
+    """The tokens as little-endian int32."""
+    if type(token_ids) is list and len(token_ids) <= _FEW and sys.byteorder == "little":
+        if all([type(token_id) is int and 0 <= token_id <= _MAX_TOKEN_ID for token_id in token_ids]):
+            return array("i", token_ids).tobytes()
+    values = _as_array(request_id, token_ids)
+    if not values.size:
+        return b""
+    if values.dtype == np.int32:  # a negative id is a large one without its sign: one pass
+        bad = int(values.view(np.uint32).max()) > _MAX_TOKEN_ID
+    else:
+        bad = int(values.min()) < 0 or int(values.max()) > _MAX_TOKEN_ID
+    if bad:
+        low, high = int(values.min()), int(values.max())
+        token_id = low if low < 0 else high
+        raise RequestError(f"request {request_id!r} has token id {token_id}; ids are 0 to {_MAX_TOKEN_ID}")
+    return memoryview(np.ascontiguousarray(values, dtype="<i4")).cast("B")
+
+
+def _as_array(request_id: str, token_ids: TokenIds) -> np.ndarray[Any, Any]:
     if isinstance(token_ids, array) and token_ids.typecode not in "fdu":
         values = np.frombuffer(token_ids, dtype=token_ids.typecode) if token_ids else np.empty(0, np.int32)
     else:
@@ -60,15 +169,9 @@ def _pack(request_id: str, token_ids: TokenIds) -> bytes:
             raise RequestError(f"tokens of request {request_id!r} are no flat list of integers: {error}") from error
     if values.ndim != 1:
         raise RequestError(f"tokens of request {request_id!r} have shape {values.shape}; give a flat list of integers")
-    if not values.size:
-        return b""
-    if values.dtype.kind not in "iu":
+    if values.size and values.dtype.kind not in "iu":
         for token_id in token_ids:  # integers beyond 64 bits make NumPy choose another type: name them
             if type(token_id) is int and not 0 <= token_id <= _MAX_TOKEN_ID:
                 raise RequestError(f"request {request_id!r} has token id {token_id}; ids are 0 to {_MAX_TOKEN_ID}")
         raise RequestError(f"tokens of request {request_id!r} are of type {values.dtype}; give integers")
-    low, high = int(values.min()), int(values.max())
-    if low < 0 or high > _MAX_TOKEN_ID:
-        bad = low if low < 0 else high
-        raise RequestError(f"request {request_id!r} has token id {bad}; ids are 0 to {_MAX_TOKEN_ID}")
-    return np.ascontiguousarray(values, dtype="<i4").tobytes()
+    return values

@@ -1,95 +1,150 @@
-"""Which blocks of each run are in which tier, and which go when room is short."""
+"""Which blocks of each run are in which tier, which are held there, and which go when room is short."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 
 from fastdeploy_cache.block_hash import HASH_BYTES
 from fastdeploy_cache.block_pool import BlockPool, Owner
-from fastdeploy_cache.policies.eviction import LeastRecentlyUsed
+from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.run import Run, Tier
 
-OnEvict = Callable[[Tier, int, int], None]  # tier, blocks of which a copy remains, blocks dropped
+_TIERS = (Tier.GPU, Tier.CPU)
 
 
 class Residency:
-    """The ids of all runs, their sums and the eviction queues: the bookkeeping beneath `PrefixTree`.
+    """The ids of all runs, their sums and what is held: the bookkeeping beneath `PrefixTree`.
 
     Residency is prefix-closed: what is on the GPU has its parent on the GPU, and what is anywhere has its parent in
-    some tier. A run with pins anywhere beneath it is protected: neither its blocks nor its copies are evicted.
+    some tier. Of a run, the blocks up to its last pin are held: neither they nor their copies are evicted. With a pin
+    anywhere beneath it, all of it is held.
     """
 
-    def __init__(self, block_bytes: int, pools: tuple[BlockPool, BlockPool], on_evict: OnEvict) -> None:
+    def __init__(self, block_bytes: int, pools: tuple[BlockPool, BlockPool], policy: EvictionPolicy) -> None:
         self.pools = pools  # by Tier
+        self.policy = policy
         self.epoch = 0
-        self.num_protected = [0, 0]  # by Tier
+        self.num_protected = [0, 0]  # held blocks by Tier
+        # by Tier: blocks evicted since the start, [those with a copy in the other tier, those without]
+        self.num_evicted = ([0, 0], [0, 0])
         self._block_bytes = block_bytes
-        self._on_evict = on_evict
-        self._queues = self._new_queues()
+        policy.clear(self.is_leaf)
 
     def num_evictable(self, tier: Tier) -> int:
         """Blocks of a tier that `evict` can free now."""
         return self.pools[tier].count(Owner.RUN) - self.num_protected[tier]
 
+    def num_available(self, tier: Tier) -> int:
+        """Blocks of a tier that are free or can be evicted now."""
+        pool = self.pools[tier]
+        return pool.num_free + pool.count(Owner.RUN) - self.num_protected[tier]
+
     def is_leaf(self, run: Run, tier: Tier) -> bool:
-        """Whether the run may lose its tail in that tier: blocks there, none beneath, no pin, still in the tree."""
+        """Whether the run may lose its tail in that tier: blocks there, not held, none beneath, still in the tree."""
         return (
-            not run.pins
-            and bool(run.ids[tier])
+            bool(run.ids[tier])
             and not run.num_children_in[tier]
-            and run.parent is not None
+            and run.end_in(tier) > run.num_held
             and run.epoch == self.epoch
+            and run.parent is not None
         )
 
     def key(self, run: Run) -> bytes:
-        """What its parent finds a run under: its first block's tokens."""
-        return bytes(run.tokens[: self._block_bytes])
+        """What its parent finds a run under: its first block's tokens and extra key."""
+        tokens = bytes(run.tokens[: self._block_bytes])
+        return tokens if run.extras is None else tokens + run.extras.get(0, b"")
 
-    def set_ids(self, run: Run, tier: Tier, ids: array[int]) -> None:
-        """The one place where a run's ids change: keeps the sums and the eviction queues right."""
-        before = len(run.ids[tier])
-        run.ids[tier] = ids
-        if run.pins:
-            self.num_protected[tier] += len(ids) - before
-        self.count_child(run, tier, bool(ids) - bool(before))
-        self.offer(run)
+    # -- what is where
+
+    def add_ids(self, run: Run, tier: Tier, ids: array[int]) -> None:
+        """More blocks at the end of the run's interval in a tier."""
+        before, protected = bool(run.ids[tier]), run.num_in(tier, run.num_held)
+        run.ids[tier].extend(ids)
+        self.num_protected[tier] += run.num_in(tier, run.num_held) - protected
+        if not before:
+            self.count_child(run, tier, 1)
+        self.offer(run, tier)
+
+    def _free_tail(self, run: Run, tier: Tier, num_left: int) -> None:
+        """Give the run's ids in a tier behind the first `num_left` back; none of them is held."""
+        ids = run.ids[tier]
+        gone = ids[num_left:]
+        if gone:
+            del ids[num_left:]
+            self.pools[tier].free(gone, Owner.RUN)
+            if not num_left:
+                self.count_child(run, tier, -1)
 
     def count_child(self, run: Run, tier: Tier, change: int) -> None:
         """`run` began (1) or ceased (-1) to have blocks in a tier."""
-        if change and run.parent is not None:
-            run.parent.num_children_in[tier] += change
-            self.offer(run.parent)
+        parent = run.parent
+        if change and parent is not None:
+            parent.num_children_in[tier] += change
+            if not parent.num_children_in[tier]:
+                self.offer(parent, tier)
 
-    def offer(self, run: Run) -> None:
-        """Let a run take part in eviction, in each tier where it is a leaf."""
-        for tier in Tier:
-            if self.is_leaf(run, tier):
-                self._queues[tier].push(run)
+    def offer(self, run: Run, tier: Tier) -> None:
+        """Let a run take part in a tier's eviction where it is a leaf there."""
+        if self.is_leaf(run, tier):
+            self.policy.push(run, tier)
 
-    def protect(self, run: Run, sign: int) -> None:
-        """A run got its first pin (1) or lost its last (-1)."""
-        for tier in Tier:
-            self.num_protected[tier] += sign * len(run.ids[tier])
+    # -- what is held
+
+    def hold(self, run: Run) -> None:
+        """Count anew what of a run is held, after its pins or its children's have changed, and so on upwards."""
+        while True:
+            before = run.num_held
+            held = run.num_blocks if run.num_held_children else max([pin.end for pin in run.pins], default=0)
+            if held == before:
+                return
+            parent = run.parent
+            assert parent is not None
+            self.num_protected[0] += run.num_in(_TIERS[0], held) - run.num_in(_TIERS[0], before)
+            if run.ids[1]:
+                self.num_protected[1] += run.num_in(_TIERS[1], held) - run.num_in(_TIERS[1], before)
+            run.num_held = held
+            if held < before:
+                self._let_go(run)
+            if bool(held) == bool(before) or parent.parent is None:
+                return
+            parent.num_held_children += 1 if held else -1
+            run = parent
+
+    def _let_go(self, run: Run) -> None:
+        """Less of a run is held: it may be evicted from now on or, where it is of an older epoch, is freed."""
+        if run.epoch != self.epoch:
+            self.truncate(run, run.num_held)
+        else:
+            for tier in _TIERS:
+                self.offer(run, tier)
+
+    # -- eviction
 
     def evict(self, tier: Tier, num_blocks: int) -> None:
-        """Free exactly `num_blocks` of a tier, the least recently used first. The caller has checked the number."""
+        """Free exactly `num_blocks` of a tier, those that the policy chooses. The caller has checked the number."""
         assert num_blocks <= self.num_evictable(tier)
+        policy, evict_tail = self.policy, self._evict_gpu_tail if tier is Tier.GPU else self._evict_cpu_tail
+        evicted = self.num_evicted[tier]
         while num_blocks > 0:
-            run = self._queues[tier].oldest()
-            taken = min(num_blocks, len(run.ids[tier]))
-            kept = self._evict_gpu_tail(run, taken) if tier is Tier.GPU else self._evict_cpu_tail(run, taken)
-            self._on_evict(tier, kept, taken - kept)
+            run = policy.victim(tier)
+            start = 0 if tier is Tier.GPU else run.cpu_start
+            taken = min(num_blocks, run.end_in(tier) - max(run.num_held, start))
+            num_kept = evict_tail(run, taken)
+            evicted[0] += num_kept
+            evicted[1] += taken - num_kept
             num_blocks -= taken
 
     def _evict_gpu_tail(self, run: Run, num_blocks: int) -> int:
         """Returns of how many blocks a CPU copy remains."""
-        num_gpu = run.num_gpu - num_blocks
-        end = run.cpu_end if run.cpu_start <= num_gpu < run.cpu_end else num_gpu
-        num_kept = min(end, run.num_gpu) - num_gpu
+        before = len(run.ids[0])
+        num_gpu = before - num_blocks
+        end = run.cpu_end if run.ids[1] and run.cpu_start <= num_gpu < run.cpu_end else num_gpu
+        if end == num_gpu == 0:
+            self.truncate(run, 0)
+            return 0
         self._free_tail(run, Tier.GPU, num_gpu)
-        self._truncate(run, end)
-        return num_kept
+        self.truncate(run, end)
+        return min(end, before) - num_gpu
 
     def _evict_cpu_tail(self, run: Run, num_blocks: int) -> int:
         """Returns of how many blocks a GPU copy remains."""
@@ -98,22 +153,24 @@ class Residency:
         on_gpu_alone = run.num_gpu == run.num_blocks
         self._free_tail(run, Tier.CPU, cpu_end - run.cpu_start)
         if not on_gpu_alone:
-            self._truncate(run, max(run.num_gpu, cpu_end))
+            self.truncate(run, max(run.num_gpu, cpu_end))
         return num_kept
 
-    def _truncate(self, run: Run, num_blocks: int) -> None:
-        """End an unprotected run after `num_blocks` blocks and drop everything beneath it."""
+    def truncate(self, run: Run, num_blocks: int) -> None:
+        """End a run after `num_blocks` blocks, of which none behind is held, and drop everything beneath it."""
         if num_blocks == run.num_blocks:
             return
         for child in list(run.children.values()):
             self._remove_subtree(child)
+        if not num_blocks:
+            self._remove(run)
+            return
         self._free_tail(run, Tier.GPU, min(run.num_gpu, num_blocks))
         self._drop_copies(run, num_blocks)
-        if not num_blocks:
-            self.remove(run)
-            return
         del run.tokens[num_blocks * self._block_bytes :]
         del run.hashes[num_blocks * HASH_BYTES :]
+        if run.extras is not None:
+            run.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
         run.num_blocks = num_blocks
 
     def _remove_subtree(self, run: Run) -> None:
@@ -121,34 +178,27 @@ class Residency:
         for node in below:
             below.extend(node.children.values())
         for node in reversed(below):
-            self._drop_copies(node, 0)
-            self.remove(node)
+            self._remove(node)
 
     def _drop_copies(self, run: Run, num_blocks: int) -> None:
         """Free the CPU blocks behind the first `num_blocks` of a run that is being cut."""
-        num_left = max(0, min(run.cpu_end, num_blocks) - run.cpu_start)
-        if num_left < len(run.ids[Tier.CPU]):
-            self._on_evict(Tier.CPU, 0, len(run.ids[Tier.CPU]) - num_left)
+        num_left = run.num_in(Tier.CPU, num_blocks)
+        num_gone = len(run.ids[1]) - num_left
+        if num_gone:
+            if run.epoch == self.epoch:  # else it is a reset's doing
+                self.num_evicted[Tier.CPU][1] += num_gone
             self._free_tail(run, Tier.CPU, num_left)
 
-    def remove(self, run: Run) -> None:
+    def _remove(self, run: Run) -> None:
         """Free what a childless run still has and unlink it."""
-        assert run.parent is not None and not run.children and not run.pins
-        for tier in Tier:
-            self._free_tail(run, tier, 0)
+        assert run.parent is not None and not run.children and not run.num_held
+        if run.ids[0]:
+            self._free_tail(run, Tier.GPU, 0)
+        self._drop_copies(run, 0)
         del run.parent.children[self.key(run)]
         run.parent = None
-
-    def _free_tail(self, run: Run, tier: Tier, num_left: int) -> None:
-        gone = run.ids[tier][num_left:]
-        if gone:
-            self.pools[tier].free(gone, Owner.RUN)
-            self.set_ids(run, tier, run.ids[tier][:num_left])
 
     def begin_epoch(self) -> None:
         """What is in the tree now is of the past: it is never evicted, only removed."""
         self.epoch += 1
-        self._queues = self._new_queues()
-
-    def _new_queues(self) -> tuple[LeastRecentlyUsed, LeastRecentlyUsed]:
-        return LeastRecentlyUsed(Tier.GPU, self.is_leaf), LeastRecentlyUsed(Tier.CPU, self.is_leaf)
+        self.policy.clear(self.is_leaf)

@@ -1,4 +1,4 @@
-"""A node of the prefix tree: a run of blocks with no branch in between, and what is in flight for it."""
+"""A node of the prefix tree: a run of blocks with no branch in between; pins, and copies in flight."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from fastdeploy_cache.block_hash import HASH_BYTES
+from fastdeploy_cache.request import DEFAULT_PRIORITY
 
 
 class Tier(IntEnum):
@@ -17,58 +18,85 @@ class Tier(IntEnum):
     CPU = 1
 
 
+@dataclass(slots=True)
+class Usage:
+    """How a run was used: what eviction policies decide by. Both parts of a split run have it."""
+
+    last_used: int = 0  # order of uses over the whole cache
+    used_at: float = 0.0  # the same in seconds
+    inserted: int = 0  # order of growths over the whole cache
+    num_uses: int = 0  # requests whose prefix it was or became
+    turn: int = 1  # requests in a row that went on where the one before had ended
+    num_prompt_blocks: int = 0  # of the last request that grew it
+    is_shared: bool = False  # prompts have parted behind it
+    priority: int = DEFAULT_PRIORITY
+    keep_until: float = 0.0  # in seconds; how long priority or pin is in force
+    is_ended: bool = False  # the engine said that the session is over
+
+
 class Run:
     """`num_blocks` consecutive blocks: [0, num_gpu) are on the GPU, [cpu_start, cpu_end) in the CPU tier::
 
         block    0 1 2 3 4 5 6 7
+        held     x x x                  a pin keeps these: no eviction
         GPU      x x x x x              ids[GPU] has 5 ids
         CPU          x x x x x x        cpu_start 2, ids[CPU] has 6 ids
 
-    Every block is in some tier. Only `PrefixTree` changes a run.
+    Every block is in some tier. Only `PrefixTree` and `Residency` change a run.
     """
 
     __slots__ = (
         "children",
         "cpu_start",
         "epoch",
+        "extras",
         "hashes",
         "ids",
-        "last_used",
-        "loads",
         "num_blocks",
         "num_children_in",
+        "num_held",
+        "num_held_children",
         "parent",
         "pins",
         "queued",
-        "stores",
         "tokens",
+        "usage",
     )
 
-    def __init__(self, parent: Run | None, epoch: int, tokens: bytes | bytearray, hashes: bytes | bytearray) -> None:
+    def __init__(self, parent: Run | None, epoch: int, usage: Usage) -> None:
         self.parent = parent
         self.epoch = epoch
-        self.tokens = bytearray(tokens)
-        self.hashes = bytearray(hashes)
-        self.num_blocks = len(hashes) // HASH_BYTES if parent is not None else 0
+        self.usage = usage
+        self.tokens = bytearray()
+        self.hashes = bytearray()  # of a root: what its first blocks have as their parent
+        self.extras: dict[int, bytes] | None = None  # by block, where images or other extra keys overlap it
+        self.num_blocks = 0
         self.children: dict[bytes, Run] = {}
-        self.ids = [array("i"), array("i")]  # by Tier
+        self.ids = (array("i"), array("i"))  # by Tier
         self.cpu_start = 0
         self.num_children_in = [0, 0]  # by Tier: children with blocks there
-        self.pins = 0  # pins that end here or anywhere beneath
-        self.last_used = 0
-        self.queued = [-1, -1]  # by Tier: the last_used under which it waits for eviction
-        self.loads: list[Segment] = []
-        self.stores: list[Segment] = []
+        self.pins: list[Pin] = []
+        self.num_held_children = 0  # children with a pin in or beneath them
+        self.num_held = 0  # blocks from the front that a pin, here or beneath, keeps where they are
+        self.queued: list[object] = [None, None]  # by Tier: a policy's mark of the entry that stands for this run
 
     @property
     def num_gpu(self) -> int:
         """Blocks on the GPU: the first ones."""
-        return len(self.ids[Tier.GPU])
+        return len(self.ids[0])
 
     @property
     def cpu_end(self) -> int:
         """The end of the interval of blocks with a CPU copy."""
-        return self.cpu_start + len(self.ids[Tier.CPU])
+        return self.cpu_start + len(self.ids[1])
+
+    def end_in(self, tier: Tier) -> int:
+        """One past the last block in a tier: what is evicted next lies before it."""
+        return len(self.ids[0]) if tier == 0 else self.cpu_start + len(self.ids[1])
+
+    def num_in(self, tier: Tier, end: int) -> int:
+        """How many of the blocks [0, end) are in a tier."""
+        return min(end, len(self.ids[0])) if tier == 0 else max(0, min(end, self.cpu_end) - self.cpu_start)
 
     @property
     def last_hash(self) -> bytes:
@@ -84,6 +112,16 @@ class Run:
         return runs[::-1]
 
 
+class Pin:
+    """Keeps blocks [0, end) of a run, and everything above it, where they are. Follows them when a run is cut."""
+
+    __slots__ = ("end", "run")
+
+    def __init__(self, run: Run, end: int) -> None:
+        self.run = run
+        self.end = end
+
+
 @dataclass(eq=False)
 class Transfer:
     """A copy in flight and the segments it fills; `done` is set when it has ended, well or not."""
@@ -94,16 +132,18 @@ class Transfer:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-@dataclass(eq=False)
-class Segment:
-    """Blocks [start, start + len(ids)) of a run on their way to `ids` in the transfer's tier. Pins its run."""
+class Segment(Pin):
+    """Blocks [start, end) of a run on their way to `ids` in the transfer's tier, and the pin that keeps their source."""
 
-    transfer: Transfer
-    run: Run
-    start: int
-    ids: array[int]
+    __slots__ = ("ids", "start", "transfer")
 
-    @property
-    def end(self) -> int:
-        """One past the last block."""
-        return self.start + len(self.ids)
+    def __init__(self, transfer: Transfer, run: Run, start: int, ids: array[int]) -> None:
+        super().__init__(run, start + len(ids))
+        self.transfer = transfer
+        self.start = start
+        self.ids = ids
+
+
+def segments_of(run: Run, tier: Tier) -> list[Segment]:
+    """What is on its way to a tier for this run."""
+    return [pin for pin in run.pins if isinstance(pin, Segment) and pin.transfer.tier is tier]

@@ -19,6 +19,7 @@ DIRECTIONS = ("swap_in", "swap_out")
 EVICTION_KINDS = ("copy_kept", "dropped")
 
 BlockCounts = Iterable[tuple[str, str, int]]  # tier, state, blocks
+EvictionCounts = Iterable[tuple[str, str, int]]  # tier, kind, blocks
 RankCounts = Iterable[tuple[int, bool, int]]  # rank, up, restarts
 
 
@@ -45,18 +46,23 @@ class CacheMetrics:
         self._num_requests_hit = 0
         self._num_tokens = 0
         self._hit_tokens: Counter[str] = Counter()
-        self._evictions: Counter[tuple[str, str]] = Counter()
         self._swap_bytes: Counter[tuple[str, int]] = Counter()
         self._swap_seconds: Counter[tuple[str, int]] = Counter()
         self._swaps: Counter[tuple[str, int]] = Counter()
         self._swap_failures: Counter[tuple[str, int]] = Counter()
         self._num_skipped_writes = 0
         self._blocks: Callable[[], BlockCounts] = tuple
+        self._evictions: Callable[[], EvictionCounts] = tuple
         self._rank_counts: Callable[[], RankCounts] | None = None
 
-    def observe(self, blocks: Callable[[], BlockCounts], ranks: Callable[[], RankCounts]) -> None:
-        """Read these at every scrape: blocks by tier and state, ranks up and restarted."""
-        self._blocks, self._rank_counts = blocks, ranks
+    def observe(
+        self,
+        blocks: Callable[[], BlockCounts],
+        evictions: Callable[[], EvictionCounts],
+        ranks: Callable[[], RankCounts],
+    ) -> None:
+        """Read these at every scrape: blocks by tier and state, blocks evicted so far, ranks up and restarted."""
+        self._blocks, self._evictions, self._rank_counts = blocks, evictions, ranks
 
     def record_request(self, num_tokens: int, hit_tokens: Mapping[str, int]) -> None:
         """A request of `num_tokens` prompt tokens was admitted; `hit_tokens` by tier of `TIERS`."""
@@ -66,11 +72,6 @@ class CacheMetrics:
             self._num_tokens += num_tokens
             self._hit_tokens.update(hit_tokens)
             self._window.record(self._clock(), num_tokens, hit_tokens)
-
-    def record_eviction(self, tier: str, kind: str, num_blocks: int) -> None:
-        """Blocks left `tier`; `copy_kept` where a copy remains in another tier, else `dropped`."""
-        with self._lock:
-            self._evictions[tier, kind] += num_blocks
 
     def record_swap(self, direction: str, rank: int, num_bytes: int, seconds: float, failed: bool) -> None:
         """One rank's part of a task has ended."""
@@ -116,12 +117,6 @@ class CacheMetrics:
                 "tokens_hit", "Prompt tokens served by a tier", ("tier",), {(t,): self._hit_tokens[t] for t in TIERS}
             ),
             self._counter(
-                "evicted_blocks",
-                "Blocks that left a tier; copy_kept: another tier still has them",
-                ("tier", "kind"),
-                {(t, k): self._evictions[t, k] for t in ("gpu", "cpu") for k in EVICTION_KINDS},
-            ),
-            self._counter(
                 "skipped_write_blocks",
                 "Blocks not copied to the CPU tier for want of room or ranks",
                 (),
@@ -144,6 +139,14 @@ class CacheMetrics:
     def _gauge_families(self, rates: Mapping[str, float]) -> Iterator[Metric]:
         yield self._gauge(
             "blocks", "Blocks by tier and state", ("tier", "state"), {(t, s): n for t, s, n in self._blocks()}
+        )
+        evictions: dict[tuple[str, ...], float] = {(t, k): 0 for t in ("gpu", "cpu") for k in EVICTION_KINDS}
+        evictions |= {(t, k): n for t, k, n in self._evictions()}
+        yield self._counter(
+            "evicted_blocks",
+            "Blocks that left a tier; copy_kept: another tier still has them",
+            ("tier", "kind"),
+            evictions,
         )
         if self._rank_counts is None:
             ranks = dict.fromkeys(self._ranks, (False, 0))

@@ -1,51 +1,245 @@
-"""Which leaf of the tree loses its tail next."""
+"""Which leaf of the tree loses its tail next: the interface, and the policies that rank leaves."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from fastdeploy_cache.run import Run, Tier
+from fastdeploy_cache.request import DEFAULT_PRIORITY, Request
+from fastdeploy_cache.run import Run, Tier, Usage
+
+IsLeaf = Callable[[Run, Tier], bool]
+Clock = Callable[[], float]
+_MIN_SWEEP = 64
+
+
+class EvictionPolicy(Protocol):
+    """Decides by `run.usage` and by what it is told. One thread at a time: under the cache's lock."""
+
+    def clear(self, is_leaf: IsLeaf) -> None:
+        """Nothing is cached (any more). `is_leaf(run, tier)` says whether a run may lose its tail in a tier now."""
+        ...
+
+    def use(self, path: Sequence[Run], request: Request) -> None:
+        """A request whose prefix lies on `path` is released: it used these runs, or made them."""
+        ...
+
+    def push(self, run: Run, tier: Tier) -> None:
+        """A run has become a leaf of a tier, or has changed while it is one."""
+        ...
+
+    def victim(self, tier: Tier) -> Run:
+        """The leaf to take from next. The caller knows that there is one, and takes from its tail at least a block."""
+        ...
+
+    def alike(self, upper: Run, lower: Run) -> bool:
+        """Whether a run and its only child may become one: no decision would depend on which of them a block is in."""
+        ...
+
+
+class _LeafHeap:
+    """Leaves of one tier by rank, lowest first; O(log n).
+
+    A leaf has one entry. When its rank has risen, the entry is put right as it comes up; when it has fallen, `push`
+    adds a second and the first goes stale. Entries of runs that are no leaves any more are dropped as they come up, or
+    in a sweep once the heap has doubled.
+    """
+
+    def __init__(self, tier: Tier, rank: Callable[[Run], Any], is_leaf: IsLeaf) -> None:
+        self._tier = tier
+        self._rank = rank
+        self._is_leaf = is_leaf
+        self._heap: list[tuple[Any, int, Run]] = []
+        self._num_pushed = 0
+        self._sweep_at = _MIN_SWEEP
+
+    def push(self, run: Run) -> None:
+        rank, queued = self._rank(run), run.queued[self._tier]
+        if queued is not None and queued <= rank:
+            return
+        run.queued[self._tier] = rank
+        self._num_pushed += 1
+        heapq.heappush(self._heap, (rank, self._num_pushed, run))
+        if len(self._heap) >= self._sweep_at:
+            self._heap = [entry for entry in self._heap if self._stands(entry)]
+            heapq.heapify(self._heap)
+            self._sweep_at = max(_MIN_SWEEP, 2 * len(self._heap))
+
+    def first(self) -> Run:
+        while True:
+            entry = self._heap[0]
+            queued, _, run = entry
+            if not self._stands(entry):
+                heapq.heappop(self._heap)
+                continue
+            rank = self._rank(run)
+            if rank == queued:
+                return run
+            run.queued[self._tier] = rank
+            self._num_pushed += 1
+            heapq.heapreplace(self._heap, (rank, self._num_pushed, run))
+
+    def _stands(self, entry: tuple[Any, int, Run]) -> bool:
+        rank, _, run = entry
+        if run.queued[self._tier] != rank:
+            return False
+        if self._is_leaf(run, self._tier):
+            return True
+        run.queued[self._tier] = None
+        return False
 
 
 class LeastRecentlyUsed:
-    """Leaves of one tier by the time they were last used, oldest first.
+    """`lru`: what was used longest ago goes first. The other ranking policies differ in `rank` only."""
 
-    A leaf that is used, pinned or no longer a leaf is not searched for: its entry goes stale and is dropped when it
-    comes up, or in a sweep once stale ones outnumber the rest. Both cost O(log n) amortised.
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._num_uses = 0
+        self._heaps: tuple[_LeafHeap, ...] = ()
+
+    def rank(self, run: Run) -> Any:
+        """Lowest goes first."""
+        return run.usage.last_used
+
+    def clear(self, is_leaf: IsLeaf) -> None:
+        self._heaps = tuple(_LeafHeap(tier, self.rank, is_leaf) for tier in Tier)
+
+    def use(self, path: Sequence[Run], request: Request) -> None:  # noqa: ARG002 (for policies that take hints)
+        self._num_uses += 1
+        for run in path:
+            run.usage.last_used = self._num_uses
+
+    def push(self, run: Run, tier: Tier) -> None:
+        self._heaps[tier].push(run)
+
+    def victim(self, tier: Tier) -> Run:
+        return self._heaps[tier].first()
+
+    def alike(self, upper: Run, lower: Run) -> bool:  # noqa: ARG002
+        return True
+
+
+class FirstInFirstOut(LeastRecentlyUsed):
+    """`fifo`: what was computed longest ago goes first."""
+
+    def rank(self, run: Run) -> Any:
+        return run.usage.inserted
+
+
+class _Counting(LeastRecentlyUsed):
+    def use(self, path: Sequence[Run], request: Request) -> None:
+        super().use(path, request)
+        for run in path:
+            run.usage.num_uses += 1
+
+
+class LeastFrequentlyUsed(_Counting):
+    """`lfu`: what the fewest requests have used goes first, ties by `lru`. An evicted run starts at zero again."""
+
+    def rank(self, run: Run) -> Any:
+        return run.usage.num_uses, run.usage.last_used
+
+    def alike(self, upper: Run, lower: Run) -> bool:
+        return upper.usage.num_uses == lower.usage.num_uses
+
+
+class SegmentedLeastRecentlyUsed(_Counting):
+    """`slru`: what was used once goes first, then what was used again; each by `lru`."""
+
+    def rank(self, run: Run) -> Any:
+        return run.usage.num_uses >= 2, run.usage.last_used
+
+    def alike(self, upper: Run, lower: Run) -> bool:
+        return (upper.usage.num_uses >= 2) == (lower.usage.num_uses >= 2)
+
+
+class _ForATime(LeastRecentlyUsed):
+    """Ranks by a level that a request gives to what it used, until `usage.keep_until`; then by level 0."""
+
+    def clear(self, is_leaf: IsLeaf) -> None:
+        super().clear(is_leaf)
+        self._is_leaf = is_leaf
+        self._ends: list[tuple[float, int, Run]] = []  # when the levels of watched leaves end
+        self._watched: set[Run] = set()
+        self._num_watches = 0
+
+    def level(self, usage: Usage) -> int:
+        """The level while it lasts."""
+        raise NotImplementedError
+
+    def mark(self, usage: Usage, request: Request, until: float) -> None:
+        """Note what the request asks for."""
+        raise NotImplementedError
+
+    def rank(self, run: Run) -> Any:
+        usage = run.usage
+        return (self.level(usage) if self._clock() < usage.keep_until else 0), usage.last_used
+
+    def use(self, path: Sequence[Run], request: Request) -> None:
+        super().use(path, request)
+        until = math.inf if request.keep_seconds is None else self._clock() + request.keep_seconds
+        for run in path:
+            self.mark(run.usage, request, until)
+
+    def push(self, run: Run, tier: Tier) -> None:
+        super().push(run, tier)
+        until = run.usage.keep_until
+        if run not in self._watched and self._clock() < until < math.inf:
+            self._watched.add(run)
+            self._num_watches += 1
+            heapq.heappush(self._ends, (until, self._num_watches, run))
+
+    def victim(self, tier: Tier) -> Run:
+        now = self._clock()
+        while self._ends and self._ends[0][0] <= now:
+            run = heapq.heappop(self._ends)[2]
+            self._watched.remove(run)
+            for each in Tier:
+                if self._is_leaf(run, each):
+                    self.push(run, each)  # ranked anew, or watched for longer
+        return super().victim(tier)
+
+    def alike(self, upper: Run, lower: Run) -> bool:
+        a, b = upper.usage, lower.usage
+        return (a.priority, a.keep_until) == (b.priority, b.keep_until)
+
+
+class Priority(_ForATime):
+    """`priority`: the lowest `Request.priority` (0 to 100) goes first, ties by `lru`.
+
+    A run has that of the last request which used it and gave one, for its `keep_seconds`; then, or where none was
+    given, 35. This is the retention priority of TensorRT-LLM.
     """
 
-    def __init__(self, tier: Tier, is_leaf: Callable[[Run, Tier], bool]) -> None:
-        """`is_leaf(run, tier)` says whether a run may lose its tail in that tier now."""
-        self._tier = tier
-        self._is_leaf = is_leaf
-        self._heap: list[tuple[int, int, Run]] = []
-        self._num_pushed = 0
-        self._sweep_at = 64
+    def level(self, usage: Usage) -> int:
+        return usage.priority - DEFAULT_PRIORITY
 
-    def push(self, run: Run) -> None:
-        """Let a leaf take part, under its present `last_used`."""
-        if run.queued[self._tier] == run.last_used:
-            return
-        run.queued[self._tier] = run.last_used
-        self._num_pushed += 1
-        heapq.heappush(self._heap, (run.last_used, self._num_pushed, run))
-        if len(self._heap) >= self._sweep_at:
-            self._heap = [entry for entry in self._heap if self._valid(entry)]
-            heapq.heapify(self._heap)
-            self._sweep_at = max(64, 2 * len(self._heap))
+    def mark(self, usage: Usage, request: Request, until: float) -> None:
+        if request.priority is not None:
+            usage.priority, usage.keep_until = request.priority, until
 
-    def oldest(self) -> Run:
-        """The leaf to take from next; it stays. The caller knows that there is one."""
-        while not self._valid(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][2]
 
-    def _valid(self, entry: tuple[int, int, Run]) -> bool:
-        stamp, _, run = entry
-        if run.queued[self._tier] != stamp:  # used again since, or queued anew
-            return False
-        if run.last_used == stamp and self._is_leaf(run, self._tier):
-            return True
-        run.queued[self._tier] = -1
-        return False
+class PinForATime(_ForATime):
+    """`pin`: what a request pinned by `keep_seconds` goes last, until they are over; the rest by `lru`.
+
+    Pinned blocks do go when nothing else is left: a pin must not keep an engine from serving.
+    """
+
+    def level(self, usage: Usage) -> int:  # noqa: ARG002
+        return 1
+
+    def mark(self, usage: Usage, request: Request, until: float) -> None:
+        if request.keep_seconds is not None:
+            usage.keep_until = max(usage.keep_until, until)
+
+
+RANKING_POLICIES = {
+    "lru": LeastRecentlyUsed,
+    "fifo": FirstInFirstOut,
+    "lfu": LeastFrequentlyUsed,
+    "slru": SegmentedLeastRecentlyUsed,
+    "priority": Priority,
+    "pin": PinForATime,
+}

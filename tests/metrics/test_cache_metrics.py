@@ -47,11 +47,10 @@ def test_no_series_appears_later() -> None:
     metrics = CacheMetrics(tp_size=2)
     metrics.record_request(10, dict.fromkeys(TIERS, 1))
     metrics.record_skipped_writes(1)
-    for tier, kind in product(("gpu", "cpu"), EVICTION_KINDS):
-        metrics.record_eviction(tier, kind, 1)
+    evictions = [(tier, kind, 1) for tier, kind in product(("gpu", "cpu"), EVICTION_KINDS)]
     for direction, rank in product(DIRECTIONS, range(2)):
         metrics.record_swap(direction, rank, 1, 1.0, failed=True)
-    metrics.observe(tuple, lambda: [(0, True, 1), (1, True, 1)])
+    metrics.observe(tuple, lambda: evictions, lambda: [(0, True, 1), (1, True, 1)])
     samples = scrape(metrics)
     assert set(samples) == expected_keys(2)
     assert all(samples.values()), "and each was counted"
@@ -100,13 +99,11 @@ def test_swaps_are_counted_for_each_rank_and_direction() -> None:
 def test_evictions_and_skipped_writes_are_counted() -> None:
     """By tier and by whether a copy remains."""
     metrics = CacheMetrics()
-    metrics.record_eviction("gpu", "copy_kept", 3)
-    metrics.record_eviction("gpu", "dropped", 2)
-    metrics.record_eviction("gpu", "dropped", 1)
+    metrics.observe(tuple, lambda: [("gpu", "copy_kept", 3), ("gpu", "dropped", 2)], tuple)
     metrics.record_skipped_writes(4)
     samples = scrape(metrics)
     assert samples[key("evicted_blocks_total", tier="gpu", kind="copy_kept")] == 3
-    assert samples[key("evicted_blocks_total", tier="gpu", kind="dropped")] == 3
+    assert samples[key("evicted_blocks_total", tier="gpu", kind="dropped")] == 2
     assert samples[key("evicted_blocks_total", tier="cpu", kind="dropped")] == 0
     assert samples[key("skipped_write_blocks_total")] == 4
 
@@ -115,7 +112,7 @@ def test_gauges_are_read_at_every_scrape() -> None:
     """Blocks and ranks show what `observe` was given to ask, as it is now."""
     ranks = [(0, True, 0), (1, False, 0)]
     metrics = CacheMetrics(tp_size=2)
-    metrics.observe(lambda: [("gpu", "free", 7), ("cpu", "pinned", 1)], lambda: ranks)
+    metrics.observe(lambda: [("gpu", "free", 7), ("cpu", "pinned", 1)], tuple, lambda: ranks)
     samples = scrape(metrics)
     assert samples[key("blocks", tier="gpu", state="free")] == 7
     assert [samples[key("rank_up", rank=rank)] for rank in "01"] == [1, 0]
