@@ -31,6 +31,7 @@ class BlockMover:
         self._next_task_id = 1
         self._outbox: deque[TransferTask] = deque()
         self.in_flight: dict[int, Transfer] = {}
+        self.num_landed = [0, 0]  # by destination: blocks that joined it since the start
 
     @property
     def available(self) -> bool:
@@ -105,6 +106,8 @@ class BlockMover:
         transfer, num_lost = self.in_flight.pop(result.task.task_id), 0
         while transfer.segments:
             segment = transfer.segments.pop(0)
-            num_lost += len(segment.ids) - self._tree.land(segment, result.error is None)
+            num_joined = self._tree.land(segment, result.error is None)
+            self.num_landed[transfer.tier] += num_joined
+            num_lost += len(segment.ids) - num_joined
         transfer.done.set()
         return num_lost if transfer.tier is Tier.CPU else 0

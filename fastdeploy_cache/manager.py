@@ -26,6 +26,7 @@ from fastdeploy_cache.invariants import check
 from fastdeploy_cache.match import Match
 from fastdeploy_cache.matcher import Matcher
 from fastdeploy_cache.policies import new_policy
+from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import Run, Tier
@@ -52,11 +53,13 @@ class PrefixCacheManager:
         config: CacheConfig,
         *,
         client: TransferClient | None = None,
+        policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make the pools and start the ranks. `client` replaces the configured one (tests, simulation).
+        """Make the pools and start the ranks.
 
-        `clock` gives the seconds that eviction policies and hit-rate windows go by.
+        `client` and `policy` replace the configured ones (tests, simulation); `clock` gives the seconds that eviction
+        policies and hit-rate windows go by.
 
         Raises:
             RankStartError: a rank did not start within its deadline; none is left.
@@ -74,7 +77,7 @@ class PrefixCacheManager:
         self._lock = threading.Lock()
         pools = (BlockPool("GPU", num_gpu_blocks), BlockPool("CPU", num_cpu_blocks))
         self._pools = pools
-        self._tree = PrefixTree(config.block_size, pools, new_policy(config.eviction_policy, clock))
+        self._tree = PrefixTree(config.block_size, pools, policy or new_policy(config.eviction_policy, clock))
         self._requests: dict[str, ActiveRequest] = {}
         self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds)
         self._matcher = Matcher(self._tree, self._mover)
@@ -190,12 +193,14 @@ class PrefixCacheManager:
     def stats(self) -> CacheStats:
         """Blocks by owner, transfers, hit rates over the window, ranks."""
         with self._lock:
-            protected = self._tree.residency.num_protected
+            gpu, cpu = (TierStats.of(self._pools[tier], self._tree.residency, tier) for tier in Tier)
             return CacheStats(
-                gpu=TierStats.of(self._pools[Tier.GPU], protected[Tier.GPU]),
-                cpu=TierStats.of(self._pools[Tier.CPU], protected[Tier.CPU]),
+                gpu=gpu,
+                cpu=cpu,
                 num_requests=len(self._requests),
                 num_transfers_in_flight=len(self._mover.in_flight),
+                num_swapped_in_blocks=self._mover.num_landed[Tier.GPU],
+                num_swapped_out_blocks=self._mover.num_landed[Tier.CPU],
                 epoch=self._tree.epoch,
                 hit_rates=self.metrics.hit_rates(),
                 ranks=tuple(self._client.statuses()),

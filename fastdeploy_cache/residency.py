@@ -126,9 +126,9 @@ class Residency:
         policy, evict_tail = self.policy, self._evict_gpu_tail if tier is Tier.GPU else self._evict_cpu_tail
         evicted = self.num_evicted[tier]
         while num_blocks > 0:
-            run = policy.victim(tier)
+            run, at_most = policy.victim(tier, num_blocks)
             start = 0 if tier is Tier.GPU else run.cpu_start
-            taken = min(num_blocks, run.end_in(tier) - max(run.num_held, start))
+            taken = min(at_most, run.end_in(tier) - max(run.num_held, start))
             num_kept = evict_tail(run, taken)
             evicted[0] += num_kept
             evicted[1] += taken - num_kept

@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fastdeploy_cache.block_pool import BlockPool, Owner
+from fastdeploy_cache.residency import Residency
+from fastdeploy_cache.run import Tier
 from transfer_manager.client import RankStatus
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierStats:
-    """Blocks of one tier. `num_cached` are in the tree, of which `num_protected` are pinned and cannot be evicted."""
+    """Blocks of one tier. `num_cached` are in the tree, of which `num_protected` are pinned and cannot be evicted.
+
+    `num_evicted` have gone since the start to make room.
+    """
 
     num_blocks: int
     num_free: int
@@ -19,17 +24,19 @@ class TierStats:
     num_protected: int
     num_private: int
     num_in_flight: int
+    num_evicted: int
 
     @classmethod
-    def of(cls, pool: BlockPool, num_protected: int) -> TierStats:
-        """Read a pool."""
+    def of(cls, pool: BlockPool, residency: Residency, tier: Tier) -> TierStats:
+        """Read the books of a tier."""
         return cls(
             num_blocks=pool.num_blocks,
             num_free=pool.num_free,
             num_cached=pool.count(Owner.RUN),
-            num_protected=num_protected,
+            num_protected=residency.num_protected[tier],
             num_private=pool.count(Owner.REQUEST),
             num_in_flight=pool.count(Owner.TASK),
+            num_evicted=sum(residency.num_evicted[tier]),
         )
 
     def by_state(self) -> dict[str, int]:
@@ -51,6 +58,8 @@ class CacheStats:
     cpu: TierStats
     num_requests: int
     num_transfers_in_flight: int
+    num_swapped_in_blocks: int
+    num_swapped_out_blocks: int
     epoch: int
     hit_rates: Mapping[str, float]
     ranks: tuple[RankStatus, ...]

@@ -52,6 +52,42 @@ def serve(
     run(config, given, host=host, port=port, metrics_port=metrics_port)
 
 
+@app.command()
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="Request trace: JSON lines, gzip-compressed or not.")],
+    gpu_blocks: Annotated[list[str], typer.Option(help="Blocks of the GPU tier: 4096, or 5% of the distinct blocks.")],
+    trace_block_size: Annotated[int, typer.Option(min=1, help="Tokens that one hash id stands for.")] = 512,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per cached block; the trace's block size, or a divisor.")
+    ] = None,
+    cpu_blocks: Annotated[list[str], typer.Option(help="Blocks of the CPU tier, likewise.")] = ["0"],  # noqa: B006
+    policy: Annotated[list[str], typer.Option(help="Eviction policies.")] = ["lru"],  # noqa: B006
+    json: Annotated[str | None, typer.Option(help="Also write the findings to this file; - is standard output.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw hit rate over capacity (PNG or SVG).")] = None,
+    bound: Annotated[bool, typer.Option(help="Find the clairvoyant bound as well.")] = True,
+    skip_bad: Annotated[bool, typer.Option(help="Leave bad lines out and count them.")] = False,
+) -> None:
+    """Replay a request trace: which hit rate would which capacity and policy have had?
+
+    Options that take several values can be repeated or separated by commas: --gpu-blocks 1%,5%.
+    """
+    from launch.simulator.command import SimulateOptions
+    from launch.simulator.command import simulate as run
+
+    options = SimulateOptions(
+        trace_block_size=trace_block_size,
+        block_size=block_size,
+        gpu_blocks=gpu_blocks,
+        cpu_blocks=cpu_blocks,
+        policies=policy,
+        json_file=json,
+        plot_file=plot,
+        bound=bound,
+        skip_bad=skip_bad,
+    )
+    run(trace, options)
+
+
 @config_app.command()
 def check(file: Annotated[Path, typer.Argument(help="TOML file.")]) -> None:
     """Check a configuration file and print the sizes that follow from it."""

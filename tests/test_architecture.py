@@ -27,13 +27,20 @@ HOMES = {
         "fastdeploy_cache/config.py",
         "launch/chat_api.py",
         "launch/serve.py",
+        "launch/simulator/trace.py",
     },
     "prometheus_client": {"metrics/cache_metrics.py", "metrics/exporter.py"},
     "paddle": {"launch/reference_engine/paddle_runtime.py"},
     "gguf": {"launch/reference_engine/gguf_file.py"},
     "tokenizers": {"launch/reference_engine/tokenizer.py"},
     "typer": {"launch/cli.py"},
-    "rich": {"launch/demo/command.py", "launch/demo/report.py"},
+    "rich": {
+        "launch/demo/command.py",
+        "launch/demo/report.py",
+        "launch/simulator/command.py",
+        "launch/simulator/report.py",
+    },
+    "matplotlib": {"launch/simulator/plot.py"},
 }
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 50
 BANNED_NAMES = {"utils", "common", "helpers", "util", "helper"}

@@ -30,8 +30,11 @@ class EvictionPolicy(Protocol):
         """A run has become a leaf of a tier, or has changed while it is one."""
         ...
 
-    def victim(self, tier: Tier) -> Run:
-        """The leaf to take from next. The caller knows that there is one, and takes from its tail at least a block."""
+    def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
+        """The leaf to take from next, and how much of its tail at most, when `num_blocks` have to go.
+
+        The caller knows that there is a leaf, and takes at least a block of it.
+        """
         ...
 
     def alike(self, upper: Run, lower: Run) -> bool:
@@ -114,8 +117,8 @@ class LeastRecentlyUsed:
     def push(self, run: Run, tier: Tier) -> None:
         self._heaps[tier].push(run)
 
-    def victim(self, tier: Tier) -> Run:
-        return self._heaps[tier].first()
+    def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
+        return self._heaps[tier].first(), num_blocks
 
     def alike(self, upper: Run, lower: Run) -> bool:  # noqa: ARG002
         return True
@@ -191,7 +194,7 @@ class _ForATime(LeastRecentlyUsed):
             self._num_watches += 1
             heapq.heappush(self._ends, (until, self._num_watches, run))
 
-    def victim(self, tier: Tier) -> Run:
+    def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
         now = self._clock()
         while self._ends and self._ends[0][0] <= now:
             run = heapq.heappop(self._ends)[2]
@@ -199,7 +202,7 @@ class _ForATime(LeastRecentlyUsed):
             for each in Tier:
                 if self._is_leaf(run, each):
                     self.push(run, each)  # ranked anew, or watched for longer
-        return super().victim(tier)
+        return super().victim(tier, num_blocks)
 
     def alike(self, upper: Run, lower: Run) -> bool:
         a, b = upper.usage, lower.usage

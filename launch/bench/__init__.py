@@ -1,0 +1,1 @@
+"""Measurements of the cache's own cost, always beside a floor taken in the same run."""

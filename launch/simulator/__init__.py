@@ -1,0 +1,1 @@
+"""Replay request traces through the real manager, without any bytes."""

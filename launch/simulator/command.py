@@ -1,0 +1,128 @@
+"""The simulator as a program: which capacity and which policy would have hit how much of a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fastdeploy_cache.policies import EVICTION_POLICIES
+from launch.errors import LaunchError
+from launch.simulator.bound import Clairvoyant, infinite_hit_rate
+from launch.simulator.plot import draw
+from launch.simulator.replay import Replay
+from launch.simulator.report import show
+from launch.simulator.trace import Trace, TraceRequest, read_trace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """What to replay, and where the findings go."""
+
+    trace_block_size: int
+    block_size: int | None
+    gpu_blocks: list[str]
+    cpu_blocks: list[str]
+    policies: list[str]
+    json_file: str | None
+    plot_file: Path | None
+    bound: bool
+    skip_bad: bool
+
+
+def simulate(path: Path, options: SimulateOptions) -> None:
+    """Replay the trace once for each capacity and policy; print, and write what was asked for.
+
+    Raises:
+        LaunchError: a bad trace or option.
+    """
+    to_stdout = options.json_file == "-"
+    console = Console(highlight=False, stderr=to_stdout)
+    policies = _names(options.policies)
+    for file in (options.plot_file, None if to_stdout or options.json_file is None else Path(options.json_file)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise LaunchError(f"cannot write {file}: its folder does not exist")
+    trace = read_trace(
+        path, options.trace_block_size, options.block_size or options.trace_block_size, options.skip_bad
+    )
+    sizes = [(gpu, cpu) for gpu in _sizes(options.gpu_blocks, trace, 1) for cpu in _sizes(options.cpu_blocks, trace, 0)]
+    found = _replay_all(console, path, trace, sizes, policies, options.bound)
+    show(console, found)
+    if options.plot_file is not None:
+        draw(options.plot_file, found)
+    if options.json_file is not None:
+        text = json.dumps(found, indent=2) + "\n"
+        if to_stdout:
+            print(text, end="")
+        else:
+            Path(options.json_file).write_text(text)
+
+
+def _replay_all(
+    console: Console, path: Path, trace: Trace, sizes: list[tuple[int, int]], policies: list[str], bound: bool
+) -> dict[str, Any]:
+    bound_sizes = sorted({gpu + cpu for gpu, cpu in sizes}) if bound else []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    results, clairvoyant = [], {}
+    with Progress(*columns, console=console, transient=True) as progress:
+        num_replays = len(sizes) * len(policies) + len(bound_sizes)
+        bar = progress.add_task(path.name, total=num_replays * len(trace.requests))
+
+        def on_request(number: int, request: TraceRequest) -> None:  # noqa: ARG001
+            if number % 256 == 0:
+                progress.advance(bar, min(256, len(trace.requests) - number))
+
+        for gpu, cpu in sizes:
+            for policy in policies:
+                results.append(dataclasses.asdict(Replay(trace, gpu, cpu, policy).run(on_request)))
+        for size in bound_sizes:
+            farthest = Clairvoyant(trace)
+
+            def on_bound_request(number: int, request: TraceRequest, policy: Clairvoyant = farthest) -> None:
+                policy.on_request(number, request)
+                on_request(number, request)
+
+            clairvoyant[size] = Replay(trace, size, 0, farthest).run(on_bound_request).token_hit_rate
+    return {
+        "trace": path.name,
+        "requests": len(trace.requests),
+        "tokens": trace.num_tokens,
+        "skipped_lines": trace.num_skipped_lines,
+        "block_size": trace.block_size,
+        "distinct_blocks": trace.num_distinct_blocks,
+        "infinite_token_hit_rate": infinite_hit_rate(trace),
+        "bounds": [{"blocks": size, "clairvoyant_token_hit_rate": rate} for size, rate in clairvoyant.items()],
+        "results": results,
+    }
+
+
+def _split(given: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(part.strip() for text in given for part in text.split(",") if part.strip()))
+
+
+def _names(given: list[str]) -> list[str]:
+    names = _split(given)
+    for name in names:
+        if name not in EVICTION_POLICIES:
+            raise LaunchError(f"unknown policy {name!r}; the policies are {', '.join(EVICTION_POLICIES)}")
+    return names
+
+
+def _sizes(given: list[str], trace: Trace, least: int) -> list[int]:
+    """Numbers of blocks; `5%` is a share of the trace's distinct blocks."""
+    sizes = []
+    for text in _split(given):
+        try:
+            share = float(text.removesuffix("%"))
+            size = int(trace.num_distinct_blocks * share / 100) if text.endswith("%") else int(text)
+        except ValueError:
+            raise LaunchError(f"{text!r} is no number of blocks; give one such as 4096, or a share such as 5%") from None
+        if size < least:
+            raise LaunchError(f"{text} makes {size} blocks; use at least {least}")
+        sizes.append(size)
+    return sizes

@@ -1,0 +1,102 @@
+"""One trace through one cache: the real manager and its in-process client; no bytes move."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.errors import PromptTooLongError
+from fastdeploy_cache.policies.eviction import EvictionPolicy
+from launch.simulator.trace import Trace, TraceRequest
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What one cache did with a trace. Hit rates are in tokens, 0 to 1."""
+
+    policy: str
+    gpu_blocks: int
+    cpu_blocks: int
+    token_hit_rate: float
+    gpu_token_hit_rate: float
+    cpu_token_hit_rate: float
+    gpu_evicted_blocks: int
+    cpu_evicted_blocks: int
+    swapped_out_blocks: int
+    swapped_in_blocks: int
+    too_long_requests: int
+    seconds: float
+
+
+class Replay:
+    """Serves each request of a trace at its time, whole and at once, before the next comes.
+
+    One token stands for a block, so the manager's blocks are of one token: every decision is the same, and nothing is
+    spent on comparing and hashing made-up tokens. A prompt that ends inside a block brings one more, which is not cached.
+    """
+
+    def __init__(self, trace: Trace, gpu_blocks: int, cpu_blocks: int, policy: str | EvictionPolicy = "lru") -> None:
+        """`policy`: a name, or an object in its place."""
+        self._trace = trace
+        self._now = 0.0
+        self._policy = policy if isinstance(policy, str) else type(policy).__name__
+        config = CacheConfig(
+            block_size=1,
+            num_gpu_blocks=gpu_blocks,
+            num_cpu_blocks=cpu_blocks,
+            eviction_policy=policy if isinstance(policy, str) else "lru",
+            transfer_client="inline",
+        )
+        given = None if isinstance(policy, str) else policy
+        self.cache = PrefixCacheManager(config, clock=lambda: self._now, policy=given)
+        self._hits = [0, 0]  # blocks from GPU and CPU
+        self._num_too_long = 0
+
+    def run(self, on_request: Callable[[int, TraceRequest], None] = lambda number, request: None) -> Replayed:
+        """Replay all of it; `on_request` hears of each request before it is served."""
+        started = time.perf_counter()
+        for number, request in enumerate(self._trace.requests):
+            on_request(number, request)
+            self._now = request.seconds
+            self._serve(str(number), request)
+        return self._result(time.perf_counter() - started)
+
+    def _serve(self, name: str, traced: TraceRequest) -> None:
+        size = self._trace.block_size
+        num_blocks = len(traced.blocks)
+        tokens = traced.blocks
+        if traced.num_tokens > num_blocks * size:
+            tokens = np.append(tokens, np.int32(0))  # stands for the rest of the prompt; never committed
+        request = Request(request_id=name, prompt_token_ids=tokens)
+        try:
+            match = self.cache.match(request)
+        except PromptTooLongError:
+            self._num_too_long += 1
+            return
+        self._hits[0] += match.num_gpu_tokens
+        self._hits[1] += match.num_cpu_tokens
+        self.cache.allocate(request, len(tokens) - match.num_tokens)
+        self.cache.commit(request, num_blocks)
+        self.cache.release(request)
+
+    def _result(self, seconds: float) -> Replayed:
+        stats, size, total = self.cache.stats(), self._trace.block_size, self._trace.num_tokens
+        gpu, cpu = (hits * size / total for hits in self._hits)
+        return Replayed(
+            policy=self._policy,
+            gpu_blocks=stats.gpu.num_blocks,
+            cpu_blocks=stats.cpu.num_blocks,
+            token_hit_rate=gpu + cpu,
+            gpu_token_hit_rate=gpu,
+            cpu_token_hit_rate=cpu,
+            gpu_evicted_blocks=stats.gpu.num_evicted,
+            cpu_evicted_blocks=stats.cpu.num_evicted,
+            swapped_out_blocks=stats.num_swapped_out_blocks,
+            swapped_in_blocks=stats.num_swapped_in_blocks,
+            too_long_requests=self._num_too_long,
+            seconds=seconds,
+        )
