@@ -44,6 +44,8 @@ class BlockHasher:
         `parent` is the hash of the block before them; `extras` has the extra keys by block of `tokens`.
         """
         size = self._block_type.itemsize
+        if num_blocks == 1 and extras is None:
+            return hashlib.sha256(parent + tokens[first_block * size : (first_block + 1) * size]).digest()
         blocks = np.frombuffer(tokens, self._block_type, num_blocks, first_block * size).tolist()
         for block, extra in (extras or {}).items():
             if 0 <= block - first_block < num_blocks:

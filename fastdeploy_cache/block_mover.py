@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fastdeploy_cache.block_pool import Owner
+from fastdeploy_cache.block_pool import TASK
 from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.run import Run, Segment, Tier, Transfer, segments_of
+from fastdeploy_cache.run import CPU, GPU, Run, Segment, Tier, Transfer, segments_of
 from transfer_manager.client import TransferClient
 from transfer_manager.task import Direction, TransferResult, TransferTask
 
@@ -40,7 +40,7 @@ class BlockMover:
 
     def load(self, parts: Sequence[Part]) -> None:
         """Start copying blocks that are in the CPU tier only; the room on the GPU is there already."""
-        self._start(Tier.GPU, parts)
+        self._start(GPU, parts)
 
     def store(self, run: Run) -> int:
         """Start copying down what of a pinned run is neither copied nor on its way; returns how many were not.
@@ -48,21 +48,21 @@ class BlockMover:
         It begins where the copies end, not at the newest blocks: what an earlier store failed to bring is copied again,
         or its gap would keep out every later copy of the run. Evicts older copies where there is no room.
         """
-        pool, residency = self._tree.pools[Tier.CPU], self._tree.residency
+        pool, residency = self._tree.pools[CPU], self._tree.residency
         if not pool.num_blocks:
             return 0
-        ends = [segment.end for segment in segments_of(run, Tier.CPU)]
-        first = max(run.cpu_end if run.ids[Tier.CPU] else 0, *ends, 0)
+        ends = [segment.end for segment in segments_of(run, CPU)]
+        first = max(run.cpu_end if run.ids[CPU] else 0, *ends, 0)
         wanted = run.num_gpu - first
         if wanted <= 0:
             return 0
         if not self.available:
             return wanted
-        num_blocks = min(wanted, residency.num_available(Tier.CPU))
+        num_blocks = min(wanted, residency.num_available(CPU))
         if num_blocks:
             # the run itself is held by its request, so the eviction cannot take from it
-            residency.evict(Tier.CPU, max(0, num_blocks - pool.num_free))
-            self._start(Tier.CPU, [(run, first, num_blocks)])
+            residency.evict(CPU, max(0, num_blocks - pool.num_free))
+            self._start(CPU, [(run, first, num_blocks)])
         return wanted - num_blocks
 
     def _start(self, tier: Tier, parts: Sequence[Part]) -> None:
@@ -70,19 +70,19 @@ class BlockMover:
         self._next_task_id += 1
         gpu_ids, cpu_ids = array("i"), array("i")
         for run, first, num_blocks in parts:
-            ids = self._tree.pools[tier].allocate(num_blocks, Owner.TASK)
+            ids = self._tree.pools[tier].allocate(num_blocks, TASK)
             segment = Segment(transfer, run, first, ids)
             transfer.segments.append(segment)
             self._tree.pin(segment)
-            source_start = first - run.cpu_start if tier is Tier.GPU else first
-            source = run.ids[Tier.CPU if tier is Tier.GPU else Tier.GPU][source_start : source_start + num_blocks]
-            gpu_ids += ids if tier is Tier.GPU else source
-            cpu_ids += source if tier is Tier.GPU else ids
+            source_start = first - run.cpu_start if tier is GPU else first
+            source = run.ids[CPU if tier is GPU else GPU][source_start : source_start + num_blocks]
+            gpu_ids += ids if tier is GPU else source
+            cpu_ids += source if tier is GPU else ids
         self.in_flight[transfer.task_id] = transfer
         self._outbox.append(
             TransferTask(
                 task_id=transfer.task_id,
-                direction=Direction.SWAP_IN if tier is Tier.GPU else Direction.SWAP_OUT,
+                direction=Direction.SWAP_IN if tier is GPU else Direction.SWAP_OUT,
                 gpu_block_ids=np.array(gpu_ids, dtype=np.int32),
                 cpu_block_ids=np.array(cpu_ids, dtype=np.int32),
                 deadline=time.monotonic() + self._timeout_seconds,
@@ -110,4 +110,4 @@ class BlockMover:
             self.num_landed[transfer.tier] += num_joined
             num_lost += len(segment.ids) - num_joined
         transfer.done.set()
-        return num_lost if transfer.tier is Tier.CPU else 0
+        return num_lost if transfer.tier is CPU else 0

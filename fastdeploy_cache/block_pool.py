@@ -23,6 +23,9 @@ class Owner(IntEnum):
     TASK = 3
 
 
+FREE, RUN, REQUEST, TASK = Owner  # looking a member up in its class costs as much as a dictionary
+
+
 class BlockPool:
     """Hands out ids 0..num_blocks-1, lowest first, and checks every hand-over. One thread at a time."""
 
@@ -39,7 +42,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can give."""
-        return self._counts[0]
+        return self._counts[FREE]
 
     def count(self, owner: Owner) -> int:
         """Blocks of this owner."""
@@ -63,18 +66,46 @@ class BlockPool:
         if num_unused:
             ids.extend(range(self._next_unused, self._next_unused + num_unused))
             self._next_unused += num_unused
-        self._set(ids, Owner.FREE, owner)
+        self._give(ids, owner)
         return ids
+
+    def _give(self, ids: array[int], owner: Owner) -> None:
+        """Note the owner of free ids."""
+        if len(ids) <= _FEW:
+            owners = self._owners
+            for block_id in ids:
+                owners[block_id] = owner
+        else:
+            self._owner_array[np.frombuffer(ids, np.int32)] = owner
+        self._counts[FREE] -= len(ids)
+        self._counts[owner] += len(ids)
 
     def hand_over(self, ids: array[int], giver: Owner, taker: Owner) -> None:
         """Change the owner of `ids`; all of them or, on `BlockOwnerError`, none."""
-        if not self._all_owned(ids, giver):
-            self._refuse(ids, giver)
-        self._set(ids, giver, taker)
+        if len(ids) <= _FEW:
+            self._hand_over_few(ids, giver, taker)
+        else:
+            values = np.frombuffer(ids, np.uint32)  # a negative id is a large one here
+            if values.max() >= self.num_blocks or self._owner_array[values].tobytes().count(giver) != len(ids):
+                self._refuse(ids, giver)
+            if not (values[1:] > values[:-1]).all() and len(np.unique(values)) != len(ids):
+                self._refuse(ids, giver)
+            self._owner_array[values] = taker
+        self._counts[giver] -= len(ids)
+        self._counts[taker] += len(ids)
+
+    def _hand_over_few(self, ids: array[int], giver: Owner, taker: Owner) -> None:
+        owners, num_blocks = self._owners, self.num_blocks
+        for i, block_id in enumerate(ids):
+            if not (0 <= block_id < num_blocks and owners[block_id] == giver):  # a double is its taker's already
+                for changed in ids[:i]:
+                    owners[changed] = giver
+                self._refuse(ids, giver)
+            owners[block_id] = taker
 
     def free(self, ids: array[int], giver: Owner) -> None:
         """Take `ids` back from their owner; all of them or, on `BlockOwnerError`, none."""
-        self.hand_over(ids, giver, Owner.FREE)
+        self.hand_over(ids, giver, FREE)
         returned = self._returned
         if len(ids) * 8 < len(returned):
             for block_id in ids:
@@ -88,17 +119,6 @@ class BlockPool:
         yield from self._returned
         yield from range(self._next_unused, self.num_blocks)
 
-    def _all_owned(self, ids: array[int], giver: Owner) -> bool:
-        """Whether each of `ids` is in the pool, `giver`'s, and given once."""
-        if len(ids) <= _FEW:
-            owners, num_blocks = self._owners, self.num_blocks
-            owned = all([0 <= block_id < num_blocks and owners[block_id] == giver for block_id in ids])
-            return owned and (len(ids) < 2 or len(set(ids)) == len(ids))
-        values = np.frombuffer(ids, np.int32)
-        if not (values.min() >= 0 and values.max() < self.num_blocks and (self._owner_array[values] == giver).all()):
-            return False
-        return bool((values[1:] > values[:-1]).all()) or len(np.unique(values)) == len(values)
-
     def _refuse(self, ids: array[int], giver: Owner) -> None:
         """Name the first id of `ids` that its giver may not give."""
         seen = set()
@@ -111,13 +131,3 @@ class BlockPool:
                     f"{self.tier} block {block_id} is {owner}, not {giver.name}; give each back once, by its owner"
                 )
             seen.add(block_id)
-
-    def _set(self, ids: array[int], giver: Owner, taker: Owner) -> None:
-        if len(ids) <= _FEW:
-            owners = self._owners
-            for block_id in ids:
-                owners[block_id] = taker
-        else:
-            self._owner_array[np.frombuffer(ids, np.int32)] = taker
-        self._counts[giver] -= len(ids)
-        self._counts[taker] += len(ids)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_hash import HASH_BYTES, BlockHasher
-from fastdeploy_cache.block_pool import BlockPool, Owner
+from fastdeploy_cache.block_pool import FREE, REQUEST, RUN, TASK, BlockPool, Owner
 from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.run import Pin, Run, Segment, Tier, Transfer
+from fastdeploy_cache.run import CPU, GPU, Pin, Run, Segment, Tier, Transfer
 
 
 def check(tree: PrefixTree, requests: Sequence[ActiveRequest], transfers: Sequence[Transfer]) -> None:
@@ -35,10 +35,10 @@ def _check_owners(
 ) -> None:
     """free + runs + requests + tasks = all, and one owner each."""
     owned: dict[Owner, list[int]] = {
-        Owner.FREE: list(pool.free_ids()),
-        Owner.RUN: [i for run in runs for i in run.ids[tier]],
-        Owner.REQUEST: [i for active in requests for i in active.private_ids()] if tier is Tier.GPU else [],
-        Owner.TASK: [i for t in transfers if t.tier is tier for s in t.segments for i in s.ids],
+        FREE: list(pool.free_ids()),
+        RUN: [i for run in runs for i in run.ids[tier]],
+        REQUEST: [i for active in requests for i in active.private_ids()] if tier is GPU else [],
+        TASK: [i for t in transfers if t.tier is tier for s in t.segments for i in s.ids],
     }
     everything = sorted(i for ids in owned.values() for i in ids)
     assert everything == list(range(pool.num_blocks)), f"{pool.tier}: some block has no owner or two"
@@ -59,7 +59,7 @@ def _check_pins(runs: Iterable[Run], requests: Iterable[ActiveRequest], transfer
         for pin in run.pins:
             assert pin.run is run and 0 < pin.end <= run.num_blocks, "pin off its run"
             if isinstance(pin, Segment):
-                assert 0 <= pin.start and pin.end == pin.start + len(pin.ids) > pin.start, "segment off its run"
+                assert pin.start >= 0 and pin.end == pin.start + len(pin.ids) > pin.start, "segment off its run"
         num_held_children = sum(child.num_held > 0 for child in run.children.values())
         assert run.num_held_children == num_held_children, "held children miscounted"
         held = run.num_blocks if num_held_children else max((pin.end for pin in run.pins), default=0)
@@ -83,14 +83,14 @@ def _check_shape(tree: PrefixTree, run: Run) -> None:
 
 
 def _check_residency(tree: PrefixTree, run: Run) -> None:
-    assert (run.num_gpu <= run.num_blocks and run.cpu_end <= run.num_blocks) or not run.ids[Tier.CPU]
+    assert (run.num_gpu <= run.num_blocks and run.cpu_end <= run.num_blocks) or not run.ids[CPU]
     if run.num_gpu < run.num_blocks:
-        assert run.ids[Tier.CPU] and run.cpu_end == run.num_blocks and run.cpu_start <= run.num_gpu, "block nowhere"
+        assert run.ids[CPU] and run.cpu_end == run.num_blocks and run.cpu_start <= run.num_gpu, "block nowhere"
     assert run.parent is not None
     if run.num_gpu and run.parent.parent is not None:
         assert run.parent.num_gpu == run.parent.num_blocks, "on the GPU without its parent"
-    if not tree.pools[Tier.CPU].num_blocks:
-        assert not run.ids[Tier.CPU]
+    if not tree.pools[CPU].num_blocks:
+        assert not run.ids[CPU]
 
 
 def _check_request(active: ActiveRequest) -> None:
@@ -101,7 +101,7 @@ def _check_request(active: ActiveRequest) -> None:
     depth = sum(run.num_blocks for run in above) + active.pin.end
     assert depth == active.num_pinned_blocks, f"pin at depth {depth}, noted {active.num_pinned_blocks}"
     if active.settled:
-        in_tree = [i for run in (*above, last) for i in run.ids[Tier.GPU]][:depth]
+        in_tree = [i for run in (*above, last) for i in run.ids[GPU]][:depth]
         assert len(in_tree) == depth, "settled on blocks off the GPU"
         own = active.block_ids[: active.num_committed_blocks]
         duplicates = set(active.duplicates)

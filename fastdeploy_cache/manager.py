@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover
-from fastdeploy_cache.block_pool import BlockPool, Owner
+from fastdeploy_cache.block_pool import REQUEST, BlockPool
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import (
     ClosedError,
@@ -29,7 +29,7 @@ from fastdeploy_cache.policies import new_policy
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import Run, Tier
+from fastdeploy_cache.run import CPU, GPU, Run, Tier
 from fastdeploy_cache.stats import CacheStats, TierStats
 from metrics.cache_metrics import EVICTION_KINDS, CacheMetrics
 from metrics.exporter import MetricsExporter
@@ -106,6 +106,8 @@ class PrefixCacheManager:
             if self.config.enable_prefix_caching:
                 self._matcher.find(active, num_blocks)
             self._requests[request.request_id] = active
+            if active.settled:
+                return self._describe(active)
         self._mover.submit()
         with self._lock:
             return self._describe(active)
@@ -123,15 +125,16 @@ class PrefixCacheManager:
             active = self._active(request)
             if num_blocks < 0:
                 raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
-            pool, residency = self._pools[Tier.GPU], self._tree.residency
-            missing = num_blocks - residency.num_available(Tier.GPU)
+            pool, residency = self._pools[GPU], self._tree.residency
+            missing = num_blocks - residency.num_available(GPU)
             if missing > 0:
                 raise OutOfBlocksError(missing, self._num_coming())
             self._matcher.settle(active)
-            self._count(active)
+            if not request.counted:
+                self._count(active)
             if num_blocks > pool.num_free:
-                residency.evict(Tier.GPU, num_blocks - pool.num_free)
-            ids = pool.allocate(num_blocks, Owner.REQUEST)
+                residency.evict(GPU, num_blocks - pool.num_free)
+            ids = pool.allocate(num_blocks, REQUEST)
             active.block_ids += ids
             return ids.tolist()
 
@@ -151,7 +154,9 @@ class PrefixCacheManager:
             num_blocks = num_computed_tokens // self.config.block_size
             publishes = self.config.enable_prefix_caching and active.epoch == self._tree.epoch
             if num_blocks > active.num_committed_blocks and publishes:
-                self.metrics.record_skipped_writes(self._matcher.publish(active, num_blocks))
+                num_skipped = self._matcher.publish(active, num_blocks)
+                if num_skipped:
+                    self.metrics.record_skipped_writes(num_skipped)
         self._mover.submit()
 
     def release(self, request: Request) -> None:
@@ -164,7 +169,9 @@ class PrefixCacheManager:
             active = self._active(request)
             del self._requests[request.request_id]
             self._matcher.settle(active)
-            self._pools[Tier.GPU].free(active.private_ids(), Owner.REQUEST)
+            private_ids = active.private_ids()
+            if private_ids:
+                self._pools[GPU].free(private_ids, REQUEST)
             self._matcher.release(active)
 
     def wait_for_transfers(self, timeout_seconds: float) -> bool:
@@ -199,8 +206,8 @@ class PrefixCacheManager:
                 cpu=cpu,
                 num_requests=len(self._requests),
                 num_transfers_in_flight=len(self._mover.in_flight),
-                num_swapped_in_blocks=self._mover.num_landed[Tier.GPU],
-                num_swapped_out_blocks=self._mover.num_landed[Tier.CPU],
+                num_swapped_in_blocks=self._mover.num_landed[GPU],
+                num_swapped_out_blocks=self._mover.num_landed[CPU],
                 epoch=self._tree.epoch,
                 hit_rates=self.metrics.hit_rates(),
                 ranks=tuple(self._client.statuses()),
@@ -256,9 +263,9 @@ class PrefixCacheManager:
             raise ClosedError("the cache manager is closed; make a new one")
 
     def _active(self, request: Request) -> ActiveRequest:
-        self._check_open()
         active = self._requests.get(request.request_id)
-        if active is None or active.request is not request:
+        if self._closed or active is None or active.request is not request:
+            self._check_open()
             raise UnknownRequestError(f"request {request.request_id!r} is not matched or was released; match it first")
         return active
 
@@ -267,10 +274,10 @@ class PrefixCacheManager:
         if request.request_id in self._requests:
             raise RequestError(f"request {request.request_id!r} is matched already; release it first")
         num_blocks = -(-request.num_tokens // self.config.block_size)
-        if num_blocks > self._pools[Tier.GPU].num_blocks:
+        if num_blocks > self._pools[GPU].num_blocks:
             raise PromptTooLongError(
                 f"request {request.request_id!r} has {request.num_tokens} tokens, {num_blocks} blocks; the GPU pool "
-                f"has {self._pools[Tier.GPU].num_blocks}: shorten it or raise num_gpu_blocks"
+                f"has {self._pools[GPU].num_blocks}: shorten it or raise num_gpu_blocks"
             )
         return num_blocks
 
@@ -297,9 +304,9 @@ class PrefixCacheManager:
                 held[run] = max(held.get(run, 0), active.pin.end)
         segments = [s for transfer in self._mover.in_flight.values() for s in transfer.segments]
         copied = {run for segment in segments for run in segment.run.path()}
-        num_coming = sum(run.num_in(Tier.GPU, run.num_held) - run.num_in(Tier.GPU, held.get(run, 0)) for run in copied)
+        num_coming = sum(run.num_in(GPU, run.num_held) - run.num_in(GPU, held.get(run, 0)) for run in copied)
         for segment in segments:
-            if segment.transfer.tier is Tier.GPU:
+            if segment.transfer.tier is GPU:
                 # blocks that were computed meanwhile send the load's ids home; the others join the run
                 num_superseded = max(0, min(segment.end, segment.run.num_gpu) - segment.start)
                 joined_from = max(segment.start + num_superseded, held.get(segment.run, 0))
@@ -309,11 +316,11 @@ class PrefixCacheManager:
     def _count(self, active: ActiveRequest) -> None:
         """Count a request once, when it is first admitted: not while it waits, nor when it returns from preemption."""
         request, size = active.request, self.config.block_size
-        if not request.counted:
-            request.counted = True
-            num_gpu = min(active.num_gpu_blocks, active.num_matched_blocks)
-            hits = {"gpu": num_gpu * size, "cpu": (active.num_matched_blocks - num_gpu) * size}
-            self.metrics.record_request(request.num_tokens, hits)
+        request.counted = True
+        num_gpu = min(active.num_gpu_blocks, active.num_matched_blocks)
+        self.metrics.record_request(
+            request.num_tokens, (num_gpu * size, (active.num_matched_blocks - num_gpu) * size, 0)
+        )
 
     def _wait(self, active: ActiveRequest, timeout_seconds: float | None) -> Match:
         if timeout_seconds is None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+import msgspec
 
 
-@dataclass(frozen=True, kw_only=True)
-class Match:
+class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A request's cached prefix at the moment of the call; pinned until the request is released.
 
     Attributes:
@@ -27,8 +27,8 @@ class Match:
     num_storage_tokens: int
     num_coming_tokens: int
     num_unloaded_tokens: int
-    _poll: Callable[[], Match] = field(repr=False, compare=False)
-    _wait: Callable[[float | None], Match] = field(repr=False, compare=False)
+    _poll: Callable[[], Match]
+    _wait: Callable[[float | None], Match]
 
     @property
     def ready(self) -> bool:

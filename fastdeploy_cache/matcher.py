@@ -7,7 +7,7 @@ from array import array
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover, Part
 from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.run import Pin, Run, Tier, segments_of
+from fastdeploy_cache.run import GPU, Run, segments_of
 
 
 class Matcher:
@@ -24,10 +24,13 @@ class Matcher:
         path, num_found = tree.find(request.namespace, active.keys, max_blocks)
         num_found = request.whole_images(num_found, tree.block_size)
         if not num_found:
+            active.settled = True
             return
         self._pin(active, path, num_found)
-        active.num_gpu_blocks = _num_readable(path, num_found)
-        if active.num_gpu_blocks == num_found:
+        ids = _gpu_ids(path, num_found)
+        active.num_gpu_blocks = len(ids)
+        if len(ids) == num_found:
+            self._settle_at(active, ids)
             return
         num_coming, parts = _coming_and_cold(path, num_found)
         num_cold = sum(n for _, _, n in parts)
@@ -36,23 +39,23 @@ class Matcher:
         if num_loaded < num_cold:
             self._pin(active, path, active.num_gpu_blocks + num_coming + num_loaded)
         if active.pin is not None:
-            transfers = [s.transfer for run in active.pin.run.path() for s in segments_of(run, Tier.GPU)]
+            transfers = [s.transfer for run in active.pin.run.path() for s in segments_of(run, GPU)]
             active.loads = list(dict.fromkeys(transfers))
 
     def _load(self, parts: list[Part], num_rest: int) -> int:
         """Load as many blocks of `parts` as leave room for the `num_rest` others of the prompt; returns how many."""
         if not self._mover.available:
             return 0
-        pool, residency = self._tree.pools[Tier.GPU], self._tree.residency
+        pool, residency = self._tree.pools[GPU], self._tree.residency
         num_cold = sum(n for _, _, n in parts)
-        left = num_blocks = max(0, min(num_cold, residency.num_available(Tier.GPU) - num_rest))
+        left = num_blocks = max(0, min(num_cold, residency.num_available(GPU) - num_rest))
         chosen: list[Part] = []
         for run, first, length in parts:
             if left:
                 chosen.append((run, first, min(length, left)))
                 left -= min(length, left)
         if chosen:
-            residency.evict(Tier.GPU, max(0, num_blocks - pool.num_free))
+            residency.evict(GPU, max(0, num_blocks - pool.num_free))
             self._mover.load(chosen)
         return num_blocks
 
@@ -62,31 +65,37 @@ class Matcher:
             self.settle(active)
         if active.settled or active.pin is None:
             return active.block_ids[: active.num_matched_blocks], 0
-        ids = _gpu_ids(active.pin)
+        ids = _gpu_ids(active.pin.run.path(), active.num_pinned_blocks)
         return ids, active.num_pinned_blocks - len(ids)
 
     def settle(self, active: ActiveRequest) -> None:
         """Fix the match at what is readable now; what has not arrived is no part of it."""
         if active.settled:
             return
-        active.settled, active.loads = True, []
         if active.pin is None:
+            active.settled, active.loads = True, []
             return
-        ids = _gpu_ids(active.pin)
+        path = active.pin.run.path()
+        ids = _gpu_ids(path, active.num_pinned_blocks)
         if len(ids) < active.num_pinned_blocks:
-            self._pin(active, active.pin.run.path(), len(ids))
-        active.block_ids = ids
+            self._pin(active, path, len(ids))
+        self._settle_at(active, ids)
+
+    @staticmethod
+    def _settle_at(active: ActiveRequest, ids: array[int]) -> None:
+        active.settled, active.loads, active.block_ids = True, [], ids
         active.num_matched_blocks = active.num_committed_blocks = len(ids)
 
     def publish(self, active: ActiveRequest, num_blocks: int) -> int:
         """Put the blocks up to `num_blocks` into the tree and copy new ones down; returns how many were not copied."""
-        tree, start = self._tree, active.num_committed_blocks
-        at = (active.pin.run, active.pin.end) if active.pin is not None else (tree.root(active.request.namespace), 0)
-        inserted = tree.insert(at, active.keys, start, active.block_ids[start:num_blocks])
-        active.pin = tree.move_pin(active.pin, inserted.place)
+        tree, start, pin = self._tree, active.num_committed_blocks, active.pin
+        at = (pin.run, pin.end) if pin is not None else (tree.root(active.request.namespace), 0)
+        run, end, duplicates = tree.insert(at, active.keys, start, active.block_ids[start:num_blocks])
+        active.pin = tree.move_pin(pin, run, end)
         active.num_pinned_blocks = active.num_committed_blocks = num_blocks
-        active.duplicates += inserted.duplicates
-        return self._mover.store(inserted.place[0])
+        if duplicates:
+            active.duplicates += duplicates
+        return self._mover.store(run)
 
     def release(self, active: ActiveRequest) -> None:
         """Note the use, take the pin back."""
@@ -96,24 +105,16 @@ class Matcher:
 
     def _pin(self, active: ActiveRequest, path: list[Run], num_blocks: int) -> None:
         """Pin the first `num_blocks` blocks of a path instead of what was pinned before."""
-        active.pin = self._tree.move_pin(active.pin, self._tree.place(path, num_blocks))
+        active.pin = self._tree.move_pin(active.pin, *self._tree.place(path, num_blocks))
         active.num_pinned_blocks = num_blocks
 
 
-def _num_readable(path: list[Run], num_blocks: int) -> int:
-    """How many of a path's first `num_blocks` are on the GPU: the first ones, as residency is prefix-closed."""
-    return min(num_blocks, sum([len(run.ids[0]) for run in path]))
-
-
-def _gpu_ids(pin: Pin) -> array[int]:
-    """The blocks up to a pin that are on the GPU."""
-    path = pin.run.path()
+def _gpu_ids(path: list[Run], num_blocks: int) -> array[int]:
+    """Of a path's first `num_blocks` those on the GPU: the first ones, as residency is prefix-closed."""
     ids = array("i")
     for run in path:
         ids += run.ids[0]
-    num_beyond = len(path[-1].ids[0]) - pin.end
-    if num_beyond > 0:
-        del ids[-num_beyond:]
+    del ids[num_blocks:]
     return ids
 
 
@@ -129,7 +130,7 @@ def _coming_and_cold(path: list[Run], num_blocks: int) -> tuple[int, list[Part]]
         num_blocks -= length
         end = min(run.num_gpu, length)
         if not parts:
-            for segment in sorted(segments_of(run, Tier.GPU), key=lambda s: s.start):
+            for segment in sorted(segments_of(run, GPU), key=lambda s: s.start):
                 if segment.start <= end:
                     end = min(max(end, segment.end), length)
             num_coming += end - min(run.num_gpu, length)

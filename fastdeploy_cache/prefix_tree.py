@@ -5,27 +5,26 @@ from __future__ import annotations
 import copy
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastdeploy_cache.block_hash import HASH_BYTES, TOKEN_BYTES, BlockHasher, root_hash
-from fastdeploy_cache.block_pool import BlockPool, Owner
+from fastdeploy_cache.block_pool import REQUEST, RUN, TASK, BlockPool, Owner
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.residency import Residency
-from fastdeploy_cache.run import Pin, Run, Segment, Tier, Usage
+from fastdeploy_cache.run import CPU, GPU, TIERS, Pin, Run, Segment, Usage
 
 _MIN_ROOTS = 64
 
 
-@dataclass(frozen=True)
-class Inserted:
+class Inserted(NamedTuple):
     """What `insert` did: the place where the inserted blocks end, and the ids that the tree did not want."""
 
-    place: tuple[Run, int]
+    run: Run
+    end: int
     duplicates: array[int]
 
 
-@dataclass(frozen=True)
-class BlockKeys:
+class BlockKeys(NamedTuple):
     """What the blocks of a request are found by: its tokens, and the extra keys of blocks that have any."""
 
     tokens: bytearray
@@ -79,19 +78,19 @@ class PrefixTree:
                 break
             num_blocks = self._num_common(child, 0, keys, position, max_blocks)
             position += num_blocks
-            if len(run.children) == 1 and num_blocks == child.num_blocks and self._mergeable(run, child):
+            if num_blocks < child.num_blocks:
+                path.append(child)
+                break
+            if len(run.children) == 1 and self._mergeable(run, child):
                 self._merge(run, child)
             else:
                 path.append(child)
-                if num_blocks < child.num_blocks:
-                    break
                 run = child
         return path, position
 
     def _key(self, keys: BlockKeys, block: int) -> bytes:
         start = block * self.block_bytes
-        with memoryview(keys.tokens) as view:
-            tokens = bytes(view[start : start + self.block_bytes])
+        tokens = bytes(keys.tokens[start : start + self.block_bytes])
         return tokens if keys.extras is None else tokens + keys.extras.get(block, b"")
 
     def _num_common(self, run: Run, offset: int, keys: BlockKeys, position: int, end: int) -> int:
@@ -100,23 +99,31 @@ class PrefixTree:
         Compares tokens and extra keys themselves, so that no hash can collide. Cost: a memcmp, and where they part a
         bisection whose pieces add up to another.
         """
-        size, tokens, start = self.block_bytes, keys.tokens, position * self.block_bytes - offset * self.block_bytes
-        low, high = offset, offset + min(run.num_blocks - offset, end - position)
-        with memoryview(run.tokens) as view:
-            if not tokens.startswith(view[low * size : high * size], start + low * size):
-                while high - low > 1:  # the first difference is in blocks [low, high)
-                    middle = (low + high) // 2
-                    if tokens.startswith(view[low * size : middle * size], start + low * size):
-                        low = middle
-                    else:
-                        high = middle
-                high = low
+        tokens, start = keys.tokens, (position - offset) * self.block_bytes
+        high = min(run.num_blocks, offset + end - position)
+        whole = not offset and high == run.num_blocks
+        if not (whole and tokens.startswith(run.tokens, start)):
+            high = self._first_difference(run.tokens, offset, high, tokens, start)
         if run.extras is not None or keys.extras is not None:
             ours, theirs, shift = run.extras or {}, keys.extras or {}, position - offset
             blocks = {*ours, *(block - shift for block in theirs)}
             parted = [b for b in blocks if offset <= b < high and ours.get(b) != theirs.get(b + shift)]
             high = min(parted, default=high)
         return high - offset
+
+    def _first_difference(self, ours: bytearray, low: int, high: int, theirs: bytearray, start: int) -> int:
+        """The first of blocks [low, high) of `ours` that differs from `theirs`, whose block 0 is at `start`; or `high`."""
+        size = self.block_bytes
+        with memoryview(ours) as view:
+            if theirs.startswith(view[low * size : high * size], start + low * size):
+                return high
+            while high - low > 1:
+                middle = (low + high) // 2
+                if theirs.startswith(view[low * size : middle * size], start + low * size):
+                    low = middle
+                else:
+                    high = middle
+        return low
 
     def runs(self) -> Iterator[Run]:
         """Every run of every root, parents first."""
@@ -142,13 +149,13 @@ class PrefixTree:
         if self.old_roots:
             self.old_roots = [root for root in self.old_roots if root.children]
 
-    def move_pin(self, pin: Pin | None, place: tuple[Run, int] | None) -> Pin | None:
+    def move_pin(self, pin: Pin | None, run: Run | None, end: int) -> Pin | None:
         """Pin another place instead; None stands for none. The new place is held before the old one is let go."""
-        if pin is not None and place is not None and pin.run is place[0]:
-            pin.end = place[1]
-            self.residency.hold(pin.run)
+        if pin is not None and pin.run is run:
+            pin.end = end
+            self.residency.hold(run)
             return pin
-        moved = Pin(*place) if place is not None else None
+        moved = Pin(run, end) if run is not None else None
         if moved is not None:
             self.pin(moved)
         if pin is not None:
@@ -156,11 +163,13 @@ class PrefixTree:
         return moved
 
     @staticmethod
-    def place(path: list[Run], num_blocks: int) -> tuple[Run, int] | None:
-        """The run and offset at which the first `num_blocks` of a path end; None for no blocks."""
+    def place(path: list[Run], num_blocks: int) -> tuple[Run | None, int]:
+        """The run and offset at which the first `num_blocks` of a path end; no run for no blocks."""
+        if not num_blocks:
+            return None, 0
         for run in path:
             if num_blocks <= run.num_blocks:
-                return (run, num_blocks) if num_blocks else None
+                return run, num_blocks
             num_blocks -= run.num_blocks
         raise AssertionError("the path is shorter than asked for")
 
@@ -177,7 +186,7 @@ class PrefixTree:
         duplicates: array[int] = array("i")
         while position < end:
             if offset == run.num_blocks:
-                child = run.children.get(self._key(keys, first + position))
+                child = run.children.get(self._key(keys, first + position)) if run.children else None
                 if child is None:
                     run = self._append(run, keys, first + position, ids[position:] if position else ids)
                     offset = run.num_blocks
@@ -186,42 +195,37 @@ class PrefixTree:
             num_known = self._num_common(run, offset, keys, first + position, first + end)
             if not num_known:  # the prompts part here
                 run = self._split(run, offset)
-                run.usage.is_shared = True
                 continue
             num_there = min(num_known, max(0, run.num_gpu - offset))
             duplicates += ids[position : position + num_there]
             if num_there < num_known:
-                self._adopt(run, ids[position + num_there : position + num_known], Owner.REQUEST)
+                self._adopt(run, ids[position + num_there : position + num_known], REQUEST)
             position, offset = position + num_known, offset + num_known
-        return Inserted((run, offset), duplicates)
+        return Inserted(run, offset, duplicates)
 
     def _append(self, at: Run, keys: BlockKeys, first: int, ids: array[int]) -> Run:
         """New blocks behind `at`: in place where it has no children, else as a new run."""
-        if at.parent is None or at.children:
-            if at.parent is not None:
-                at.usage.is_shared = True
+        num_blocks, size, run = len(ids), self.block_bytes, at
+        if at.children or at.parent is None:
+            at.usage.is_shared = at.parent is not None
             run = Run(at, self.epoch, Usage())
             at.children[self._key(keys, first)] = run
-        else:
-            run = at
-        parent_hash = at.last_hash
-        end = first + len(ids)
-        with memoryview(keys.tokens) as view:
-            run.tokens += view[first * self.block_bytes : end * self.block_bytes]
-        run.hashes += self._hasher.extend(parent_hash, keys.tokens, first, len(ids), keys.extras)
+        parent_hash = bytes(at.hashes[-HASH_BYTES:])
+        run.hashes += self._hasher.extend(parent_hash, keys.tokens, first, num_blocks, keys.extras)
+        run.tokens += memoryview(keys.tokens)[first * size : (first + num_blocks) * size]
         if keys.extras is not None:
             shift = run.num_blocks - first
-            extras = {b + shift: extra for b, extra in keys.extras.items() if first <= b < end}
+            extras = {b + shift: extra for b, extra in keys.extras.items() if first <= b < first + num_blocks}
             run.extras = {**(run.extras or {}), **extras} or None
-        run.num_blocks += len(ids)
+        run.num_blocks += num_blocks
         self._num_appended += 1
         run.usage.inserted = self._num_appended
-        self._adopt(run, ids, Owner.REQUEST)
+        self._adopt(run, ids, REQUEST)
         return run
 
     def _adopt(self, run: Run, ids: array[int], giver: Owner) -> None:
-        self.pools[Tier.GPU].hand_over(ids, giver, Owner.RUN)
-        self.residency.add_ids(run, Tier.GPU, ids)
+        self.pools[0].hand_over(ids, giver, RUN)
+        self.residency.add_ids(run, GPU, ids)
 
     def land(self, segment: Segment, succeeded: bool) -> int:
         """End a segment: its blocks join the run where they still fit, the other ids go home, the pin goes.
@@ -231,14 +235,14 @@ class PrefixTree:
         run, tier = segment.run, segment.transfer.tier
         joined = self._fitting(segment) if succeeded and run.epoch == self.epoch else array("i")
         num_skipped = len(segment.ids) - len(joined)
-        self.pools[tier].free(segment.ids[:num_skipped], Owner.TASK)
-        if joined and tier is Tier.GPU:
-            self._adopt(run, joined, Owner.TASK)
+        self.pools[tier].free(segment.ids[:num_skipped], TASK)
+        if joined and tier is GPU:
+            self._adopt(run, joined, TASK)
         elif joined:
-            self.pools[Tier.CPU].hand_over(joined, Owner.TASK, Owner.RUN)
-            if not run.ids[Tier.CPU]:
+            self.pools[CPU].hand_over(joined, TASK, RUN)
+            if not run.ids[CPU]:
                 run.cpu_start = segment.start
-            self.residency.add_ids(run, Tier.CPU, joined)
+            self.residency.add_ids(run, CPU, joined)
         self.unpin(segment)
         return len(joined)
 
@@ -246,8 +250,8 @@ class PrefixTree:
     def _fitting(segment: Segment) -> array[int]:
         """The tail of a segment's ids that continues the run's interval in the destination tier."""
         run = segment.run
-        if segment.transfer.tier is Tier.CPU:
-            fits = not run.ids[Tier.CPU] or run.cpu_end == segment.start
+        if segment.transfer.tier is CPU:
+            fits = not run.ids[CPU] or run.cpu_end == segment.start
             return segment.ids if fits else array("i")
         # freshly computed blocks may have been adopted meanwhile; an earlier load may have failed
         assert run.parent is not None
@@ -270,6 +274,7 @@ class PrefixTree:
         assert run.parent is not None and 0 < num_blocks < run.num_blocks
         residency, cut_bytes, cut_hashes = self.residency, num_blocks * self.block_bytes, num_blocks * HASH_BYTES
         upper = Run(run.parent, run.epoch, copy.copy(run.usage))
+        upper.usage.is_shared = True
         upper.num_blocks = num_blocks
         upper.tokens += memoryview(run.tokens)[:cut_bytes]
         upper.hashes += memoryview(run.hashes)[:cut_hashes]
@@ -284,7 +289,7 @@ class PrefixTree:
         upper.children[residency.key(run)] = run
         self._split_ids(run, upper)
         self._split_pins(run, upper)
-        for tier in Tier:
+        for tier in TIERS:
             residency.offer(upper, tier)
             residency.offer(run, tier)
         return upper
@@ -293,7 +298,7 @@ class PrefixTree:
         assert upper.parent is not None
         num_above = (upper.num_blocks, max(0, upper.num_blocks - lower.cpu_start))
         upper.cpu_start, lower.cpu_start = lower.cpu_start, max(0, lower.cpu_start - upper.num_blocks)
-        for tier in Tier:
+        for tier in TIERS:
             ids = lower.ids[tier]
             before = bool(ids)
             upper.ids[tier].extend(ids[: num_above[tier]])
@@ -327,8 +332,8 @@ class PrefixTree:
         """Whether nothing needs the border between a run and its only child any more."""
         if upper.parent is None or not self.policy.alike(upper, lower):
             return False
-        gpu_joins = not lower.ids[Tier.GPU] or upper.num_gpu == upper.num_blocks
-        has_both = upper.ids[Tier.CPU] and lower.ids[Tier.CPU]
+        gpu_joins = not lower.ids[GPU] or upper.num_gpu == upper.num_blocks
+        has_both = upper.ids[CPU] and lower.ids[CPU]
         cpu_joins = not has_both or (upper.cpu_end == upper.num_blocks and lower.cpu_start == 0)
         in_flight = any(isinstance(pin, Segment) for pin in (*upper.pins, *lower.pins))
         return gpu_joins and bool(cpu_joins) and not in_flight
@@ -341,7 +346,7 @@ class PrefixTree:
         upper.num_blocks += lower.num_blocks
         if lower.extras is not None:
             upper.extras = {**(upper.extras or {}), **{b + num_above: x for b, x in lower.extras.items()}}
-        if not upper.ids[Tier.CPU]:
+        if not upper.ids[CPU]:
             upper.cpu_start = lower.cpu_start + num_above
         for pin in lower.pins:
             pin.run, pin.end = upper, pin.end + num_above
@@ -352,12 +357,12 @@ class PrefixTree:
         upper.num_held_children, upper.num_children_in = lower.num_held_children, lower.num_children_in
         if lower.num_held:
             upper.num_held = num_above + lower.num_held
-        for tier in Tier:
+        for tier in TIERS:
             before = bool(upper.ids[tier])
             upper.ids[tier].extend(lower.ids[tier])
             self.residency.count_child(upper, tier, bool(upper.ids[tier]) - before)
         lower.parent = None
         lower.usage.last_used = max(upper.usage.last_used, lower.usage.last_used)
         upper.usage = lower.usage
-        for tier in Tier:
+        for tier in TIERS:
             self.residency.offer(upper, tier)

@@ -134,17 +134,18 @@ class Request:
         for image in self.images:
             if not (end <= image.offset and image.length >= 1 and image.end <= self.num_prompt_tokens):
                 raise RequestError(
-                    f"request {self.request_id!r} has an image at {image.offset} of {image.length} tokens; images lie in "
-                    f"the prompt of {self.num_prompt_tokens} tokens, in order, and do not overlap"
+                    f"request {self.request_id!r} has an image at {image.offset} of {image.length} tokens; images lie "
+                    f"in the prompt of {self.num_prompt_tokens} tokens, in order, and do not overlap"
                 )
             end = image.end
 
 
 def _pack(request_id: str, token_ids: TokenIds) -> bytes | memoryview:
     """The tokens as little-endian int32."""
-    if type(token_ids) is list and len(token_ids) <= _FEW and sys.byteorder == "little":
-        if all([type(token_id) is int and 0 <= token_id <= _MAX_TOKEN_ID for token_id in token_ids]):
-            return array("i", token_ids).tobytes()
+    if len(token_ids) <= _FEW and sys.byteorder == "little":  # a decode step: NumPy's fixed cost would be most of it
+        few = _pack_few(token_ids)
+        if few is not None:
+            return few
     values = _as_array(request_id, token_ids)
     if not values.size:
         return b""
@@ -156,7 +157,22 @@ def _pack(request_id: str, token_ids: TokenIds) -> bytes | memoryview:
         low, high = int(values.min()), int(values.max())
         token_id = low if low < 0 else high
         raise RequestError(f"request {request_id!r} has token id {token_id}; ids are 0 to {_MAX_TOKEN_ID}")
-    return memoryview(np.ascontiguousarray(values, dtype="<i4")).cast("B")
+    return np.ascontiguousarray(values, dtype="<i4").data.cast("B")
+
+
+def _pack_few(token_ids: TokenIds) -> bytes | None:
+    """As `_pack` does, or None where something looks wrong."""
+    if type(token_ids) is np.ndarray:
+        if token_ids.dtype != np.int32 or token_ids.ndim != 1:
+            return None
+        data = token_ids.tobytes()
+    elif type(token_ids) is list and all(
+        type(token_id) is int and 0 <= token_id <= _MAX_TOKEN_ID for token_id in token_ids
+    ):
+        data = array("i", token_ids).tobytes()
+    else:
+        return None
+    return data if data[3::4].isascii() else None  # no highest bit: none is negative
 
 
 def _as_array(request_id: str, token_ids: TokenIds) -> np.ndarray[Any, Any]:

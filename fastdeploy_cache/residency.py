@@ -5,11 +5,9 @@ from __future__ import annotations
 from array import array
 
 from fastdeploy_cache.block_hash import HASH_BYTES
-from fastdeploy_cache.block_pool import BlockPool, Owner
+from fastdeploy_cache.block_pool import RUN, BlockPool
 from fastdeploy_cache.policies.eviction import EvictionPolicy
-from fastdeploy_cache.run import Run, Tier
-
-_TIERS = (Tier.GPU, Tier.CPU)
+from fastdeploy_cache.run import CPU, GPU, TIERS, Run, Tier
 
 
 class Residency:
@@ -32,19 +30,20 @@ class Residency:
 
     def num_evictable(self, tier: Tier) -> int:
         """Blocks of a tier that `evict` can free now."""
-        return self.pools[tier].count(Owner.RUN) - self.num_protected[tier]
+        return self.pools[tier].count(RUN) - self.num_protected[tier]
 
     def num_available(self, tier: Tier) -> int:
         """Blocks of a tier that are free or can be evicted now."""
         pool = self.pools[tier]
-        return pool.num_free + pool.count(Owner.RUN) - self.num_protected[tier]
+        return pool.num_free + pool.count(RUN) - self.num_protected[tier]
 
     def is_leaf(self, run: Run, tier: Tier) -> bool:
         """Whether the run may lose its tail in that tier: blocks there, not held, none beneath, still in the tree."""
+        ids = run.ids[tier]
         return (
-            bool(run.ids[tier])
+            bool(ids)
+            and (len(ids) if tier == 0 else run.cpu_start + len(ids)) > run.num_held
             and not run.num_children_in[tier]
-            and run.end_in(tier) > run.num_held
             and run.epoch == self.epoch
             and run.parent is not None
         )
@@ -58,11 +57,11 @@ class Residency:
 
     def add_ids(self, run: Run, tier: Tier, ids: array[int]) -> None:
         """More blocks at the end of the run's interval in a tier."""
-        before, protected = bool(run.ids[tier]), run.num_in(tier, run.num_held)
-        run.ids[tier].extend(ids)
-        self.num_protected[tier] += run.num_in(tier, run.num_held) - protected
-        if not before:
+        before = run.num_in(tier, run.num_held)
+        if not run.ids[tier]:
             self.count_child(run, tier, 1)
+        run.ids[tier].extend(ids)
+        self.num_protected[tier] += run.num_in(tier, run.num_held) - before
         self.offer(run, tier)
 
     def _free_tail(self, run: Run, tier: Tier, num_left: int) -> None:
@@ -71,7 +70,7 @@ class Residency:
         gone = ids[num_left:]
         if gone:
             del ids[num_left:]
-            self.pools[tier].free(gone, Owner.RUN)
+            self.pools[tier].free(gone, RUN)
             if not num_left:
                 self.count_child(run, tier, -1)
 
@@ -93,19 +92,24 @@ class Residency:
     def hold(self, run: Run) -> None:
         """Count anew what of a run is held, after its pins or its children's have changed, and so on upwards."""
         while True:
-            before = run.num_held
-            held = run.num_blocks if run.num_held_children else max([pin.end for pin in run.pins], default=0)
+            before, pins = run.num_held, run.pins
+            if run.num_held_children:
+                held = run.num_blocks
+            elif len(pins) == 1:
+                held = pins[0].end
+            else:
+                held = max([pin.end for pin in pins], default=0)
             if held == before:
                 return
-            parent = run.parent
+            num_gpu, parent = len(run.ids[0]), run.parent
             assert parent is not None
-            self.num_protected[0] += run.num_in(_TIERS[0], held) - run.num_in(_TIERS[0], before)
+            self.num_protected[0] += min(held, num_gpu) - min(before, num_gpu)
             if run.ids[1]:
-                self.num_protected[1] += run.num_in(_TIERS[1], held) - run.num_in(_TIERS[1], before)
+                self.num_protected[1] += run.num_in(CPU, held) - run.num_in(CPU, before)
             run.num_held = held
             if held < before:
                 self._let_go(run)
-            if bool(held) == bool(before) or parent.parent is None:
+            if (held and before) or parent.parent is None:
                 return
             parent.num_held_children += 1 if held else -1
             run = parent
@@ -115,7 +119,7 @@ class Residency:
         if run.epoch != self.epoch:
             self.truncate(run, run.num_held)
         else:
-            for tier in _TIERS:
+            for tier in TIERS:
                 self.offer(run, tier)
 
     # -- eviction
@@ -123,11 +127,11 @@ class Residency:
     def evict(self, tier: Tier, num_blocks: int) -> None:
         """Free exactly `num_blocks` of a tier, those that the policy chooses. The caller has checked the number."""
         assert num_blocks <= self.num_evictable(tier)
-        policy, evict_tail = self.policy, self._evict_gpu_tail if tier is Tier.GPU else self._evict_cpu_tail
+        policy, evict_tail = self.policy, self._evict_gpu_tail if tier == 0 else self._evict_cpu_tail
         evicted = self.num_evicted[tier]
         while num_blocks > 0:
             run, at_most = policy.victim(tier, num_blocks)
-            start = 0 if tier is Tier.GPU else run.cpu_start
+            start = 0 if tier == 0 else run.cpu_start
             taken = min(at_most, run.end_in(tier) - max(run.num_held, start))
             num_kept = evict_tail(run, taken)
             evicted[0] += num_kept
@@ -139,10 +143,8 @@ class Residency:
         before = len(run.ids[0])
         num_gpu = before - num_blocks
         end = run.cpu_end if run.ids[1] and run.cpu_start <= num_gpu < run.cpu_end else num_gpu
-        if end == num_gpu == 0:
-            self.truncate(run, 0)
-            return 0
-        self._free_tail(run, Tier.GPU, num_gpu)
+        if end:
+            self._free_tail(run, GPU, num_gpu)
         self.truncate(run, end)
         return min(end, before) - num_gpu
 
@@ -151,7 +153,7 @@ class Residency:
         cpu_end = run.cpu_end - num_blocks
         num_kept = max(0, min(run.num_gpu, run.cpu_end) - cpu_end)
         on_gpu_alone = run.num_gpu == run.num_blocks
-        self._free_tail(run, Tier.CPU, cpu_end - run.cpu_start)
+        self._free_tail(run, CPU, cpu_end - run.cpu_start)
         if not on_gpu_alone:
             self.truncate(run, max(run.num_gpu, cpu_end))
         return num_kept
@@ -160,13 +162,16 @@ class Residency:
         """End a run after `num_blocks` blocks, of which none behind is held, and drop everything beneath it."""
         if num_blocks == run.num_blocks:
             return
-        for child in list(run.children.values()):
-            self._remove_subtree(child)
+        if run.children:
+            for child in list(run.children.values()):
+                self._remove_subtree(child)
         if not num_blocks:
             self._remove(run)
             return
-        self._free_tail(run, Tier.GPU, min(run.num_gpu, num_blocks))
-        self._drop_copies(run, num_blocks)
+        if len(run.ids[0]) > num_blocks:
+            self._free_tail(run, GPU, num_blocks)
+        if run.ids[1]:
+            self._drop_copies(run, num_blocks)
         del run.tokens[num_blocks * self._block_bytes :]
         del run.hashes[num_blocks * HASH_BYTES :]
         if run.extras is not None:
@@ -182,18 +187,18 @@ class Residency:
 
     def _drop_copies(self, run: Run, num_blocks: int) -> None:
         """Free the CPU blocks behind the first `num_blocks` of a run that is being cut."""
-        num_left = run.num_in(Tier.CPU, num_blocks)
+        num_left = run.num_in(CPU, num_blocks)
         num_gone = len(run.ids[1]) - num_left
         if num_gone:
             if run.epoch == self.epoch:  # else it is a reset's doing
-                self.num_evicted[Tier.CPU][1] += num_gone
-            self._free_tail(run, Tier.CPU, num_left)
+                self.num_evicted[CPU][1] += num_gone
+            self._free_tail(run, CPU, num_left)
 
     def _remove(self, run: Run) -> None:
         """Free what a childless run still has and unlink it."""
         assert run.parent is not None and not run.children and not run.num_held
         if run.ids[0]:
-            self._free_tail(run, Tier.GPU, 0)
+            self._free_tail(run, GPU, 0)
         self._drop_copies(run, 0)
         del run.parent.children[self.key(run)]
         run.parent = None

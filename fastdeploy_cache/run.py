@@ -18,6 +18,9 @@ class Tier(IntEnum):
     CPU = 1
 
 
+TIERS = GPU, CPU = tuple(Tier)
+
+
 @dataclass(slots=True)
 class Usage:
     """How a run was used: what eviction policies decide by. Both parts of a split run have it."""
@@ -133,7 +136,7 @@ class Transfer:
 
 
 class Segment(Pin):
-    """Blocks [start, end) of a run on their way to `ids` in the transfer's tier, and the pin that keeps their source."""
+    """Blocks [start, end) of a run on their way to `ids` in the transfer's tier; as a pin it keeps their source."""
 
     __slots__ = ("ids", "start", "transfer")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fastdeploy_cache.block_pool import BlockPool, Owner
+from fastdeploy_cache.block_pool import REQUEST, RUN, TASK, BlockPool
 from fastdeploy_cache.residency import Residency
 from fastdeploy_cache.run import Tier
 from transfer_manager.client import RankStatus
@@ -32,10 +32,10 @@ class TierStats:
         return cls(
             num_blocks=pool.num_blocks,
             num_free=pool.num_free,
-            num_cached=pool.count(Owner.RUN),
+            num_cached=pool.count(RUN),
             num_protected=residency.num_protected[tier],
-            num_private=pool.count(Owner.REQUEST),
-            num_in_flight=pool.count(Owner.TASK),
+            num_private=pool.count(REQUEST),
+            num_in_flight=pool.count(TASK),
             num_evicted=sum(residency.num_evicted[tier]),
         )
 

@@ -62,7 +62,9 @@ def simulate(
     ] = None,
     cpu_blocks: Annotated[list[str], typer.Option(help="Blocks of the CPU tier, likewise.")] = ["0"],  # noqa: B006
     policy: Annotated[list[str], typer.Option(help="Eviction policies.")] = ["lru"],  # noqa: B006
-    json: Annotated[str | None, typer.Option(help="Also write the findings to this file; - is standard output.")] = None,
+    json: Annotated[
+        str | None, typer.Option(help="Also write the findings to this file; - is standard output.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw hit rate over capacity (PNG or SVG).")] = None,
     bound: Annotated[bool, typer.Option(help="Find the clairvoyant bound as well.")] = True,
     skip_bad: Annotated[bool, typer.Option(help="Leave bad lines out and count them.")] = False,

@@ -5,6 +5,7 @@ The cache adds to plain integers, once for each request or task; Prometheus obje
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -45,7 +46,7 @@ class CacheMetrics:
         self._num_requests = 0
         self._num_requests_hit = 0
         self._num_tokens = 0
-        self._hit_tokens: Counter[str] = Counter()
+        self._hit_tokens = (0,) * len(TIERS)
         self._swap_bytes: Counter[tuple[str, int]] = Counter()
         self._swap_seconds: Counter[tuple[str, int]] = Counter()
         self._swaps: Counter[tuple[str, int]] = Counter()
@@ -64,13 +65,14 @@ class CacheMetrics:
         """Read these at every scrape: blocks by tier and state, blocks evicted so far, ranks up and restarted."""
         self._blocks, self._evictions, self._rank_counts = blocks, evictions, ranks
 
-    def record_request(self, num_tokens: int, hit_tokens: Mapping[str, int]) -> None:
-        """A request of `num_tokens` prompt tokens was admitted; `hit_tokens` by tier of `TIERS`."""
+    def record_request(self, num_tokens: int, hit_tokens: tuple[int, ...]) -> None:
+        """A request of `num_tokens` prompt tokens was admitted; `hit_tokens` in the order of `TIERS`."""
         with self._lock:
             self._num_requests += 1
-            self._num_requests_hit += any(hit_tokens.values())
             self._num_tokens += num_tokens
-            self._hit_tokens.update(hit_tokens)
+            if any(hit_tokens):
+                self._num_requests_hit += 1
+                self._hit_tokens = tuple(map(operator.add, self._hit_tokens, hit_tokens))
             self._window.record(self._clock(), num_tokens, hit_tokens)
 
     def record_swap(self, direction: str, rank: int, num_bytes: int, seconds: float, failed: bool) -> None:
@@ -92,7 +94,7 @@ class CacheMetrics:
         with self._lock:
             now = self._clock()
             rates = {"request": self._window.request_hit_rate(now), "token": self._window.token_hit_rate(now)}
-            return rates | {tier: self._window.token_hit_rate(now, tier) for tier in TIERS}
+            return rates | {tier: self._window.token_hit_rate(now, i) for i, tier in enumerate(TIERS)}
 
     def swap_bytes(self) -> dict[str, int]:
         """Bytes copied so far by all ranks together, by direction."""
@@ -114,7 +116,10 @@ class CacheMetrics:
             self._counter("requests_hit", "Requests that hit at least one token", (), {(): self._num_requests_hit}),
             self._counter("tokens_queried", "Prompt tokens of admitted requests", (), {(): self._num_tokens}),
             self._counter(
-                "tokens_hit", "Prompt tokens served by a tier", ("tier",), {(t,): self._hit_tokens[t] for t in TIERS}
+                "tokens_hit",
+                "Prompt tokens served by a tier",
+                ("tier",),
+                {(t,): n for t, n in zip(TIERS, self._hit_tokens, strict=True)},
             ),
             self._counter(
                 "skipped_write_blocks",

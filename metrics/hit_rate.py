@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _NUM_SLICES = 60
 
@@ -15,7 +15,7 @@ class _Slice:
     num_requests: int = 0
     num_requests_hit: int = 0
     num_tokens: int = 0
-    hit_tokens: dict[str, int] = field(default_factory=dict)
+    hit_tokens: tuple[int, ...] = ()
 
 
 class HitRateWindow:
@@ -28,28 +28,28 @@ class HitRateWindow:
         self._slice_seconds = window_seconds / _NUM_SLICES
         self._slices: deque[_Slice] = deque()
 
-    def record(self, now: float, num_tokens: int, hit_tokens: Mapping[str, int]) -> None:
+    def record(self, now: float, num_tokens: int, hit_tokens: tuple[int, ...]) -> None:
         """One request of `num_tokens`, of which `hit_tokens[tier]` came from each tier, at time `now`."""
         number = int(now / self._slice_seconds)
         if not self._slices or self._slices[-1].number != number:
-            self._slices.append(_Slice(number))
+            self._slices.append(_Slice(number, hit_tokens=(0,) * len(hit_tokens)))
             self._expire(now)
         current = self._slices[-1]
         current.num_requests += 1
-        current.num_requests_hit += any(hit_tokens.values())
         current.num_tokens += num_tokens
-        for tier, tokens in hit_tokens.items():
-            current.hit_tokens[tier] = current.hit_tokens.get(tier, 0) + tokens
+        if any(hit_tokens):
+            current.num_requests_hit += 1
+            current.hit_tokens = tuple(map(operator.add, current.hit_tokens, hit_tokens))
 
     def request_hit_rate(self, now: float) -> float:
         """Share of requests that hit at least one token."""
         self._expire(now)
         return _ratio(sum(s.num_requests_hit for s in self._slices), sum(s.num_requests for s in self._slices))
 
-    def token_hit_rate(self, now: float, tier: str | None = None) -> float:
-        """Share of tokens that came from `tier`, or from any."""
+    def token_hit_rate(self, now: float, tier: int | None = None) -> float:
+        """Share of tokens that came from a tier, by its place in `hit_tokens`, or from any."""
         self._expire(now)
-        hit = sum(sum(s.hit_tokens.values()) if tier is None else s.hit_tokens.get(tier, 0) for s in self._slices)
+        hit = sum(sum(s.hit_tokens) if tier is None else s.hit_tokens[tier] for s in self._slices)
         return _ratio(hit, sum(s.num_tokens for s in self._slices))
 
     def _expire(self, now: float) -> None:

@@ -22,6 +22,7 @@ PARENT_SIDE = {"task", "config", "layout", "client", "rank_client", "errors"}
 HOMES = {
     "zmq": {"ipc/task_queue.py"},
     "msgspec": {
+        "fastdeploy_cache/match.py",
         "ipc/codec.py",
         "transfer_manager/task.py",
         "fastdeploy_cache/config.py",

@@ -72,7 +72,9 @@ def eviction_cost(num_blocks: int, per_call: int, policy: str = "lru", num_calls
             heapq.heappush(heap, block_id)
         spent["push"].append(perf_counter_ns() - before_push)
         spent["evict"].append(evicted - started)
-    found = {name: statistics.mean(sorted(times)[: num_calls * 9 // 10]) / per_call / 1000 for name, times in spent.items()}
+    found = {
+        name: statistics.mean(sorted(times)[: num_calls * 9 // 10]) / per_call / 1000 for name, times in spent.items()
+    }
     return {**found, "over the push": found["evict"] - found["push"]}
 
 

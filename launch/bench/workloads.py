@@ -41,21 +41,21 @@ class Workload:
 
 
 def chat(block_size: int = 64, num_requests: int = 600) -> Workload:
-    """Multi-turn conversations over 8 shared system prompts; prompts of 0.5k to 32k tokens, outputs of 64 to 512."""
+    """Multi-turn conversations over 8 shared system prompts; prompts of 0.5k to 32k tokens, outputs of 32 to 384."""
     rng = np.random.default_rng(1)
-    systems = [_text(rng, int(length)) for length in rng.integers(300, 3000, 8)]
+    systems = [_text(rng, int(length)) for length in rng.integers(300, 4000, 8)]
     talks: list[Tokens] = []
     works = []
     for _ in range(num_requests):
-        if len(talks) < 40 or rng.random() < 0.05:
+        if len(talks) < 30 or rng.random() < 0.04:
             talks.append(systems[rng.integers(8)])
             index = len(talks) - 1
         else:
             index = int(rng.integers(len(talks)))
-        prompt = np.concatenate([talks[index], _text(rng, int(rng.integers(200, 3000)))])
+        prompt = np.concatenate([talks[index], _text(rng, int(rng.integers(100, 2500)))])
         if len(prompt) > 32_000:
             prompt = np.concatenate([systems[rng.integers(8)], _text(rng, 500)])
-        output = _text(rng, int(rng.integers(64, 512)))
+        output = _text(rng, int(rng.integers(32, 384)))
         talks[index] = np.concatenate([prompt, output])
         works.append(Work(prompt, output))
     return Workload(f"chat, block {block_size}", works, block_size, 655_360, 8)
@@ -113,7 +113,11 @@ class Scale:
         works = []
         for i in range(num_requests):
             new_blocks = int(self._rng.integers(64, 97))
-            start = self._recent.popleft()[: self.num_sequence_blocks * self.block_size - 1] if i % 2 else _text(self._rng, 0)
+            start = (
+                self._recent.popleft()[: self.num_sequence_blocks * self.block_size - 1]
+                if i % 2
+                else _text(self._rng, 0)
+            )
             new = _text(self._rng, new_blocks * self.block_size - len(start))
             prompt = np.concatenate([start, new])
             if not i % 2:

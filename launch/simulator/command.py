@@ -47,9 +47,7 @@ def simulate(path: Path, options: SimulateOptions) -> None:
     for file in (options.plot_file, None if to_stdout or options.json_file is None else Path(options.json_file)):
         if file is not None and not file.absolute().parent.is_dir():
             raise LaunchError(f"cannot write {file}: its folder does not exist")
-    trace = read_trace(
-        path, options.trace_block_size, options.block_size or options.trace_block_size, options.skip_bad
-    )
+    trace = read_trace(path, options.trace_block_size, options.block_size or options.trace_block_size, options.skip_bad)
     sizes = [(gpu, cpu) for gpu in _sizes(options.gpu_blocks, trace, 1) for cpu in _sizes(options.cpu_blocks, trace, 0)]
     found = _replay_all(console, path, trace, sizes, policies, options.bound)
     show(console, found)
@@ -121,7 +119,9 @@ def _sizes(given: list[str], trace: Trace, least: int) -> list[int]:
             share = float(text.removesuffix("%"))
             size = int(trace.num_distinct_blocks * share / 100) if text.endswith("%") else int(text)
         except ValueError:
-            raise LaunchError(f"{text!r} is no number of blocks; give one such as 4096, or a share such as 5%") from None
+            raise LaunchError(
+                f"{text!r} is no number of blocks; give one such as 4096, or a share such as 5%"
+            ) from None
         if size < least:
             raise LaunchError(f"{text} makes {size} blocks; use at least {least}")
         sizes.append(size)

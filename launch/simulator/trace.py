@@ -82,7 +82,9 @@ def read_trace(path: Path, trace_block_size: int, block_size: int, skip_bad: boo
     if not requests:
         raise TraceError(f"{path} has no requests ({num_skipped} bad lines)")
     if len(numbers) * (trace_block_size // block_size) >= 2**31:
-        raise TraceError(f"{path} has {len(numbers)} distinct ids: too many for --block-size {block_size}; use a larger")
+        raise TraceError(
+            f"{path} has {len(numbers)} distinct ids: too many for --block-size {block_size}; use a larger"
+        )
     num_ids = len(numbers) * (trace_block_size // block_size)
     seen = np.zeros(num_ids, bool)
     for request in requests:

@@ -45,7 +45,7 @@ def test_all_series_exist_at_zero_from_the_first_scrape() -> None:
 def test_no_series_appears_later() -> None:
     """Doing everything once changes values, never the set of series."""
     metrics = CacheMetrics(tp_size=2)
-    metrics.record_request(10, dict.fromkeys(TIERS, 1))
+    metrics.record_request(10, (1, 1, 1))
     metrics.record_skipped_writes(1)
     evictions = [(tier, kind, 1) for tier, kind in product(("gpu", "cpu"), EVICTION_KINDS)]
     for direction, rank in product(DIRECTIONS, range(2)):
@@ -59,8 +59,8 @@ def test_no_series_appears_later() -> None:
 def test_requests_and_tokens_are_counted() -> None:
     """Counters only grow, by what was recorded; tokens by the tier that served them."""
     metrics = CacheMetrics(clock=lambda: 5.0)
-    metrics.record_request(100, {"gpu": 60, "cpu": 20})
-    metrics.record_request(50, {"gpu": 0, "cpu": 0})
+    metrics.record_request(100, (60, 20, 0))
+    metrics.record_request(50, (0, 0, 0))
     samples = scrape(metrics)
     assert (samples[key("requests_total")], samples[key("requests_hit_total")]) == (2, 1)
     assert samples[key("tokens_queried_total")] == 150
@@ -74,7 +74,7 @@ def test_the_window_forgets_what_the_counters_keep() -> None:
     """Gauges follow the clock; counters do not."""
     now = [0.0]
     metrics = CacheMetrics(window_seconds=60.0, clock=lambda: now[0])
-    metrics.record_request(10, {"gpu": 5})
+    metrics.record_request(10, (5, 0, 0))
     assert metrics.hit_rates() == {"request": 1.0, "token": 0.5, "gpu": 0.5, "cpu": 0.0, "storage": 0.0}
     now[0] = 100.0
     assert set(metrics.hit_rates().values()) == {0.0}

@@ -32,7 +32,7 @@ def test_a_scrape_parses_and_shows_what_happened() -> None:
     exporter = MetricsExporter(metrics)
     try:
         assert scrape(exporter.url)["fastdeploy_cache_requests"] == {("0",): 0.0}
-        metrics.record_request(64, {"cpu": 32})
+        metrics.record_request(64, (0, 32, 0))
         metrics.record_swap("swap_in", 1, 4096, 0.5, failed=False)
         families = scrape(exporter.url)
     finally:
@@ -68,7 +68,7 @@ def test_two_exporters_can_run_side_by_side() -> None:
     """Two engines of one process do not share series: each page shows its own."""
     first, second = CacheMetrics(data_parallel_id=0), CacheMetrics(data_parallel_id=1)
     exporters = [MetricsExporter(first), MetricsExporter(second)]
-    second.record_request(1, {})
+    second.record_request(1, (0, 0, 0))
     try:
         pages = [scrape(exporter.url) for exporter in exporters]
     finally:
