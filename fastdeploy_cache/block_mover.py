@@ -29,7 +29,7 @@ class BlockMover:
         self._client = client
         self._timeout_seconds = task_timeout_seconds
         self._next_task_id = 1
-        self._outbox: deque[TransferTask] = deque()
+        self.outbox: deque[TransferTask] = deque()
         self.in_flight: dict[int, Transfer] = {}
         self.num_landed = [0, 0]  # by destination: blocks that joined it since the start
 
@@ -42,35 +42,41 @@ class BlockMover:
         """Start copying blocks that are in the CPU tier only; the room on the GPU is there already."""
         self._start(GPU, parts)
 
-    def store(self, run: Run) -> int:
-        """Start copying down what of a pinned run is neither copied nor on its way; returns how many were not.
+    def store(self, path: Sequence[Run], min_blocks: int = 1) -> int:
+        """Start copying down what of a pinned path is neither copied nor on its way, if it is `min_blocks` or more.
 
-        It begins where the copies end, not at the newest blocks: what an earlier store failed to bring is copied again,
-        or its gap would keep out every later copy of the run. Evicts older copies where there is no room.
+        Of each run it begins where the copies end, not at the newest blocks: what an earlier store failed to bring is
+        copied again, or its gap would keep out every later copy of the run. Evicts older copies where there is no room.
+        Returns how many blocks should have been copied and could not be.
         """
-        pool, residency = self._tree.pools[CPU], self._tree.residency
+        pool, residency = self._tree.pools[1], self._tree.residency
         if not pool.num_blocks:
             return 0
-        ends = [segment.end for segment in segments_of(run, CPU)]
-        first = max(run.cpu_end if run.ids[CPU] else 0, *ends, 0)
-        wanted = run.num_gpu - first
-        if wanted <= 0:
+        parts: list[Part] = []
+        for run in path:
+            if num_uncopied(run) > 0:
+                num_gpu = len(run.ids[0])
+                first = max([num_gpu - num_uncopied(run), *[segment.end for segment in segments_of(run, CPU)]])
+                if num_gpu > first:
+                    parts.append((run, first, num_gpu - first))
+        wanted = sum([length for _, _, length in parts])
+        if wanted < min_blocks or not parts:
             return 0
-        if not self.available:
-            return wanted
-        num_blocks = min(wanted, residency.num_available(CPU))
-        if num_blocks:
-            # the run itself is held by its request, so the eviction cannot take from it
+        # the path is held by its request, so the eviction cannot take from it
+        num_blocks = min(wanted, residency.num_available(CPU)) if self.available else 0
+        chosen = first_blocks(parts, num_blocks)
+        if chosen:
             residency.evict(CPU, max(0, num_blocks - pool.num_free))
-            self._start(CPU, [(run, first, num_blocks)])
+            self._start(CPU, chosen)
         return wanted - num_blocks
 
     def _start(self, tier: Tier, parts: Sequence[Part]) -> None:
         transfer = Transfer(self._next_task_id, tier)
         self._next_task_id += 1
         gpu_ids, cpu_ids = array("i"), array("i")
+        taken = self._tree.pools[tier].allocate(sum([length for _, _, length in parts]), TASK)
         for run, first, num_blocks in parts:
-            ids = self._tree.pools[tier].allocate(num_blocks, TASK)
+            ids, taken = taken[:num_blocks], taken[num_blocks:]
             segment = Segment(transfer, run, first, ids)
             transfer.segments.append(segment)
             self._tree.pin(segment)
@@ -79,7 +85,7 @@ class BlockMover:
             gpu_ids += ids if tier is GPU else source
             cpu_ids += source if tier is GPU else ids
         self.in_flight[transfer.task_id] = transfer
-        self._outbox.append(
+        self.outbox.append(
             TransferTask(
                 task_id=transfer.task_id,
                 direction=Direction.SWAP_IN if tier is GPU else Direction.SWAP_OUT,
@@ -91,9 +97,9 @@ class BlockMover:
 
     def submit(self) -> None:
         """Hand what was started to the client. Without the lock: its answer may come before this returns."""
-        while self._outbox:
+        while self.outbox:
             try:
-                task = self._outbox.popleft()
+                task = self.outbox.popleft()
             except IndexError:  # another thread took it
                 return
             self._client.submit(task)
@@ -111,3 +117,18 @@ class BlockMover:
             num_lost += len(segment.ids) - num_joined
         transfer.done.set()
         return num_lost if transfer.tier is CPU else 0
+
+
+def num_uncopied(run: Run) -> int:
+    """Blocks on the GPU behind the run's copies; some may be on their way."""
+    return len(run.ids[0]) - (run.cpu_start + len(run.ids[1]) if run.ids[1] else 0)
+
+
+def first_blocks(parts: Sequence[Part], num_blocks: int) -> list[Part]:
+    """The parts, the last one cut, that hold the first `num_blocks`."""
+    chosen: list[Part] = []
+    for run, first, length in parts:
+        if num_blocks:
+            chosen.append((run, first, min(length, num_blocks)))
+            num_blocks -= min(length, num_blocks)
+    return chosen

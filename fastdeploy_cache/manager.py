@@ -7,7 +7,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover
@@ -129,7 +129,8 @@ class PrefixCacheManager:
             missing = num_blocks - residency.num_available(GPU)
             if missing > 0:
                 raise OutOfBlocksError(missing, self._num_coming())
-            self._matcher.settle(active)
+            if not active.settled:
+                self._matcher.settle(active)
             if not request.counted:
                 self._count(active)
             if num_blocks > pool.num_free:
@@ -141,7 +142,8 @@ class PrefixCacheManager:
     def commit(self, request: Request, num_computed_tokens: int) -> None:
         """The first `num_computed_tokens` tokens are computed and accepted: their full blocks become findable.
 
-        Call it when the step that computed them is complete. New blocks are copied to the CPU tier behind the scenes.
+        Call it when the step that computed them is complete. New blocks are copied to the CPU tier behind the
+        scenes, many at a time, the last ones at release.
 
         Raises:
             CommitError: more tokens than the request has or its blocks hold; nothing was changed.
@@ -149,15 +151,17 @@ class PrefixCacheManager:
         num_computed_tokens = operator.index(num_computed_tokens)
         with self._lock:
             active = self._active(request)
-            self._matcher.settle(active)
-            self._check_commit(active, num_computed_tokens)
+            if not active.settled:
+                self._matcher.settle(active)
+            num_held = len(active.block_ids) * self.config.block_size
+            if not 0 <= num_computed_tokens <= min(request.num_tokens, num_held):
+                self._refuse_commit(active, num_computed_tokens)
             num_blocks = num_computed_tokens // self.config.block_size
             publishes = self.config.enable_prefix_caching and active.epoch == self._tree.epoch
             if num_blocks > active.num_committed_blocks and publishes:
-                num_skipped = self._matcher.publish(active, num_blocks)
-                if num_skipped:
-                    self.metrics.record_skipped_writes(num_skipped)
-        self._mover.submit()
+                self._matcher.publish(active, num_blocks)
+        if self._mover.outbox:
+            self._mover.submit()
 
     def release(self, request: Request) -> None:
         """The engine has finished the last step that reads or writes the request's blocks: unpin, free what is its own.
@@ -172,7 +176,11 @@ class PrefixCacheManager:
             private_ids = active.private_ids()
             if private_ids:
                 self._pools[GPU].free(private_ids, REQUEST)
-            self._matcher.release(active)
+            num_skipped = self._matcher.release(active)
+        if self._mover.outbox:
+            self._mover.submit()
+        if num_skipped:
+            self.metrics.record_skipped_writes(num_skipped)
 
     def wait_for_transfers(self, timeout_seconds: float) -> bool:
         """Wait until the copies that are in flight now have ended; False when the time is over first.
@@ -281,18 +289,17 @@ class PrefixCacheManager:
             )
         return num_blocks
 
-    def _check_commit(self, active: ActiveRequest, num_computed_tokens: int) -> None:
+    def _refuse_commit(self, active: ActiveRequest, num_computed_tokens: int) -> NoReturn:
         request, held = active.request, len(active.block_ids) * self.config.block_size
         if not 0 <= num_computed_tokens <= request.num_tokens:
             raise CommitError(
                 f"commit of {num_computed_tokens} tokens for request {request.request_id!r} of {request.num_tokens}; "
                 "commit 0 or more, and append_output before committing what was computed for it"
             )
-        if num_computed_tokens > held:
-            raise CommitError(
-                f"commit of {num_computed_tokens} tokens for request {request.request_id!r}, whose "
-                f"{len(active.block_ids)} blocks hold {held}; allocate first"
-            )
+        raise CommitError(
+            f"commit of {num_computed_tokens} tokens for request {request.request_id!r}, whose "
+            f"{len(active.block_ids)} blocks hold {held}; allocate first"
+        )
 
     def _num_coming(self) -> int:
         """GPU blocks that become free or evictable when the copies in flight have ended well."""

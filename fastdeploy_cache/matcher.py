@@ -5,9 +5,11 @@ from __future__ import annotations
 from array import array
 
 from fastdeploy_cache.active_request import ActiveRequest
-from fastdeploy_cache.block_mover import BlockMover, Part
+from fastdeploy_cache.block_mover import BlockMover, Part, first_blocks, num_uncopied
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import GPU, Run, segments_of
+
+MIN_STORE_BLOCKS = 64  # a task for each block that a decoding request fills would cost more than its commit
 
 
 class Matcher:
@@ -48,15 +50,10 @@ class Matcher:
             return 0
         pool, residency = self._tree.pools[GPU], self._tree.residency
         num_cold = sum(n for _, _, n in parts)
-        left = num_blocks = max(0, min(num_cold, residency.num_available(GPU) - num_rest))
-        chosen: list[Part] = []
-        for run, first, length in parts:
-            if left:
-                chosen.append((run, first, min(length, left)))
-                left -= min(length, left)
-        if chosen:
+        num_blocks = max(0, min(num_cold, residency.num_available(GPU) - num_rest))
+        if num_blocks:
             residency.evict(GPU, max(0, num_blocks - pool.num_free))
-            self._mover.load(chosen)
+            self._mover.load(first_blocks(parts, num_blocks))
         return num_blocks
 
     def readable(self, active: ActiveRequest) -> tuple[array[int], int]:
@@ -86,22 +83,30 @@ class Matcher:
         active.settled, active.loads, active.block_ids = True, [], ids
         active.num_matched_blocks = active.num_committed_blocks = len(ids)
 
-    def publish(self, active: ActiveRequest, num_blocks: int) -> int:
-        """Put the blocks up to `num_blocks` into the tree and copy new ones down; returns how many were not copied."""
+    def publish(self, active: ActiveRequest, num_blocks: int) -> None:
+        """Put the blocks up to `num_blocks` into the tree, and copy down when there is enough to copy."""
         tree, start, pin = self._tree, active.num_committed_blocks, active.pin
-        at = (pin.run, pin.end) if pin is not None else (tree.root(active.request.namespace), 0)
-        run, end, duplicates = tree.insert(at, active.keys, start, active.block_ids[start:num_blocks])
-        active.pin = tree.move_pin(pin, run, end)
-        active.num_pinned_blocks = active.num_committed_blocks = num_blocks
-        if duplicates:
+        ids = active.block_ids[start:num_blocks]
+        if pin is None or not tree.grow(pin, active.keys, start, ids):
+            at = (pin.run, pin.end) if pin is not None else (tree.root(active.request.namespace), 0)
+            run, end, duplicates = tree.insert(at, active.keys, start, ids)
+            active.pin = pin = tree.move_pin(pin, run, end)
             active.duplicates += duplicates
-        return self._mover.store(run)
+        active.num_pinned_blocks = active.num_committed_blocks = num_blocks
+        assert pin is not None
+        if num_uncopied(pin.run) >= MIN_STORE_BLOCKS:
+            self._mover.store((pin.run,), MIN_STORE_BLOCKS)
 
-    def release(self, active: ActiveRequest) -> None:
-        """Note the use, take the pin back."""
-        if active.pin is not None:
-            self._tree.policy.use(active.pin.run.path(), active.request)
-            self._tree.unpin(active.pin)
+    def release(self, active: ActiveRequest) -> int:
+        """Note the use, copy the rest down, take the pin back; returns how many blocks could not be copied."""
+        pin = active.pin
+        if pin is None:
+            return 0
+        path = pin.run.path()
+        self._tree.policy.use(path, active.request)
+        num_skipped = self._mover.store(path) if active.epoch == self._tree.epoch else 0
+        self._tree.unpin(pin)
+        return num_skipped
 
     def _pin(self, active: ActiveRequest, path: list[Run], num_blocks: int) -> None:
         """Pin the first `num_blocks` blocks of a path instead of what was pinned before."""

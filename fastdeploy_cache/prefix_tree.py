@@ -205,12 +205,18 @@ class PrefixTree:
 
     def _append(self, at: Run, keys: BlockKeys, first: int, ids: array[int]) -> Run:
         """New blocks behind `at`: in place where it has no children, else as a new run."""
-        num_blocks, size, run = len(ids), self.block_bytes, at
+        run = at
         if at.children or at.parent is None:
             at.usage.is_shared = at.parent is not None
             run = Run(at, self.epoch, Usage())
             at.children[self._key(keys, first)] = run
-        parent_hash = bytes(at.hashes[-HASH_BYTES:])
+        self._extend(run, bytes(at.hashes[-HASH_BYTES:]), keys, first, len(ids))
+        self._adopt(run, ids, REQUEST)
+        return run
+
+    def _extend(self, run: Run, parent_hash: bytes, keys: BlockKeys, first: int, num_blocks: int) -> None:
+        """Add blocks' tokens, extra keys and hashes to the end of a run."""
+        size = self.block_bytes
         run.hashes += self._hasher.extend(parent_hash, keys.tokens, first, num_blocks, keys.extras)
         run.tokens += memoryview(keys.tokens)[first * size : (first + num_blocks) * size]
         if keys.extras is not None:
@@ -220,8 +226,22 @@ class PrefixTree:
         run.num_blocks += num_blocks
         self._num_appended += 1
         run.usage.inserted = self._num_appended
-        self._adopt(run, ids, REQUEST)
-        return run
+
+    def grow(self, pin: Pin, keys: BlockKeys, first: int, ids: array[int]) -> bool:
+        """Do what `insert` and `move_pin` would, where blocks are added behind a leaf that `pin` holds whole.
+
+        That is each step of a decoding request, and cheap because nothing but the end of the run changes. False where
+        it is not so; then nothing is done.
+        """
+        run = pin.run
+        if pin.end != run.num_blocks or run.children:
+            return False
+        self._extend(run, bytes(run.hashes[-HASH_BYTES:]), keys, first, len(ids))
+        self.pools[0].hand_over(ids, REQUEST, RUN)
+        run.ids[0].extend(ids)
+        pin.end = run.num_held = run.num_blocks
+        self.residency.num_protected[0] += len(ids)
+        return True
 
     def _adopt(self, run: Run, ids: array[int], giver: Owner) -> None:
         self.pools[0].hand_over(ids, giver, RUN)

@@ -154,6 +154,7 @@ class CacheModel:
         self.client.land_all()
         for live in list(self.live):
             self.release(live)
+        self.client.land_all()
         self.cache.check_invariants()
         gpu = self.cache.stats().gpu
         assert gpu.num_private == gpu.num_protected == gpu.num_in_flight == 0, "blocks left behind"

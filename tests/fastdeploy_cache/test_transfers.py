@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy_cache.errors import OutOfBlocksError
+from fastdeploy_cache.matcher import MIN_STORE_BLOCKS
 from tests.cache_model import CacheModel
 
 A, B, C = ([base + i for i in range(100)] for base in (1000, 2000, 3000))
@@ -111,15 +112,28 @@ def test_a_match_short_of_room_loads_what_fits_and_says_so() -> None:
 
 
 def test_a_failed_copy_down_does_not_keep_later_blocks_out_of_the_cpu_tier() -> None:
-    """The gap is copied again with the next commit, while its blocks are on the GPU."""
-    model = CacheModel(1, 40, 40)
-    live = model.match(A[:24])
+    """The gap is copied again with the next copy, while its blocks are on the GPU."""
+    n = MIN_STORE_BLOCKS
+    model = CacheModel(1, 5 * n, 5 * n)
+    live = model.match([i % 7 for i in range(4 * n)])
     assert live is not None
-    assert model.allocate(live, 24)
-    for upto, error in ((1, None), (2, "rank 0 died"), (3, None), (23, None)):
+    assert model.allocate(live, 4 * n)
+    for upto, error in ((n, None), (2 * n, "rank 0 died"), (2 * n + 1, None), (3 * n + 1, None)):
         model.compute(live, upto)
         model.land(error, 9)
-    assert model.cache.stats().cpu.num_cached == 23
+    assert model.cache.stats().cpu.num_cached == 3 * n + 1
+    model.finish()
+
+
+def test_what_a_rank_could_not_copy_is_copied_after_its_next_use() -> None:
+    """Also for a prompt that adds nothing: its release copies what is missing."""
+    model = CacheModel(1, 40, 40)
+    model.client.up = False
+    model.serve(A[:20], stays=False, patient=True)
+    assert model.cache.stats().cpu.num_cached == 0
+    model.client.up = True
+    model.serve_and_copy(A[:9])
+    assert model.cache.stats().cpu.num_cached == 20
     model.finish()
 
 
