@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fastdeploy_cache.prefix_tree import BlockKeys
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import Pin, Transfer
+from fastdeploy_cache.run import BlockCopy, Pin, Transfer
 
 
 @dataclass(eq=False)
@@ -32,6 +32,8 @@ class ActiveRequest:
     block_ids: array[int] = field(default_factory=lambda: array("i"))
     num_matched_blocks: int = 0
     num_committed_blocks: int = 0
+    copy: BlockCopy | None = None  # of the last block of a whole-prompt hit, while the match is not settled
+    num_copied_tokens: int = 0  # in the private block that such a copy has filled
     duplicates: array[int] = field(default_factory=lambda: array("i"))
 
     def private_ids(self) -> array[int]:

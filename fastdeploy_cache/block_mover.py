@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fastdeploy_cache.block_pool import TASK
+from fastdeploy_cache.block_pool import REQUEST, TASK
 from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.run import CPU, GPU, Run, Segment, Tier, Transfer, segments_of
+from fastdeploy_cache.run import CPU, GPU, BlockCopy, Pin, Run, Segment, Tier, Transfer, segments_of
 from transfer_manager.client import TransferClient
 from transfer_manager.task import Direction, TransferResult, TransferTask
 
@@ -70,27 +70,40 @@ class BlockMover:
             self._start(CPU, chosen)
         return wanted - num_blocks
 
+    def copy(self, run: Run, block: int) -> Transfer:
+        """Start copying one block of a run into a free GPU block; there is one."""
+        transfer = self._new_transfer(GPU)
+        transfer.copy = BlockCopy(Pin(run, block + 1), self._tree.pools[0].allocate(1, TASK))
+        self._tree.pin(transfer.copy.source)
+        self._send(transfer, Direction.COPY, run.ids[0][block : block + 1], transfer.copy.ids)
+        return transfer
+
     def _start(self, tier: Tier, parts: Sequence[Part]) -> None:
-        transfer = Transfer(self._next_task_id, tier)
-        self._next_task_id += 1
-        gpu_ids, cpu_ids = array("i"), array("i")
-        taken = self._tree.pools[tier].allocate(sum([length for _, _, length in parts]), TASK)
+        transfer = self._new_transfer(tier)
+        destinations = self._tree.pools[tier].allocate(sum([length for _, _, length in parts]), TASK)
+        sources, position = array("i"), 0
         for run, first, num_blocks in parts:
-            ids, taken = taken[:num_blocks], taken[num_blocks:]
-            segment = Segment(transfer, run, first, ids)
+            segment = Segment(transfer, run, first, destinations[position : position + num_blocks])
             transfer.segments.append(segment)
             self._tree.pin(segment)
-            source_start = first - run.cpu_start if tier is GPU else first
-            source = run.ids[CPU if tier is GPU else GPU][source_start : source_start + num_blocks]
-            gpu_ids += ids if tier is GPU else source
-            cpu_ids += source if tier is GPU else ids
+            start = first - run.cpu_start if tier is GPU else first
+            sources += run.ids[CPU if tier is GPU else GPU][start : start + num_blocks]
+            position += num_blocks
+        self._send(transfer, Direction.SWAP_IN if tier is GPU else Direction.SWAP_OUT, sources, destinations)
+
+    def _new_transfer(self, tier: Tier) -> Transfer:
+        transfer = Transfer(self._next_task_id, tier)
+        self._next_task_id += 1
         self.in_flight[transfer.task_id] = transfer
+        return transfer
+
+    def _send(self, transfer: Transfer, direction: Direction, sources: array[int], destinations: array[int]) -> None:
         self.outbox.append(
             TransferTask(
                 task_id=transfer.task_id,
-                direction=Direction.SWAP_IN if tier is GPU else Direction.SWAP_OUT,
-                gpu_block_ids=np.array(gpu_ids, dtype=np.int32),
-                cpu_block_ids=np.array(cpu_ids, dtype=np.int32),
+                direction=direction,
+                source_ids=np.array(sources, dtype=np.int32),
+                destination_ids=np.array(destinations, dtype=np.int32),
                 deadline=time.monotonic() + self._timeout_seconds,
             )
         )
@@ -115,8 +128,19 @@ class BlockMover:
             num_joined = self._tree.land(segment, result.error is None)
             self.num_landed[transfer.tier] += num_joined
             num_lost += len(segment.ids) - num_joined
+        if transfer.copy is not None:
+            self._end_copy(transfer.copy, result.error is None)
         transfer.done.set()
         return num_lost if transfer.tier is CPU else 0
+
+    def _end_copy(self, copy: BlockCopy, succeeded: bool) -> None:
+        """The block is its request's, if that still waits for it."""
+        self._tree.unpin(copy.source)
+        copy.landed = succeeded and copy.wanted
+        if copy.landed:
+            self._tree.pools[0].hand_over(copy.ids, TASK, REQUEST)
+        else:
+            self._tree.pools[0].free(copy.ids, TASK)
 
 
 def num_uncopied(run: Run) -> int:

@@ -36,6 +36,8 @@ class CacheConfig:
         cpu_memory_bytes: bytes per rank; or
         cpu_to_gpu_ratio: CPU blocks for each GPU block.
         eviction_policy: which cached blocks go first when room is short: one of `EVICTION_POLICIES`.
+        recompute_last_token: of a prompt of full blocks that are all cached on the GPU only the last token is computed,
+            into a copy of the last block; else the whole last block is.
         enable_prefix_caching: False keeps every verb and never hits.
         transfer_client: `processes` runs one rank per tensor-parallel shard; `inline` none: bytes are copied in the
             caller's thread, or not at all where there is no layout (simulation, tests).
@@ -54,6 +56,7 @@ class CacheConfig:
     cpu_memory_bytes: int | None = None
     cpu_to_gpu_ratio: float | None = None
     eviction_policy: str = "lru"
+    recompute_last_token: bool = False
     enable_prefix_caching: bool = True
     transfer_client: Literal["processes", "inline"] = "processes"
     layout: KVLayout | None = None

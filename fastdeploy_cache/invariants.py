@@ -8,7 +8,7 @@ from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_hash import HASH_BYTES, BlockHasher
 from fastdeploy_cache.block_pool import FREE, REQUEST, RUN, TASK, BlockPool, Owner
 from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.run import CPU, GPU, Pin, Run, Segment, Tier, Transfer
+from fastdeploy_cache.run import CPU, GPU, BlockCopy, Pin, Run, Segment, Tier, Transfer
 
 
 def check(tree: PrefixTree, requests: Sequence[ActiveRequest], transfers: Sequence[Transfer]) -> None:
@@ -40,6 +40,8 @@ def _check_owners(
         REQUEST: [i for active in requests for i in active.private_ids()] if tier is GPU else [],
         TASK: [i for t in transfers if t.tier is tier for s in t.segments for i in s.ids],
     }
+    if tier is GPU:
+        owned[TASK] += [i for copy in _copies(transfers) for i in copy.ids]
     everything = sorted(i for ids in owned.values() for i in ids)
     assert everything == list(range(pool.num_blocks)), f"{pool.tier}: some block has no owner or two"
     for owner, ids in owned.items():
@@ -50,6 +52,7 @@ def _check_owners(
 def _check_pins(runs: Iterable[Run], requests: Iterable[ActiveRequest], transfers: Iterable[Transfer]) -> None:
     """Each pin hangs on its run once, and what is held follows from the pins."""
     listed: list[Pin] = [segment for transfer in transfers for segment in transfer.segments]
+    listed += [copy.source for copy in _copies(transfers)]
     listed += [active.pin for active in requests if active.pin is not None]
     hanging = [pin for run in runs for pin in run.pins]
     assert len(listed) == len(hanging) and set(listed) == set(hanging), (
@@ -64,6 +67,10 @@ def _check_pins(runs: Iterable[Run], requests: Iterable[ActiveRequest], transfer
         assert run.num_held_children == num_held_children, "held children miscounted"
         held = run.num_blocks if num_held_children else max((pin.end for pin in run.pins), default=0)
         assert run.num_held == held, f"{run.num_held} blocks held by count, {held} by pins"
+
+
+def _copies(transfers: Iterable[Transfer]) -> list[BlockCopy]:
+    return [transfer.copy for transfer in transfers if transfer.copy is not None]
 
 
 def _check_shape(tree: PrefixTree, run: Run) -> None:

@@ -80,7 +80,7 @@ class PrefixCacheManager:
         self._tree = PrefixTree(config.block_size, pools, policy or new_policy(config.eviction_policy, clock))
         self._requests: dict[str, ActiveRequest] = {}
         self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds)
-        self._matcher = Matcher(self._tree, self._mover)
+        self._matcher = Matcher(self._tree, self._mover, config.recompute_last_token)
         self._exporters: list[MetricsExporter] = []
         self._closed = False
         self._client.start(self._on_result)
@@ -310,7 +310,9 @@ class PrefixCacheManager:
                 held.update((upper, upper.num_blocks) for upper in above)
                 held[run] = max(held.get(run, 0), active.pin.end)
         segments = [s for transfer in self._mover.in_flight.values() for s in transfer.segments]
-        copied = {run for segment in segments for run in segment.run.path()}
+        copies = [transfer.copy for transfer in self._mover.in_flight.values() if transfer.copy is not None]
+        pins = [*segments, *(copy.source for copy in copies)]
+        copied = {run for pin in pins for run in pin.run.path()}
         num_coming = sum(run.num_in(GPU, run.num_held) - run.num_in(GPU, held.get(run, 0)) for run in copied)
         for segment in segments:
             if segment.transfer.tier is GPU:
@@ -325,9 +327,9 @@ class PrefixCacheManager:
         request, size = active.request, self.config.block_size
         request.counted = True
         num_gpu = min(active.num_gpu_blocks, active.num_matched_blocks)
-        self.metrics.record_request(
-            request.num_tokens, (num_gpu * size, (active.num_matched_blocks - num_gpu) * size, 0)
-        )
+        num_gpu_tokens = num_gpu * size + active.num_copied_tokens
+        num_cpu_tokens = (active.num_matched_blocks - num_gpu) * size
+        self.metrics.record_request(request.num_tokens, (num_gpu_tokens, num_cpu_tokens, 0))
 
     def _wait(self, active: ActiveRequest, timeout_seconds: float | None) -> Match:
         if timeout_seconds is None:
@@ -348,14 +350,16 @@ class PrefixCacheManager:
     def _describe(self, active: ActiveRequest) -> Match:
         size = self.config.block_size
         ids, num_coming = self._matcher.readable(active)
-        num_gpu = min(active.num_gpu_blocks, len(ids))
+        num_copied, num_copying = active.num_copied_tokens, size - 1 if active.copy is not None else 0
+        num_blocks = len(ids) - (num_copied > 0)
+        num_gpu = min(active.num_gpu_blocks, num_blocks)
         return Match(
             block_ids=ids.tolist(),
-            num_tokens=len(ids) * size,
-            num_gpu_tokens=num_gpu * size,
-            num_cpu_tokens=(len(ids) - num_gpu) * size,
+            num_tokens=num_blocks * size + num_copied,
+            num_gpu_tokens=num_gpu * size + num_copied,
+            num_cpu_tokens=(num_blocks - num_gpu) * size,
             num_storage_tokens=0,
-            num_coming_tokens=num_coming * size,
+            num_coming_tokens=num_coming * size + num_copying,
             num_unloaded_tokens=active.num_unloaded_blocks * size,
             _poll=lambda: self._poll(active),
             _wait=lambda timeout_seconds: self._wait(active, timeout_seconds),

@@ -11,7 +11,8 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A request's cached prefix at the moment of the call; pinned until the request is released.
 
     Attributes:
-        block_ids: GPU blocks that may be read now, first to last. The engine never writes them.
+        block_ids: GPU blocks that may be read now, first to last. The engine never writes them, but for the last token
+            of a whole prompt's hit under `recompute_last_token`: there the last block is the request's own copy.
         num_tokens: tokens in them; the engine computes from here on.
         num_gpu_tokens: of these, found on the GPU.
         num_cpu_tokens: of these, loaded from the CPU tier.

@@ -15,9 +15,10 @@ MIN_STORE_BLOCKS = 64  # a task for each block that a decoding request fills wou
 class Matcher:
     """The steps of `PrefixCacheManager.match`, `commit` and `release`; all under the manager's lock."""
 
-    def __init__(self, tree: PrefixTree, mover: BlockMover) -> None:
+    def __init__(self, tree: PrefixTree, mover: BlockMover, recompute_last_token: bool) -> None:
         self._tree = tree
         self._mover = mover
+        self._recompute_last_token = recompute_last_token
 
     def find(self, active: ActiveRequest, num_blocks: int) -> None:
         """Pin the longest cached prefix of a request of `num_blocks` blocks and start loading its CPU part."""
@@ -26,13 +27,15 @@ class Matcher:
         path, num_found = tree.find(request.namespace, active.keys, max_blocks)
         num_found = request.whole_images(num_found, tree.block_size)
         if not num_found:
-            active.settled = True
+            if not self._copy_last(active, 0):
+                active.settled = True
             return
         self._pin(active, path, num_found)
         ids = _gpu_ids(path, num_found)
         active.num_gpu_blocks = len(ids)
         if len(ids) == num_found:
-            self._settle_at(active, ids)
+            if not self._copy_last(active, num_found):
+                self._settle_at(active, ids)
             return
         num_coming, parts = _coming_and_cold(path, num_found)
         num_cold = sum(n for _, _, n in parts)
@@ -43,6 +46,28 @@ class Matcher:
         if active.pin is not None:
             transfers = [s.transfer for run in active.pin.run.path() for s in segments_of(run, GPU)]
             active.loads = list(dict.fromkeys(transfers))
+
+    def _copy_last(self, active: ActiveRequest, num_found: int) -> bool:
+        """Of a prompt that is cached whole: copy the last block, to compute its last token into the copy."""
+        request, size, residency = active.request, self._tree.block_size, self._tree.residency
+        num_blocks = num_found + 1
+        if not self._recompute_last_token or size == 1 or num_blocks * size != request.num_tokens:
+            return False
+        if request.ends_inside_image(request.num_tokens - 1):
+            return False
+        whole, found = self._tree.find(request.namespace, active.keys, num_blocks)
+        if found < num_blocks or len(_gpu_ids(whole, found)) < found or not self._mover.available:
+            return False
+        run, end = self._tree.place(whole, num_blocks)
+        assert run is not None
+        with_source = self._tree.move_pin(None, run, end)  # or the eviction might take the very block
+        room = residency.num_available(GPU)
+        if room:
+            residency.evict(GPU, max(0, 1 - self._tree.pools[0].num_free))
+            transfer = self._mover.copy(run, end - 1)
+            active.copy, active.loads = transfer.copy, [transfer]
+        self._tree.move_pin(with_source, None, 0)
+        return bool(room)
 
     def _load(self, parts: list[Part], num_rest: int) -> int:
         """Load as many blocks of `parts` as leave room for the `num_rest` others of the prompt; returns how many."""
@@ -60,28 +85,31 @@ class Matcher:
         """The matched blocks that may be read now, and how many more are coming. Settles when none is."""
         if not active.settled and all(transfer.done.is_set() for transfer in active.loads):
             self.settle(active)
-        if active.settled or active.pin is None:
-            return active.block_ids[: active.num_matched_blocks], 0
-        ids = _gpu_ids(active.pin.run.path(), active.num_pinned_blocks)
+        if active.settled:
+            return active.block_ids[: active.num_matched_blocks + bool(active.num_copied_tokens)], 0
+        path = active.pin.run.path() if active.pin is not None else []
+        ids = _gpu_ids(path, active.num_pinned_blocks)
         return ids, active.num_pinned_blocks - len(ids)
 
     def settle(self, active: ActiveRequest) -> None:
         """Fix the match at what is readable now; what has not arrived is no part of it."""
         if active.settled:
             return
-        if active.pin is None:
-            active.settled, active.loads = True, []
-            return
-        path = active.pin.run.path()
+        path = active.pin.run.path() if active.pin is not None else []
         ids = _gpu_ids(path, active.num_pinned_blocks)
         if len(ids) < active.num_pinned_blocks:
             self._pin(active, path, len(ids))
         self._settle_at(active, ids)
 
-    @staticmethod
-    def _settle_at(active: ActiveRequest, ids: array[int]) -> None:
+    def _settle_at(self, active: ActiveRequest, ids: array[int]) -> None:
         active.settled, active.loads, active.block_ids = True, [], ids
         active.num_matched_blocks = active.num_committed_blocks = len(ids)
+        copy, active.copy = active.copy, None
+        if copy is not None and copy.landed:
+            active.block_ids += copy.ids
+            active.num_copied_tokens = self._tree.block_size - 1
+        elif copy is not None:
+            copy.wanted = False
 
     def publish(self, active: ActiveRequest, num_blocks: int) -> None:
         """Put the blocks up to `num_blocks` into the tree, and copy down when there is enough to copy."""

@@ -112,7 +112,7 @@ class PrefixTree:
         return high - offset
 
     def _first_difference(self, ours: bytearray, low: int, high: int, theirs: bytearray, start: int) -> int:
-        """The first of blocks [low, high) of `ours` that differs from `theirs`, whose block 0 is at `start`; or `high`."""
+        """The first of blocks [low, high) of `ours` that differs from those of `theirs` from byte `start` on; or `high`."""
         size = self.block_bytes
         with memoryview(ours) as view:
             if theirs.startswith(view[low * size : high * size], start + low * size):

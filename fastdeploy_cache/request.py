@@ -117,11 +117,13 @@ class Request:
 
     def whole_images(self, num_blocks: int, block_size: int) -> int:
         """The most blocks up to `num_blocks` whose end lies inside no image, unless the request wants it there."""
-        if not self.match_inside_images:
-            for image in reversed(self.images):
-                if image.offset < num_blocks * block_size < image.end:
-                    num_blocks = image.offset // block_size
+        while self.ends_inside_image(num_blocks * block_size):
+            num_blocks -= 1
         return num_blocks
+
+    def ends_inside_image(self, num_tokens: int) -> bool:
+        """Whether a match of so many tokens would end inside an image, and the request does not want that."""
+        return not self.match_inside_images and any(image.offset < num_tokens < image.end for image in self.images)
 
     def _check_hints(self) -> None:
         if self.priority is not None and not 0 <= self.priority <= 100:

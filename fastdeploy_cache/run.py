@@ -126,12 +126,23 @@ class Pin:
 
 
 @dataclass(eq=False)
+class BlockCopy:
+    """A cached GPU block on its way into another GPU block, which its request may write."""
+
+    source: Pin  # ends behind the block
+    ids: array[int]  # the one destination
+    wanted: bool = True  # until the request has settled without it
+    landed: bool = False
+
+
+@dataclass(eq=False)
 class Transfer:
     """A copy in flight and the segments it fills; `done` is set when it has ended, well or not."""
 
     task_id: int
     tier: Tier  # the destination
     segments: list[Segment] = field(default_factory=list)
+    copy: BlockCopy | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
 

@@ -11,6 +11,8 @@ import typer
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
 app.add_typer(config_app, name="config")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure the cache beside its floors, in one run.")
+app.add_typer(bench_app, name="bench")
 
 Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer process each: 1 or 3.")]
 LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank.")]
@@ -88,6 +90,21 @@ def simulate(
         skip_bad=skip_bad,
     )
     run(trace, options)
+
+
+@bench_app.command()
+def control(
+    json: Annotated[Path | None, typer.Option(help="Also write the figures to this file.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Also serve the first 400 requests of this trace.")] = None,
+    trace_block_size: Annotated[int, typer.Option(min=1, help="Tokens that one hash id of it stands for.")] = 512,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each workload is served; medians count.")] = 5,
+    scale_blocks: Annotated[str, typer.Option(help="Pool sizes of the scale workload.")] = "10000,100000,1000000",
+) -> None:
+    """What the engine's thread pays: match, allocate, commit, release, eviction, bytes. Status 1: a figure missed."""
+    from launch.bench.command import bench_control as run
+
+    sizes = [int(size) for size in scale_blocks.split(",")]
+    raise typer.Exit(0 if run(trace, trace_block_size, json, repeats, sizes) else 1)
 
 
 @config_app.command()

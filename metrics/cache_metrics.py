@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from metrics.hit_rate import HitRateWindow
 
 TIERS = ("gpu", "cpu", "storage")
-DIRECTIONS = ("swap_in", "swap_out")
+DIRECTIONS = ("swap_in", "swap_out", "copy")
 EVICTION_KINDS = ("copy_kept", "dropped")
 
 BlockCounts = Iterable[tuple[str, str, int]]  # tier, state, blocks

@@ -31,12 +31,10 @@ class SimulatedClient:
     def land(self, error: str | None = None) -> None:
         """End the oldest task. One that fails leaves garbage where it was writing."""
         task = self.tasks.popleft()
-        inwards = task.direction is Direction.SWAP_IN
-        for g, c in zip(task.gpu_block_ids.tolist(), task.cpu_block_ids.tolist(), strict=True):
-            if inwards:
-                self.gpu[g] = self.cpu[c] if error is None else "garbage"
-            else:
-                self.cpu[c] = self.gpu[g] if error is None else "garbage"
+        sources = self.cpu if task.direction is Direction.SWAP_IN else self.gpu
+        destinations = self.cpu if task.direction is Direction.SWAP_OUT else self.gpu
+        for source, destination in zip(task.source_ids.tolist(), task.destination_ids.tolist(), strict=True):
+            destinations[destination] = sources[source] if error is None else "garbage"
         self._answer(task, error)
 
     def land_all(self) -> None:

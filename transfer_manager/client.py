@@ -69,9 +69,7 @@ class InlineClient:
     def __init__(self, layout: RankLayout | None, num_gpu_blocks: int, num_cpu_blocks: int, tp_size: int = 1) -> None:
         self._memory = create_rank_memory(tp_size, layout, num_gpu_blocks, num_cpu_blocks) if layout else []
         self._devices = (
-            [CpuDevice(layout, m.kv, m.cpu, num_gpu_blocks, num_cpu_blocks) for m in self._memory]
-            if layout and num_cpu_blocks
-            else []
+            [CpuDevice(layout, m.kv, m.cpu, num_gpu_blocks, num_cpu_blocks) for m in self._memory] if layout else []
         )
         self._tp_size = tp_size
         self._on_result: OnResult | None = None
@@ -93,7 +91,7 @@ class InlineClient:
             error = "the client has stopped"
         elif devices:
             try:
-                num_bytes = devices[rank].swap(task.direction, task.gpu_block_ids, task.cpu_block_ids, lambda _: None)
+                num_bytes = devices[rank].copy(task.direction, task.source_ids, task.destination_ids, lambda _: None)
             except DeviceError as failure:
                 error = f"{type(failure).__name__}: {failure}"
         return RankResult(rank=rank, num_bytes=num_bytes, seconds=time.monotonic() - started, error=error)

@@ -353,8 +353,8 @@ def _message(task: TransferTask, incarnation: int) -> SwapMessage:
         task_id=task.task_id,
         incarnation=incarnation,
         direction=task.direction,
-        gpu_block_ids=pack_ids(task.gpu_block_ids),
-        cpu_block_ids=pack_ids(task.cpu_block_ids),
+        source_ids=pack_ids(task.source_ids),
+        destination_ids=pack_ids(task.destination_ids),
         deadline=task.deadline,
     )
 

@@ -20,19 +20,22 @@ class Direction(Enum):
 
     SWAP_IN = "swap_in"
     SWAP_OUT = "swap_out"
+    COPY = "copy"  # within the GPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferTask:
-    """Copy block `gpu_block_ids[i]` from or to block `cpu_block_ids[i]`, in all layers, on every rank.
+    """Copy block `source_ids[i]` to block `destination_ids[i]`, in all layers, on every rank.
+
+    Which tiers the ids are of follows from `direction`.
 
     `deadline` is on the clock of `time.monotonic()`, which all processes of a machine share.
     """
 
     task_id: int
     direction: Direction
-    gpu_block_ids: Int32Array
-    cpu_block_ids: Int32Array
+    source_ids: Int32Array
+    destination_ids: Int32Array
     deadline: float
 
 
@@ -65,8 +68,8 @@ class SwapMessage(msgspec.Struct, frozen=True, tag="swap"):
     task_id: int
     incarnation: int
     direction: Direction
-    gpu_block_ids: bytes
-    cpu_block_ids: bytes
+    source_ids: bytes
+    destination_ids: bytes
     deadline: float
 
 

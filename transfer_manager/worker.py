@@ -141,8 +141,8 @@ class Worker:
             if task.direction is Direction.SWAP_IN:
                 self._signal.set_layers_done(task.task_id, num_layers)
 
-        return self._device.swap(
-            task.direction, unpack_ids(task.gpu_block_ids), unpack_ids(task.cpu_block_ids), on_layer
+        return self._device.copy(
+            task.direction, unpack_ids(task.source_ids), unpack_ids(task.destination_ids), on_layer
         )
 
     def _beat(self) -> None:

@@ -46,9 +46,9 @@ def scale_ratio(small: int, large: int, pairs: int = 5, num_requests: int = 200)
         cache.serve(num_requests // 2)
     times = [[cache.serve(num_requests) for cache in caches] for _ in range(pairs)]
     return {
-        f"{small} blocks": statistics.median(pair[0] for pair in times),
-        f"{large} blocks": statistics.median(pair[1] for pair in times),
-        "best ratio": min(pair[1] / pair[0] for pair in times),
+        "small": statistics.median(pair[0] for pair in times),
+        "large": statistics.median(pair[1] for pair in times),
+        "ratio": min(pair[1] / pair[0] for pair in times),
     }
 
 
@@ -78,9 +78,9 @@ def eviction_cost(num_blocks: int, per_call: int, policy: str = "lru", num_calls
     return {**found, "over the push": found["evict"] - found["push"]}
 
 
-def bytes_per_block(num_blocks: int) -> float:
+def bytes_per_block(num_blocks: int, policy: str = "lru") -> float:
     """Growth of a fresh process by a manager with so many cached blocks, in runs of 64, for each block."""
-    command = [sys.executable, "-P", "-m", "launch.bench.scale", str(num_blocks)]
+    command = [sys.executable, "-P", "-m", "launch.bench.scale", str(num_blocks), policy]
     answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     return float(json.loads(answer.stdout))
 
@@ -90,14 +90,14 @@ def _resident_bytes() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-def _measure_growth(num_blocks: int) -> float:
-    FullCache(6400)  # what every cache needs once is not counted
+def _measure_growth(num_blocks: int, policy: str) -> float:
+    FullCache(6400, policy)  # what every cache needs once is not counted
     before = _resident_bytes()
-    cache = FullCache(num_blocks)
+    cache = FullCache(num_blocks, policy)
     grown = _resident_bytes() - before
     assert cache is not None
     return grown / num_blocks
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measure_growth(int(sys.argv[1]))))
+    print(json.dumps(_measure_growth(int(sys.argv[1]), sys.argv[2])))

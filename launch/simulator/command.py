@@ -15,7 +15,7 @@ from fastdeploy_cache.policies import EVICTION_POLICIES
 from launch.errors import LaunchError
 from launch.simulator.bound import Clairvoyant, infinite_hit_rate
 from launch.simulator.plot import draw
-from launch.simulator.replay import Replay
+from launch.simulator.replay import Replay, Replayed
 from launch.simulator.report import show
 from launch.simulator.trace import Trace, TraceRequest, read_trace
 
@@ -49,7 +49,7 @@ def simulate(path: Path, options: SimulateOptions) -> None:
             raise LaunchError(f"cannot write {file}: its folder does not exist")
     trace = read_trace(path, options.trace_block_size, options.block_size or options.trace_block_size, options.skip_bad)
     sizes = [(gpu, cpu) for gpu in _sizes(options.gpu_blocks, trace, 1) for cpu in _sizes(options.cpu_blocks, trace, 0)]
-    found = _replay_all(console, path, trace, sizes, policies, options.bound)
+    found = _findings(path, trace, *_replay_all(console, trace, sizes, policies, options.bound))
     show(console, found)
     if options.plot_file is not None:
         draw(options.plot_file, found)
@@ -62,30 +62,37 @@ def simulate(path: Path, options: SimulateOptions) -> None:
 
 
 def _replay_all(
-    console: Console, path: Path, trace: Trace, sizes: list[tuple[int, int]], policies: list[str], bound: bool
-) -> dict[str, Any]:
-    bound_sizes = sorted({gpu + cpu for gpu, cpu in sizes}) if bound else []
+    console: Console, trace: Trace, sizes: list[tuple[int, int]], policies: list[str], bound: bool
+) -> tuple[list[Replayed], dict[int, float]]:
+    """Each capacity under each policy, and the clairvoyant hit rate of each capacity."""
+    replays: list[tuple[int, int, str | Clairvoyant]] = [(*size, policy) for size in sizes for policy in policies]
+    if bound:
+        replays += [(size, 0, Clairvoyant(trace)) for size in sorted({gpu + cpu for gpu, cpu in sizes})]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    results, clairvoyant = [], {}
+    results, clairvoyant = list[Replayed](), dict[int, float]()
     with Progress(*columns, console=console, transient=True) as progress:
-        num_replays = len(sizes) * len(policies) + len(bound_sizes)
-        bar = progress.add_task(path.name, total=num_replays * len(trace.requests))
+        bar = progress.add_task("requests", total=len(replays) * len(trace.requests))
+        for gpu, cpu, policy in replays:
 
-        def on_request(number: int, request: TraceRequest) -> None:  # noqa: ARG001
-            if number % 256 == 0:
-                progress.advance(bar, min(256, len(trace.requests) - number))
+            def on_request(
+                number: int,
+                request: TraceRequest,
+                seer: Clairvoyant | None = policy if isinstance(policy, Clairvoyant) else None,
+            ) -> None:
+                if seer is not None:
+                    seer.on_request(number, request)
+                if number % 256 == 0:
+                    progress.advance(bar, min(256, len(trace.requests) - number))
 
-        for gpu, cpu in sizes:
-            for policy in policies:
-                results.append(dataclasses.asdict(Replay(trace, gpu, cpu, policy).run(on_request)))
-        for size in bound_sizes:
-            farthest = Clairvoyant(trace)
+            replayed = Replay(trace, gpu, cpu, policy).run(on_request)
+            if isinstance(policy, str):
+                results.append(replayed)
+            else:
+                clairvoyant[gpu] = replayed.token_hit_rate
+    return results, clairvoyant
 
-            def on_bound_request(number: int, request: TraceRequest, policy: Clairvoyant = farthest) -> None:
-                policy.on_request(number, request)
-                on_request(number, request)
 
-            clairvoyant[size] = Replay(trace, size, 0, farthest).run(on_bound_request).token_hit_rate
+def _findings(path: Path, trace: Trace, results: list[Replayed], clairvoyant: dict[int, float]) -> dict[str, Any]:
     return {
         "trace": path.name,
         "requests": len(trace.requests),
@@ -95,7 +102,7 @@ def _replay_all(
         "distinct_blocks": trace.num_distinct_blocks,
         "infinite_token_hit_rate": infinite_hit_rate(trace),
         "bounds": [{"blocks": size, "clairvoyant_token_hit_rate": rate} for size, rate in clairvoyant.items()],
-        "results": results,
+        "results": [dataclasses.asdict(replayed) for replayed in results],
     }
 
 

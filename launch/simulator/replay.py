@@ -36,7 +36,7 @@ class Replay:
     """Serves each request of a trace at its time, whole and at once, before the next comes.
 
     One token stands for a block, so the manager's blocks are of one token: every decision is the same, and nothing is
-    spent on comparing and hashing made-up tokens. A prompt that ends inside a block brings one more, which is not cached.
+    spent on comparing and hashing made-up tokens. A prompt that ends inside a block brings one more, never cached.
     """
 
     def __init__(self, trace: Trace, gpu_blocks: int, cpu_blocks: int, policy: str | EvictionPolicy = "lru") -> None:
@@ -56,7 +56,7 @@ class Replay:
         self._hits = [0, 0]  # blocks from GPU and CPU
         self._num_too_long = 0
 
-    def run(self, on_request: Callable[[int, TraceRequest], None] = lambda number, request: None) -> Replayed:
+    def run(self, on_request: Callable[[int, TraceRequest], None]) -> Replayed:
         """Replay all of it; `on_request` hears of each request before it is served."""
         started = time.perf_counter()
         for number, request in enumerate(self._trace.requests):

@@ -1,6 +1,6 @@
 """Request traces: one JSON object per line, gzip-compressed or not.
 
-Fields, as in Mooncake's published traces: `timestamp` (milliseconds), `input_length` (tokens), `hash_ids` (one integer per
+Fields, as in Mooncake's published traces: `timestamp` (milliseconds), `input_length` (tokens), `hash_ids` (one integer for each
 block of the prompt, naming the block together with all before it). `output_length` and others are ignored.
 """
 

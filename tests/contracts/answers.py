@@ -16,12 +16,13 @@ SECONDS = 30.0
 def task(
     task_id: int, direction: Direction, gpu: Sequence[int], cpu: Sequence[int], timeout_seconds: float = SECONDS
 ) -> TransferTask:
-    """A task as the block mover makes them."""
+    """A task as the block mover makes them; for a COPY `gpu` are the sources."""
+    sources, destinations = (cpu, gpu) if direction is Direction.SWAP_IN else (gpu, cpu)
     return TransferTask(
         task_id=task_id,
         direction=direction,
-        gpu_block_ids=np.array(gpu, np.int32),
-        cpu_block_ids=np.array(cpu, np.int32),
+        source_ids=np.array(sources, np.int32),
+        destination_ids=np.array(destinations, np.int32),
         deadline=time.monotonic() + timeout_seconds,
     )
 

@@ -73,8 +73,11 @@ class Bench:
 
     def swap(self, direction: Direction, gpu: list[int], cpu: list[int]) -> tuple[int, list[int]]:
         layers: list[int] = []
-        ids = np.array(gpu, np.int32), np.array(cpu, np.int32)
-        return self.device.swap(direction, *ids, layers.append), layers
+        return self.copy(direction, gpu, cpu, layers.append), layers
+
+    def copy(self, direction: Direction, gpu: list[int], cpu: list[int], on_layer: Callable[[int], None]) -> int:
+        sources, destinations = (cpu, gpu) if direction is Direction.SWAP_IN else (gpu, cpu)
+        return self.device.copy(direction, np.array(sources, np.int32), np.array(destinations, np.int32), on_layer)
 
 
 @pytest.fixture(params=DEVICES)
@@ -157,7 +160,7 @@ def test_a_layer_that_is_told_is_in_place(make: Callable[[str], Bench]) -> None:
         for piece, bytes_wanted in zip(bench.pieces()[: num_layers * num_parts], wanted, strict=False):
             assert np.array_equal(piece[gpu], bytes_wanted)
 
-    bench.device.swap(Direction.SWAP_IN, np.array(gpu, np.int32), np.array(cpu, np.int32), on_layer)
+    bench.copy(Direction.SWAP_IN, gpu, cpu, on_layer)
     assert told == [1, 2, 3, 4]
 
 
@@ -183,5 +186,5 @@ def test_impossible_ids_copy_nothing(
     bench.fill(seed=4)
     before, layers = bench.everything(), list[int]()
     with pytest.raises(DeviceError):
-        bench.device.swap(direction, np.array(gpu, np.int32), np.array(cpu, np.int32), layers.append)
+        bench.copy(direction, gpu, cpu, layers.append)
     assert bench.everything() == before and layers == []

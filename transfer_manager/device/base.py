@@ -11,14 +11,17 @@ from transfer_manager.task import Direction, Int32Array
 class Device(Protocol):
     """One rank's KV arrays and CPU blocks. Used by one thread at a time, in the rank (or inline in the engine)."""
 
-    def swap(
+    def copy(
         self,
         direction: Direction,
-        gpu_block_ids: Int32Array,
-        cpu_block_ids: Int32Array,
+        source_ids: Int32Array,
+        destination_ids: Int32Array,
         on_layer: Callable[[int], None],
     ) -> int:
-        """Copy block `gpu_block_ids[i]` to (SWAP_OUT) or from (SWAP_IN) CPU block `cpu_block_ids[i]`, layer by layer.
+        """Copy block `source_ids[i]` to block `destination_ids[i]`, layer by layer.
+
+        SWAP_OUT: from GPU blocks to CPU blocks; SWAP_IN: the other way; COPY: within the GPU blocks (no id may be both
+        source and destination).
 
         Calls `on_layer(n)` when the first n layers are in place. Returns the bytes moved; all are in place then.
 

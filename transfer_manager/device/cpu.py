@@ -36,27 +36,26 @@ class CpuDevice:
             self._layers.append(pairs)
         self._block_bytes = layout.block_bytes
 
-    def swap(
+    def copy(
         self,
         direction: Direction,
-        gpu_block_ids: Int32Array,
-        cpu_block_ids: Int32Array,
+        source_ids: Int32Array,
+        destination_ids: Int32Array,
         on_layer: Callable[[int], None],
     ) -> int:
-        self._check("GPU", gpu_block_ids)
-        self._check("CPU", cpu_block_ids)
-        if len(gpu_block_ids) != len(cpu_block_ids):
-            raise DeviceError(f"{len(gpu_block_ids)} GPU block ids for {len(cpu_block_ids)} CPU block ids")
-        spans = list(_spans(gpu_block_ids, cpu_block_ids))
+        self._check("CPU" if direction is Direction.SWAP_IN else "GPU", source_ids)
+        self._check("CPU" if direction is Direction.SWAP_OUT else "GPU", destination_ids)
+        if len(source_ids) != len(destination_ids):
+            raise DeviceError(f"{len(source_ids)} source block ids for {len(destination_ids)} destination block ids")
+        spans = list(_spans(source_ids, destination_ids))
         for layer, pairs in enumerate(self._layers):
             for pieces, images in pairs:
-                for gpu, cpu in spans:
-                    if direction is Direction.SWAP_OUT:
-                        images[cpu] = pieces[gpu]
-                    else:
-                        pieces[gpu] = images[cpu]
+                sources = images if direction is Direction.SWAP_IN else pieces
+                destinations = images if direction is Direction.SWAP_OUT else pieces
+                for source, destination in spans:
+                    destinations[destination] = sources[source]
             on_layer(layer + 1)
-        return len(gpu_block_ids) * self._block_bytes
+        return len(source_ids) * self._block_bytes
 
     def _check(self, tier: str, ids: Int32Array) -> None:
         num_blocks = self._num_blocks[tier]
@@ -64,11 +63,11 @@ class CpuDevice:
             raise DeviceError(f"{tier} block ids {ids.min()}..{ids.max()} leave the pool of {num_blocks} blocks")
 
 
-def _spans(gpu_ids: Int32Array, cpu_ids: Int32Array) -> Iterator[tuple[slice, slice]]:
+def _spans(source_ids: Int32Array, destination_ids: Int32Array) -> Iterator[tuple[slice, slice]]:
     """Neighbouring ids joined: slices that are consecutive on both sides, so one copy moves many blocks."""
-    breaks = np.flatnonzero((np.diff(gpu_ids) != 1) | (np.diff(cpu_ids) != 1)) + 1
-    edges = [0, *breaks.tolist(), len(gpu_ids)]
+    breaks = np.flatnonzero((np.diff(source_ids) != 1) | (np.diff(destination_ids) != 1)) + 1
+    edges = [0, *breaks.tolist(), len(source_ids)]
     for start, end in itertools.pairwise(edges):
         if start < end:
-            gpu, cpu = int(gpu_ids[start]), int(cpu_ids[start])
-            yield slice(gpu, gpu + end - start), slice(cpu, cpu + end - start)
+            source, destination = int(source_ids[start]), int(destination_ids[start])
+            yield slice(source, source + end - start), slice(destination, destination + end - start)

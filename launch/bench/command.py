@@ -1,0 +1,156 @@
+"""The control-plane benchmark as a program: tables, and a verdict for each figure that the project promises."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from launch.bench.control import PHASES, floors, match_over_edges, medians, row, serve_workload
+from launch.bench.machine import describe_machine
+from launch.bench.scale import bytes_per_block, eviction_cost, scale_ratio
+from launch.bench.workloads import Workload, chat, long, recorded
+from launch.errors import LaunchError
+
+# (name, GPU tier alone?, policy, CPU blocks for each GPU block)
+_VARIANTS = (("lru", "lru", 0.0), ("lru + CPU tier", "lru", 2.0), ("reuse", "reuse", 0.0))
+_CHAIN_LIMITS = {"long": 0.35, "chat": 0.8, "trace": 1.0}
+Reach = list[dict[str, Any]]
+
+
+def bench_control(
+    trace: Path | None, trace_block_size: int, json_file: Path | None, repeats: int, scale_blocks: list[int]
+) -> bool:
+    """Run everything, print it, write it; whether every figure was reached.
+
+    Raises:
+        LaunchError: a bad trace, or a folder that does not exist.
+    """
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise LaunchError(f"cannot write {json_file}: its folder does not exist")
+    console = Console(highlight=False)
+    workloads = [chat(64), chat(16), long(64)]
+    if trace is not None:
+        workloads.append(recorded(trace, trace_block_size))
+    reach: Reach = []
+    found: dict[str, Any] = {"machine": describe_machine(), "workloads": {}, "reach": reach}
+    console.print(found["machine"]["text"])
+    for workload in workloads:
+        found["workloads"][workload.name] = _run_workload(console, workload, repeats, reach)
+    if trace is None:
+        console.print("No trace workload: give a file with --trace")
+    found["match"] = _run_edges(console, reach)
+    found["eviction"] = _run_eviction(console, scale_blocks[-1], reach)
+    found["scale"] = _run_scale(console, scale_blocks, reach)
+    found["bytes_per_block"] = _run_bytes(console, scale_blocks[-1], reach)
+    _show_reach(console, reach)
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    return all(entry["ok"] for entry in reach)
+
+
+def _add(reach: Reach, name: str, value: float, limit: float) -> None:
+    reach.append({"name": name, "value": round(value, 3), "limit": limit, "ok": value <= limit})
+
+
+def _run_workload(console: Console, workload: Workload, repeats: int, reach: Reach) -> dict[str, Any]:
+    """Each variant and the floors, interleaved; medians of the repeats."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name, _, _ in _VARIANTS}
+    bare = []
+    for _ in range(repeats):
+        for name, policy, cpu_ratio in _VARIANTS:
+            runs[name].append(serve_workload(workload, policy, cpu_ratio))
+            bare.append(floors(workload))
+    results, floor = {name: medians(times) for name, times in runs.items()}, medians(bare)
+    mean_tokens = sum(len(work.prompt) for work in workload.works) / len(workload.works)
+    table = Table(
+        title=f"{workload.name}: {len(workload.works)} prompts of {mean_tokens:.0f} tokens; microseconds per request",
+        title_justify="left",
+    )
+    for column in ("", *PHASES, "all", "of chain", "ns/block", "hit"):
+        table.add_column(column, justify="left" if not column else "right")
+    blocks = workload.num_blocks / len(workload.works)
+    for name, times in results.items():
+        cells = [f"{times[phase]:.1f}" for phase in (*PHASES, "all")]
+        ratio = times["all"] / floor["chain"]
+        table.add_row(name, *cells, f"{ratio:.2f}", f"{times['all'] / blocks * 1000:.0f}", f"{times['hit']:.1%}")
+    console.print(table)
+    console.print("Floors: " + ", ".join(f"{name} {value:.1f}" for name, value in floor.items()))
+    kind = workload.name.split()[0].rstrip(",")
+    base = results["lru"]["all"]
+    if kind in _CHAIN_LIMITS and workload.block_size == 64:
+        _add(reach, f"{workload.name}: request / SHA-256 chain", base / floor["chain"], _CHAIN_LIMITS[kind])
+        _add(reach, f"{workload.name}: with CPU tier / without", results["lru + CPU tier"]["all"] / base, 1.5)
+    return {
+        "results": {name: row(times) for name, times in results.items()},
+        "floors": row(floor),
+        "mean_prompt_tokens": mean_tokens,
+        "blocks_per_request": blocks,
+        "microseconds_per_block": {name: round(times["all"] / blocks, 4) for name, times in results.items()},
+    }
+
+
+def _run_edges(console: Console, reach: Reach) -> dict[str, Any]:
+    table = _table("Match of a cached prompt of 128k tokens, block 64", ("edges", "match", "NumPy compare", "ratio"))
+    found = {}
+    for num_edges, limit in ((1, 5), (20, 5), (100, 10)):
+        times = match_over_edges(num_edges)
+        ratio = times["match"] / times["compare"]
+        table.add_row(str(num_edges), f"{times['match']:.1f} us", f"{times['compare']:.1f} us", f"{ratio:.1f}")
+        _add(reach, f"match over {num_edges} edges / NumPy compare", ratio, limit)
+        found[str(num_edges)] = row(times)
+    console.print(table)
+    return found
+
+
+def _run_eviction(console: Console, num_blocks: int, reach: Reach) -> dict[str, Any]:
+    columns = ("policy", "blocks a call", "evict", "of it heap push", "over the push")
+    table = _table(f"Eviction from {num_blocks} cached blocks in runs of 64; microseconds per block", columns)
+    found: dict[str, Any] = {}
+    for policy in ("lru", "reuse"):
+        for per_call, limit in ((1, 3), (16, 1), (64, 1)):
+            times = eviction_cost(num_blocks, per_call, policy)
+            table.add_row(policy, str(per_call), *(f"{value:.2f}" for value in times.values()))
+            found[f"{policy}, {per_call} a call"] = row(times)
+            if policy == "lru":
+                _add(reach, f"eviction, {per_call} a call, us over the push", times["over the push"], limit)
+    console.print(table)
+    return found
+
+
+def _run_scale(console: Console, scale_blocks: list[int], reach: Reach) -> dict[str, Any]:
+    table = _table("Requests that all evict, blocks of 16 tokens", ("blocks", "us per request", "best ratio of 5"))
+    found = {}
+    small = scale_blocks[0]
+    for large in scale_blocks[1:]:
+        times = scale_ratio(small, large)
+        table.add_row(f"{small} / {large}", f"{times['small']:.1f} / {times['large']:.1f}", f"{times['ratio']:.2f}")
+        found[f"{large} / {small}"] = row(times)
+    _add(reach, f"scale: request at {scale_blocks[-1]} blocks / at {small}", times["ratio"], 1.3)
+    console.print(table)
+    return found
+
+
+def _run_bytes(console: Console, num_blocks: int, reach: Reach) -> dict[str, Any]:
+    grown = {policy: bytes_per_block(num_blocks, policy) for policy in ("lru", "reuse")}
+    console.print("Bytes per cached block of 16 tokens, growth of a process: " + str(row(grown)))
+    _add(reach, "bytes per cached block", grown["lru"], 200)
+    return row(grown)
+
+
+def _table(title: str, columns: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _show_reach(console: Console, reach: Reach) -> None:
+    table = _table("Reach", ("figure", "value", "limit", ""))
+    for entry in reach:
+        word = "[green]ok[/green]" if entry["ok"] else "[red]missed[/red]"
+        table.add_row(entry["name"], str(entry["value"]), str(entry["limit"]), word)
+    console.print(table)
