@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from fastdeploy_cache.errors import ConfigError
-from fastdeploy_cache.policies import EVICTION_POLICIES
+from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES
 from transfer_manager.config import TransferConfig, check_integers
 from transfer_manager.errors import LayoutError
 from transfer_manager.layout import KVLayout, RankLayout
@@ -36,6 +36,7 @@ class CacheConfig:
         cpu_memory_bytes: bytes per rank; or
         cpu_to_gpu_ratio: CPU blocks for each GPU block.
         eviction_policy: which cached blocks go first when room is short: one of `EVICTION_POLICIES`.
+        eviction_history_bytes: what the policy `reuse` may spend on remembering blocks, evicted ones included.
         recompute_last_token: of a prompt of full blocks that are all cached on the GPU only the last token is computed,
             into a copy of the last block; else the whole last block is.
         enable_prefix_caching: False keeps every verb and never hits.
@@ -56,6 +57,7 @@ class CacheConfig:
     cpu_memory_bytes: int | None = None
     cpu_to_gpu_ratio: float | None = None
     eviction_policy: str = "lru"
+    eviction_history_bytes: int = DEFAULT_HISTORY_BYTES
     recompute_last_token: bool = False
     enable_prefix_caching: bool = True
     transfer_client: Literal["processes", "inline"] = "processes"

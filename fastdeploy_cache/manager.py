@@ -77,7 +77,7 @@ class PrefixCacheManager:
         self._lock = threading.Lock()
         pools = (BlockPool("GPU", num_gpu_blocks), BlockPool("CPU", num_cpu_blocks))
         self._pools = pools
-        self._tree = PrefixTree(config.block_size, pools, policy or new_policy(config.eviction_policy, clock))
+        self._tree = PrefixTree(config.block_size, pools, policy or _new_policy(config, clock))
         self._requests: dict[str, ActiveRequest] = {}
         self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds)
         self._matcher = Matcher(self._tree, self._mover, config.recompute_last_token)
@@ -388,6 +388,16 @@ class PrefixCacheManager:
 
     def _rank_counts(self) -> list[tuple[int, bool, int]]:
         return [(status.rank, status.up, status.num_restarts) for status in self._client.statuses()]
+
+
+def _new_policy(config: CacheConfig, clock: Callable[[], float]) -> EvictionPolicy:
+    return new_policy(
+        config.eviction_policy,
+        clock,
+        num_blocks=max(config.pool_sizes()),
+        block_tokens=config.block_size,
+        history_bytes=config.eviction_history_bytes,
+    )
 
 
 def _new_client(config: CacheConfig) -> TransferClient:

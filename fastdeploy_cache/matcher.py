@@ -131,7 +131,7 @@ class Matcher:
         if pin is None:
             return 0
         path = pin.run.path()
-        self._tree.policy.use(path, active.request)
+        self._tree.policy.use(path, active.request, active.num_matched_blocks)
         num_skipped = self._mover.store(path) if active.epoch == self._tree.epoch else 0
         self._tree.unpin(pin)
         return num_skipped

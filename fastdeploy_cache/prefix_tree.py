@@ -112,7 +112,7 @@ class PrefixTree:
         return high - offset
 
     def _first_difference(self, ours: bytearray, low: int, high: int, theirs: bytearray, start: int) -> int:
-        """The first of blocks [low, high) of `ours` that differs from those of `theirs` from byte `start` on; or `high`."""
+        """The first of blocks [low, high) of `ours` that is another in `theirs`, counted from byte `start`; or `high`."""
         size = self.block_bytes
         with memoryview(ours) as view:
             if theirs.startswith(view[low * size : high * size], start + low * size):
@@ -206,7 +206,7 @@ class PrefixTree:
     def _append(self, at: Run, keys: BlockKeys, first: int, ids: array[int]) -> Run:
         """New blocks behind `at`: in place where it has no children, else as a new run."""
         run = at
-        if at.children or at.parent is None:
+        if at.children or at.parent is None or at.usage.is_shared:
             at.usage.is_shared = at.parent is not None
             run = Run(at, self.epoch, Usage())
             at.children[self._key(keys, first)] = run
@@ -226,6 +226,7 @@ class PrefixTree:
         run.num_blocks += num_blocks
         self._num_appended += 1
         run.usage.inserted = self._num_appended
+        self.policy.grow(run, run.num_blocks - num_blocks)
 
     def grow(self, pin: Pin, keys: BlockKeys, first: int, ids: array[int]) -> bool:
         """Do what `insert` and `move_pin` would, where blocks are added behind a leaf that `pin` holds whole.
@@ -234,7 +235,7 @@ class PrefixTree:
         it is not so; then nothing is done.
         """
         run = pin.run
-        if pin.end != run.num_blocks or run.children:
+        if pin.end != run.num_blocks or run.children or run.usage.is_shared:
             return False
         self._extend(run, bytes(run.hashes[-HASH_BYTES:]), keys, first, len(ids))
         self.pools[0].hand_over(ids, REQUEST, RUN)

@@ -162,6 +162,8 @@ class Residency:
         """End a run after `num_blocks` blocks, of which none behind is held, and drop everything beneath it."""
         if num_blocks == run.num_blocks:
             return
+        if run.epoch == self.epoch:
+            self.policy.shrink(run, num_blocks)
         if run.children:
             for child in list(run.children.values()):
                 self._remove_subtree(child)
@@ -183,6 +185,8 @@ class Residency:
         for node in below:
             below.extend(node.children.values())
         for node in reversed(below):
+            if run.epoch == self.epoch:
+                self.policy.shrink(node, 0)
             self._remove(node)
 
     def _drop_copies(self, run: Run, num_blocks: int) -> None:

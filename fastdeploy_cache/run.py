@@ -26,15 +26,15 @@ class Usage:
     """How a run was used: what eviction policies decide by. Both parts of a split run have it."""
 
     last_used: int = 0  # order of uses over the whole cache
-    used_at: float = 0.0  # the same in seconds
+    used_at: float = 0.0  # the same in a policy's own time
     inserted: int = 0  # order of growths over the whole cache
     num_uses: int = 0  # requests whose prefix it was or became
     turn: int = 1  # requests in a row that went on where the one before had ended
-    num_prompt_blocks: int = 0  # of the last request that grew it
+    gap: float = 0.0  # before the last of them
+    reuse_class: int = 0
     is_shared: bool = False  # prompts have parted behind it
     priority: int = DEFAULT_PRIORITY
     keep_until: float = 0.0  # in seconds; how long priority or pin is in force
-    is_ended: bool = False  # the engine said that the session is over
 
 
 class Run:

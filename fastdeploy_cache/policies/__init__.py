@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from fastdeploy_cache.policies.eviction import RANKING_POLICIES, Clock, EvictionPolicy
+from fastdeploy_cache.policies.reuse import Reuse
 
-EVICTION_POLICIES = tuple(RANKING_POLICIES)
+EVICTION_POLICIES = (*RANKING_POLICIES, "reuse")
+DEFAULT_HISTORY_BYTES = 16 * 2**20
 
 
-def new_policy(name: str, clock: Clock) -> EvictionPolicy:
-    """The eviction policy of that name."""
+def new_policy(
+    name: str, clock: Clock, *, num_blocks: int, block_tokens: int, history_bytes: int = DEFAULT_HISTORY_BYTES
+) -> EvictionPolicy:
+    """The eviction policy of that name, for a cache whose larger tier has `num_blocks` of `block_tokens` tokens."""
+    if name == "reuse":
+        return Reuse(clock, num_blocks, block_tokens, history_bytes)
     return RANKING_POLICIES[name](clock)

@@ -22,8 +22,16 @@ class EvictionPolicy(Protocol):
         """Nothing is cached (any more). `is_leaf(run, tier)` says whether a run may lose its tail in a tier now."""
         ...
 
-    def use(self, path: Sequence[Run], request: Request) -> None:
-        """A request whose prefix lies on `path` is released: it used these runs, or made them."""
+    def use(self, path: Sequence[Run], request: Request, num_hit_blocks: int) -> None:
+        """A request whose prefix lies on `path` is released: it hit the first blocks and made the others."""
+        ...
+
+    def grow(self, run: Run, first_block: int) -> None:
+        """A run has got blocks from `first_block` on."""
+        ...
+
+    def shrink(self, run: Run, first_block: int) -> None:
+        """A run is about to lose its blocks from `first_block` on, in all tiers."""
         ...
 
     def push(self, run: Run, tier: Tier) -> None:
@@ -109,10 +117,16 @@ class LeastRecentlyUsed:
     def clear(self, is_leaf: IsLeaf) -> None:
         self._heaps = tuple(_LeafHeap(tier, self.rank, is_leaf) for tier in Tier)
 
-    def use(self, path: Sequence[Run], request: Request) -> None:  # noqa: ARG002 (for policies that take hints)
+    def use(self, path: Sequence[Run], request: Request, num_hit_blocks: int) -> None:  # noqa: ARG002
         self._num_uses += 1
         for run in path:
             run.usage.last_used = self._num_uses
+
+    def grow(self, run: Run, first_block: int) -> None:
+        pass
+
+    def shrink(self, run: Run, first_block: int) -> None:
+        pass
 
     def push(self, run: Run, tier: Tier) -> None:
         self._heaps[tier].push(run)
@@ -132,8 +146,8 @@ class FirstInFirstOut(LeastRecentlyUsed):
 
 
 class _Counting(LeastRecentlyUsed):
-    def use(self, path: Sequence[Run], request: Request) -> None:
-        super().use(path, request)
+    def use(self, path: Sequence[Run], request: Request, num_hit_blocks: int) -> None:
+        super().use(path, request, num_hit_blocks)
         for run in path:
             run.usage.num_uses += 1
 
@@ -180,8 +194,8 @@ class _ForATime(LeastRecentlyUsed):
         usage = run.usage
         return (self.level(usage) if self._clock() < usage.keep_until else 0), usage.last_used
 
-    def use(self, path: Sequence[Run], request: Request) -> None:
-        super().use(path, request)
+    def use(self, path: Sequence[Run], request: Request, num_hit_blocks: int) -> None:
+        super().use(path, request, num_hit_blocks)
         until = math.inf if request.keep_seconds is None else self._clock() + request.keep_seconds
         for run in path:
             self.mark(run.usage, request, until)

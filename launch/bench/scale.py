@@ -55,7 +55,11 @@ def scale_ratio(small: int, large: int, pairs: int = 5, num_requests: int = 200)
 def eviction_cost(num_blocks: int, per_call: int, policy: str = "lru", num_calls: int = 400) -> dict[str, float]:
     """Microseconds per block: evicting from runs of 64, so many blocks a call, and the heap pushes it includes."""
     pool = BlockPool("GPU", num_blocks)
-    tree = PrefixTree(Scale.block_size, (pool, BlockPool("CPU", 0)), new_policy(policy, lambda: 0.0))
+    tree = PrefixTree(
+        Scale.block_size,
+        (pool, BlockPool("CPU", 0)),
+        new_policy(policy, lambda: 0.0, num_blocks=num_blocks, block_tokens=Scale.block_size),
+    )
     rng = np.random.default_rng(6)
     length = Scale.num_sequence_blocks
     for _ in range(num_blocks // length):

@@ -10,7 +10,6 @@ import numpy as np
 from fastdeploy_cache.policies.eviction import LeastRecentlyUsed
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import Run, Tier
-from launch.simulator.replay import Replay, Replayed
 from launch.simulator.trace import Trace, TraceRequest
 
 _NEVER = np.iinfo(np.int64).max
@@ -37,12 +36,6 @@ class Clairvoyant(LeastRecentlyUsed):
     def rank(self, run: Run) -> Any:
         tail = int.from_bytes(run.tokens[(run.num_gpu - 1) * 4 : run.num_gpu * 4], "little")
         return -self._next_use[tail]
-
-
-def clairvoyant(trace: Trace, num_blocks: int) -> Replayed:
-    """Replay with one tier of `num_blocks` under `Clairvoyant`."""
-    policy = Clairvoyant(trace)
-    return Replay(trace, num_blocks, 0, policy).run(policy.on_request)
 
 
 def _uses_after(trace: Trace) -> list[np.ndarray[Any, np.dtype[np.int64]]]:

@@ -73,14 +73,11 @@ def _replay_all(
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("requests", total=len(replays) * len(trace.requests))
         for gpu, cpu, policy in replays:
+            clairvoyant_policy = policy if isinstance(policy, Clairvoyant) else None
 
-            def on_request(
-                number: int,
-                request: TraceRequest,
-                seer: Clairvoyant | None = policy if isinstance(policy, Clairvoyant) else None,
-            ) -> None:
-                if seer is not None:
-                    seer.on_request(number, request)
+            def on_request(number: int, request: TraceRequest, told: Clairvoyant | None = clairvoyant_policy) -> None:
+                if told is not None:
+                    told.on_request(number, request)
                 if number % 256 == 0:
                     progress.advance(bar, min(256, len(trace.requests) - number))
 

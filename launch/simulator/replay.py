@@ -10,6 +10,7 @@ import numpy as np
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.errors import PromptTooLongError
+from fastdeploy_cache.policies import new_policy
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from launch.simulator.trace import Trace, TraceRequest
 
@@ -48,10 +49,12 @@ class Replay:
             block_size=1,
             num_gpu_blocks=gpu_blocks,
             num_cpu_blocks=cpu_blocks,
-            eviction_policy=policy if isinstance(policy, str) else "lru",
             transfer_client="inline",
         )
-        given = None if isinstance(policy, str) else policy
+        given = policy
+        if isinstance(policy, str):  # it has to know how many tokens a block really stands for
+            size = max(gpu_blocks, cpu_blocks)
+            given = new_policy(policy, lambda: self._now, num_blocks=size, block_tokens=trace.block_size)
         self.cache = PrefixCacheManager(config, clock=lambda: self._now, policy=given)
         self._hits = [0, 0]  # blocks from GPU and CPU
         self._num_too_long = 0

@@ -1,0 +1,191 @@
+"""`reuse`: evict what is least likely to be used again per second of room held; plain LRU where that does better."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from fastdeploy_cache.policies.eviction import Clock, IsLeaf, LeastRecentlyUsed
+from fastdeploy_cache.policies.reuse_history import (
+    ENDED_CLASS,
+    PENDING_CLASS,
+    ReuseHistory,
+    Span,
+    private_class,
+    score_at,
+    shared_class,
+)
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.run import Run, Tier, Usage
+
+_NUM_CANDIDATES = 64
+_TICKS_PER_SECOND = 1000.0
+_TOKENS_PER_TICK = 512  # so that time goes on where a clock is coarse or stands still
+_MAX_REGRET = 0.002  # of the observed references
+_REGRET_SLACK_BLOCKS = 8.0
+_NUM_FIRST_REQUESTS = 500  # under LRU: before, one lost request would exceed the regret
+
+
+class Reuse(LeastRecentlyUsed):
+    """Classes, learning and scores are `ReuseHistory`'s; this chooses among leaves and guards the choice.
+
+    A class is how often a shared run was used, or a private one's turn, last pause and prompt length. A request that
+    goes on where a leaf ended is one turn further; so is one whose lost blocks the history knows to have been a leaf's.
+    The engine's hints (session ended, tool call pending) make classes of their own, which are learned like the others.
+
+    The guard compares observed blocks hit with those that LRU would have hit. While the recent loss is above 0.2 % of the
+    references, victims are LRU's.
+    """
+
+    def __init__(
+        self, clock: Clock, num_blocks: int, block_tokens: int, history_bytes: int, guard: bool = True
+    ) -> None:
+        super().__init__(clock)
+        self.history = ReuseHistory(num_blocks, history_bytes)
+        self._block_tokens = block_tokens
+        self._guard = guard
+        self._threshold = np.uint64(min(2**64 - 1, int(self.history.ratio * 2**64)))
+        self._random = random.Random(1).random
+        self._window = 8.0 * self.history.num_entries
+        self._num_referenced_tokens = 0
+        self._regret = self._num_references = 0.0
+        self._num_requests = 0
+
+    def clear(self, is_leaf: IsLeaf) -> None:
+        super().clear(is_leaf)
+        self._is_leaf = is_leaf
+        self._leaves: tuple[list[Run], list[Run]] = ([], [])  # by Tier; some are none any more
+        self._places: tuple[dict[Run, int], dict[Run, int]] = ({}, {})  # their indices
+        self._chosen: list[Run | None] = [None, None]  # by Tier, until the next use
+        self._num_resident = 0  # observed blocks in the cache
+
+    # -- learning
+
+    def grow(self, run: Run, first_block: int) -> None:
+        self._num_resident += len(self._observed(run, first_block))
+
+    def shrink(self, run: Run, first_block: int) -> None:
+        self._num_resident -= len(self._observed(run, first_block))
+
+    def use(self, path: Sequence[Run], request: Request, num_hit_blocks: int) -> None:
+        goes_on = path[-1].usage.num_uses > 0  # else its last run is new
+        super().use(path, request, num_hit_blocks)
+        self._chosen = [None, None]
+        num_tokens = sum([run.num_blocks for run in path]) * self._block_tokens
+        self._num_referenced_tokens += num_tokens
+        now = self._clock() * _TICKS_PER_SECOND + self._num_referenced_tokens / _TOKENS_PER_TICK
+        observed = [self._observed(run, 0) for run in path]
+        lost = self._lost(path, num_hit_blocks)
+        self._judge([key for keys in observed for key in keys], len(lost))
+        turn, gap = self._continued(path[-1].usage, now) if goes_on else self._remembered(lost, now)
+        path[-1].usage.turn, path[-1].usage.gap = turn, gap
+        spans = []
+        for run, keys in zip(path, observed, strict=True):
+            usage = run.usage
+            usage.num_uses += 1
+            usage.used_at = now
+            usage.reuse_class = _class_of(usage, request, num_tokens)
+            if keys:
+                spans.append(Span(keys, usage.reuse_class, usage.turn, usage.num_uses, usage.is_shared))
+        self.history.observe(now, spans, self._num_resident)
+
+    def _observed(self, run: Run, first_block: int) -> list[int]:
+        """The keys of a run's observed blocks from `first_block` on: the first 8 bytes of their hashes."""
+        names = np.frombuffer(run.hashes, np.uint64)[first_block * 4 :: 4]
+        observed: list[int] = (names if self.history.ratio >= 1 else names[names < self._threshold]).tolist()
+        return observed
+
+    def _lost(self, path: Sequence[Run], num_hit_blocks: int) -> list[int]:
+        """The observed blocks of a path that were not hit."""
+        lost, end = list[int](), 0
+        for run in path:
+            end += run.num_blocks
+            if end > num_hit_blocks:
+                lost += self._observed(run, max(0, num_hit_blocks - end + run.num_blocks))
+        return lost
+
+    @staticmethod
+    def _continued(usage: Usage, now: float) -> tuple[int, float]:
+        return (1, 0.0) if usage.is_shared else (usage.turn + 1, now - usage.used_at)
+
+    def _remembered(self, lost: Sequence[int], now: float) -> tuple[int, float]:
+        """The turn and pause of a request that goes on where an evicted leaf ended; else those of a first turn."""
+        for key in reversed(lost):
+            remembered = self.history.note(key)
+            if remembered is not None:
+                used_at, note = remembered
+                goes_on = note.ends_request and not note.is_shared
+                return (note.turn + 1, now - used_at) if goes_on else (1, 0.0)
+        return 1, 0.0
+
+    # -- the guard
+
+    def _judge(self, keys: Sequence[int], num_lost: int) -> None:
+        self._num_requests += 1
+        keep = max(0.0, 1 - len(keys) / self._window)
+        self._regret = self._regret * keep + self.history.num_lru_hits(keys) - (len(keys) - num_lost)
+        self._num_references = self._num_references * keep + len(keys)
+
+    def _by_lru(self) -> bool:
+        if self.history.table is None:
+            return True
+        too_bad = self._regret > _MAX_REGRET * self._num_references + _REGRET_SLACK_BLOCKS
+        return self._guard and (too_bad or self._num_requests < _NUM_FIRST_REQUESTS)
+
+    # -- choosing
+
+    def push(self, run: Run, tier: Tier) -> None:
+        super().push(run, tier)
+        places = self._places[tier]
+        if run not in places:
+            places[run] = len(self._leaves[tier])
+            self._leaves[tier].append(run)
+
+    def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
+        if self._by_lru():
+            return super().victim(tier, num_blocks)
+        chosen = self._chosen[tier]
+        if chosen is None or not self._is_leaf(chosen, tier):
+            chosen = self._chosen[tier] = self._lowest(tier)
+        return chosen, num_blocks
+
+    def _lowest(self, tier: Tier) -> Run:
+        """Of some random leaves the one with the lowest score, of equal ones the one used longest ago."""
+        leaves, table = self._leaves[tier], self.history.table
+        assert table is not None
+        now = self._clock() * _TICKS_PER_SECOND + self._num_referenced_tokens / _TOKENS_PER_TICK
+        best, lowest, num_left = None, (0.0, 0), _NUM_CANDIDATES
+        while num_left and (leaves or best is None):
+            run = leaves[int(self._random() * len(leaves))]
+            if not self._is_leaf(run, tier):
+                self._forget(run, tier)
+                continue
+            num_left -= 1
+            usage = run.usage
+            rank = (score_at(table[usage.reuse_class], now - usage.used_at), usage.last_used)
+            if best is None or rank < lowest:
+                best, lowest = run, rank
+        assert best is not None
+        return best
+
+    def _forget(self, run: Run, tier: Tier) -> None:
+        """Take a run out of the leaves; the last one moves to its place."""
+        leaves, places = self._leaves[tier], self._places[tier]
+        place, last = places.pop(run), leaves.pop()
+        if last is not run:
+            leaves[place] = last
+            places[last] = place
+
+    def alike(self, upper: Run, lower: Run) -> bool:
+        a, b = upper.usage, lower.usage
+        return a.is_shared and b.is_shared and a.reuse_class == b.reuse_class
+
+
+def _class_of(usage: Usage, request: Request, num_tokens: int) -> int:
+    if usage.is_shared:
+        return shared_class(usage.num_uses)
+    if request.session_ended:
+        return ENDED_CLASS
+    return PENDING_CLASS if request.tool_call_pending else private_class(usage.turn, usage.gap, num_tokens)
