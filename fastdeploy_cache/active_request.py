@@ -38,4 +38,5 @@ class ActiveRequest:
 
     def private_ids(self) -> array[int]:
         """Blocks that are the request's own: duplicates of cached ones, and those not committed yet."""
-        return self.duplicates + self.block_ids[self.num_committed_blocks :]
+        own = self.duplicates + self.block_ids[self.num_committed_blocks :]
+        return own + self.copy.ids if self.copy is not None and self.copy.landed else own

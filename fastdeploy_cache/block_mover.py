@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -132,6 +132,26 @@ class BlockMover:
             self._end_copy(transfer.copy, result.error is None)
         transfer.done.set()
         return num_lost if transfer.tier is CPU else 0
+
+    def num_coming(self, pins_of_requests: Iterable[Pin]) -> int:
+        """GPU blocks that become free or evictable when the copies in flight have ended well."""
+        held: dict[Run, int] = {}  # by requests: blocks from a run's front
+        for pin in pins_of_requests:
+            *above, run = pin.run.path()
+            held.update((upper, upper.num_blocks) for upper in above)
+            held[run] = max(held.get(run, 0), pin.end)
+        segments = [s for transfer in self.in_flight.values() for s in transfer.segments]
+        copies = [transfer.copy for transfer in self.in_flight.values() if transfer.copy is not None]
+        pins = [*segments, *(copy.source for copy in copies)]
+        copied = {run for pin in pins for run in pin.run.path()}
+        num_coming = sum(run.num_in(GPU, run.num_held) - run.num_in(GPU, held.get(run, 0)) for run in copied)
+        for segment in segments:
+            if segment.transfer.tier is GPU:
+                # blocks that were computed meanwhile send the load's ids home; the others join the run
+                num_superseded = max(0, min(segment.end, segment.run.num_gpu) - segment.start)
+                joined_from = max(segment.start + num_superseded, held.get(segment.run, 0))
+                num_coming += num_superseded + max(0, segment.end - joined_from)
+        return num_coming
 
     def _end_copy(self, copy: BlockCopy, succeeded: bool) -> None:
         """The block is its request's, if that still waits for it."""

@@ -29,7 +29,7 @@ from fastdeploy_cache.policies import new_policy
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import CPU, GPU, Run, Tier
+from fastdeploy_cache.run import CPU, GPU, Tier
 from fastdeploy_cache.stats import CacheStats, TierStats
 from metrics.cache_metrics import EVICTION_KINDS, CacheMetrics
 from metrics.exporter import MetricsExporter
@@ -128,7 +128,12 @@ class PrefixCacheManager:
             pool, residency = self._pools[GPU], self._tree.residency
             missing = num_blocks - residency.num_available(GPU)
             if missing > 0:
-                raise OutOfBlocksError(missing, self._num_coming())
+                raise OutOfBlocksError(
+                    missing,
+                    self._mover.num_coming(
+                        [active.pin for active in self._requests.values() if active.pin is not None]
+                    ),
+                )
             if not active.settled:
                 self._matcher.settle(active)
             if not request.counted:
@@ -300,27 +305,6 @@ class PrefixCacheManager:
             f"commit of {num_computed_tokens} tokens for request {request.request_id!r}, whose "
             f"{len(active.block_ids)} blocks hold {held}; allocate first"
         )
-
-    def _num_coming(self) -> int:
-        """GPU blocks that become free or evictable when the copies in flight have ended well."""
-        held: dict[Run, int] = {}  # by requests: blocks from a run's front
-        for active in self._requests.values():
-            if active.pin is not None:
-                *above, run = active.pin.run.path()
-                held.update((upper, upper.num_blocks) for upper in above)
-                held[run] = max(held.get(run, 0), active.pin.end)
-        segments = [s for transfer in self._mover.in_flight.values() for s in transfer.segments]
-        copies = [transfer.copy for transfer in self._mover.in_flight.values() if transfer.copy is not None]
-        pins = [*segments, *(copy.source for copy in copies)]
-        copied = {run for pin in pins for run in pin.run.path()}
-        num_coming = sum(run.num_in(GPU, run.num_held) - run.num_in(GPU, held.get(run, 0)) for run in copied)
-        for segment in segments:
-            if segment.transfer.tier is GPU:
-                # blocks that were computed meanwhile send the load's ids home; the others join the run
-                num_superseded = max(0, min(segment.end, segment.run.num_gpu) - segment.start)
-                joined_from = max(segment.start + num_superseded, held.get(segment.run, 0))
-                num_coming += num_superseded + max(0, segment.end - joined_from)
-        return num_coming
 
     def _count(self, active: ActiveRequest) -> None:
         """Count a request once, when it is first admitted: not while it waits, nor when it returns from preemption."""

@@ -39,13 +39,25 @@ class Matcher:
             return
         num_coming, parts = _coming_and_cold(path, num_found)
         num_cold = sum(n for _, _, n in parts)
-        num_loaded = self._load(parts, num_blocks - num_found)
+        num_near = active.num_gpu_blocks + num_coming
+        num_loadable = self._num_loadable(num_cold, num_blocks - num_found)
+        num_pinned = request.whole_images(num_near + num_loadable, tree.block_size)
+        num_loaded = max(0, num_pinned - num_near)
+        if num_loaded:
+            tree.residency.evict(GPU, max(0, num_loaded - tree.pools[0].num_free))
+            self._mover.load(first_blocks(parts, num_loaded))
         active.num_unloaded_blocks = num_cold - num_loaded
-        if num_loaded < num_cold:
-            self._pin(active, path, active.num_gpu_blocks + num_coming + num_loaded)
+        if num_pinned < num_found:
+            self._pin(active, path, num_pinned)
         if active.pin is not None:
             transfers = [s.transfer for run in active.pin.run.path() for s in segments_of(run, GPU)]
             active.loads = list(dict.fromkeys(transfers))
+
+    def _num_loadable(self, num_cold: int, num_rest: int) -> int:
+        """How many of `num_cold` blocks can be loaded so that the `num_rest` others of the prompt fit, too."""
+        if not self._mover.available:
+            return 0
+        return max(0, min(num_cold, self._tree.residency.num_available(GPU) - num_rest))
 
     def _copy_last(self, active: ActiveRequest, num_found: int) -> bool:
         """Of a prompt that is cached whole: copy the last block, to compute its last token into the copy."""
@@ -69,37 +81,30 @@ class Matcher:
         self._tree.move_pin(with_source, None, 0)
         return bool(room)
 
-    def _load(self, parts: list[Part], num_rest: int) -> int:
-        """Load as many blocks of `parts` as leave room for the `num_rest` others of the prompt; returns how many."""
-        if not self._mover.available:
-            return 0
-        pool, residency = self._tree.pools[GPU], self._tree.residency
-        num_cold = sum(n for _, _, n in parts)
-        num_blocks = max(0, min(num_cold, residency.num_available(GPU) - num_rest))
-        if num_blocks:
-            residency.evict(GPU, max(0, num_blocks - pool.num_free))
-            self._mover.load(first_blocks(parts, num_blocks))
-        return num_blocks
-
     def readable(self, active: ActiveRequest) -> tuple[array[int], int]:
         """The matched blocks that may be read now, and how many more are coming. Settles when none is."""
         if not active.settled and all(transfer.done.is_set() for transfer in active.loads):
             self.settle(active)
         if active.settled:
             return active.block_ids[: active.num_matched_blocks + bool(active.num_copied_tokens)], 0
-        path = active.pin.run.path() if active.pin is not None else []
-        ids = _gpu_ids(path, active.num_pinned_blocks)
+        ids, _ = self._arrived(active)
         return ids, active.num_pinned_blocks - len(ids)
 
     def settle(self, active: ActiveRequest) -> None:
         """Fix the match at what is readable now; what has not arrived is no part of it."""
         if active.settled:
             return
-        path = active.pin.run.path() if active.pin is not None else []
-        ids = _gpu_ids(path, active.num_pinned_blocks)
+        ids, path = self._arrived(active)
         if len(ids) < active.num_pinned_blocks:
             self._pin(active, path, len(ids))
         self._settle_at(active, ids)
+
+    def _arrived(self, active: ActiveRequest) -> tuple[array[int], list[Run]]:
+        """Of the pinned blocks those that may be read, and the pinned path."""
+        path = active.pin.run.path() if active.pin is not None else []
+        ids = _gpu_ids(path, active.num_pinned_blocks)
+        del ids[active.request.whole_images(len(ids), self._tree.block_size) :]
+        return ids, path
 
     def _settle_at(self, active: ActiveRequest, ids: array[int]) -> None:
         active.settled, active.loads, active.block_ids = True, [], ids
@@ -130,9 +135,8 @@ class Matcher:
         pin = active.pin
         if pin is None:
             return 0
-        path = pin.run.path()
-        self._tree.policy.use(path, active.request, active.num_matched_blocks)
-        num_skipped = self._mover.store(path) if active.epoch == self._tree.epoch else 0
+        self._tree.policy.use(pin.run.path(), active.request, active.num_matched_blocks)
+        num_skipped = self._mover.store(pin.run.path()) if active.epoch == self._tree.epoch else 0
         self._tree.unpin(pin)
         return num_skipped
 

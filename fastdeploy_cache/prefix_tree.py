@@ -43,6 +43,7 @@ class PrefixTree:
         self.roots: dict[str, Run] = {}
         self.old_roots: list[Run] = []  # of earlier epochs, as long as something under them is pinned
         self._hasher = BlockHasher(block_size)
+        policy.clear(self.residency.is_leaf, self._split)
         self._sweep_roots_at = _MIN_ROOTS
         self._num_appended = 0
 
@@ -112,7 +113,7 @@ class PrefixTree:
         return high - offset
 
     def _first_difference(self, ours: bytearray, low: int, high: int, theirs: bytearray, start: int) -> int:
-        """The first of blocks [low, high) of `ours` that is another in `theirs`, counted from byte `start`; or `high`."""
+        """The first of blocks [low, high) of `ours` that `theirs`, from byte `start` on, has not; or `high`."""
         size = self.block_bytes
         with memoryview(ours) as view:
             if theirs.startswith(view[low * size : high * size], start + low * size):
@@ -283,6 +284,7 @@ class PrefixTree:
         """Forget everything. What is pinned stays owned, out of reach, until it is unpinned."""
         old = list(self.runs())
         self.residency.begin_epoch()
+        self.policy.clear(self.residency.is_leaf, self._split)
         for run in reversed(old):  # children first
             self.residency.truncate(run, run.num_held)
         self.old_roots = [r for r in (*self.old_roots, *self.roots.values()) if r.children]

@@ -26,7 +26,6 @@ class Residency:
         # by Tier: blocks evicted since the start, [those with a copy in the other tier, those without]
         self.num_evicted = ([0, 0], [0, 0])
         self._block_bytes = block_bytes
-        policy.clear(self.is_leaf)
 
     def num_evictable(self, tier: Tier) -> int:
         """Blocks of a tier that `evict` can free now."""
@@ -210,4 +209,3 @@ class Residency:
     def begin_epoch(self) -> None:
         """What is in the tree now is of the past: it is never evicted, only removed."""
         self.epoch += 1
-        self.policy.clear(self.is_leaf)

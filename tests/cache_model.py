@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+
 import pytest
 
 from fastdeploy_cache import CacheConfig, Match, PrefixCacheManager, Request
 from fastdeploy_cache.errors import CommitError, OutOfBlocksError, PromptTooLongError
+from fastdeploy_cache.request import Image
 from tests.simulated_client import SimulatedClient
+
+Prefix = tuple[str, tuple[int, ...], tuple[Image, ...]]
 
 
 class LiveRequest:
@@ -25,30 +31,49 @@ class CacheModel:
     whole prefix it stands for, so a block that may be read can be compared with what it should hold.
     """
 
-    def __init__(self, block_size: int, num_gpu: int, num_cpu: int) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        num_gpu: int,
+        num_cpu: int,
+        *,
+        policy: str = "lru",
+        recompute_last_token: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.size, self.num_gpu, self.num_cpu = block_size, num_gpu, num_cpu
         self.client = SimulatedClient(num_gpu, num_cpu)
         config = CacheConfig(
-            block_size=block_size, num_gpu_blocks=num_gpu, num_cpu_blocks=num_cpu, transfer_client="inline"
+            block_size=block_size,
+            num_gpu_blocks=num_gpu,
+            num_cpu_blocks=num_cpu,
+            transfer_client="inline",
+            eviction_policy=policy,
+            recompute_last_token=recompute_last_token,
         )
-        self.cache = PrefixCacheManager(config, client=self.client)
+        self.cache = PrefixCacheManager(config, client=self.client, clock=clock)
         self.live: list[LiveRequest] = []
-        self.committed: set[tuple[str, tuple[int, ...]]] = set()
+        self.committed: set[Prefix] = set()
         self.epoch = 0
         self.num_requests = 0
         self.num_loaded_tokens = 0
 
-    def prefix(self, live: LiveRequest, num_blocks: int) -> tuple[str, tuple[int, ...]]:
-        raw = live.request.tokens[: 4 * self.size * num_blocks]
-        return live.request.namespace, tuple(memoryview(raw).cast("i"))
+    def prefix(self, live: LiveRequest, num_blocks: int) -> Prefix:
+        """What these blocks stand for: their tokens, and every image of which they hold a part."""
+        num_tokens = self.size * num_blocks
+        raw = live.request.tokens[: 4 * num_tokens]
+        images = tuple(image for image in live.request.images if image.offset < num_tokens)
+        return live.request.namespace, tuple(memoryview(raw).cast("i")), images
 
     def check_readable(self, live: LiveRequest, ids: list[int]) -> None:
         for i, block_id in enumerate(ids):
             assert self.client.gpu[block_id] == self.prefix(live, i + 1), "wrong KV served"
 
-    def match(self, tokens: list[int], namespace: str = "") -> LiveRequest | None:
+    def match(self, tokens: list[int], namespace: str = "", images: Sequence[Image] = ()) -> LiveRequest | None:
         self.num_requests += 1
-        request = Request(request_id=f"r{self.num_requests}", prompt_token_ids=tokens, namespace=namespace)
+        request = Request(
+            request_id=f"r{self.num_requests}", prompt_token_ids=tokens, namespace=namespace, images=images
+        )
         try:
             match = self.cache.match(request)
         except PromptTooLongError:
@@ -59,7 +84,8 @@ class CacheModel:
         found = match.num_tokens + match.num_coming_tokens
         assert found < len(tokens), "one token is left to compute"
         if found:
-            assert self.prefix(live, found // self.size) in self.committed, "hit on what nobody committed"
+            assert self.prefix(live, -(-found // self.size)) in self.committed, "hit on what nobody committed"
+        assert not any(image.offset < found < image.end for image in request.images), "a match ends inside an image"
         self.live.append(live)
         return live
 
@@ -119,9 +145,9 @@ class CacheModel:
         self.cache.release(live.request)
         self.live.remove(live)
 
-    def serve(self, tokens: list[int], stays: bool, patient: bool) -> None:
+    def serve(self, tokens: list[int], stays: bool, patient: bool, images: Sequence[Image] = ()) -> None:
         """A whole request at once, as engines do most of the time; a patient one waits for its loads."""
-        live = self.match(tokens)
+        live = self.match(tokens, images=images)
         if live is None:
             return
         if patient:

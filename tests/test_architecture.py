@@ -36,6 +36,7 @@ HOMES = {
     "tokenizers": {"launch/reference_engine/tokenizer.py"},
     "typer": {"launch/cli.py"},
     "rich": {
+        "launch/bench/command.py",
         "launch/demo/command.py",
         "launch/demo/report.py",
         "launch/simulator/command.py",

@@ -11,6 +11,7 @@ from fastdeploy_cache.request import DEFAULT_PRIORITY, Request
 from fastdeploy_cache.run import Run, Tier, Usage
 
 IsLeaf = Callable[[Run, Tier], bool]
+Split = Callable[[Run, int], Run]
 Clock = Callable[[], float]
 _MIN_SWEEP = 64
 
@@ -18,8 +19,12 @@ _MIN_SWEEP = 64
 class EvictionPolicy(Protocol):
     """Decides by `run.usage` and by what it is told. One thread at a time: under the cache's lock."""
 
-    def clear(self, is_leaf: IsLeaf) -> None:
-        """Nothing is cached (any more). `is_leaf(run, tier)` says whether a run may lose its tail in a tier now."""
+    def clear(self, is_leaf: IsLeaf, split: Split) -> None:
+        """Nothing is cached (any more).
+
+        `is_leaf(run, tier)` says whether a run may lose its tail in a tier now. `split(run, num_blocks)` cuts a run so
+        that its parts can be used differently and returns the upper part.
+        """
         ...
 
     def use(self, path: Sequence[Run], request: Request, num_hit_blocks: int) -> None:
@@ -114,7 +119,7 @@ class LeastRecentlyUsed:
         """Lowest goes first."""
         return run.usage.last_used
 
-    def clear(self, is_leaf: IsLeaf) -> None:
+    def clear(self, is_leaf: IsLeaf, split: Split) -> None:  # noqa: ARG002
         self._heaps = tuple(_LeafHeap(tier, self.rank, is_leaf) for tier in Tier)
 
     def use(self, path: Sequence[Run], request: Request, num_hit_blocks: int) -> None:  # noqa: ARG002
@@ -175,8 +180,8 @@ class SegmentedLeastRecentlyUsed(_Counting):
 class _ForATime(LeastRecentlyUsed):
     """Ranks by a level that a request gives to what it used, until `usage.keep_until`; then by level 0."""
 
-    def clear(self, is_leaf: IsLeaf) -> None:
-        super().clear(is_leaf)
+    def clear(self, is_leaf: IsLeaf, split: Split) -> None:
+        super().clear(is_leaf, split)
         self._is_leaf = is_leaf
         self._ends: list[tuple[float, int, Run]] = []  # when the levels of watched leaves end
         self._watched: set[Run] = set()

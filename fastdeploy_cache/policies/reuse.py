@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 
-from fastdeploy_cache.policies.eviction import Clock, IsLeaf, LeastRecentlyUsed
+from fastdeploy_cache.block_hash import HASH_BYTES
+from fastdeploy_cache.policies.eviction import Clock, IsLeaf, LeastRecentlyUsed, Split
 from fastdeploy_cache.policies.reuse_history import (
     ENDED_CLASS,
     PENDING_CLASS,
@@ -25,6 +27,7 @@ _TICKS_PER_SECOND = 1000.0
 _TOKENS_PER_TICK = 512  # so that time goes on where a clock is coarse or stands still
 _MAX_REGRET = 0.002  # of the observed references
 _REGRET_SLACK_BLOCKS = 8.0
+_GUARD_WINDOW = 1.0
 _NUM_FIRST_REQUESTS = 500  # under LRU: before, one lost request would exceed the regret
 
 
@@ -35,8 +38,8 @@ class Reuse(LeastRecentlyUsed):
     goes on where a leaf ended is one turn further; so is one whose lost blocks the history knows to have been a leaf's.
     The engine's hints (session ended, tool call pending) make classes of their own, which are learned like the others.
 
-    The guard compares observed blocks hit with those that LRU would have hit. While the recent loss is above 0.2 % of the
-    references, victims are LRU's.
+    The guard compares observed blocks hit with those that LRU would have hit. While the recent loss is above 0.2 % of
+    the references, victims are LRU's.
     """
 
     def __init__(
@@ -47,15 +50,15 @@ class Reuse(LeastRecentlyUsed):
         self._block_tokens = block_tokens
         self._guard = guard
         self._threshold = np.uint64(min(2**64 - 1, int(self.history.ratio * 2**64)))
-        self._random = random.Random(1).random
-        self._window = 8.0 * self.history.num_entries
+        self._random = random.Random(1).random  # noqa: S311 (a sample, no secret)
+        self._window = _GUARD_WINDOW * self.history.num_entries
         self._num_referenced_tokens = 0
         self._regret = self._num_references = 0.0
         self._num_requests = 0
 
-    def clear(self, is_leaf: IsLeaf) -> None:
-        super().clear(is_leaf)
-        self._is_leaf = is_leaf
+    def clear(self, is_leaf: IsLeaf, split: Split) -> None:
+        super().clear(is_leaf, split)
+        self._is_leaf, self._split = is_leaf, split
         self._leaves: tuple[list[Run], list[Run]] = ([], [])  # by Tier; some are none any more
         self._places: tuple[dict[Run, int], dict[Run, int]] = ({}, {})  # their indices
         self._chosen: list[Run | None] = [None, None]  # by Tier, until the next use
@@ -76,14 +79,15 @@ class Reuse(LeastRecentlyUsed):
         num_tokens = sum([run.num_blocks for run in path]) * self._block_tokens
         self._num_referenced_tokens += num_tokens
         now = self._clock() * _TICKS_PER_SECOND + self._num_referenced_tokens / _TOKENS_PER_TICK
-        observed = [self._observed(run, 0) for run in path]
         lost = self._lost(path, num_hit_blocks)
-        self._judge([key for keys in observed for key in keys], len(lost))
-        turn, gap = self._continued(path[-1].usage, now) if goes_on else self._remembered(lost, now)
-        path[-1].usage.turn, path[-1].usage.gap = turn, gap
+        self._judge([key for run in path for key in self._observed(run, 0)], len(lost))
+        if goes_on:
+            self._continue(path[-1].usage, now)
+        else:
+            path = self._remember(path, lost, now)
         spans = []
-        for run, keys in zip(path, observed, strict=True):
-            usage = run.usage
+        for run in path:
+            usage, keys = run.usage, self._observed(run, 0)
             usage.num_uses += 1
             usage.used_at = now
             usage.reuse_class = _class_of(usage, request, num_tokens)
@@ -107,18 +111,34 @@ class Reuse(LeastRecentlyUsed):
         return lost
 
     @staticmethod
-    def _continued(usage: Usage, now: float) -> tuple[int, float]:
-        return (1, 0.0) if usage.is_shared else (usage.turn + 1, now - usage.used_at)
+    def _continue(usage: Usage, now: float) -> None:
+        """A request went on where a leaf ended."""
+        usage.turn, usage.gap = (1, 0.0) if usage.is_shared else (usage.turn + 1, now - usage.used_at)
 
-    def _remembered(self, lost: Sequence[int], now: float) -> tuple[int, float]:
-        """The turn and pause of a request that goes on where an evicted leaf ended; else those of a first turn."""
+    def _remember(self, path: Sequence[Run], lost: Sequence[int], now: float) -> Sequence[Run]:
+        """A request made the last run of `path`: maybe again. Says of it what was known of its deepest lost block.
+
+        Where a lost conversation goes on, its turns go on. Else what was lost had been shared, up to there.
+        """
+        run = path[-1]
         for key in reversed(lost):
             remembered = self.history.note(key)
-            if remembered is not None:
-                used_at, note = remembered
-                goes_on = note.ends_request and not note.is_shared
-                return (note.turn + 1, now - used_at) if goes_on else (1, 0.0)
-        return 1, 0.0
+            if remembered is None:
+                continue
+            used_at, note = remembered
+            if note.ends_request and not note.is_shared:
+                run.usage.turn, run.usage.gap = note.turn + 1, now - used_at
+                return path
+            num_shared = run.hashes.find(key.to_bytes(8, sys.byteorder)) // HASH_BYTES + 1
+            upper = run
+            if 0 < num_shared < run.num_blocks:
+                upper = self._split(run, num_shared)
+                path = [*path[:-1], upper, run]
+                run.usage.is_shared = False
+            if num_shared:
+                upper.usage.is_shared, upper.usage.num_uses = True, note.num_uses
+            return path
+        return path
 
     # -- the guard
 

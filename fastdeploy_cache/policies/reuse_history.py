@@ -143,9 +143,9 @@ class ReuseHistory:
     def _rebuild(self, now: float) -> None:
         self._num_observed = 0
         for total, new in ((self._ends, self._new_ends), (self._reuses, self._new_reuses)):
-            total *= self._keep
             fresh = np.frombuffer(new)
-            total += fresh.reshape(total.shape)
+            np.multiply(total, self._keep, out=total)
+            np.add(total, fresh.reshape(total.shape), out=total)
             fresh[:] = 0
         classes = np.frombuffer(self._class, np.int16)[: self._num_slots].astype(np.int64)
         ages = np.maximum(now - np.frombuffer(self._when)[: self._num_slots], 0)
@@ -167,7 +167,7 @@ def _hazards(ends: Array, reuses: Array) -> Array:
         return (part_reuses + _PRIOR_BLOCKS * parent) / (part_risk + _PRIOR_BLOCKS)
 
     def by_length(values: Array) -> Array:
-        return values[NUM_USES:_END_PRIVATE].reshape(-1, NUM_LENGTHS, NUM_AGES).sum(1)
+        return np.asarray(values[NUM_USES:_END_PRIVATE].reshape(-1, NUM_LENGTHS, NUM_AGES).sum(1))
 
     parents = np.empty((NUM_CLASSES, NUM_AGES))
     parents[:NUM_USES] = smoothed(reuses[:NUM_USES].sum(0), at_risk[:NUM_USES].sum(0), overall)

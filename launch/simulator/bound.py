@@ -23,11 +23,11 @@ class Clairvoyant(LeastRecentlyUsed):
         self._next_use = np.full(trace.num_distinct_ids, _NEVER)  # by block
         self._uses_after = _uses_after(trace)
 
-    def on_request(self, number: int, request: TraceRequest) -> None:
+    def hear(self, number: int, request: TraceRequest) -> None:
         """Request `number` comes: the next use of its blocks is a later one."""
         self._next_use[request.blocks] = self._uses_after[number]
 
-    def use(self, path: Sequence[Run], request: Request) -> None:
+    def use(self, path: Sequence[Run], request: Request, num_hit_blocks: int) -> None:
         """What is used is known beforehand."""
 
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:  # noqa: ARG002

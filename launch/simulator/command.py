@@ -77,7 +77,7 @@ def _replay_all(
 
             def on_request(number: int, request: TraceRequest, told: Clairvoyant | None = clairvoyant_policy) -> None:
                 if told is not None:
-                    told.on_request(number, request)
+                    told.hear(number, request)
                 if number % 256 == 0:
                     progress.advance(bar, min(256, len(trace.requests) - number))
 

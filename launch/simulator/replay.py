@@ -51,11 +51,10 @@ class Replay:
             num_cpu_blocks=cpu_blocks,
             transfer_client="inline",
         )
-        given = policy
         if isinstance(policy, str):  # it has to know how many tokens a block really stands for
             size = max(gpu_blocks, cpu_blocks)
-            given = new_policy(policy, lambda: self._now, num_blocks=size, block_tokens=trace.block_size)
-        self.cache = PrefixCacheManager(config, clock=lambda: self._now, policy=given)
+            policy = new_policy(policy, lambda: self._now, num_blocks=size, block_tokens=trace.block_size)
+        self.cache = PrefixCacheManager(config, clock=lambda: self._now, policy=policy)
         self._hits = [0, 0]  # blocks from GPU and CPU
         self._num_too_long = 0
 

@@ -1,7 +1,7 @@
 """Request traces: one JSON object per line, gzip-compressed or not.
 
-Fields, as in Mooncake's published traces: `timestamp` (milliseconds), `input_length` (tokens), `hash_ids` (an integer for
-each block of the prompt, naming the block together with all before it). `output_length` and others are ignored.
+Fields, as in Mooncake's published traces: `timestamp` (milliseconds), `input_length` (tokens), `hash_ids` (an integer
+for each block of the prompt, naming it together with all before it). `output_length` and others are ignored.
 """
 
 from __future__ import annotations

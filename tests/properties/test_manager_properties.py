@@ -8,19 +8,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from fastdeploy_cache.policies import EVICTION_POLICIES
+from fastdeploy_cache.request import Image
 from tests.cache_model import CacheModel, LiveRequest
 
 # Prompts are cut from a few texts and sometimes go their own way, so that they meet, part and extend each other.
 TEXTS = [[(7 * i * i + text * (i // 9)) % 5 for i in range(60)] for text in range(4)]
+IMAGES = [Image(offset, length, name) for offset in (3, 5) for length in (1, 9) for name in ("cat", "dog")]
 ERRORS = (None, None, None, "rank died")
 
 
 class CacheMachine(RuleBasedStateMachine):
     """Lets hypothesis choose each step, so that a failure shrinks to the shortest story."""
 
-    @initialize(size=st.integers(1, 4), num_gpu=st.integers(4, 24), num_cpu=st.sampled_from([40, 12, 5, 0]))
-    def start(self, size: int, num_gpu: int, num_cpu: int) -> None:
-        self.model = CacheModel(size, num_gpu, num_cpu)
+    @initialize(
+        size=st.integers(1, 4),
+        num_gpu=st.integers(4, 24),
+        num_cpu=st.sampled_from([40, 12, 5, 0]),
+        policy=st.sampled_from(EVICTION_POLICIES),
+        recompute=st.booleans(),
+    )
+    def start(self, size: int, num_gpu: int, num_cpu: int, policy: str, recompute: bool) -> None:
+        self.model = CacheModel(size, num_gpu, num_cpu, policy=policy, recompute_last_token=recompute)
 
     def pick(self, data: st.DataObject) -> LiveRequest:
         return self.model.live[data.draw(st.integers(0, len(self.model.live) - 1))]
@@ -32,6 +41,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(text=st.sampled_from(TEXTS), length=st.integers(1, 48), namespace=st.sampled_from(["", "", "lora"]))
     def match(self, text: list[int], length: int, namespace: str) -> None:
         self.model.match(text[:length], namespace)
+
+    @rule(text=st.sampled_from(TEXTS), length=st.integers(24, 48), image=st.sampled_from(IMAGES))
+    def serve_image(self, text: list[int], length: int, image: Image) -> None:
+        self.model.serve(text[:length], stays=False, patient=True, images=[image])
 
     @precondition(lambda self: self.model.live)
     @rule(data=st.data(), num_blocks=st.integers(0, 6))
@@ -96,8 +109,9 @@ def _walk(model: CacheModel, choose: random.Random) -> None:
         ("serve", "match", "allocate", "compute", "release", "land", "down", "reset"), (9, 2, 4, 5, 7, 6, 0.4, 0.1)
     )[0]
     model.client.up = True
+    images = [choose.choice(IMAGES)] if len(text) > 24 and choose.random() < 0.2 else []
     if action == "serve":
-        model.serve(text, stays=choose.random() < 0.2, patient=choose.random() < 0.7)
+        model.serve(text, stays=choose.random() < 0.2, patient=choose.random() < 0.7, images=images)
     elif action == "match":
         model.match(text, choose.choice(("", "", "", "lora")))
     elif action == "allocate" and live:
@@ -117,13 +131,19 @@ def _walk(model: CacheModel, choose: random.Random) -> None:
         model.reset()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    seed=st.integers(0, 2**32), size=st.integers(1, 4), num_gpu=st.integers(8, 30), num_cpu=st.sampled_from([60, 15])
+    seed=st.integers(0, 2**32),
+    size=st.integers(1, 4),
+    num_gpu=st.integers(8, 30),
+    num_cpu=st.sampled_from([60, 15]),
+    policy=st.sampled_from(EVICTION_POLICIES),
+    recompute=st.booleans(),
 )
-def test_long_random_walks(seed: int, size: int, num_gpu: int, num_cpu: int) -> None:
+def test_long_random_walks(seed: int, size: int, num_gpu: int, num_cpu: int, policy: str, recompute: bool) -> None:
     """Hundreds of steps with the weights of real traffic reach full tiers, splits in flight and late loads."""
-    model, choose = CacheModel(size, num_gpu, num_cpu), random.Random(seed)
+    model = CacheModel(size, num_gpu, num_cpu, policy=policy, recompute_last_token=recompute)
+    choose = random.Random(seed)
     for _ in range(300):
         _walk(model, choose)
         model.cache.check_invariants()
