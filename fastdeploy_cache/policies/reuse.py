@@ -25,9 +25,9 @@ from fastdeploy_cache.run import Run, Tier, Usage
 _NUM_CANDIDATES = 64
 _TICKS_PER_SECOND = 1000.0
 _TOKENS_PER_TICK = 512  # so that time goes on where a clock is coarse or stands still
-_MAX_REGRET = 0.002  # of the observed references
+_MAX_REGRET = 0.0015  # of the observed references
 _REGRET_SLACK_BLOCKS = 8.0
-_GUARD_WINDOW = 1.0
+_MIN_GUARD_WINDOW = 32768.0  # observed references that the regret is taken over; in a large cache those remembered
 _NUM_FIRST_REQUESTS = 500  # under LRU: before, one lost request would exceed the regret
 
 
@@ -38,7 +38,7 @@ class Reuse(LeastRecentlyUsed):
     goes on where a leaf ended is one turn further; so is one whose lost blocks the history knows to have been a leaf's.
     The engine's hints (session ended, tool call pending) make classes of their own, which are learned like the others.
 
-    The guard compares observed blocks hit with those that LRU would have hit. While the recent loss is above 0.2 % of
+    The guard compares observed blocks hit with those that LRU would have hit. While the recent loss is above 0.15 % of
     the references, victims are LRU's.
     """
 
@@ -51,7 +51,7 @@ class Reuse(LeastRecentlyUsed):
         self._guard = guard
         self._threshold = np.uint64(min(2**64 - 1, int(self.history.ratio * 2**64)))
         self._random = random.Random(1).random  # noqa: S311 (a sample, no secret)
-        self._window = _GUARD_WINDOW * self.history.num_entries
+        self._window = max(_MIN_GUARD_WINDOW, float(self.history.num_entries))
         self._num_referenced_tokens = 0
         self._regret = self._num_references = 0.0
         self._num_requests = 0

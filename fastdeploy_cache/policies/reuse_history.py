@@ -43,7 +43,7 @@ def shared_class(num_uses: int) -> int:
 def private_class(turn: int, gap: float, num_tokens: int) -> int:
     """Blocks of one conversation: by turn 1, 2, 3-4, 5-8, more; by the last pause in milliseconds; by prompt length."""
     turns = min(NUM_TURNS - 1, (turn - 1).bit_length())
-    gaps = max(0, min(NUM_GAPS - 1, (int(gap).bit_length() - 11) // 2)) if turn > 1 else 0  # to 8 s, 32 s, 128 s
+    gaps = max(0, min(NUM_GAPS - 1, (int(gap).bit_length() - 11) // 2)) if turn > 1 else 0  # to 4 s, 16 s, 66 s
     lengths = min(NUM_LENGTHS - 1, (num_tokens >> 11).bit_length())  # below 2k, 4k, 8k
     return NUM_USES + (turns * NUM_GAPS + gaps) * NUM_LENGTHS + lengths
 

@@ -102,6 +102,22 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Bench]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_copy_within_the_gpu_changes_its_destinations_only(make: Callable[[str], Bench], layout: str) -> None:
+    """All layers and parts of the sources arrive; sources, other blocks and the CPU blocks stay as they were."""
+    bench = make(layout)
+    bench.fill(3)
+    before, images = [piece.copy() for piece in bench.pieces()], bench.images.copy()
+    num_bytes, layers = bench.swap(Direction.COPY, [9, 2, 3], [0, 5, 6])
+    assert num_bytes == 3 * bench.layout.block_bytes
+    assert layers == list(range(1, bench.layout.num_layers + 1))
+    for piece, original in zip(bench.pieces(), before, strict=True):
+        expected = original.copy()
+        expected[[0, 5, 6]] = original[[9, 2, 3]]
+        assert (piece == expected).all()
+    assert (bench.images == images).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("gpu", "cpu"), ID_PAIRS)
 def test_bytes_survive_the_round_trip(
     make: Callable[[str], Bench], layout: str, gpu: list[int], cpu: list[int]

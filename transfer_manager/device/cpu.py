@@ -23,7 +23,8 @@ class CpuDevice:
         self, layout: RankLayout, kv: SharedArray, cpu: SharedArray, num_gpu_blocks: int, num_cpu_blocks: int
     ) -> None:
         self._num_blocks = {"GPU": num_gpu_blocks, "CPU": num_cpu_blocks}
-        images = cpu.view(np.uint8, (num_cpu_blocks, layout.block_bytes))
+        shape = (num_cpu_blocks, layout.block_bytes)
+        images = cpu.view(np.uint8, shape) if num_cpu_blocks else np.empty(shape, np.uint8)
         # per layer, the pairs (pieces on the device, the same part inside the images), each [num_blocks, part bytes]
         self._layers: list[list[tuple[Bytes, Bytes]]] = []
         for layer in range(layout.num_layers):
