@@ -103,8 +103,7 @@ def control(
     """What the engine's thread pays: match, allocate, commit, release, eviction, bytes. Status 1: a figure missed."""
     from launch.bench.command import bench_control as run
 
-    sizes = [int(size) for size in scale_blocks.split(",")]
-    raise typer.Exit(0 if run(trace, trace_block_size, json, repeats, sizes) else 1)
+    raise typer.Exit(0 if run(trace, trace_block_size, json, repeats, scale_blocks) else 1)
 
 
 @config_app.command()

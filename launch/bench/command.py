@@ -12,7 +12,7 @@ from rich.table import Table
 from launch.bench.control import PHASES, floors, match_over_edges, medians, row, serve_workload
 from launch.bench.machine import describe_machine
 from launch.bench.scale import bytes_per_block, eviction_cost, scale_ratio
-from launch.bench.workloads import Workload, chat, long, recorded
+from launch.bench.workloads import Scale, Workload, chat, long, recorded
 from launch.errors import LaunchError
 
 # (name, GPU tier alone?, policy, CPU blocks for each GPU block)
@@ -22,15 +22,16 @@ Reach = list[dict[str, Any]]
 
 
 def bench_control(
-    trace: Path | None, trace_block_size: int, json_file: Path | None, repeats: int, scale_blocks: list[int]
+    trace: Path | None, trace_block_size: int, json_file: Path | None, repeats: int, scale_sizes: str
 ) -> bool:
     """Run everything, print it, write it; whether every figure was reached.
 
     Raises:
-        LaunchError: a bad trace, or a folder that does not exist.
+        LaunchError: a bad trace or size, or a folder that does not exist.
     """
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise LaunchError(f"cannot write {json_file}: its folder does not exist")
+    scale_blocks = _scale_blocks(scale_sizes)
     console = Console(highlight=False)
     workloads = [chat(64), chat(16), long(64)]
     if trace is not None:
@@ -50,6 +51,16 @@ def bench_control(
     if json_file is not None:
         json_file.write_text(json.dumps(found, indent=2) + "\n")
     return all(entry["ok"] for entry in reach)
+
+
+def _scale_blocks(sizes: str) -> list[int]:
+    try:
+        blocks = [int(size) for size in sizes.split(",")]
+    except ValueError:
+        blocks = []
+    if len(blocks) < 2 or min(blocks) < Scale.MIN_BLOCKS:
+        raise LaunchError(f"--scale-blocks is {sizes!r}; give two or more sizes of at least {Scale.MIN_BLOCKS} blocks")
+    return blocks
 
 
 def _add(reach: Reach, name: str, value: float, limit: float) -> None:

@@ -30,6 +30,7 @@ class FullCache:
             Scale.block_size, num_blocks, _IN_FLIGHT, policy=policy, num_cpu_blocks=int(num_blocks * cpu_ratio)
         )
         self._server.serve(self._scale.fill())
+        self.cache = self._server.cache
 
     def serve(self, num_requests: int) -> float:
         """Microseconds per request."""
@@ -54,6 +55,7 @@ def scale_ratio(small: int, large: int, pairs: int = 5, num_requests: int = 200)
 
 def eviction_cost(num_blocks: int, per_call: int, policy: str = "lru", num_calls: int = 400) -> dict[str, float]:
     """Microseconds per block: evicting from runs of 64, so many blocks a call, and the heap pushes it includes."""
+    num_calls = min(num_calls, num_blocks // per_call // 2)
     pool = BlockPool("GPU", num_blocks)
     tree = PrefixTree(
         Scale.block_size,

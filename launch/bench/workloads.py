@@ -93,6 +93,7 @@ class Scale:
     Every second one goes on from a cached sequence.
     """
 
+    MIN_BLOCKS = 640
     block_size = 16
     num_sequence_blocks = 64
 

@@ -57,7 +57,7 @@ def test_a_match_ends_before_an_image_that_it_would_cut(offset: int) -> None:
     """A shorter prompt cached up to the middle of an image: the next one hits up to the block before it."""
     cache = manager()
     serve(cache, "short", [(offset, 4, "x")], TOKENS[:20])
-    tokens, image = TOKENS[:20] + [9, 9, 9, 9], (offset, 4, "x")
+    tokens, image = [*TOKENS[:20], 9, 9, 9, 9], (offset, 4, "x")
     longer = [image, (20, 2, "y")]
     assert serve(cache, "long", longer, tokens) == 20
     cache.reset()

@@ -1,0 +1,81 @@
+"""The benchmark: it serves what it says, finds every promised figure, and its verdict follows from value and limit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from launch.bench.control import PHASES, chain_floor, match_over_edges, serve_workload
+from launch.bench.scale import FullCache, eviction_cost
+from launch.bench.workloads import Scale, chat, long, recorded
+from launch.cli import app
+from tests.launch.test_simulator import line, write
+
+
+def test_workloads_are_what_they_say() -> None:
+    """Lengths, sharing, and the same tokens in every run."""
+    talks = chat(64)
+    lengths = [len(work.prompt) for work in talks.works]
+    assert len(lengths) == 600
+    assert 500 <= min(lengths) < 2000 < 30_000 < max(lengths) <= 32_000
+    assert np.array_equal(talks.works[5].prompt, chat(64).works[5].prompt)
+    documents = long(64)
+    assert {len(work.prompt) for work in documents.works} == {131_072}
+    assert np.array_equal(documents.works[0].prompt[:117_900], documents.works[4].prompt[:117_900])
+    assert not np.array_equal(documents.works[0].prompt[:100], documents.works[1].prompt[:100])
+
+
+def test_a_recorded_trace_shares_what_its_ids_share(tmp_path: Path) -> None:
+    """Equal ids, equal tokens; the unnamed rest of a prompt is its own."""
+    path = write(tmp_path / "t", [line(0, [1, 2], 9 * 4), line(1, [1, 3], 8)])
+    first, second = (work.prompt for work in recorded(path, 4, block_size=2).works)
+    assert (len(first), len(second)) == (36, 8)
+    assert np.array_equal(first[:4], second[:4])
+    assert not np.array_equal(first[4:8], second[4:8])
+
+
+def test_the_chain_floor_is_a_sha256_chain() -> None:
+    """Checked by hand over two blocks and a rest."""
+    tokens = np.arange(10, dtype=np.int32)
+    first = hashlib.sha256(tokens[:4].tobytes()).digest()
+    assert chain_floor(tokens, 4) == [first, hashlib.sha256(first + tokens[4:8].tobytes()).digest()]
+
+
+@pytest.mark.parametrize(("policy", "cpu_ratio"), [("lru", 0.0), ("lru", 2.0), ("reuse", 0.0)])
+def test_a_served_workload_hits_and_every_phase_takes_time(policy: str, cpu_ratio: float) -> None:
+    """The hit rate is that of the workload, so the work measured was done."""
+    found = serve_workload(chat(64, num_requests=80), policy, cpu_ratio)
+    assert all(found[phase] > 0 for phase in PHASES)
+    assert 0.3 < found["hit"] < 1
+    assert found["all"] == pytest.approx(sum(found[phase] for phase in PHASES if phase != "request"))
+
+
+def test_the_edges_and_the_evictions_are_there() -> None:
+    """What is measured asserts its own preconditions: a whole hit, a full pool."""
+    assert match_over_edges(20, repeats=2)["match"] > 0
+    assert eviction_cost(6400, 16, num_calls=20)["evict"] > 0
+    full = FullCache(Scale.num_sequence_blocks * 20)
+    before = full.cache.stats().gpu
+    assert before.num_free == 0
+    full.serve(10)
+    assert full.cache.stats().gpu.num_evicted >= 10 * 64 - 5 * 64
+
+
+def test_the_program_writes_every_promised_figure(tmp_path: Path) -> None:
+    """A small run of the whole: names, values and limits of all figures; the exit status is their verdict."""
+    trace = write(tmp_path / "t", [line(i, [1, 2, 10 + i], 12 * 128) for i in range(30)])
+    options = ["--repeats", "1", "--scale-blocks", "640,12800", "--trace", str(trace), "--trace-block-size", "512"]
+    result = CliRunner().invoke(app, ["bench", "control", *options, "--json", str(tmp_path / "j")])
+    found = json.loads((tmp_path / "j").read_text())
+    reach = {entry["name"]: entry for entry in found["reach"]}
+    assert len(reach) == len(found["reach"]) == 14
+    for words in ("chat", "long", "trace", "edges", "eviction", "scale", "bytes", "with CPU tier"):
+        assert any(words in name for name in reach), words
+    assert all(entry["ok"] == (entry["value"] <= entry["limit"]) for entry in found["reach"])
+    assert result.exit_code == (0 if all(entry["ok"] for entry in found["reach"]) else 1)
+    assert found["machine"]["num_cores"] >= 1
