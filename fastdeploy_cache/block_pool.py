@@ -6,12 +6,13 @@ import heapq
 from array import array
 from collections.abc import Iterable
 from enum import IntEnum
+from typing import NoReturn
 
 import numpy as np
 
 from fastdeploy_cache.errors import BlockOwnerError
 
-_FEW = 24  # up to so many ids a Python loop beats NumPy's fixed cost of some microseconds
+_FEW = 96  # up to so many ids a Python loop beats NumPy's fixed cost of some microseconds
 
 
 class Owner(IntEnum):
@@ -56,7 +57,9 @@ class BlockPool:
         """The lowest `num_blocks` free ids, now of `owner`. The caller has checked `num_free`."""
         assert num_blocks <= self.num_free, f"{num_blocks} blocks asked of {self.num_free} free ones"
         returned = self._returned
-        if num_blocks * 8 < len(returned):
+        if num_blocks == 1 and returned:
+            ids = array("i", (heapq.heappop(returned),))
+        elif num_blocks * 8 < len(returned):
             ids = array("i", [heapq.heappop(returned) for _ in range(num_blocks)])
         else:  # many: a sorted list is a heap as well
             returned.sort()
@@ -82,26 +85,29 @@ class BlockPool:
 
     def hand_over(self, ids: array[int], giver: Owner, taker: Owner) -> None:
         """Change the owner of `ids`; all of them or, on `BlockOwnerError`, none."""
-        if len(ids) <= _FEW:
-            self._hand_over_few(ids, giver, taker)
+        if len(ids) > _FEW:
+            self._hand_over_many(ids, giver, taker)
         else:
-            values = np.frombuffer(ids, np.uint32)  # a negative id is a large one here
-            if values.max() >= self.num_blocks or self._owner_array[values].tobytes().count(giver) != len(ids):
-                self._refuse(ids, giver)
-            if not (values[1:] > values[:-1]).all() and len(np.unique(values)) != len(ids):
-                self._refuse(ids, giver)
-            self._owner_array[values] = taker
+            owners, num_blocks = self._owners, self.num_blocks
+            for i, block_id in enumerate(ids):
+                if not (0 <= block_id < num_blocks and owners[block_id] == giver):  # a double is its taker's already
+                    for changed in ids[:i]:
+                        owners[changed] = giver
+                    self._refuse(ids, giver)
+                owners[block_id] = taker
         self._counts[giver] -= len(ids)
         self._counts[taker] += len(ids)
 
-    def _hand_over_few(self, ids: array[int], giver: Owner, taker: Owner) -> None:
-        owners, num_blocks = self._owners, self.num_blocks
-        for i, block_id in enumerate(ids):
-            if not (0 <= block_id < num_blocks and owners[block_id] == giver):  # a double is its taker's already
-                for changed in ids[:i]:
-                    owners[changed] = giver
-                self._refuse(ids, giver)
-            owners[block_id] = taker
+    def _hand_over_many(self, ids: array[int], giver: Owner, taker: Owner) -> None:
+        values = np.frombuffer(ids, np.uint32)  # a negative id is a large one here
+        try:
+            owners = self._owner_array[values].tobytes()
+        except IndexError:
+            self._refuse(ids, giver)
+        rising = bool((values[1:] > values[:-1]).all())
+        if owners.count(giver) != len(ids) or not (rising or len(np.unique(values)) == len(ids)):
+            self._refuse(ids, giver)
+        self._owner_array[values] = taker
 
     def free(self, ids: array[int], giver: Owner) -> None:
         """Take `ids` back from their owner; all of them or, on `BlockOwnerError`, none."""
@@ -119,7 +125,7 @@ class BlockPool:
         yield from self._returned
         yield from range(self._next_unused, self.num_blocks)
 
-    def _refuse(self, ids: array[int], giver: Owner) -> None:
+    def _refuse(self, ids: array[int], giver: Owner) -> NoReturn:
         """Name the first id of `ids` that its giver may not give."""
         seen = set()
         for block_id in ids:
@@ -131,3 +137,4 @@ class BlockPool:
                     f"{self.tier} block {block_id} is {owner}, not {giver.name}; give each back once, by its owner"
                 )
             seen.add(block_id)
+        raise AssertionError("nothing to refuse")

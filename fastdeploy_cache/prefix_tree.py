@@ -72,12 +72,16 @@ class PrefixTree:
         On its way it joins runs between which a fork has vanished.
         """
         path: list[Run] = []
+        tokens, size = keys.tokens, self.block_bytes
         run, position = self.roots.get(namespace), 0
         while run is not None and position < max_blocks:
             child = run.children.get(self._key(keys, position))
             if child is None:
                 break
-            num_blocks = self._num_common(child, 0, keys, position, max_blocks)
+            num_blocks = child.num_blocks
+            whole = position + num_blocks <= max_blocks and tokens.startswith(child.tokens, position * size)
+            if not whole or keys.extras is not None or child.extras is not None:
+                num_blocks = self._num_common(child, 0, keys, position, max_blocks)
             position += num_blocks
             if num_blocks < child.num_blocks:
                 path.append(child)
@@ -91,7 +95,7 @@ class PrefixTree:
 
     def _key(self, keys: BlockKeys, block: int) -> bytes:
         start = block * self.block_bytes
-        tokens = bytes(keys.tokens[start : start + self.block_bytes])
+        tokens = memoryview(keys.tokens)[start : start + self.block_bytes].tobytes()
         return tokens if keys.extras is None else tokens + keys.extras.get(block, b"")
 
     def _num_common(self, run: Run, offset: int, keys: BlockKeys, position: int, end: int) -> int:
@@ -100,11 +104,8 @@ class PrefixTree:
         Compares tokens and extra keys themselves, so that no hash can collide. Cost: a memcmp, and where they part a
         bisection whose pieces add up to another.
         """
-        tokens, start = keys.tokens, (position - offset) * self.block_bytes
         high = min(run.num_blocks, offset + end - position)
-        whole = not offset and high == run.num_blocks
-        if not (whole and tokens.startswith(run.tokens, start)):
-            high = self._first_difference(run.tokens, offset, high, tokens, start)
+        high = self._first_difference(run.tokens, offset, high, keys.tokens, (position - offset) * self.block_bytes)
         if run.extras is not None or keys.extras is not None:
             ours, theirs, shift = run.extras or {}, keys.extras or {}, position - offset
             blocks = {*ours, *(block - shift for block in theirs)}
@@ -166,13 +167,13 @@ class PrefixTree:
     @staticmethod
     def place(path: list[Run], num_blocks: int) -> tuple[Run | None, int]:
         """The run and offset at which the first `num_blocks` of a path end; no run for no blocks."""
-        if not num_blocks:
-            return None, 0
-        for run in path:
-            if num_blocks <= run.num_blocks:
-                return run, num_blocks
-            num_blocks -= run.num_blocks
-        raise AssertionError("the path is shorter than asked for")
+        num_beyond = sum([run.num_blocks for run in path]) - num_blocks
+        assert num_beyond >= 0, "the path is shorter than asked for"
+        for run in reversed(path):
+            if num_beyond < run.num_blocks:
+                return run, run.num_blocks - num_beyond
+            num_beyond -= run.num_blocks
+        return None, 0
 
     # -- growing
 

@@ -117,7 +117,7 @@ class Request:
 
     def whole_images(self, num_blocks: int, block_size: int) -> int:
         """The most blocks up to `num_blocks` whose end lies inside no image, unless the request wants it there."""
-        while self.ends_inside_image(num_blocks * block_size):
+        while self.images and self.ends_inside_image(num_blocks * block_size):
             num_blocks -= 1
         return num_blocks
 

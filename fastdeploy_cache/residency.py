@@ -124,26 +124,34 @@ class Residency:
     # -- eviction
 
     def evict(self, tier: Tier, num_blocks: int) -> None:
-        """Free exactly `num_blocks` of a tier, those that the policy chooses. The caller has checked the number."""
-        assert num_blocks <= self.num_evictable(tier)
-        policy, evict_tail = self.policy, self._evict_gpu_tail if tier == 0 else self._evict_cpu_tail
-        evicted = self.num_evicted[tier]
+        """Free exactly `num_blocks` of a tier, those that the policy chooses; there are so many to evict."""
+        victim, evicted = self.policy.victim, self.num_evicted[tier]
         while num_blocks > 0:
-            run, at_most = policy.victim(tier, num_blocks)
-            start = 0 if tier == 0 else run.cpu_start
-            taken = min(at_most, run.end_in(tier) - max(run.num_held, start))
-            num_kept = evict_tail(run, taken)
+            run, at_most = victim(tier, num_blocks)
+            if tier == 0:
+                taken = min(at_most, len(run.ids[0]) - run.num_held)
+                num_kept = self._evict_gpu_tail(run, taken)
+            else:
+                taken = min(at_most, run.cpu_end - max(run.num_held, run.cpu_start))
+                num_kept = self._evict_cpu_tail(run, taken)
             evicted[0] += num_kept
             evicted[1] += taken - num_kept
             num_blocks -= taken
 
     def _evict_gpu_tail(self, run: Run, num_blocks: int) -> int:
         """Returns of how many blocks a CPU copy remains."""
-        before = len(run.ids[0])
+        ids = run.ids[0]
+        before = len(ids)
         num_gpu = before - num_blocks
-        end = run.cpu_end if run.ids[1] and run.cpu_start <= num_gpu < run.cpu_end else num_gpu
-        if end:
-            self._free_tail(run, GPU, num_gpu)
+        end = num_gpu
+        if run.ids[1] and run.cpu_start <= num_gpu < run.cpu_end:
+            end = run.cpu_end
+        if num_gpu:
+            gone = ids[num_gpu:]
+            del ids[num_gpu:]
+            self.pools[0].free(gone, RUN)
+        elif end:
+            self._free_tail(run, GPU, 0)
         self.truncate(run, end)
         return min(end, before) - num_gpu
 

@@ -51,7 +51,7 @@ def test_every_setting_is_documented() -> None:
     assert rows.keys() == fields.keys()
     for name, field in fields.items():
         if isinstance(field.default, int | float) and not isinstance(field.default, bool):
-            assert rows[name].strip("` ") == f"{field.default:g}", name
+            assert rows[name].strip("` ") == f"{field.default:.12g}", name
 
 
 def test_every_metric_is_documented() -> None:
@@ -62,7 +62,7 @@ def test_every_metric_is_documented() -> None:
         for n, t, ls in re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]*)\|", text, re.MULTILINE)
     }
     metrics, families = CacheMetrics(), set()
-    metrics.observe(lambda: [("gpu", "free", 1)], lambda: [(0, True, 0)])
+    metrics.observe(lambda: [("gpu", "free", 1)], tuple, lambda: [(0, True, 0)])
     for family in metrics.collect():
         name = family.name.removeprefix("fastdeploy_cache_") + ("_total" if family.type == "counter" else "")
         labels = tuple(label for label in family.samples[0].labels if label != "dp")

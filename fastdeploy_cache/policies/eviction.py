@@ -84,18 +84,20 @@ class _LeafHeap:
             self._sweep_at = max(_MIN_SWEEP, 2 * len(self._heap))
 
     def first(self) -> Run:
+        tier, is_leaf, heap = self._tier, self._is_leaf, self._heap
         while True:
-            entry = self._heap[0]
-            queued, _, run = entry
-            if not self._stands(entry):
-                heapq.heappop(self._heap)
-                continue
-            rank = self._rank(run)
-            if rank == queued:
-                return run
-            run.queued[self._tier] = rank
-            self._num_pushed += 1
-            heapq.heapreplace(self._heap, (rank, self._num_pushed, run))
+            queued, _, run = heap[0]
+            if run.queued[tier] == queued:
+                if is_leaf(run, tier):
+                    rank = self._rank(run)
+                    if rank == queued:
+                        return run
+                    run.queued[tier] = rank
+                    self._num_pushed += 1
+                    heapq.heapreplace(heap, (rank, self._num_pushed, run))
+                    continue
+                run.queued[tier] = None
+            heapq.heappop(heap)
 
     def _stands(self, entry: tuple[Any, int, Run]) -> bool:
         rank, _, run = entry

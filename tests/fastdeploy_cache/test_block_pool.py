@@ -40,3 +40,16 @@ def test_a_double_or_foreign_free_is_refused_whole(ids: list[int], words: str) -
     assert (pool.num_free, pool.count(Owner.REQUEST), pool.count(Owner.RUN)) == (5, 2, 1)
     pool.free(array("i", [0, 1]), Owner.REQUEST)
     assert pool.num_free == 7
+
+
+@pytest.mark.parametrize("bad", [7, 5000, -1, 300])
+def test_many_ids_are_checked_like_few(bad: int) -> None:
+    """Doubles, foreign ids and ids outside the pool are found among hundreds, in any order; nothing is changed."""
+    pool = BlockPool("GPU", 1000)
+    ids = pool.allocate(300, Owner.REQUEST)
+    backwards = array("i", reversed(ids))
+    with pytest.raises(BlockOwnerError, match=str(bad)):
+        pool.free(backwards + array("i", [bad]), Owner.REQUEST)
+    assert pool.count(Owner.REQUEST) == 300
+    pool.free(backwards, Owner.REQUEST)
+    assert pool.allocate(1000, Owner.RUN).tolist() == list(range(1000))
