@@ -113,7 +113,7 @@ class BlockPool:
         """Take `ids` back from their owner; all of them or, on `BlockOwnerError`, none."""
         self.hand_over(ids, giver, FREE)
         returned = self._returned
-        if len(ids) * 8 < len(returned):
+        if len(ids) * 8 <= len(returned) + 8:
             for block_id in ids:
                 heapq.heappush(returned, block_id)
         else:

@@ -79,15 +79,18 @@ class Reuse(LeastRecentlyUsed):
         num_tokens = sum([run.num_blocks for run in path]) * self._block_tokens
         self._num_referenced_tokens += num_tokens
         now = self._clock() * _TICKS_PER_SECOND + self._num_referenced_tokens / _TOKENS_PER_TICK
+        observed = [self._observed(run, 0) for run in path]
         lost = self._lost(path, num_hit_blocks)
-        self._judge([key for run in path for key in self._observed(run, 0)], len(lost))
+        self._judge([key for keys in observed for key in keys], len(lost))
         if goes_on:
             self._continue(path[-1].usage, now)
         else:
             path = self._remember(path, lost, now)
+        if len(path) > len(observed):  # its last run was cut in two
+            observed[-1:] = [self._observed(run, 0) for run in path[-2:]]
         spans = []
-        for run in path:
-            usage, keys = run.usage, self._observed(run, 0)
+        for run, keys in zip(path, observed, strict=True):
+            usage = run.usage
             usage.num_uses += 1
             usage.used_at = now
             usage.reuse_class = _class_of(usage, request, num_tokens)

@@ -105,32 +105,36 @@ class ReuseHistory:
 
     def observe(self, now: float, spans: Sequence[Span], num_resident: int) -> None:
         """A request used these runs, first to last; the cache holds `num_resident` observed blocks now."""
-        when, classes, notes = self._when, self._class, self._notes
+        young, old, when, classes, notes = self._young, self._old, self._when, self._class, self._notes
         ends_request = True
         for span in reversed(spans):
+            note = Note(span.turn, span.num_uses, span.is_shared, False)
+            last_life, place = (-1.0, -1), 0  # blocks of a run mostly share their past
             for key in reversed(span.keys):
-                slot = self._take_slot(key, now)
+                slot = young.pop(key, None)
+                if slot is None:
+                    slot = old.pop(key, None)
+                if slot is None:
+                    slot = self._new_slot(now)
+                else:
+                    life = (when[slot], classes[slot])
+                    if life != last_life:
+                        last_life, place = life, life[1] * NUM_AGES + _bucket(now - life[0])
+                    self._new_ends[place] += 1
+                    self._new_reuses[place] += 1
                 when[slot], classes[slot] = now, span.reuse_class
-                notes[slot] = Note(span.turn, span.num_uses, span.is_shared, ends_request)
-                self._young[key] = slot
+                notes[slot] = note._replace(ends_request=True) if ends_request else note
+                young[key] = slot
                 ends_request = False
             self._num_observed += len(span.keys)
-        while len(self._young) > num_resident:
-            key, slot = self._young.popitem(last=False)
-            self._old[key] = slot
+        while len(young) > num_resident:
+            key, slot = young.popitem(last=False)
+            old[key] = slot
         if self._num_observed >= (self._rebuild_every if self.table is not None else 128):
             self._rebuild(now)
 
-    def _take_slot(self, key: int, now: float) -> int:
-        """The slot of a block, its past life counted, or one for a block that is not remembered."""
-        slot = self._young.pop(key, None)
-        if slot is None:
-            slot = self._old.pop(key, None)
-        if slot is not None:
-            at = self._class[slot] * NUM_AGES + _bucket(now - self._when[slot])
-            self._new_ends[at] += 1
-            self._new_reuses[at] += 1
-            return slot
+    def _new_slot(self, now: float) -> int:
+        """A slot for a block that is not remembered: an unused one, or that of the block used longest ago."""
         if self._num_slots < self.num_entries:
             self._num_slots += 1
             return self._num_slots - 1
