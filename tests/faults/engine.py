@@ -78,7 +78,7 @@ class Engine:
         table = match.block_ids + self.cache.allocate(request, -(-len(tokens) // BLOCK_SIZE) - len(match.block_ids))
         self.compute(tokens, table, len(match.block_ids))
         self.cache.commit(request, len(tokens))
-        assert self.cache.wait_for_transfers(30)
         self.check(tokens, table[: len(tokens) // BLOCK_SIZE])
         self.cache.release(request)
+        assert self.cache.wait_for_transfers(30)
         return match

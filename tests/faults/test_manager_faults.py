@@ -129,11 +129,13 @@ def test_killing_ranks_at_random_under_traffic_never_serves_a_wrong_byte() -> No
         thread = threading.Thread(target=reaper)
         thread.start()
         number = 0
-        while thread.is_alive() or number < 40:
-            engine.serve([(7 * i * i + number % 5 * (i // 8)) % 50 for i in range(20 + number % 17)])
-            number += 1
-        over.set()
-        thread.join(SECONDS)
+        try:
+            while thread.is_alive() or number < 40:
+                engine.serve([(7 * i * i + number % 5 * (i // 8)) % 50 for i in range(20 + number % 17)])
+                number += 1
+        finally:
+            over.set()
+            thread.join(SECONDS)
         assert num_kills == 6
         cache.check_invariants()
 
