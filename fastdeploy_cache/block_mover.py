@@ -102,8 +102,8 @@ class BlockMover:
             TransferTask(
                 task_id=transfer.task_id,
                 direction=direction,
-                source_ids=np.array(sources, dtype=np.int32),
-                destination_ids=np.array(destinations, dtype=np.int32),
+                source_ids=np.frombuffer(sources, np.int32),
+                destination_ids=np.frombuffer(destinations, np.int32),
                 deadline=time.monotonic() + self._timeout_seconds,
             )
         )

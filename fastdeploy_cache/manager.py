@@ -353,7 +353,9 @@ class PrefixCacheManager:
 
     def _on_result(self, result: TransferResult) -> None:
         with self._lock:
-            self.metrics.record_skipped_writes(self._mover.finish(result))
+            num_lost = self._mover.finish(result)
+        if num_lost:
+            self.metrics.record_skipped_writes(num_lost)
         direction = result.task.direction.value
         for r in result.ranks:
             self.metrics.record_swap(direction, r.rank, r.num_bytes, r.seconds, failed=r.error is not None)

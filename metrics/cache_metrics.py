@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import operator
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from threading import Lock
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,6 +23,14 @@ EVICTION_KINDS = ("copy_kept", "dropped")
 BlockCounts = Iterable[tuple[str, str, int]]  # tier, state, blocks
 EvictionCounts = Iterable[tuple[str, str, int]]  # tier, kind, blocks
 RankCounts = Iterable[tuple[int, bool, int]]  # rank, up, restarts
+
+
+@dataclass(slots=True)
+class _Swaps:
+    num_tasks: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    num_failures: int = 0
 
 
 class CacheMetrics:
@@ -47,10 +56,7 @@ class CacheMetrics:
         self._num_requests_hit = 0
         self._num_tokens = 0
         self._hit_tokens = (0,) * len(TIERS)
-        self._swap_bytes: Counter[tuple[str, int]] = Counter()
-        self._swap_seconds: Counter[tuple[str, int]] = Counter()
-        self._swaps: Counter[tuple[str, int]] = Counter()
-        self._swap_failures: Counter[tuple[str, int]] = Counter()
+        self._swaps: defaultdict[tuple[str, int], _Swaps] = defaultdict(_Swaps)
         self._num_skipped_writes = 0
         self._blocks: Callable[[], BlockCounts] = tuple
         self._evictions: Callable[[], EvictionCounts] = tuple
@@ -78,11 +84,11 @@ class CacheMetrics:
     def record_swap(self, direction: str, rank: int, num_bytes: int, seconds: float, failed: bool) -> None:
         """One rank's part of a task has ended."""
         with self._lock:
-            key = (direction, rank)
-            self._swaps[key] += 1
-            self._swap_bytes[key] += num_bytes
-            self._swap_seconds[key] += seconds  # type: ignore[assignment]  # a Counter holds floats as well
-            self._swap_failures[key] += failed
+            sums = self._swaps[direction, rank]
+            sums.num_tasks += 1
+            sums.num_bytes += num_bytes
+            sums.seconds += seconds
+            sums.num_failures += failed
 
     def record_skipped_writes(self, num_blocks: int) -> None:
         """Blocks that were to be copied down and were not: no room, or a rank was down."""
@@ -99,7 +105,7 @@ class CacheMetrics:
     def swap_bytes(self) -> dict[str, int]:
         """Bytes copied so far by all ranks together, by direction."""
         with self._lock:
-            return {d: sum(self._swap_bytes[d, rank] for rank in self._ranks) for d in DIRECTIONS}
+            return {d: sum(self._swaps[d, rank].num_bytes for rank in self._ranks) for d in DIRECTIONS}
 
     def collect(self) -> Iterator[Metric]:
         """The protocol of a `prometheus_client` collector."""
@@ -130,15 +136,15 @@ class CacheMetrics:
         ]
 
     def _transfer_families(self) -> list[Metric]:
-        def by_rank(counts: Mapping[tuple[str, int], float]) -> dict[tuple[str, ...], float]:
-            return {(d, str(r)): counts[d, r] for d in DIRECTIONS for r in self._ranks}
+        def by_rank(name: str) -> dict[tuple[str, ...], float]:
+            return {(d, str(r)): getattr(self._swaps[d, r], name) for d in DIRECTIONS for r in self._ranks}
 
         labels = ("direction", "rank")
         return [
-            self._counter("swaps", "Swap tasks ended on a rank", labels, by_rank(self._swaps)),
-            self._counter("swap_bytes", "Bytes copied by a rank", labels, by_rank(self._swap_bytes)),
-            self._counter("swap_seconds", "Time a rank spent copying", labels, by_rank(self._swap_seconds)),
-            self._counter("swap_failures", "Swap tasks failed on a rank", labels, by_rank(self._swap_failures)),
+            self._counter("swaps", "Swap tasks ended on a rank", labels, by_rank("num_tasks")),
+            self._counter("swap_bytes", "Bytes copied by a rank", labels, by_rank("num_bytes")),
+            self._counter("swap_seconds", "Time a rank spent copying", labels, by_rank("seconds")),
+            self._counter("swap_failures", "Swap tasks failed on a rank", labels, by_rank("num_failures")),
         ]
 
     def _gauge_families(self, rates: Mapping[str, float]) -> Iterator[Metric]:

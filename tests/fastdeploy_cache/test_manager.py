@@ -264,3 +264,19 @@ def test_a_count_that_is_no_integer_changes_nothing() -> None:
             call(live.request, 1.5)  # type: ignore[arg-type]
     model.cache.check_invariants()
     model.finish()
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 16, 100, 1023, 1024])
+def test_any_block_size(block_size: int) -> None:
+    """Prompts that end one token before, at and behind block borders hit all full blocks but the last token's."""
+    cache = PrefixCacheManager(CacheConfig(block_size=block_size, num_gpu_blocks=40, transfer_client="inline"))
+    tokens = [i * i % 1013 for i in range(5 * block_size + 1)]
+    for i, length in enumerate((3 * block_size, 3 * block_size + 1, 3 * block_size - 1, 5 * block_size + 1)):
+        request = Request(request_id=str(i), prompt_token_ids=tokens[:length])
+        match = cache.match(request)
+        assert match.num_tokens == (0 if i == 0 else min(3 * block_size, (length - 1) // block_size * block_size))
+        cache.allocate(request, -(-length // block_size) - len(match.block_ids))
+        cache.commit(request, length)
+        cache.release(request)
+        cache.check_invariants()
+    cache.close()
