@@ -274,7 +274,8 @@ def test_any_block_size(block_size: int) -> None:
     for i, length in enumerate((3 * block_size, 3 * block_size + 1, 3 * block_size - 1, 5 * block_size + 1)):
         request = Request(request_id=str(i), prompt_token_ids=tokens[:length])
         match = cache.match(request)
-        assert match.num_tokens == (0 if i == 0 else min(3 * block_size, (length - 1) // block_size * block_size))
+        num_cached = 0 if i == 0 else (3 * block_size + (i > 1)) // block_size
+        assert match.num_tokens == min(num_cached, (length - 1) // block_size) * block_size
         cache.allocate(request, -(-length // block_size) - len(match.block_ids))
         cache.commit(request, length)
         cache.release(request)
