@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.prefix_tree import BlockKeys
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import BlockCopy, Pin, Transfer
@@ -27,6 +28,8 @@ class ActiveRequest:
     num_pinned_blocks: int = 0
     loads: list[Transfer] = field(default_factory=list)
     settled: bool = False
+    admitted: bool = False  # it got blocks, or committed some: else its release is no use
+    asked: Asked = field(default_factory=lambda: Asked(0, 0))
     num_gpu_blocks: int = 0  # found on the GPU by the match
     num_unloaded_blocks: int = 0  # in the CPU tier, not loaded for want of room
     block_ids: array[int] = field(default_factory=lambda: array("i"))

@@ -62,12 +62,16 @@ class BlockMover:
         wanted = sum([length for _, _, length in parts])
         if wanted < min_blocks or not parts:
             return 0
-        # the path is held by its request, so the eviction cannot take from it
-        num_blocks = min(wanted, residency.num_available(CPU)) if self.available else 0
-        chosen = first_blocks(parts, num_blocks)
-        if chosen:
+        if not self.available:
+            return wanted
+        last = parts[-1][0]
+        whole = Pin(last, last.num_blocks)  # or the eviction would take the copies that these are to continue
+        self._tree.pin(whole)
+        num_blocks = min(wanted, residency.num_available(CPU))
+        if num_blocks:
             residency.evict(CPU, max(0, num_blocks - pool.num_free))
-            self._start(CPU, chosen)
+            self._start(CPU, first_blocks(parts, num_blocks))
+        self._tree.unpin(whole)
         return wanted - num_blocks
 
     def copy(self, run: Run, block: int) -> Transfer:
@@ -145,6 +149,7 @@ class BlockMover:
         pins = [*segments, *(copy.source for copy in copies)]
         copied = {run for pin in pins for run in pin.run.path()}
         num_coming = sum(run.num_in(GPU, run.num_held) - run.num_in(GPU, held.get(run, 0)) for run in copied)
+        num_coming += sum(len(copy.ids) for copy in copies if not copy.wanted)
         for segment in segments:
             if segment.transfer.tier is GPU:
                 # blocks that were computed meanwhile send the load's ids home; the others join the run

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from fastdeploy_cache.errors import ConfigError
-from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES
+from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES, MIN_HISTORY_BYTES
 from transfer_manager.config import TransferConfig, check_integers
 from transfer_manager.errors import LayoutError
 from transfer_manager.layout import KVLayout, RankLayout
@@ -104,6 +104,10 @@ class CacheConfig:
             raise ConfigError(f"hit_rate_window_seconds is {self.hit_rate_window_seconds}; it must be above 0")
         if self.eviction_policy not in EVICTION_POLICIES:
             raise ConfigError(f"eviction_policy is {self.eviction_policy!r}; use one of {', '.join(EVICTION_POLICIES)}")
+        if self.eviction_history_bytes < MIN_HISTORY_BYTES:
+            raise ConfigError(
+                f"eviction_history_bytes is {self.eviction_history_bytes}; use {MIN_HISTORY_BYTES} or more"
+            )
         if self.transfer_client not in ("processes", "inline"):
             raise ConfigError(f"transfer_client is {self.transfer_client!r}; use 'processes' or 'inline'")
 

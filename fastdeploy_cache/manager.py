@@ -113,7 +113,7 @@ class PrefixCacheManager:
             return self._describe(active)
 
     def allocate(self, request: Request, num_blocks: int) -> list[int]:
-        """Give the request `num_blocks` more GPU blocks behind those that it has; evicts the least recently used.
+        """Give the request `num_blocks` more GPU blocks behind those that it has; evicts what the policy names.
 
         A match that still waits for loads is cut to what is readable now.
 
@@ -136,8 +136,8 @@ class PrefixCacheManager:
                 )
             if not active.settled:
                 self._matcher.settle(active)
-            if not request.counted:
-                self._count(active)
+            if not active.admitted:
+                self._admit(active)
             if num_blocks > pool.num_free:
                 residency.evict(GPU, num_blocks - pool.num_free)
             ids = pool.allocate(num_blocks, REQUEST)
@@ -161,6 +161,8 @@ class PrefixCacheManager:
             num_held = len(active.block_ids) * self.config.block_size
             if not 0 <= num_computed_tokens <= min(request.num_tokens, num_held):
                 self._refuse_commit(active, num_computed_tokens)
+            if not active.admitted:
+                self._admit(active)
             num_blocks = num_computed_tokens // self.config.block_size
             publishes = self.config.enable_prefix_caching and active.epoch == self._tree.epoch
             if num_blocks > active.num_committed_blocks and publishes:
@@ -306,9 +308,11 @@ class PrefixCacheManager:
             f"{len(active.block_ids)} blocks hold {held}; allocate first"
         )
 
-    def _count(self, active: ActiveRequest) -> None:
+    def _admit(self, active: ActiveRequest) -> None:
         """Count a request once, when it is first admitted: not while it waits, nor when it returns from preemption."""
-        request, size = active.request, self.config.block_size
+        request, size, active.admitted = active.request, self.config.block_size, True
+        if request.counted:
+            return
         request.counted = True
         num_gpu = min(active.num_gpu_blocks, active.num_matched_blocks)
         num_gpu_tokens = num_gpu * size + active.num_copied_tokens

@@ -6,6 +6,7 @@ from array import array
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover, Part, first_blocks, num_uncopied
+from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import GPU, Run, segments_of
 
@@ -25,6 +26,7 @@ class Matcher:
         request, tree = active.request, self._tree
         max_blocks = (request.num_tokens - 1) // tree.block_size  # one token is left to compute
         path, num_found = tree.find(request.namespace, active.keys, max_blocks)
+        active.asked = Asked(max_blocks, num_found)
         num_found = request.whole_images(num_found, tree.block_size)
         if not num_found:
             if not self._copy_last(active, 0):
@@ -132,12 +134,18 @@ class Matcher:
 
     def release(self, active: ActiveRequest) -> int:
         """Note the use, copy the rest down, take the pin back; returns how many blocks could not be copied."""
-        pin = active.pin
+        pin, tree, num_skipped = active.pin, self._tree, 0
         if pin is None:
             return 0
-        self._tree.policy.use(pin.run.path(), active.request, active.num_matched_blocks)
-        num_skipped = self._mover.store(pin.run.path()) if active.epoch == self._tree.epoch else 0
-        self._tree.unpin(pin)
+        if active.epoch == tree.epoch and active.admitted:
+            tree.cut_behind(pin)
+            if active.request.used:
+                tree.policy.touch(pin.run.path())
+            else:
+                active.request.used = True
+                tree.policy.use(pin.run.path(), active.request, active.asked)
+            num_skipped = self._mover.store(pin.run.path())
+        tree.unpin(pin)
         return num_skipped
 
     def _pin(self, active: ActiveRequest, path: list[Run], num_blocks: int) -> None:

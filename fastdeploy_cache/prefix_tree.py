@@ -108,9 +108,7 @@ class PrefixTree:
         high = self._first_difference(run.tokens, offset, high, keys.tokens, (position - offset) * self.block_bytes)
         if run.extras is not None or keys.extras is not None:
             ours, theirs, shift = run.extras or {}, keys.extras or {}, position - offset
-            blocks = {*ours, *(block - shift for block in theirs)}
-            parted = [b for b in blocks if offset <= b < high and ours.get(b) != theirs.get(b + shift)]
-            high = min(parted, default=high)
+            high = next((b for b in range(offset, high) if ours.get(b) != theirs.get(b + shift)), high)
         return high - offset
 
     def _first_difference(self, ours: bytearray, low: int, high: int, theirs: bytearray, start: int) -> int:
@@ -147,7 +145,11 @@ class PrefixTree:
         """Take a pin back. What it alone held may be evicted or (of an older epoch) is freed."""
         run = pin.run
         run.pins.remove(pin)
+        num_held = run.num_held
         self.residency.hold(run)
+        if run.num_held == num_held:  # held as before, but its rank behind that may have changed
+            for tier in TIERS:
+                self.residency.offer(run, tier)
         if self.old_roots:
             self.old_roots = [root for root in self.old_roots if root.children]
 
@@ -163,6 +165,11 @@ class PrefixTree:
         if pin is not None:
             self.unpin(pin)
         return moved
+
+    def cut_behind(self, pin: Pin) -> None:
+        """Cut a pin's run where the pin ends, so that what is behind it keeps its own usage."""
+        if pin.end < pin.run.num_blocks:
+            self._split(pin.run, pin.end)
 
     @staticmethod
     def place(path: list[Run], num_blocks: int) -> tuple[Run | None, int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +27,7 @@ class Image(NamedTuple):
 
     offset: int
     length: int
-    hash: bytes | str  # names the content; two equal hashes are taken for the same content
+    hash: bytes  # names the content; two equal hashes are taken for the same content
 
     @property
     def end(self) -> int:
@@ -40,6 +42,21 @@ class Request:
     pack, an int32 array microseconds: pack once, keep the request.
     """
 
+    __slots__ = (
+        "_keep_seconds",
+        "_priority",
+        "counted",
+        "images",
+        "match_inside_images",
+        "namespace",
+        "num_prompt_tokens",
+        "request_id",
+        "session_ended",
+        "tokens",
+        "tool_call_pending",
+        "used",
+    )
+
     def __init__(
         self,
         *,
@@ -48,7 +65,7 @@ class Request:
         namespace: str = "",
         images: Sequence[tuple[int, int, bytes | str]] = (),
         match_inside_images: bool = False,
-        priority: int | None = None,
+        priority: float | None = None,
         keep_seconds: float | None = None,
     ) -> None:
         """Prefixes meet only where namespace, tokens and images are equal.
@@ -69,26 +86,32 @@ class Request:
         Raises:
             RequestError: an empty prompt, a token id out of range, no integers, an image outside the prompt.
         """
-        try:
-            namespace.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"namespace {namespace!r} of request {request_id!r} is no UTF-8 text") from error
+        self._check_names(request_id, namespace)
         self.request_id = request_id
         self.namespace = namespace
         self.counted = False  # set by the manager once the request is part of the hit rates
-        self.turn = 0  # set by the manager at the first match
+        self.used = False  # likewise, once the eviction policy has heard of it
         self.tokens = bytearray(_pack(request_id, prompt_token_ids))
         self.num_prompt_tokens = len(self.tokens) // TOKEN_BYTES
         if not self.num_prompt_tokens:
             raise RequestError(f"request {request_id!r} has an empty prompt; give it at least one token")
-        self.images = tuple(Image(*image) for image in images)
+        self.images = tuple(self._as_image(image) for image in _as_list(request_id, images))
         self.match_inside_images = match_inside_images
-        self.priority = priority
-        self.keep_seconds = keep_seconds
+        self._priority = self._number("priority", priority, 100)
+        self._keep_seconds = self._number("keep_seconds", keep_seconds, math.inf)
         self.session_ended = False
         self.tool_call_pending = False
         self._check_images()
-        self._check_hints()
+
+    @property
+    def priority(self) -> float | None:
+        """See `__init__`."""
+        return self._priority
+
+    @property
+    def keep_seconds(self) -> float | None:
+        """See `__init__`."""
+        return self._keep_seconds
 
     @property
     def num_tokens(self) -> int:
@@ -109,8 +132,7 @@ class Request:
             return None
         extras: dict[int, bytes] = {}
         for image in self.images:
-            name = image.hash.encode() if isinstance(image.hash, str) else image.hash
-            key = _EXTRA.pack(image.offset, image.length, len(name)) + name
+            key = _EXTRA.pack(image.offset, image.length, len(image.hash)) + image.hash
             for block in range(image.offset // block_size, (image.end - 1) // block_size + 1):
                 extras[block] = extras.get(block, b"") + key
         return extras
@@ -125,11 +147,40 @@ class Request:
         """Whether a match of so many tokens would end inside an image, and the request does not want that."""
         return not self.match_inside_images and any(image.offset < num_tokens < image.end for image in self.images)
 
-    def _check_hints(self) -> None:
-        if self.priority is not None and not 0 <= self.priority <= 100:
-            raise RequestError(f"request {self.request_id!r} has priority {self.priority}; give 0 to 100")
-        if self.keep_seconds is not None and not self.keep_seconds >= 0:
-            raise RequestError(f"request {self.request_id!r} has keep_seconds {self.keep_seconds}; give 0 or more")
+    @staticmethod
+    def _check_names(request_id: str, namespace: str) -> None:
+        for name, text in (("request_id", request_id), ("namespace", namespace)):
+            if not isinstance(text, str):
+                raise RequestError(f"{name} of request {request_id!r} is {text!r}; give text")
+        try:
+            namespace.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"namespace {namespace!r} of request {request_id!r} is no UTF-8 text") from error
+
+    def _number(self, name: str, value: float | None, most: float) -> float | None:
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+            limits = f"0 to {most:g}" if most < math.inf else "0 or more"
+            raise RequestError(f"request {self.request_id!r} has {name} {value!r}; give a number, {limits}")
+        return value
+
+    def _as_image(self, given: tuple[int, int, bytes | str]) -> Image:
+        try:
+            offset, length, name = given
+            name = name.encode() if isinstance(name, str) else name
+            image = Image(operator.index(offset), operator.index(length), name)
+        except (TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
+            image = None
+            reason = str(error)
+        else:
+            reason = "its hash is no text and no bytes"
+        if image is None or not isinstance(image.hash, bytes):
+            raise RequestError(
+                f"request {self.request_id!r} has image {given!r}; give (offset, length, hash), hash as text or bytes: "
+                f"{reason}"
+            )
+        return image
 
     def _check_images(self) -> None:
         end = 0
@@ -142,9 +193,19 @@ class Request:
             end = image.end
 
 
+def _as_list(request_id: str, images: Sequence[tuple[int, int, bytes | str]]) -> list[tuple[int, int, bytes | str]]:
+    try:
+        return list(images)
+    except TypeError:
+        raise RequestError(
+            f"request {request_id!r} has images {images!r}; give a list of (offset, length, hash)"
+        ) from None
+
+
 def _pack(request_id: str, token_ids: TokenIds) -> bytes | memoryview:
     """The tokens as little-endian int32."""
-    if len(token_ids) <= _FEW and sys.byteorder == "little":  # a decode step: NumPy's fixed cost would be most of it
+    # a decode step has few: NumPy's fixed cost would be most of it
+    if isinstance(token_ids, Sized) and len(token_ids) <= _FEW and sys.byteorder == "little":
         few = _pack_few(token_ids)
         if few is not None:
             return few

@@ -213,6 +213,7 @@ class Residency:
         self._drop_copies(run, 0)
         del run.parent.children[self.key(run)]
         run.parent = None
+        run.tokens, run.hashes = bytearray(), bytearray()  # a policy may hold the run for a while
 
     def begin_epoch(self) -> None:
         """What is in the tree now is of the past: it is never evicted, only removed."""

@@ -33,7 +33,7 @@ class Usage:
     gap: float = 0.0  # before the last of them
     reuse_class: int = 0
     is_shared: bool = False  # prompts have parted behind it
-    priority: int = DEFAULT_PRIORITY
+    priority: float = DEFAULT_PRIORITY
     keep_until: float = 0.0  # in seconds; how long priority or pin is in force
 
 

@@ -65,7 +65,7 @@ def simulate(
     cpu_blocks: Annotated[list[str], typer.Option(help="Blocks of the CPU tier, likewise.")] = ["0"],  # noqa: B006
     policy: Annotated[list[str], typer.Option(help="Eviction policies.")] = ["lru"],  # noqa: B006
     json: Annotated[
-        str | None, typer.Option(help="Also write the findings to this file; - is standard output.")
+        Path | None, typer.Option(help="Also write the findings to this file; - is standard output.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw hit rate over capacity (PNG or SVG).")] = None,
     bound: Annotated[bool, typer.Option(help="Find the clairvoyant bound as well.")] = True,
@@ -94,7 +94,7 @@ def simulate(
 
 @bench_app.command()
 def control(
-    json: Annotated[Path | None, typer.Option(help="Also write the figures to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Also serve the first 400 requests of this trace.")] = None,
     trace_block_size: Annotated[int, typer.Option(min=1, help="Tokens that one hash id of it stands for.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="How often each workload is served; medians count.")] = 5,

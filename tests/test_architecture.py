@@ -39,6 +39,7 @@ HOMES = {
         "launch/bench/command.py",
         "launch/demo/command.py",
         "launch/demo/report.py",
+        "launch/findings.py",
         "launch/simulator/command.py",
         "launch/simulator/report.py",
     },

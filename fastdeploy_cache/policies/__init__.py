@@ -6,7 +6,7 @@ from fastdeploy_cache.policies.eviction import RANKING_POLICIES, Clock, Eviction
 from fastdeploy_cache.policies.reuse import Reuse
 
 EVICTION_POLICIES = (*RANKING_POLICIES, "reuse")
-DEFAULT_HISTORY_BYTES = 16 * 2**20
+DEFAULT_HISTORY_BYTES, MIN_HISTORY_BYTES = 16 * 2**20, 2**20
 
 
 def new_policy(

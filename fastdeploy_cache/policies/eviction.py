@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fastdeploy_cache.request import DEFAULT_PRIORITY, Request
 from fastdeploy_cache.run import Run, Tier, Usage
@@ -14,6 +14,13 @@ IsLeaf = Callable[[Run, Tier], bool]
 Split = Callable[[Run, int], Run]
 Clock = Callable[[], float]
 _MIN_SWEEP = 64
+
+
+class Asked(NamedTuple):
+    """What a match looked for, and how much of that was cached, in blocks from the front."""
+
+    num_asked: int
+    num_found: int
 
 
 class EvictionPolicy(Protocol):
@@ -27,8 +34,12 @@ class EvictionPolicy(Protocol):
         """
         ...
 
-    def use(self, path: Sequence[Run], request: Request, num_hit_blocks: int) -> None:
-        """A request whose prefix lies on `path` is released: it hit the first blocks and made the others."""
+    def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:
+        """A request whose prefix lies on `path` is released, the first time after it was admitted."""
+        ...
+
+    def touch(self, path: Sequence[Run]) -> None:
+        """A request is released once more, after a preemption: it counts no further, but it was here."""
         ...
 
     def grow(self, run: Run, first_block: int) -> None:
@@ -124,7 +135,10 @@ class LeastRecentlyUsed:
     def clear(self, is_leaf: IsLeaf, split: Split) -> None:  # noqa: ARG002
         self._heaps = tuple(_LeafHeap(tier, self.rank, is_leaf) for tier in Tier)
 
-    def use(self, path: Sequence[Run], request: Request, num_hit_blocks: int) -> None:  # noqa: ARG002
+    def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:  # noqa: ARG002
+        self.touch(path)
+
+    def touch(self, path: Sequence[Run]) -> None:
         self._num_uses += 1
         for run in path:
             run.usage.last_used = self._num_uses
@@ -153,8 +167,8 @@ class FirstInFirstOut(LeastRecentlyUsed):
 
 
 class _Counting(LeastRecentlyUsed):
-    def use(self, path: Sequence[Run], request: Request, num_hit_blocks: int) -> None:
-        super().use(path, request, num_hit_blocks)
+    def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:
+        super().use(path, request, asked)
         for run in path:
             run.usage.num_uses += 1
 
@@ -185,11 +199,12 @@ class _ForATime(LeastRecentlyUsed):
     def clear(self, is_leaf: IsLeaf, split: Split) -> None:
         super().clear(is_leaf, split)
         self._is_leaf = is_leaf
-        self._ends: list[tuple[float, int, Run]] = []  # when the levels of watched leaves end
-        self._watched: set[Run] = set()
+        self._ends: list[tuple[float, int, Run]] = []  # when the levels of leaves end
+        self._watched: dict[Run, float] = {}  # the end that counts
         self._num_watches = 0
+        self._sweep_at = _MIN_SWEEP
 
-    def level(self, usage: Usage) -> int:
+    def level(self, usage: Usage) -> float:
         """The level while it lasts."""
         raise NotImplementedError
 
@@ -201,8 +216,8 @@ class _ForATime(LeastRecentlyUsed):
         usage = run.usage
         return (self.level(usage) if self._clock() < usage.keep_until else 0), usage.last_used
 
-    def use(self, path: Sequence[Run], request: Request, num_hit_blocks: int) -> None:
-        super().use(path, request, num_hit_blocks)
+    def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:
+        super().use(path, request, asked)
         until = math.inf if request.keep_seconds is None else self._clock() + request.keep_seconds
         for run in path:
             self.mark(run.usage, request, until)
@@ -210,19 +225,29 @@ class _ForATime(LeastRecentlyUsed):
     def push(self, run: Run, tier: Tier) -> None:
         super().push(run, tier)
         until = run.usage.keep_until
-        if run not in self._watched and self._clock() < until < math.inf:
-            self._watched.add(run)
+        if self._clock() < until < self._watched.get(run, math.inf):
+            self._watched[run] = until
             self._num_watches += 1
             heapq.heappush(self._ends, (until, self._num_watches, run))
+            if len(self._ends) >= self._sweep_at:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Forget runs that were evicted before their time."""
+        self._watched = {run: until for run, until in self._watched.items() if run.parent is not None}
+        self._ends = [end for end in self._ends if self._watched.get(end[2]) == end[0]]
+        heapq.heapify(self._ends)
+        self._sweep_at = max(_MIN_SWEEP, 2 * len(self._ends))
 
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
         now = self._clock()
         while self._ends and self._ends[0][0] <= now:
-            run = heapq.heappop(self._ends)[2]
-            self._watched.remove(run)
-            for each in Tier:
-                if self._is_leaf(run, each):
-                    self.push(run, each)  # ranked anew, or watched for longer
+            until, _, run = heapq.heappop(self._ends)
+            if self._watched.get(run) == until:
+                del self._watched[run]
+                for each in Tier:
+                    if self._is_leaf(run, each):
+                        self.push(run, each)  # ranked anew, or watched for longer
         return super().victim(tier, num_blocks)
 
     def alike(self, upper: Run, lower: Run) -> bool:
@@ -237,7 +262,7 @@ class Priority(_ForATime):
     given, 35. This is the retention priority of TensorRT-LLM.
     """
 
-    def level(self, usage: Usage) -> int:
+    def level(self, usage: Usage) -> float:
         return usage.priority - DEFAULT_PRIORITY
 
     def mark(self, usage: Usage, request: Request, until: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fastdeploy_cache.block_hash import HASH_BYTES
-from fastdeploy_cache.policies.eviction import Clock, IsLeaf, LeastRecentlyUsed, Split
+from fastdeploy_cache.policies.eviction import Asked, Clock, IsLeaf, LeastRecentlyUsed, Split
 from fastdeploy_cache.policies.reuse_history import (
     ENDED_CLASS,
     PENDING_CLASS,
@@ -23,6 +23,7 @@ from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import Run, Tier, Usage
 
 _NUM_CANDIDATES = 64
+_MIN_SWEEP = 64
 _TICKS_PER_SECOND = 1000.0
 _TOKENS_PER_TICK = 512  # so that time goes on where a clock is coarse or stands still
 _MAX_REGRET = 0.0015  # of the observed references
@@ -61,6 +62,7 @@ class Reuse(LeastRecentlyUsed):
         self._is_leaf, self._split = is_leaf, split
         self._leaves: tuple[list[Run], list[Run]] = ([], [])  # by Tier; some are none any more
         self._places: tuple[dict[Run, int], dict[Run, int]] = ({}, {})  # their indices
+        self._sweep_at = [_MIN_SWEEP, _MIN_SWEEP]
         self._chosen: list[Run | None] = [None, None]  # by Tier, until the next use
         self._num_resident = 0  # observed blocks in the cache
 
@@ -72,16 +74,18 @@ class Reuse(LeastRecentlyUsed):
     def shrink(self, run: Run, first_block: int) -> None:
         self._num_resident -= len(self._observed(run, first_block))
 
-    def use(self, path: Sequence[Run], request: Request, num_hit_blocks: int) -> None:
+    def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:
         goes_on = path[-1].usage.num_uses > 0  # else its last run is new
-        super().use(path, request, num_hit_blocks)
+        super().use(path, request, asked)
         self._chosen = [None, None]
         num_tokens = sum([run.num_blocks for run in path]) * self._block_tokens
         self._num_referenced_tokens += num_tokens
         now = self._clock() * _TICKS_PER_SECOND + self._num_referenced_tokens / _TOKENS_PER_TICK
         observed = [self._observed(run, 0) for run in path]
-        lost = self._lost(path, num_hit_blocks)
-        self._judge([key for keys in observed for key in keys], len(lost))
+        lost = self._behind(path, asked.num_found)
+        num_new = len(self._behind(path, max(asked.num_asked, asked.num_found)))
+        keys = [key for part in observed for key in part]
+        self._judge(keys[: len(keys) - num_new], len(lost) - num_new)
         if goes_on:
             self._continue(path[-1].usage, now)
         else:
@@ -104,14 +108,14 @@ class Reuse(LeastRecentlyUsed):
         observed: list[int] = (names if self.history.ratio >= 1 else names[names < self._threshold]).tolist()
         return observed
 
-    def _lost(self, path: Sequence[Run], num_hit_blocks: int) -> list[int]:
-        """The observed blocks of a path that were not hit."""
-        lost, end = list[int](), 0
+    def _behind(self, path: Sequence[Run], num_blocks: int) -> list[int]:
+        """The observed blocks of a path behind its first `num_blocks`."""
+        behind, end = list[int](), 0
         for run in path:
             end += run.num_blocks
-            if end > num_hit_blocks:
-                lost += self._observed(run, max(0, num_hit_blocks - end + run.num_blocks))
-        return lost
+            if end > num_blocks:
+                behind += self._observed(run, max(0, num_blocks - end + run.num_blocks))
+        return behind
 
     @staticmethod
     def _continue(usage: Usage, now: float) -> None:
@@ -146,6 +150,7 @@ class Reuse(LeastRecentlyUsed):
     # -- the guard
 
     def _judge(self, keys: Sequence[int], num_lost: int) -> None:
+        """`keys`: what the match asked for, of which the last `num_lost` were not there."""
         self._num_requests += 1
         keep = max(0.0, 1 - len(keys) / self._window)
         self._regret = self._regret * keep + self.history.num_lru_hits(keys) - (len(keys) - num_lost)
@@ -165,6 +170,10 @@ class Reuse(LeastRecentlyUsed):
         if run not in places:
             places[run] = len(self._leaves[tier])
             self._leaves[tier].append(run)
+            if len(places) >= self._sweep_at[tier]:
+                for leaf in [leaf for leaf in self._leaves[tier] if not self._is_leaf(leaf, tier)]:
+                    self._forget(leaf, tier)
+                self._sweep_at[tier] = max(_MIN_SWEEP, 2 * len(places))
 
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
         if self._by_lru():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from launch.bench.machine import describe_machine
 from launch.bench.scale import bytes_per_block, eviction_cost, scale_ratio
 from launch.bench.workloads import Scale, Workload, chat, long, recorded
 from launch.errors import LaunchError
+from launch.findings import check_target, console_beside, write_json
 
-# (name, GPU tier alone?, policy, CPU blocks for each GPU block)
+# (name, policy, CPU blocks for each GPU block)
 _VARIANTS = (("lru", "lru", 0.0), ("lru + CPU tier", "lru", 2.0), ("reuse", "reuse", 0.0))
 _CHAIN_LIMITS = {"long": 0.35, "chat": 0.8, "trace": 1.0}
 Reach = list[dict[str, Any]]
@@ -29,10 +29,9 @@ def bench_control(
     Raises:
         LaunchError: a bad trace or size, or a folder that does not exist.
     """
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise LaunchError(f"cannot write {json_file}: its folder does not exist")
+    check_target(json_file)
     scale_blocks = _scale_blocks(scale_sizes)
-    console = Console(highlight=False)
+    console = console_beside(json_file, 110)
     workloads = [chat(64), chat(16), long(64)]
     if trace is not None:
         workloads.append(recorded(trace, trace_block_size))
@@ -48,8 +47,8 @@ def bench_control(
     found["scale"] = _run_scale(console, scale_blocks, reach)
     found["bytes_per_block"] = _run_bytes(console, scale_blocks[-1], reach)
     _show_reach(console, reach)
-    if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    console.print("docs/benchmark.md says what each figure is; smaller is better throughout.")
+    write_json(json_file, found)
     return all(entry["ok"] for entry in reach)
 
 
@@ -147,7 +146,8 @@ def _run_scale(console: Console, scale_blocks: list[int], reach: Reach) -> dict[
 
 def _run_bytes(console: Console, num_blocks: int, reach: Reach) -> dict[str, Any]:
     grown = {policy: bytes_per_block(num_blocks, policy) for policy in ("lru", "reuse")}
-    console.print("Bytes per cached block of 16 tokens, growth of a process: " + str(row(grown)))
+    figures = ", ".join(f"{value:.0f} with {policy}" for policy, value in grown.items())
+    console.print(f"Bytes per cached block of 16 tokens (growth of a process): {figures}")
     _add(reach, "bytes per cached block", grown["lru"], 200)
     return row(grown)
 
@@ -160,7 +160,7 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
 
 
 def _show_reach(console: Console, reach: Reach) -> None:
-    table = _table("Reach", ("figure", "value", "limit", ""))
+    table = _table("Promised figures", ("figure", "value", "limit", ""))
     for entry in reach:
         word = "[green]ok[/green]" if entry["ok"] else "[red]missed[/red]"
         table.add_row(entry["name"], str(entry["value"]), str(entry["limit"]), word)

@@ -1,4 +1,4 @@
-"""Serve a workload through a manager, phase by phase, and the floors that it is compared with.."""
+"""Serve a workload through a manager, phase by phase, and the floors that it is compared with."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fastdeploy_cache.policies.eviction import LeastRecentlyUsed
+from fastdeploy_cache.policies.eviction import Asked, LeastRecentlyUsed
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import Run, Tier
 from launch.simulator.trace import Trace, TraceRequest
@@ -18,16 +18,18 @@ _NEVER = np.iinfo(np.int64).max
 class Clairvoyant(LeastRecentlyUsed):
     """Evicts the leaf block whose next use is farthest (Belady's rule on a tree; needs blocks of one token)."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, num_blocks: int) -> None:
         super().__init__(lambda: 0.0)
         self._next_use = np.full(trace.num_distinct_ids, _NEVER)  # by block
-        self._uses_after = _uses_after(trace)
+        self._uses_after = _uses_after(trace, num_blocks)
 
     def hear(self, number: int, request: TraceRequest) -> None:
         """Request `number` comes: the next use of its blocks is a later one."""
-        self._next_use[request.blocks] = self._uses_after[number]
+        uses = self._uses_after[number]
+        if uses is not None:
+            self._next_use[request.blocks] = uses
 
-    def use(self, path: Sequence[Run], request: Request, num_hit_blocks: int) -> None:
+    def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:
         """What is used is known beforehand."""
 
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:  # noqa: ARG002
@@ -38,22 +40,27 @@ class Clairvoyant(LeastRecentlyUsed):
         return -self._next_use[tail]
 
 
-def _uses_after(trace: Trace) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
-    """By request: for each of its blocks, the number of the next request that has it."""
+def _uses_after(trace: Trace, num_blocks: int) -> list[np.ndarray[Any, np.dtype[np.int64]] | None]:
+    """By request: for each of its blocks, the number of the next request that has it; None for one that cannot fit."""
     following = np.full(trace.num_distinct_ids, _NEVER)
-    uses = []
+    uses: list[np.ndarray[Any, np.dtype[np.int64]] | None] = []
     for number in range(len(trace.requests) - 1, -1, -1):
-        blocks = trace.requests[number].blocks
-        uses.append(following[blocks])
-        following[blocks] = number
+        request = trace.requests[number]
+        if -(-request.num_tokens // trace.block_size) > num_blocks:
+            uses.append(None)
+            continue
+        uses.append(following[request.blocks])
+        following[request.blocks] = number
     return uses[::-1]
 
 
 def infinite_hit_rate(trace: Trace) -> float:
-    """The token hit rate of a cache that never evicts."""
+    """The token hit rate of a cache that never evicts. One token of each prompt is left to compute, here as there."""
     seen = np.zeros(trace.num_distinct_ids, bool)
     num_hits = 0
     for request in trace.requests:
-        num_hits += int(seen[request.blocks].sum())
+        known = seen[request.blocks]
+        num_leading = len(known) if known.all() else int(known.argmin())
+        num_hits += min(num_leading, (request.num_tokens - 1) // trace.block_size)
         seen[request.blocks] = True
     return num_hits * trace.block_size / trace.num_tokens

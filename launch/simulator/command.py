@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from launch.errors import LaunchError
+from launch.findings import check_target, console_beside, write_json
 from launch.simulator.bound import Clairvoyant, infinite_hit_rate
-from launch.simulator.plot import draw
+from launch.simulator.plot import PLOT_SUFFIXES, draw
 from launch.simulator.replay import Replay, Replayed
 from launch.simulator.report import show
 from launch.simulator.trace import Trace, TraceRequest, read_trace
@@ -29,7 +29,7 @@ class SimulateOptions:
     gpu_blocks: list[str]
     cpu_blocks: list[str]
     policies: list[str]
-    json_file: str | None
+    json_file: Path | None
     plot_file: Path | None
     bound: bool
     skip_bad: bool
@@ -41,24 +41,19 @@ def simulate(path: Path, options: SimulateOptions) -> None:
     Raises:
         LaunchError: a bad trace or option.
     """
-    to_stdout = options.json_file == "-"
-    console = Console(highlight=False, stderr=to_stdout)
+    console = console_beside(options.json_file, 80)
     policies = _names(options.policies)
-    for file in (options.plot_file, None if to_stdout or options.json_file is None else Path(options.json_file)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise LaunchError(f"cannot write {file}: its folder does not exist")
+    check_target(options.json_file)
+    check_target(options.plot_file)
+    if options.plot_file is not None and options.plot_file.suffix not in PLOT_SUFFIXES:
+        raise LaunchError(f"cannot draw {options.plot_file}; end its name in {' or '.join(PLOT_SUFFIXES)}")
     trace = read_trace(path, options.trace_block_size, options.block_size or options.trace_block_size, options.skip_bad)
     sizes = [(gpu, cpu) for gpu in _sizes(options.gpu_blocks, trace, 1) for cpu in _sizes(options.cpu_blocks, trace, 0)]
     found = _findings(path, trace, *_replay_all(console, trace, sizes, policies, options.bound))
     show(console, found)
     if options.plot_file is not None:
         draw(options.plot_file, found)
-    if options.json_file is not None:
-        text = json.dumps(found, indent=2) + "\n"
-        if to_stdout:
-            print(text, end="")
-        else:
-            Path(options.json_file).write_text(text)
+    write_json(options.json_file, found)
 
 
 def _replay_all(
@@ -67,7 +62,7 @@ def _replay_all(
     """Each capacity under each policy, and the clairvoyant hit rate of each capacity."""
     replays: list[tuple[int, int, str | Clairvoyant]] = [(*size, policy) for size in sizes for policy in policies]
     if bound:
-        replays += [(size, 0, Clairvoyant(trace)) for size in sorted({gpu + cpu for gpu, cpu in sizes})]
+        replays += [(size, 0, Clairvoyant(trace, size)) for size in sorted({gpu + cpu for gpu, cpu in sizes})]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results, clairvoyant = list[Replayed](), dict[int, float]()
     with Progress(*columns, console=console, transient=True) as progress:
@@ -95,6 +90,7 @@ def _findings(path: Path, trace: Trace, results: list[Replayed], clairvoyant: di
         "requests": len(trace.requests),
         "tokens": trace.num_tokens,
         "skipped_lines": trace.num_skipped_lines,
+        "unnamed_tokens": trace.num_unnamed_tokens,
         "block_size": trace.block_size,
         "distinct_blocks": trace.num_distinct_blocks,
         "infinite_token_hit_rate": infinite_hit_rate(trace),
@@ -112,6 +108,8 @@ def _names(given: list[str]) -> list[str]:
     for name in names:
         if name not in EVICTION_POLICIES:
             raise LaunchError(f"unknown policy {name!r}; the policies are {', '.join(EVICTION_POLICIES)}")
+    if not names:
+        raise LaunchError(f"no policy was given; the policies are {', '.join(EVICTION_POLICIES)}")
     return names
 
 
@@ -122,11 +120,13 @@ def _sizes(given: list[str], trace: Trace, least: int) -> list[int]:
         try:
             share = float(text.removesuffix("%"))
             size = int(trace.num_distinct_blocks * share / 100) if text.endswith("%") else int(text)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise LaunchError(
                 f"{text!r} is no number of blocks; give one such as 4096, or a share such as 5%"
             ) from None
         if size < least:
             raise LaunchError(f"{text} makes {size} blocks; use at least {least}")
         sizes.append(size)
+    if not sizes:
+        raise LaunchError("no number of blocks was given")
     return sizes

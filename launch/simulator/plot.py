@@ -7,9 +7,11 @@ from typing import Any
 
 from launch.errors import LaunchError
 
+PLOT_SUFFIXES = (".png", ".svg")
+
 
 def draw(file: Path, found: dict[str, Any]) -> None:
-    """One line for each policy (and size of the CPU tier), the clairvoyant bound and the cache that never evicts.
+    """One line for each policy, over the sizes of the tier that varies; the clairvoyant bound, the infinite cache.
 
     Raises:
         LaunchError: matplotlib is not installed, or the file cannot be written.
@@ -20,19 +22,25 @@ def draw(file: Path, found: dict[str, Any]) -> None:
         raise LaunchError(f"--plot needs matplotlib ({error}); pip install 'fastdeploy-cache[plot]'") from error
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
+    by_cpu = len({r["gpu_blocks"] for r in found["results"]}) == 1 < len({r["cpu_blocks"] for r in found["results"]})
+    along, fixed = ("cpu_blocks", "gpu_blocks") if by_cpu else ("gpu_blocks", "cpu_blocks")
+    several = len({row[fixed] for row in found["results"]}) > 1
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in found["results"]:
-        label = row["policy"] + (f", {row['cpu_blocks']} of them CPU" if row["cpu_blocks"] else "")
-        lines.setdefault(label, []).append((row["gpu_blocks"] + row["cpu_blocks"], row["token_hit_rate"]))
-    bounds = [(bound["blocks"], bound["clairvoyant_token_hit_rate"]) for bound in found["bounds"]]
+        label = f"{row['policy']}, {row[fixed]} CPU blocks" if several else row["policy"]
+        lines.setdefault(label, []).append((row[along], row["token_hit_rate"]))
     for label, points in lines.items():
         _add_line(axes, label, points, marker="o")
-    if bounds:
-        _add_line(axes, "clairvoyant", bounds, marker="x", color="black", linestyle="--")
+    rates = {bound["blocks"]: bound["clairvoyant_token_hit_rate"] for bound in found["bounds"]}
+    if rates and not several:
+        sizes = {(row[along], row["gpu_blocks"] + row["cpu_blocks"]) for row in found["results"]}
+        points = [(x, rates[size]) for x, size in sizes]
+        _add_line(axes, "clairvoyant", points, marker="x", color="black", linestyle="--")
     axes.axhline(found["infinite_token_hit_rate"] * 100, color="grey", linestyle=":", label="never evicts")
-    axes.set_xscale("log")
+    axes.set_xscale("linear" if by_cpu else "log")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"blocks of {found['block_size']} tokens")
+    beside = f" beside {found['results'][0]['gpu_blocks']} GPU blocks" if by_cpu else ""
+    axes.set_xlabel(f"{'CPU' if by_cpu else 'GPU'} blocks of {found['block_size']} tokens{beside}")
     axes.set_ylabel("token hit rate, %")
     axes.set_title(found["trace"])
     axes.grid(alpha=0.3)

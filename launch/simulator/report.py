@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -15,9 +16,15 @@ def show(console: Console, found: dict[str, Any]) -> None:
         f"{found['distinct_blocks']} distinct blocks of {found['block_size']} tokens"
     )
     if found["skipped_lines"]:
-        console.print(f"{found['skipped_lines']} bad lines were left out")
-    table = Table(title="Token hit rates, evictions and traffic in blocks", title_justify="left")
-    for column in ("GPU blocks", "CPU blocks", "policy", "hit rate", "GPU", "CPU", "evicted", "to CPU", "to GPU"):
+        console.print(f"{found['skipped_lines']} bad line(s) were left out")
+    if found["unnamed_tokens"] > 0.1 * found["tokens"]:
+        console.print(
+            f"Hash ids stand for all but {found['unnamed_tokens'] / found['tokens']:.0%} of the tokens, which count as "
+            "misses: is --trace-block-size right?"
+        )
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    columns = ("GPU blocks", "CPU blocks", "policy", "hit", "GPU hit", "CPU hit", "evicted", "to CPU", "to GPU")
+    for column in columns:
         table.add_column(column, justify="left" if column == "policy" else "right")
     for row in found["results"]:
         rates = (row[f"{tier}token_hit_rate"] for tier in ("", "gpu_", "cpu_"))
@@ -26,13 +33,20 @@ def show(console: Console, found: dict[str, Any]) -> None:
             str(row["cpu_blocks"]),
             row["policy"],
             *(f"{rate:.2%}" for rate in rates),
-            *(str(row[name]) for name in ("gpu_evicted_blocks", "swapped_out_blocks", "swapped_in_blocks")),
+            *(_count(row[name]) for name in ("gpu_evicted_blocks", "swapped_out_blocks", "swapped_in_blocks")),
         )
     console.print(table)
+    console.print("hit: share of prompt tokens; evicted: blocks that left the GPU; to CPU, to GPU: blocks copied")
+    if any(0 < row["cpu_blocks"] <= row["gpu_blocks"] for row in found["results"]):
+        console.print("The CPU tier holds copies of what is on the GPU: it adds what it is larger than the GPU")
     for bound in found["bounds"]:
         rate = bound["clairvoyant_token_hit_rate"]
-        console.print(f"No policy hits more than {rate:.2%} with {bound['blocks']} blocks (clairvoyant)")
+        console.print(f"No policy hits more than {rate:.2%} with {bound['blocks']} blocks in one tier (clairvoyant)")
     console.print(f"A cache that never evicts hits {found['infinite_token_hit_rate']:.2%}")
     num_too_long = max(row["too_long_requests"] for row in found["results"])
     if num_too_long:
-        console.print(f"Up to {num_too_long} prompts did not fit into the GPU blocks: they count as misses")
+        console.print(f"{num_too_long} prompts did not fit into the smallest GPU tier: they count as misses there")
+
+
+def _count(number: int) -> str:
+    return str(number) if number < 100_000 else f"{number / 1000:.0f}k"

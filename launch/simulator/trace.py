@@ -7,6 +7,7 @@ for each block of the prompt, naming it together with all before it). `output_le
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Trace:
     num_distinct_blocks: int
     num_distinct_ids: int  # block numbers lie below
     num_skipped_lines: int
+    num_unnamed_tokens: int  # tokens of prompts for which no hash id stands, beyond a last partial block each
 
     @property
     def num_tokens(self) -> int:
@@ -66,8 +68,8 @@ def read_trace(path: Path, trace_block_size: int, block_size: int, skip_bad: boo
         raise TraceError(f"--block-size {block_size} does not divide --trace-block-size {trace_block_size}")
     requests: list[TraceRequest] = []
     numbers: dict[int, int] = {}
-    num_skipped, latest = 0, 0.0
-    for number, text in enumerate(_lines(path), start=1):
+    num_skipped, num_unnamed, latest = 0, 0, -math.inf
+    for number, text in _lines(path):
         try:
             line = _parse(text, latest, trace_block_size)
         except ValueError as error:
@@ -76,6 +78,8 @@ def read_trace(path: Path, trace_block_size: int, block_size: int, skip_bad: boo
             num_skipped += 1
             continue
         latest = line.timestamp
+        unnamed = line.input_length - len(line.hash_ids) * trace_block_size
+        num_unnamed += unnamed if unnamed >= trace_block_size else 0
         ids = np.array([numbers.setdefault(i, len(numbers)) for i in line.hash_ids], dtype=np.int64)
         blocks = _cut(ids, trace_block_size // block_size, line.input_length // block_size)
         requests.append(TraceRequest(line.timestamp / 1000, line.input_length, blocks))
@@ -89,7 +93,7 @@ def read_trace(path: Path, trace_block_size: int, block_size: int, skip_bad: boo
     seen = np.zeros(num_ids, bool)
     for request in requests:
         seen[request.blocks] = True
-    return Trace(requests, block_size, int(seen.sum()), num_ids, num_skipped)
+    return Trace(requests, block_size, int(seen.sum()), num_ids, num_skipped, num_unnamed)
 
 
 def _cut(ids: np.ndarray[Any, np.dtype[np.int64]], parts: int, num_full: int) -> Int32Array:
@@ -101,7 +105,7 @@ def _cut(ids: np.ndarray[Any, np.dtype[np.int64]], parts: int, num_full: int) ->
 def _parse(text: bytes, latest: float, trace_block_size: int) -> _Line:
     try:
         line = msgspec.json.decode(text, type=_Line)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ValueError(str(error)) from None
     if line.timestamp < latest:
         raise ValueError(f"timestamp {line.timestamp:g} lies before {latest:g}, that of an earlier line")
@@ -115,12 +119,13 @@ def _parse(text: bytes, latest: float, trace_block_size: int) -> _Line:
     return line
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines that are not blank."""
     try:
         with path.open("rb") as raw:
             compressed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
             with gzip.open(raw) if compressed else raw as lines:
-                yield from (line for line in lines if line.strip())
+                yield from ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
     except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"cannot read trace {path}: {error}") from error

@@ -100,7 +100,16 @@ def test_impossible_images_are_refused(images: list) -> None:
         Request(request_id="r", prompt_token_ids=TOKENS, images=images)
 
 
+@pytest.mark.parametrize(
+    "images", [[(1, 2)], [5], (1, 2, "a"), 5, [("0", 10, "a")], [(0, 10, 123)], [(0, 10, None)], [(0.5, 10, "a")]]
+)
+def test_what_is_no_image_is_refused_at_once(images: object) -> None:
+    """Not at the first match."""
+    with pytest.raises(RequestError, match="has image"):
+        Request(request_id="r", prompt_token_ids=TOKENS, images=images)  # type: ignore[arg-type]
+
+
 def test_whole_images_goes_back_over_neighbours() -> None:
     """Two images with a border inside the same block: the match goes back to before both."""
-    request = Request(request_id="r", prompt_token_ids=TOKENS, images=[Image(5, 5, "x"), Image(10, 9, "y")])
+    request = Request(request_id="r", prompt_token_ids=TOKENS, images=[Image(5, 5, b"x"), Image(10, 9, b"y")])
     assert [request.whole_images(n, 4) for n in range(11)] == [0, 1, 1, 1, 1, 5, 6, 7, 8, 9, 10]

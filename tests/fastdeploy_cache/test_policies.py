@@ -13,6 +13,7 @@ from fastdeploy_cache.errors import ConfigError, RequestError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.policies.reuse import Reuse
 from fastdeploy_cache.policies.reuse_history import ReuseHistory, Span, private_class, score_at, shared_class
+from fastdeploy_cache.run import Run
 
 
 class Cache:
@@ -36,7 +37,7 @@ class Cache:
         return match.num_tokens
 
     def cached(self, names: str, length: int = 4) -> dict[str, int]:
-        """How many tokens of each prompt are cached. Looks by a match that is not a use of anything else."""
+        """How many tokens of each prompt are cached. A match that is released at once is no use."""
         found = {}
         for name in names:
             request = Request(request_id="look", prompt_token_ids=[100 * ord(name) + i for i in range(length)] + [1])
@@ -153,11 +154,31 @@ def test_an_unknown_policy_is_refused_with_the_list() -> None:
         CacheConfig(num_gpu_blocks=4, transfer_client="inline", eviction_policy="mru")
 
 
-@pytest.mark.parametrize("hint", [{"priority": 101}, {"priority": -1}, {"keep_seconds": -1.0}])
+@pytest.mark.parametrize(
+    "hint",
+    [
+        {"priority": 101},
+        {"priority": -1},
+        {"priority": "high"},
+        {"priority": True},
+        {"priority": float("nan")},
+        {"keep_seconds": -1.0},
+        {"keep_seconds": "5"},
+        {"namespace": 5},
+    ],
+)
 def test_impossible_hints_are_refused(hint: dict[str, float]) -> None:
-    """With the value seen."""
-    with pytest.raises(RequestError, match=r"has (priority|keep_seconds) -?\d+"):
+    """With the value seen, when the request is made: a release cannot fail."""
+    with pytest.raises(RequestError, match=r"(has|of request 'r' is|priority|keep_seconds) .+; give"):
         Request(request_id="r", prompt_token_ids=[1], **hint)  # type: ignore[arg-type]
+
+
+def test_hints_cannot_be_changed_or_misspelt_later() -> None:
+    """Numbers are fixed when the request is made; an attribute that does not exist is an error."""
+    request = Request(request_id="r", prompt_token_ids=[1], priority=5)
+    for name, value in (("priority", "high"), ("keep_seconds", 3), ("sesion_ended", True)):
+        with pytest.raises(AttributeError):
+            setattr(request, name, value)
 
 
 # -- reuse
@@ -295,3 +316,74 @@ def test_hints_help(hint: str) -> None:
         return num_hits / num_back
 
     assert hit_rate(told=True) > hit_rate(told=False) + 0.1
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_guard_does_not_count_what_no_cache_could_hit(recompute: bool) -> None:
+    """Whole prompts again and again in a pool that holds them all: nothing is lost, so reuse keeps the say."""
+    config = CacheConfig(
+        block_size=16,
+        num_gpu_blocks=640,
+        transfer_client="inline",
+        eviction_policy="reuse",
+        recompute_last_token=recompute,
+    )
+    manager = PrefixCacheManager(config)
+    for i in range(1200):
+        request = Request(request_id=str(i), prompt_token_ids=[i % 100 * 64 + j for j in range(64)])
+        match = manager.match(request).wait(1.0)
+        manager.allocate(request, 4 - len(match.block_ids))
+        manager.commit(request, 64)
+        manager.release(request)
+    chosen = manager._tree.policy
+    assert isinstance(chosen, Reuse)
+    assert manager.stats().gpu.num_evicted == 0
+    assert chosen._regret == 0
+    assert not chosen._by_lru()
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+@pytest.mark.parametrize("by_lru", [False, True])
+def test_no_policy_keeps_evicted_runs_alive(policy: str, by_lru: bool) -> None:
+    """Long churn with hints that last a day: the runs that are alive are about those that are cached."""
+    cache = Cache(policy, 64)
+    if policy == "reuse":
+        cache.manager._tree.policy._by_lru = lambda: by_lru  # type: ignore[attr-defined]
+        if not by_lru:
+            cache.manager._tree.policy.history._rebuild(0.0)  # type: ignore[attr-defined]
+    gc.collect()
+    before = sum(isinstance(each, Run) for each in gc.get_objects())
+    for i in range(2000):
+        cache.serve(chr(1000 + i), 6, keep_seconds=86400.0, priority=50)
+    gc.collect()
+    alive = sum(isinstance(each, Run) for each in gc.get_objects()) - before
+    assert alive < 250
+
+
+def test_a_shorter_time_counts_from_its_last_use() -> None:
+    """A run kept for 100 s and then for 5 s is ranked anew after 5."""
+    cache = Cache("priority", 9)
+    cache.serve("A", priority=90, keep_seconds=100)
+    cache.serve("A", priority=90, keep_seconds=5)
+    cache.serve("B")
+    cache.now = 50
+    cache.serve("C", 2)
+    assert cache.cached("AB") == {"A": 2, "B": 4}
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_a_request_that_was_never_admitted_is_no_use(policy: str) -> None:
+    """Nor does one that comes back from preemption count twice."""
+    cache = Cache(policy)
+    cache.serve("A")
+    (run,) = cache.manager._tree.runs()
+    before = (run.usage.num_uses, run.usage.turn, run.usage.last_used)
+    cache.cached("AAA")
+    assert (run.usage.num_uses, run.usage.turn, run.usage.last_used) == before
+    request = Request(request_id="twice", prompt_token_ids=[100 * ord("A") + i for i in range(4)] + [1])
+    for _ in range(3):
+        cache.manager.match(request)
+        cache.manager.allocate(request, 1)
+        cache.manager.release(request)
+    assert run.usage.num_uses <= before[0] + 1
+    assert run.usage.turn <= before[1] + 1

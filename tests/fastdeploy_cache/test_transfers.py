@@ -126,13 +126,15 @@ def test_a_failed_copy_down_does_not_keep_later_blocks_out_of_the_cpu_tier() -> 
 
 
 def test_what_a_rank_could_not_copy_is_copied_after_its_next_use() -> None:
-    """Also for a prompt that adds nothing: its release copies what is missing."""
+    """Also for a prompt that adds nothing: its release copies what is missing of what it used."""
     model = CacheModel(1, 40, 40)
     model.client.up = False
     model.serve(A[:20], stays=False, patient=True)
     assert model.cache.stats().cpu.num_cached == 0
     model.client.up = True
     model.serve_and_copy(A[:9])
+    assert model.cache.stats().cpu.num_cached == 9
+    model.serve_and_copy(A[:20])
     assert model.cache.stats().cpu.num_cached == 20
     model.finish()
 
@@ -152,4 +154,36 @@ def test_coming_blocks_do_come() -> None:
     with pytest.raises(OutOfBlocksError) as refused:
         model.cache.allocate(second.request, 4)
     assert refused.value.missing == 3
+    model.finish()
+
+
+def test_a_copy_down_never_evicts_the_copies_that_it_continues() -> None:
+    """A full CPU tier, a run copied in part, and a short prompt inside it: the copies stay."""
+    model = CacheModel(1, 30, 8)
+    model.serve_and_copy(A[:6])
+    model.client.up = False
+    model.serve(A[:12], stays=False, patient=True)
+    model.client.up = True
+    for _ in range(4):
+        model.serve_and_copy(A[:3])
+        assert model.cache.stats().cpu.num_cached >= 6
+    model.finish()
+
+
+def test_blocks_of_an_abandoned_copy_are_coming() -> None:
+    """A whole-prompt hit that did not wait for its copy: the copy's block is promised, and comes."""
+    model = CacheModel(4, 9, 0, recompute_last_token=True)
+    model.serve(A[:16], stays=False, patient=True)
+    live = model.match(A[:16])
+    assert live is not None
+    model.settle(live)
+    other = model.match([60 + i for i in range(36)])
+    assert other is not None
+    with pytest.raises(OutOfBlocksError) as refused:
+        model.cache.allocate(other.request, 9)
+    missing, coming = refused.value.missing, refused.value.coming
+    model.client.land_all()
+    with pytest.raises(OutOfBlocksError) as refused:
+        model.cache.allocate(other.request, 9)
+    assert (missing - coming, 0) == (refused.value.missing, refused.value.coming)
     model.finish()

@@ -36,7 +36,8 @@ def random_trace(path: Path, seed: int, num_requests: int = 200) -> Path:
     for i in range(num_requests):
         talk = list(rng.choice(talks)) if rng.random() < 0.8 else []
         talk = talk[: rng.randint(0, len(talk))] if rng.random() < 0.3 else talk
-        talk += [rng.randint(0, 10**6) for _ in range(rng.randint(1, 4))]
+        new = rng.randint(0 if talk else 1, 4)  # some prompts end inside an earlier one
+        talk += [rng.randint(0, 10**6) for _ in range(new)]
         talks = [*talks[-8:], talk]
         ids = [numbers.setdefault(tuple(talk[: n + 1]), len(numbers)) for n in range(len(talk))]
         lines.append(
@@ -103,6 +104,17 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path: Path, name: str) -
     assert (len(trace.requests), trace.num_skipped_lines) == (2, 1)
 
 
+def test_blank_lines_count_and_time_may_begin_anywhere(tmp_path: Path) -> None:
+    """The number is that of the line in the file; the first timestamp may be negative."""
+    path = write(tmp_path / "t", ["", line(-5, [1]), "", "{"])
+    with pytest.raises(TraceError, match="t, line 4: "):
+        read_trace(path, 4, 4)
+    assert len(read_trace(path, 4, 4, skip_bad=True).requests) == 1
+    nested = write(tmp_path / "n", ["[" * 100_000])
+    with pytest.raises(TraceError, match="n, line 1: "):
+        read_trace(nested, 4, 4)
+
+
 def test_no_requests_or_no_file_is_an_error(tmp_path: Path) -> None:
     """With what was found."""
     with pytest.raises(TraceError, match="has no requests"):
@@ -166,8 +178,19 @@ def test_the_clairvoyant_bound_is_the_best_there_is(tmp_path: Path, seed: int) -
     trace = read_trace(write(tmp_path / "t", lines), 4, 4)
     for num_blocks in (4, 5, 7):
         best = best_possible(trace, num_blocks) * 4 / trace.num_tokens
-        assert replay(trace, Clairvoyant(trace), num_blocks) == pytest.approx(best)
+        assert replay(trace, Clairvoyant(trace, num_blocks), num_blocks) == pytest.approx(best)
         assert all(replay(trace, policy, num_blocks) <= best + 1e-9 for policy in ("lru", "lfu", "reuse"))
+
+
+def test_the_bound_holds_beside_prompts_that_cannot_fit(tmp_path: Path) -> None:
+    """They are misses for every policy: a bound that kept blocks for them would not be one."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        tree = [[0], [0, 1], [0, 2, 3], [4], [4, 5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16]]
+        lines = [line(i, ids, 4 * len(ids) + 1) for i in range(60) for ids in [rng.choice(tree)]]
+        trace = read_trace(write(tmp_path / "t", lines), 4, 4)
+        bound = replay(trace, Clairvoyant(trace, 5), 5)
+        assert all(replay(trace, policy, 5) <= bound + 1e-9 for policy in ("lru", "fifo", "lfu", "slru"))
 
 
 def test_the_infinite_cache_and_a_large_one_agree(tmp_path: Path) -> None:
@@ -176,6 +199,8 @@ def test_the_infinite_cache_and_a_large_one_agree(tmp_path: Path) -> None:
     lines = [line(i, ids, 4 * len(ids) + 1) for i, ids in enumerate([[1, 2], [1, 2, 3], [4], [1, 2]])]
     trace = read_trace(write(path, lines), 4, 4)
     assert replay(trace, "lru", 50) == infinite_hit_rate(trace) == pytest.approx(16 / 36)
+    trace = read_trace(random_trace(path, 5), 4, 4)
+    assert replay(trace, "lru", 5000) == pytest.approx(infinite_hit_rate(trace))
 
 
 def test_two_tiers_hit_what_one_large_one_does(tmp_path: Path) -> None:
@@ -237,6 +262,11 @@ def test_json_on_standard_output_is_alone_there(tmp_path: Path) -> None:
         (["--gpu-blocks", "0.001%"], "makes 0 blocks"),
         (["--gpu-blocks", "9", "--json", "/nowhere/j"], "cannot write /nowhere/j: its folder does not exist"),
         (["--gpu-blocks", "9", "--block-size", "3"], "does not divide"),
+        (["--gpu-blocks", "inf%"], "'inf%' is no number of blocks"),
+        (["--gpu-blocks", ","], "no number of blocks was given"),
+        (["--gpu-blocks", "40", "--policy", ","], "no policy was given"),
+        (["--gpu-blocks", "9", "--json", "/tmp"], "cannot write /tmp: it is a folder"),
+        (["--gpu-blocks", "9", "--plot", "/tmp/p.xyz"], "cannot draw /tmp/p.xyz; end its name in .png or .svg"),
     ],
 )
 def test_bad_options_are_named(tmp_path: Path, options: list[str], words: str) -> None:

@@ -14,7 +14,7 @@ from tests.cache_model import CacheModel, LiveRequest
 
 # Prompts are cut from a few texts and sometimes go their own way, so that they meet, part and extend each other.
 TEXTS = [[(7 * i * i + text * (i // 9)) % 5 for i in range(60)] for text in range(4)]
-IMAGES = [Image(offset, length, name) for offset in (3, 5) for length in (1, 9) for name in ("cat", "dog")]
+IMAGES = [Image(offset, length, name) for offset in (3, 5) for length in (1, 9) for name in (b"cat", b"dog")]
 ERRORS = (None, None, None, "rank died")
 
 

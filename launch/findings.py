@@ -1,0 +1,51 @@
+"""Where a program's findings go: a console for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from launch.errors import LaunchError
+
+STANDARD_OUTPUT = Path("-")
+
+
+def check_target(file: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work.
+
+    Raises:
+        LaunchError: its folder does not exist, or it is a folder itself.
+    """
+    if file is None or file == STANDARD_OUTPUT:
+        return
+    if not file.absolute().parent.is_dir():
+        raise LaunchError(f"cannot write {file}: its folder does not exist")
+    if file.is_dir():
+        raise LaunchError(f"cannot write {file}: it is a folder")
+
+
+def console_beside(file: Path | None, width: int) -> Console:
+    """Standard output, or standard error where the JSON goes to standard output; wide enough to cut no figure."""
+    console = Console(highlight=False, stderr=file == STANDARD_OUTPUT)
+    console.width = max(console.width, width)
+    return console
+
+
+def write_json(file: Path | None, found: dict[str, Any]) -> None:
+    """Write what was found, if it is wanted.
+
+    Raises:
+        LaunchError: the file cannot be written.
+    """
+    text = json.dumps(found, indent=2) + "\n"
+    if file == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+    elif file is not None:
+        try:
+            file.write_text(text)
+        except OSError as error:
+            raise LaunchError(f"cannot write {file}: {error}") from error
