@@ -22,7 +22,7 @@ def show(console: Console, found: dict[str, Any]) -> None:
             f"Hash ids stand for all but {found['unnamed_tokens'] / found['tokens']:.0%} of the tokens, which count as "
             "misses: is --trace-block-size right?"
         )
-    table = Table(box=box.SIMPLE, pad_edge=False)
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 0))
     columns = ("GPU blocks", "CPU blocks", "policy", "hit", "GPU hit", "CPU hit", "evicted", "to CPU", "to GPU")
     for column in columns:
         table.add_column(column, justify="left" if column == "policy" else "right")
