@@ -40,7 +40,7 @@ def test_a_difference_of_an_image_keeps_its_blocks_apart(other: tuple[int, int, 
     assert serve(cache, "e", []) == 8
 
 
-@pytest.mark.parametrize(("offset", "length"), itertools.product(range(3, 9), (1, 3, 4, 5, 8)))
+@pytest.mark.parametrize(("offset", "length"), list(itertools.product(range(3, 9), (1, 3, 4, 5, 8))))
 def test_every_border(offset: int, length: int) -> None:
     """An image that begins and ends anywhere against the block borders touches exactly the blocks that it overlaps."""
     cache = manager()
