@@ -129,7 +129,9 @@ class Residency:
         while num_blocks > 0:
             run, at_most = victim(tier, num_blocks)
             if tier == 0:
-                taken = min(at_most, len(run.ids[0]) - run.num_held)
+                taken = len(run.ids[0]) - run.num_held
+                if taken > at_most:  # noqa: PLR1730 (min() would be a tenth of a one-block call)
+                    taken = at_most
                 num_kept = self._evict_gpu_tail(run, taken)
             else:
                 taken = min(at_most, run.cpu_end - max(run.num_held, run.cpu_start))
@@ -153,7 +155,7 @@ class Residency:
         elif end:
             self._free_tail(run, GPU, 0)
         self.truncate(run, end)
-        return min(end, before) - num_gpu
+        return min(end, before) - num_gpu if end > num_gpu else 0
 
     def _evict_cpu_tail(self, run: Run, num_blocks: int) -> int:
         """Returns of how many blocks a GPU copy remains."""
