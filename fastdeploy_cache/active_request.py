@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.prefix_tree import BlockKeys
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import BlockCopy, Pin, Transfer
@@ -29,7 +28,8 @@ class ActiveRequest:
     loads: list[Transfer] = field(default_factory=list)
     settled: bool = False
     admitted: bool = False  # it got blocks, or committed some: else its release is no use
-    asked: Asked = field(default_factory=lambda: Asked(0, 0))
+    num_asked_blocks: int = 0  # that the match looked for
+    num_found_blocks: int = 0  # of these, cached in any tier
     num_gpu_blocks: int = 0  # found on the GPU by the match
     num_unloaded_blocks: int = 0  # in the CPU tier, not loaded for want of room
     block_ids: array[int] = field(default_factory=lambda: array("i"))

@@ -26,8 +26,9 @@ class Matcher:
         request, tree = active.request, self._tree
         max_blocks = (request.num_tokens - 1) // tree.block_size  # one token is left to compute
         path, num_found = tree.find(request.namespace, active.keys, max_blocks)
-        active.asked = Asked(max_blocks, num_found)
-        num_found = request.whole_images(num_found, tree.block_size)
+        active.num_asked_blocks, active.num_found_blocks = max_blocks, num_found
+        if request.images:
+            num_found = request.whole_images(num_found, tree.block_size)
         if not num_found:
             if not self._copy_last(active, 0):
                 active.settled = True
@@ -138,13 +139,17 @@ class Matcher:
         if pin is None:
             return 0
         if active.epoch == tree.epoch and active.admitted:
-            tree.cut_behind(pin)
+            if pin.end == pin.run.num_held < pin.run.num_blocks:  # what is behind, and nobody uses now, keeps its age
+                tree.cut_behind(pin)
+            path = pin.run.path()
             if active.request.used:
-                tree.policy.touch(pin.run.path())
+                tree.policy.touch(path)
             else:
                 active.request.used = True
-                tree.policy.use(pin.run.path(), active.request, active.asked)
-            num_skipped = self._mover.store(pin.run.path())
+                asked = Asked(active.num_asked_blocks, active.num_found_blocks)
+                tree.policy.use(path, active.request, asked)
+            if tree.pools[1].num_blocks:
+                num_skipped = self._mover.store(pin.run.path())  # the policy may have cut it
         tree.unpin(pin)
         return num_skipped
 

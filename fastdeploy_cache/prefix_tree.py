@@ -167,9 +167,8 @@ class PrefixTree:
         return moved
 
     def cut_behind(self, pin: Pin) -> None:
-        """Cut a pin's run where the pin ends, so that what is behind it keeps its own usage."""
-        if pin.end < pin.run.num_blocks:
-            self._split(pin.run, pin.end)
+        """Cut a pin's run where the pin ends, inside it."""
+        self._split(pin.run, pin.end)
 
     @staticmethod
     def place(path: list[Run], num_blocks: int) -> tuple[Run | None, int]:

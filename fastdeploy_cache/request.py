@@ -95,7 +95,7 @@ class Request:
         self.num_prompt_tokens = len(self.tokens) // TOKEN_BYTES
         if not self.num_prompt_tokens:
             raise RequestError(f"request {request_id!r} has an empty prompt; give it at least one token")
-        self.images = tuple(self._as_image(image) for image in _as_list(request_id, images))
+        self.images = tuple([self._as_image(image) for image in _as_list(request_id, images)]) if images != () else ()
         self.match_inside_images = match_inside_images
         self._priority = self._number("priority", priority, 100)
         self._keep_seconds = self._number("keep_seconds", keep_seconds, math.inf)
