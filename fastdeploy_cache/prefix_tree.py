@@ -145,11 +145,7 @@ class PrefixTree:
         """Take a pin back. What it alone held may be evicted or (of an older epoch) is freed."""
         run = pin.run
         run.pins.remove(pin)
-        num_held = run.num_held
         self.residency.hold(run)
-        if run.num_held == num_held:  # held as before, but its rank behind that may have changed
-            for tier in TIERS:
-                self.residency.offer(run, tier)
         if self.old_roots:
             self.old_roots = [root for root in self.old_roots if root.children]
 

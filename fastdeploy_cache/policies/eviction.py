@@ -221,6 +221,9 @@ class _ForATime(LeastRecentlyUsed):
         until = math.inf if request.keep_seconds is None else self._clock() + request.keep_seconds
         for run in path:
             self.mark(run.usage, request, until)
+            for tier in Tier:
+                if self._is_leaf(run, tier):  # behind a pin; its rank may have fallen
+                    self.push(run, tier)
 
     def push(self, run: Run, tier: Tier) -> None:
         super().push(run, tier)
