@@ -140,7 +140,7 @@ class Matcher:
             return 0
         if active.epoch == tree.epoch and active.admitted:
             if pin.end == pin.run.num_held < pin.run.num_blocks:  # what is behind, and nobody uses now, keeps its age
-                tree.cut_behind(pin)
+                tree.split(pin.run, pin.end)
             path = pin.run.path()
             if active.request.used:
                 tree.policy.touch(path)

@@ -43,7 +43,7 @@ class PrefixTree:
         self.roots: dict[str, Run] = {}
         self.old_roots: list[Run] = []  # of earlier epochs, as long as something under them is pinned
         self._hasher = BlockHasher(block_size)
-        policy.clear(self.residency.is_leaf, self._split)
+        policy.clear(self.residency.is_leaf, self.split)
         self._sweep_roots_at = _MIN_ROOTS
         self._num_appended = 0
 
@@ -162,10 +162,6 @@ class PrefixTree:
             self.unpin(pin)
         return moved
 
-    def cut_behind(self, pin: Pin) -> None:
-        """Cut a pin's run where the pin ends, inside it."""
-        self._split(pin.run, pin.end)
-
     @staticmethod
     def place(path: list[Run], num_blocks: int) -> tuple[Run | None, int]:
         """The run and offset at which the first `num_blocks` of a path end; no run for no blocks."""
@@ -198,7 +194,7 @@ class PrefixTree:
                 run, offset = child, 0
             num_known = self._num_common(run, offset, keys, first + position, first + end)
             if not num_known:  # the prompts part here
-                run = self._split(run, offset)
+                run = self.split(run, offset)
                 continue
             num_there = min(num_known, max(0, run.num_gpu - offset))
             duplicates += ids[position : position + num_there]
@@ -287,7 +283,7 @@ class PrefixTree:
         """Forget everything. What is pinned stays owned, out of reach, until it is unpinned."""
         old = list(self.runs())
         self.residency.begin_epoch()
-        self.policy.clear(self.residency.is_leaf, self._split)
+        self.policy.clear(self.residency.is_leaf, self.split)
         for run in reversed(old):  # children first
             self.residency.truncate(run, run.num_held)
         self.old_roots = [r for r in (*self.old_roots, *self.roots.values()) if r.children]
@@ -295,7 +291,7 @@ class PrefixTree:
 
     # -- shape
 
-    def _split(self, run: Run, num_blocks: int) -> Run:
+    def split(self, run: Run, num_blocks: int) -> Run:
         """Cut a run after `num_blocks` blocks; returns the upper part, which is new. The lower keeps its identity."""
         assert run.parent is not None and 0 < num_blocks < run.num_blocks
         residency, cut_bytes, cut_hashes = self.residency, num_blocks * self.block_bytes, num_blocks * HASH_BYTES
@@ -365,7 +361,7 @@ class PrefixTree:
         return gpu_joins and bool(cpu_joins) and not in_flight
 
     def _merge(self, upper: Run, lower: Run) -> None:
-        """The reverse of `_split`: the upper run takes in the lower one, its pins and its children."""
+        """The reverse of `split`: the upper run takes in the lower one, its pins and its children."""
         num_above = upper.num_blocks
         upper.tokens += lower.tokens
         upper.hashes += lower.hashes

@@ -27,10 +27,6 @@ class Residency:
         self.num_evicted = ([0, 0], [0, 0])
         self._block_bytes = block_bytes
 
-    def num_evictable(self, tier: Tier) -> int:
-        """Blocks of a tier that `evict` can free now."""
-        return self.pools[tier].count(RUN) - self.num_protected[tier]
-
     def num_available(self, tier: Tier) -> int:
         """Blocks of a tier that are free or can be evicted now."""
         pool = self.pools[tier]

@@ -93,10 +93,6 @@ class Run:
         """The end of the interval of blocks with a CPU copy."""
         return self.cpu_start + len(self.ids[1])
 
-    def end_in(self, tier: Tier) -> int:
-        """One past the last block in a tier: what is evicted next lies before it."""
-        return len(self.ids[0]) if tier == 0 else self.cpu_start + len(self.ids[1])
-
     def num_in(self, tier: Tier, end: int) -> int:
         """How many of the blocks [0, end) are in a tier."""
         return min(end, len(self.ids[0])) if tier == 0 else max(0, min(end, self.cpu_end) - self.cpu_start)
