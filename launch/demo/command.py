@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fastdeploy_cache import CacheConfig, TransferConfig
@@ -14,6 +11,7 @@ from launch.demo.conversations import CONVERSATIONS
 from launch.demo.report import facts, show
 from launch.demo.scenario import Played, play
 from launch.errors import LaunchError
+from launch.findings import check_target, console_beside, write_json
 from launch.reference_engine.serving import layout_of
 from launch.reference_engine.tokenizer import ChatTokenizer
 from launch.reference_engine.weights import ModelFiles, load_model_files
@@ -26,11 +24,10 @@ _NUM_CPU_BLOCKS = 256
 
 def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: Path | None, kill: bool) -> bool:
     """Run it and print what was found; whether all checks held."""
-    console = Console(highlight=False)
+    console = console_beside(json_file, 80)
     if num_ranks not in (1, 3):
         raise LaunchError(f"--ranks is {num_ranks}; the model has 3 KV heads, so use 1 or 3")
-    if json_file is not None and not json_file.parent.is_dir():
-        raise LaunchError(f"cannot write {json_file}: its folder does not exist")
+    check_target(json_file)
     console.print("Loading SmolLM2-135M-Instruct (the first time its weights are converted, about 10 s) ...")
     files = load_model_files()
     tokenizer = ChatTokenizer(files)
@@ -67,8 +64,8 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
         plain = run("with the cache off", plain_config, None)
     found = facts(cached, plain)
     show(console, found)
+    write_json(json_file, found)
     if json_file is not None:
-        _write_json(json_file, found)
         console.print(f"Facts written to {json_file}")
     return all(found["checks"].values())
 
@@ -81,10 +78,3 @@ def _config(files: ModelFiles, num_ranks: int, log_dir: Path | None) -> CacheCon
         num_cpu_blocks=_NUM_CPU_BLOCKS,
         transfer=TransferConfig(tp_size=num_ranks, log_dir=str(log_dir) if log_dir else None),
     )
-
-
-def _write_json(path: Path, found: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(found, indent=2) + "\n")
-    except OSError as error:
-        raise LaunchError(f"cannot write {path}: {error.strerror}") from error
