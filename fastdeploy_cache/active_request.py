@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import NoReturn
 
+from fastdeploy_cache.errors import CommitError
 from fastdeploy_cache.prefix_tree import BlockKeys
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import BlockCopy, Pin, Transfer
@@ -37,9 +39,29 @@ class ActiveRequest:
     num_committed_blocks: int = 0
     copy: BlockCopy | None = None  # of the last block of a whole-prompt hit, while the match is not settled
     num_copied_tokens: int = 0  # in the private block that such a copy has filled
+    ahead: list[Transfer] = field(default_factory=list)  # loads whose destinations it uses before they have ended
+    is_void: bool = False  # of these one has failed: what was computed on it is worth nothing
     duplicates: array[int] = field(default_factory=lambda: array("i"))
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it runs on blocks that are not confirmed."""
+        return bool(self.ahead) and not self.settled
 
     def private_ids(self) -> array[int]:
         """Blocks that are the request's own: duplicates of cached ones, and those not committed yet."""
         own = self.duplicates + self.block_ids[self.num_committed_blocks :]
         return own + self.copy.ids if self.copy is not None and self.copy.landed else own
+
+    def refuse_commit(self, num_computed_tokens: int, num_held_tokens: int) -> NoReturn:
+        """Say why so many tokens cannot be committed, where the request's blocks hold `num_held_tokens`."""
+        request = self.request
+        if not 0 <= num_computed_tokens <= request.num_tokens:
+            raise CommitError(
+                f"commit of {num_computed_tokens} tokens for request {request.request_id!r} of {request.num_tokens}; "
+                "commit 0 or more, and append_output before committing what was computed for it"
+            )
+        raise CommitError(
+            f"commit of {num_computed_tokens} tokens for request {request.request_id!r}, whose "
+            f"{len(self.block_ids)} blocks hold {num_held_tokens}; allocate first"
+        )

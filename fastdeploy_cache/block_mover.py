@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from fastdeploy_cache.block_pool import REQUEST, TASK
 from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.run import CPU, GPU, BlockCopy, Pin, Run, Segment, Tier, Transfer, segments_of
+from fastdeploy_cache.run import CPU, GPU, BlockCopy, Pin, Run, Segment, Tier, Transfer
 from transfer_manager.client import TransferClient
 from transfer_manager.task import Direction, TransferResult, TransferTask
 
@@ -19,7 +20,7 @@ Part = tuple[Run, int, int]  # a run, its first block, number of blocks
 
 
 class BlockMover:
-    """Starts loads (CPU to GPU) and stores (GPU to CPU) and ends them.
+    """Starts loads (CPU to GPU), stores (GPU to CPU) and copies within the GPU, and ends them.
 
     The destination ids belong to the task until every rank has answered; the source is pinned as long.
     """
@@ -29,57 +30,35 @@ class BlockMover:
         self._client = client
         self._timeout_seconds = task_timeout_seconds
         self._next_task_id = 1
+        self._submitting: set[int] = set()  # threads
         self.outbox: deque[TransferTask] = deque()
         self.in_flight: dict[int, Transfer] = {}
+        self.num_storing = 0  # blocks on their way to the CPU tier
         self.num_landed = [0, 0]  # by destination: blocks that joined it since the start
+        self.num_refused = dict.fromkeys(Direction, 0)  # tasks that a full queue kept from starting
 
-    @property
-    def available(self) -> bool:
-        """Whether the tiers below the GPU can be used now."""
-        return self._client.available
+    def can(self, direction: Direction) -> bool:
+        """Whether a task can be started now; a full queue means "not now", and is counted."""
+        if self._client.has_room(direction):
+            return True
+        self.num_refused[direction] += self._client.available
+        return False
 
     def load(self, parts: Sequence[Part]) -> None:
         """Start copying blocks that are in the CPU tier only; the room on the GPU is there already."""
         self._start(GPU, parts)
 
-    def store(self, path: Sequence[Run], min_blocks: int = 1) -> int:
-        """Start copying down what of a pinned path is neither copied nor on its way, if it is `min_blocks` or more.
+    def store(self, parts: Sequence[Part]) -> None:
+        """Start copying blocks down; the room in the CPU tier is there already."""
+        self.num_storing += sum([length for _, _, length in parts])
+        self._start(CPU, parts)
 
-        Of each run it begins where the copies end, not at the newest blocks: what an earlier store failed to bring is
-        copied again, or its gap would keep out every later copy of the run. Evicts older copies where there is no room.
-        Returns how many blocks should have been copied and could not be.
-        """
-        pool, residency = self._tree.pools[1], self._tree.residency
-        if not pool.num_blocks:
-            return 0
-        parts: list[Part] = []
-        for run in path:
-            if num_uncopied(run) > 0:
-                num_gpu = len(run.ids[0])
-                first = max([num_gpu - num_uncopied(run), *[segment.end for segment in segments_of(run, CPU)]])
-                if num_gpu > first:
-                    parts.append((run, first, num_gpu - first))
-        wanted = sum([length for _, _, length in parts])
-        if wanted < min_blocks or not parts:
-            return 0
-        if not self.available:
-            return wanted
-        last = parts[-1][0]
-        whole = Pin(last, last.num_blocks)  # or the eviction would take the copies that these are to continue
-        self._tree.pin(whole)
-        num_blocks = min(wanted, residency.num_available(CPU))
-        if num_blocks:
-            residency.evict(CPU, max(0, num_blocks - pool.num_free))
-            self._start(CPU, first_blocks(parts, num_blocks))
-        self._tree.unpin(whole)
-        return wanted - num_blocks
-
-    def copy(self, run: Run, block: int) -> Transfer:
-        """Start copying one block of a run into a free GPU block; there is one."""
+    def copy(self, run: Run, block: int, num_tokens: int) -> Transfer:
+        """Start copying the first tokens of one block of a run into a free GPU block; there is one."""
         transfer = self._new_transfer(GPU)
         transfer.copy = BlockCopy(Pin(run, block + 1), self._tree.pools[0].allocate(1, TASK))
         self._tree.pin(transfer.copy.source)
-        self._send(transfer, Direction.COPY, run.ids[0][block : block + 1], transfer.copy.ids)
+        self._send(transfer, Direction.COPY, run.ids[0][block : block + 1], transfer.copy.ids, num_tokens)
         return transfer
 
     def _start(self, tier: Tier, parts: Sequence[Part]) -> None:
@@ -101,7 +80,14 @@ class BlockMover:
         self.in_flight[transfer.task_id] = transfer
         return transfer
 
-    def _send(self, transfer: Transfer, direction: Direction, sources: array[int], destinations: array[int]) -> None:
+    def _send(
+        self,
+        transfer: Transfer,
+        direction: Direction,
+        sources: array[int],
+        destinations: array[int],
+        num_tokens: int | None = None,
+    ) -> None:
         self.outbox.append(
             TransferTask(
                 task_id=transfer.task_id,
@@ -109,33 +95,84 @@ class BlockMover:
                 source_ids=np.frombuffer(sources, np.int32),
                 destination_ids=np.frombuffer(destinations, np.int32),
                 deadline=time.monotonic() + self._timeout_seconds,
+                num_tokens=num_tokens,
             )
         )
 
     def submit(self) -> None:
-        """Hand what was started to the client. Without the lock: its answer may come before this returns."""
-        while self.outbox:
-            try:
-                task = self.outbox.popleft()
-            except IndexError:  # another thread took it
-                return
-            self._client.submit(task)
+        """Hand what was started to the client. Without the lock: its answer may come before this returns.
 
-    def finish(self, result: TransferResult) -> int:
+        An answer may start more; the thread that is in here already takes that along, or each answer would go a level
+        deeper.
+        """
+        thread = threading.get_ident()
+        if thread in self._submitting:
+            return
+        self._submitting.add(thread)
+        try:
+            while self.outbox:
+                try:
+                    task = self.outbox.popleft()
+                except IndexError:  # another thread took it
+                    return
+                self._client.submit(task)
+        finally:
+            self._submitting.discard(thread)
+
+    # -- waiting
+
+    def cancel_unwanted(self, transfers: Iterable[Transfer]) -> None:
+        """A request has gone: of its loads, those that nobody else waits for need not begin."""
+        for transfer in transfers:
+            if not transfer.num_waiting and not transfer.num_ahead and not transfer.done.is_set():
+                transfer.cancelled = True
+                self._client.cancel(transfer.task_id)
+
+    def use_ahead(self, transfer: Transfer) -> None:
+        """A request uses the load's destinations from now on: they are not given out again, however the load ends."""
+        transfer.num_ahead += 1
+
+    def end_ahead(self, transfer: Transfer) -> None:
+        """It uses them no more."""
+        transfer.num_ahead -= 1
+        if not transfer.num_ahead and transfer.done.is_set():
+            self._tree.pools[transfer.tier].free(transfer.kept_ids, TASK)
+            transfer.kept_ids = array("i")
+            self.in_flight.pop(transfer.task_id, None)
+
+    # -- ending
+
+    def finish(self, result: TransferResult) -> tuple[int, list[Callable[[], None]]]:
         """All ranks have answered or are reaped: land the blocks and wake who waits for them.
 
-        Returns how many blocks of a store did not join the CPU tier.
+        Returns how many blocks of a store did not join the CPU tier, and what to call without the lock.
         """
-        transfer, num_lost = self.in_flight.pop(result.task.task_id), 0
+        transfer, num_lost = self.in_flight[result.task.task_id], 0
+        transfer.succeeded = result.error is None
         while transfer.segments:
             segment = transfer.segments.pop(0)
-            num_joined = self._tree.land(segment, result.error is None)
+            num_joined = self._tree.land(segment, transfer.succeeded)
             self.num_landed[transfer.tier] += num_joined
-            num_lost += len(segment.ids) - num_joined
+            num_left = len(segment.ids) - num_joined
+            if num_left:
+                self._send_home(transfer, segment.ids[:num_left])
+            num_lost += num_left
+            self.num_storing -= len(segment.ids) if transfer.tier is CPU else 0
         if transfer.copy is not None:
-            self._end_copy(transfer.copy, result.error is None)
+            self._end_copy(transfer.copy, transfer.succeeded)
+        if not transfer.kept_ids:
+            del self.in_flight[transfer.task_id]
         transfer.done.set()
-        return num_lost if transfer.tier is CPU else 0
+        calls, transfer.on_done = transfer.on_done, []
+        return num_lost if transfer.tier is CPU else 0, calls
+
+    def _send_home(self, transfer: Transfer, ids: array[int]) -> None:
+        """Ids that no run took. Where a request already reads them they stay with the task: given out again, they would
+        be overwritten under a step that is running."""
+        if transfer.num_ahead:
+            transfer.kept_ids += ids
+        else:
+            self._tree.pools[transfer.tier].free(ids, TASK)
 
     def num_coming(self, pins_of_requests: Iterable[Pin]) -> int:
         """GPU blocks that become free or evictable when the copies in flight have ended well."""
@@ -145,7 +182,7 @@ class BlockMover:
             held.update((upper, upper.num_blocks) for upper in above)
             held[run] = max(held.get(run, 0), pin.end)
         segments = [s for transfer in self.in_flight.values() for s in transfer.segments]
-        copies = [transfer.copy for transfer in self.in_flight.values() if transfer.copy is not None]
+        copies = [t.copy for t in self.in_flight.values() if t.copy is not None and not t.done.is_set()]
         pins = [*segments, *(copy.source for copy in copies)]
         copied = {run for pin in pins for run in pin.run.path()}
         num_coming = sum(run.num_in(GPU, run.num_held) - run.num_in(GPU, held.get(run, 0)) for run in copied)
@@ -155,7 +192,8 @@ class BlockMover:
                 # blocks that were computed meanwhile send the load's ids home; the others join the run
                 num_superseded = max(0, min(segment.end, segment.run.num_gpu) - segment.start)
                 joined_from = max(segment.start + num_superseded, held.get(segment.run, 0))
-                num_coming += num_superseded + max(0, segment.end - joined_from)
+                num_home = 0 if segment.transfer.num_ahead else num_superseded
+                num_coming += num_home + max(0, segment.end - joined_from)
         return num_coming
 
     def _end_copy(self, copy: BlockCopy, succeeded: bool) -> None:
@@ -166,11 +204,6 @@ class BlockMover:
             self._tree.pools[0].hand_over(copy.ids, TASK, REQUEST)
         else:
             self._tree.pools[0].free(copy.ids, TASK)
-
-
-def num_uncopied(run: Run) -> int:
-    """Blocks on the GPU behind the run's copies; some may be on their way."""
-    return len(run.ids[0]) - (run.cpu_start + len(run.ids[1]) if run.ids[1] else 0)
 
 
 def first_blocks(parts: Sequence[Part], num_blocks: int) -> list[Part]:

@@ -19,6 +19,7 @@ from transfer_manager.config import TransferConfig, check_integers
 from transfer_manager.errors import LayoutError
 from transfer_manager.layout import KVLayout, RankLayout
 
+WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
 ENVIRONMENT_PREFIX = "FASTDEPLOY_CACHE_"
 _ALTERNATIVES = (("num_gpu_blocks", "gpu_memory_bytes"), ("num_cpu_blocks", "cpu_memory_bytes", "cpu_to_gpu_ratio"))
 _TABLES: dict[str, type] = {"layout": KVLayout, "transfer": TransferConfig}
@@ -37,6 +38,13 @@ class CacheConfig:
         cpu_to_gpu_ratio: CPU blocks for each GPU block.
         eviction_policy: which cached blocks go first when room is short: one of `EVICTION_POLICIES`.
         eviction_history_bytes: what the policy `reuse` may spend on remembering blocks, evicted ones included.
+        cpu_write_policy: which blocks are copied to the CPU tier: `write_back` those that would be evicted next, ahead
+            of that; `write_through` all, at commit and release; `write_through_selective` those of the n-th use on.
+        cpu_write_high_water: share of the GPU pool above which `write_back` keeps no block that is neither free nor
+            copied from being copied: the rest of the pool is for bursts of allocation.
+        cpu_write_min_uses: the n of `write_through_selective`.
+        min_load_tokens: fewer tokens than these are computed rather than loaded from the CPU tier.
+        max_load_share: of the GPU pool; a longer prefix is not loaded.
         recompute_last_token: of a prompt of full blocks that are all cached on the GPU only the last token is computed,
             into a copy of the last block; else the whole last block is.
         enable_prefix_caching: False keeps every verb and never hits.
@@ -58,6 +66,11 @@ class CacheConfig:
     cpu_to_gpu_ratio: float | None = None
     eviction_policy: str = "lru"
     eviction_history_bytes: int = DEFAULT_HISTORY_BYTES
+    cpu_write_policy: Literal["write_back", "write_through", "write_through_selective"] = "write_back"
+    cpu_write_high_water: float = 0.75
+    cpu_write_min_uses: int = 2
+    min_load_tokens: int = 0
+    max_load_share: float = 1.0
     recompute_last_token: bool = False
     enable_prefix_caching: bool = True
     transfer_client: Literal["processes", "inline"] = "processes"
@@ -81,7 +94,7 @@ class CacheConfig:
             given = (
                 f"num_gpu_blocks is {gpu}"
                 if self.num_gpu_blocks is not None
-                else (f"gpu_memory_bytes {self.gpu_memory_bytes} holds {gpu} blocks of {self._block_bytes()} bytes")
+                else (f"gpu_memory_bytes {self.gpu_memory_bytes} holds {gpu} blocks of {self.block_bytes()} bytes")
             )
             raise ConfigError(f"{given}; the GPU pool needs at least 1 block")
         if max(gpu, cpu) >= 2**31:
@@ -108,8 +121,28 @@ class CacheConfig:
             raise ConfigError(
                 f"eviction_history_bytes is {self.eviction_history_bytes}; use {MIN_HISTORY_BYTES} or more"
             )
+        self._check_movement()
         if self.transfer_client not in ("processes", "inline"):
             raise ConfigError(f"transfer_client is {self.transfer_client!r}; use 'processes' or 'inline'")
+
+    def _check_movement(self) -> None:
+        if self.cpu_write_policy not in WRITE_POLICIES:
+            raise ConfigError(f"cpu_write_policy is {self.cpu_write_policy!r}; use one of {', '.join(WRITE_POLICIES)}")
+        for name in ("cpu_write_high_water", "max_load_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it is a share, use 0 to 1")
+        for name, least in (("cpu_write_min_uses", 1), ("min_load_tokens", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+
+    def load_limits(self) -> tuple[int, int]:
+        """Blocks of the CPU tier below which, and above which, a prefix is not loaded."""
+        return max(1, -(-self.min_load_tokens // self.block_size)), int(self.pool_sizes()[0] * self.max_load_share)
+
+    def block_bytes(self) -> int:
+        """Bytes of one rank's share of a block; 0 without a layout."""
+        layout = self.rank_layout()
+        return layout.block_bytes if layout is not None else 0
 
     def rank_layout(self) -> RankLayout | None:
         """One rank's share of a block, or None without a layout."""
@@ -120,17 +153,14 @@ class CacheConfig:
         gpu = self.num_gpu_blocks
         if gpu is None:
             assert self.gpu_memory_bytes is not None
-            gpu = self.gpu_memory_bytes // self._block_bytes()
+            layout = self.rank_layout()
+            assert layout is not None
+            gpu = layout.num_gpu_blocks_in(self.gpu_memory_bytes)
         if self.num_cpu_blocks is not None:
             return gpu, self.num_cpu_blocks
         if self.cpu_memory_bytes is not None:
-            return gpu, self.cpu_memory_bytes // self._block_bytes()
+            return gpu, self.cpu_memory_bytes // self.block_bytes()
         return gpu, int(gpu * (self.cpu_to_gpu_ratio or 0.0))
-
-    def _block_bytes(self) -> int:
-        layout = self.rank_layout()
-        assert layout is not None
-        return layout.block_bytes
 
     @classmethod
     def load(

@@ -24,6 +24,11 @@ def check(tree: PrefixTree, requests: Sequence[ActiveRequest], transfers: Sequen
         _check_residency(tree, run)
     for active in requests:
         _check_request(active)
+    for transfer in transfers:
+        num_ahead = sum(transfer in active.ahead for active in requests)
+        num_waiting = sum(transfer in active.loads for active in requests)
+        assert (transfer.num_ahead, transfer.num_waiting) == (num_ahead, num_waiting), "waiters of a load miscounted"
+        assert num_ahead or not transfer.done.is_set(), "an ended task is still held"
 
 
 def _check_owners(
@@ -42,6 +47,7 @@ def _check_owners(
     }
     if tier is GPU:
         owned[TASK] += [i for copy in _copies(transfers) for i in copy.ids]
+        owned[TASK] += [i for transfer in transfers for i in transfer.kept_ids]
     everything = sorted(i for ids in owned.values() for i in ids)
     assert everything == list(range(pool.num_blocks)), f"{pool.tier}: some block has no owner or two"
     for owner, ids in owned.items():
@@ -70,7 +76,7 @@ def _check_pins(runs: Iterable[Run], requests: Iterable[ActiveRequest], transfer
 
 
 def _copies(transfers: Iterable[Transfer]) -> list[BlockCopy]:
-    return [transfer.copy for transfer in transfers if transfer.copy is not None]
+    return [transfer.copy for transfer in transfers if transfer.copy is not None and not transfer.done.is_set()]
 
 
 def _check_shape(tree: PrefixTree, run: Run) -> None:
@@ -91,7 +97,7 @@ def _check_shape(tree: PrefixTree, run: Run) -> None:
 
 def _check_residency(tree: PrefixTree, run: Run) -> None:
     assert (run.num_gpu <= run.num_blocks and run.cpu_end <= run.num_blocks) or not run.ids[CPU]
-    if run.num_gpu < run.num_blocks:
+    if run.num_gpu < run.num_blocks and run.epoch == tree.epoch:  # an older run's copies may have got another owner
         assert run.ids[CPU] and run.cpu_end == run.num_blocks and run.cpu_start <= run.num_gpu, "block nowhere"
     assert run.parent is not None
     if run.num_gpu and run.parent.parent is not None:
@@ -107,9 +113,9 @@ def _check_request(active: ActiveRequest) -> None:
     *above, last = active.pin.run.path()
     depth = sum(run.num_blocks for run in above) + active.pin.end
     assert depth == active.num_pinned_blocks, f"pin at depth {depth}, noted {active.num_pinned_blocks}"
-    if active.settled:
+    if active.settled and active.epoch >= 0:
         in_tree = [i for run in (*above, last) for i in run.ids[GPU]][:depth]
         assert len(in_tree) == depth, "settled on blocks off the GPU"
         own = active.block_ids[: active.num_committed_blocks]
-        duplicates = set(active.duplicates)
+        duplicates = {*active.duplicates, *(i for transfer in active.ahead for i in transfer.kept_ids)}
         assert all(a == b or a in duplicates for a, b in zip(own, in_tree, strict=True)), "block table off the tree"

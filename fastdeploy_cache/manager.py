@@ -7,7 +7,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import Self
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover
@@ -15,32 +15,31 @@ from fastdeploy_cache.block_pool import REQUEST, BlockPool
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import (
     ClosedError,
-    CommitError,
-    ConfigError,
     OutOfBlocksError,
     PromptTooLongError,
     RequestError,
     UnknownRequestError,
 )
+from fastdeploy_cache.gpu_loss import drop_gpu
 from fastdeploy_cache.invariants import check
-from fastdeploy_cache.match import Match
-from fastdeploy_cache.matcher import Matcher
-from fastdeploy_cache.policies import new_policy
+from fastdeploy_cache.loads import MatchLoads
+from fastdeploy_cache.match import Match, Prefetch
+from fastdeploy_cache.parts import new_client, new_matcher, new_policy_of
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.rank_access import RankAccess
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import CPU, GPU, Tier
 from fastdeploy_cache.stats import CacheStats, TierStats
-from metrics.cache_metrics import EVICTION_KINDS, CacheMetrics
+from metrics.cache_metrics import CacheMetrics
 from metrics.exporter import MetricsExporter
-from transfer_manager.client import InlineClient, TransferClient
-from transfer_manager.rank_client import RankClient
-from transfer_manager.task import TransferResult
+from transfer_manager.client import TransferClient
+from transfer_manager.task import Direction, TransferResult
 
 logger = logging.getLogger(__name__)
 
 
-class PrefixCacheManager:
+class PrefixCacheManager(RankAccess):
     """Keeps computed KV blocks findable by prefix, on the GPU and in the CPU tier below it.
 
     Every verb either happens or leaves no trace, and may be called from any thread; calls for one request come one at a
@@ -55,18 +54,20 @@ class PrefixCacheManager:
         client: TransferClient | None = None,
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_kv_lost: Callable[[int], None] | None = None,
     ) -> None:
         """Make the pools and start the ranks.
 
         `client` and `policy` replace the configured ones (tests, simulation); `clock` gives the seconds that eviction
-        policies and hit-rate windows go by.
+        policies and hit-rate windows go by. `on_kv_lost` is called with a rank that has died with the KV arrays that it
+        owned (`kv_owner = "transfer"`), after everything on the GPU was forgotten.
 
         Raises:
             RankStartError: a rank did not start within its deadline; none is left.
             NotEnoughMemoryError: the pools do not fit; nothing was taken.
         """
         self.config = config
-        self._client = client if client is not None else _new_client(config)  # first: it refuses what does not fit
+        self._client = client if client is not None else new_client(config)  # first: it refuses what does not fit
         num_gpu_blocks, num_cpu_blocks = config.pool_sizes()
         self.metrics = CacheMetrics(
             tp_size=config.transfer.tp_size,
@@ -77,22 +78,28 @@ class PrefixCacheManager:
         self._lock = threading.Lock()
         pools = (BlockPool("GPU", num_gpu_blocks), BlockPool("CPU", num_cpu_blocks))
         self._pools = pools
-        self._tree = PrefixTree(config.block_size, pools, policy or _new_policy(config, clock))
+        self._tree = PrefixTree(config.block_size, pools, policy or new_policy_of(config, clock))
         self._requests: dict[str, ActiveRequest] = {}
         self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds)
-        self._matcher = Matcher(self._tree, self._mover, config.recompute_last_token)
+        self._copy_down, self._matcher = new_matcher(config, self._tree, self._mover)
         self._exporters: list[MetricsExporter] = []
         self._closed = False
-        self._client.start(self._on_result)
-        self.metrics.observe(self._block_counts, self._eviction_counts, self._rank_counts)
+        self._call_on_kv_lost = on_kv_lost
+        self._client.start(self._on_result, self._on_kv_lost)
+        self.metrics.observe(
+            lambda: self.stats().block_counts(),
+            lambda: self.stats().eviction_counts(),
+            lambda: self.stats().rank_counts(),
+            lambda: self.stats().refused_counts(),
+        )
 
     # -- the verbs
 
     def match(self, request: Request) -> Match:
         """Find and pin the longest cached prefix of the request's tokens and start loading its CPU part.
 
-        At least one token is left to compute. Short of GPU room, it loads what fits beside the rest of the prompt, or
-        nothing, and says so in `num_unloaded_tokens`.
+        At least one token is left to compute. The CPU part is loaded whole or not at all (`num_unloaded_tokens`): not
+        where it does not fit beside the rest of the prompt, or is outside the configured limits.
 
         Raises:
             RequestError: the request is matched already (release it first).
@@ -106,16 +113,37 @@ class PrefixCacheManager:
             if self.config.enable_prefix_caching:
                 self._matcher.find(active, num_blocks)
             self._requests[request.request_id] = active
+            loads = MatchLoads(
+                active,
+                self._matcher,
+                lock=self._lock,
+                check=lambda waiting: self._active(waiting.request),
+                size=self.config.block_size,
+                timeout_seconds=self.config.transfer.task_timeout_seconds,
+            )
             if active.settled:
-                return self._describe(active)
+                return loads.describe()
         self._mover.submit()
         with self._lock:
-            return self._describe(active)
+            return loads.describe()
 
-    def allocate(self, request: Request, num_blocks: int) -> list[int]:
+    def prefetch(self, request: Request) -> Prefetch:
+        """A request has been queued: say what is cached of it, and keep that from being the next to be evicted.
+
+        It takes no blocks and pins nothing, so requests that wait never block each other.
+        """
+        with self._lock:
+            self._check_open()
+            keys = BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
+            return self._matcher.look(request, keys)
+
+    def allocate(self, request: Request, num_blocks: int, *, ahead_of_loads: bool = False) -> list[int]:
         """Give the request `num_blocks` more GPU blocks behind those that it has; evicts what the policy names.
 
-        A match that still waits for loads is cut to what is readable now.
+        A match that still waits for loads is cut to what is readable now. With `ahead_of_loads` it is not: poll it
+        again after this call, and the request's blocks are its `block_ids`, its `coming_block_ids` and what this
+        returns, one after the other. The worker waits for each layer of the coming ones (`LayerProgress.wait_layer`)
+        before it computes that layer; after the step ask `confirm`.
 
         Raises:
             OutOfBlocksError: not that many can be had now; nothing was changed.
@@ -134,21 +162,46 @@ class PrefixCacheManager:
                         [active.pin for active in self._requests.values() if active.pin is not None]
                     ),
                 )
-            if not active.settled:
-                self._matcher.settle(active)
+            if not active.settled and not active.is_ahead:
+                if ahead_of_loads:
+                    self._matcher.run_ahead(active)
+                else:
+                    self._matcher.settle(active)
             if not active.admitted:
                 self._admit(active)
             if num_blocks > pool.num_free:
                 residency.evict(GPU, num_blocks - pool.num_free)
             ids = pool.allocate(num_blocks, REQUEST)
             active.block_ids += ids
-            return ids.tolist()
+            self._copy_down.moved(num_blocks)
+        if self._mover.outbox:
+            self._mover.submit()
+        return ids.tolist()
+
+    def confirm(self, request: Request, timeout_seconds: float | None = None) -> bool:
+        """After a step that ran ahead of loads, before sampling: whether all of them came, waiting for that if need be.
+
+        False: what was computed for this request is worth nothing; release it and match it again. True also for a
+        request that runs ahead of nothing.
+        """
+        with self._lock:
+            active = self._active(request)
+        if active.is_ahead:
+            seconds = self.config.transfer.task_timeout_seconds if timeout_seconds is None else timeout_seconds
+            deadline = time.monotonic() + seconds
+            for transfer in active.ahead:
+                transfer.done.wait(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._active(request)
+            if active.is_ahead:
+                self._matcher.settle(active)
+            return not active.is_void
 
     def commit(self, request: Request, num_computed_tokens: int) -> None:
         """The first `num_computed_tokens` tokens are computed and accepted: their full blocks become findable.
 
-        Call it when the step that computed them is complete. New blocks are copied to the CPU tier behind the
-        scenes, many at a time, the last ones at release.
+        Call it when the step that computed them is complete: nothing is copied or found before. A request that runs
+        ahead of loads publishes nothing until they have come. When blocks are copied down is the write policy's.
 
         Raises:
             CommitError: more tokens than the request has or its blocks hold; nothing was changed.
@@ -156,15 +209,15 @@ class PrefixCacheManager:
         num_computed_tokens = operator.index(num_computed_tokens)
         with self._lock:
             active = self._active(request)
-            if not active.settled:
+            if not active.settled and not self._matcher.is_waiting_ahead(active):
                 self._matcher.settle(active)
             num_held = len(active.block_ids) * self.config.block_size
             if not 0 <= num_computed_tokens <= min(request.num_tokens, num_held):
-                self._refuse_commit(active, num_computed_tokens)
+                active.refuse_commit(num_computed_tokens, num_held)
             if not active.admitted:
                 self._admit(active)
             num_blocks = num_computed_tokens // self.config.block_size
-            publishes = self.config.enable_prefix_caching and active.epoch == self._tree.epoch
+            publishes = self.config.enable_prefix_caching and active.epoch == self._tree.epoch and active.settled
             if num_blocks > active.num_committed_blocks and publishes:
                 self._matcher.publish(active, num_blocks)
         if self._mover.outbox:
@@ -179,11 +232,14 @@ class PrefixCacheManager:
         with self._lock:
             active = self._active(request)
             del self._requests[request.request_id]
+            loads = list(active.loads)
             self._matcher.settle(active)
             private_ids = active.private_ids()
             if private_ids:
                 self._pools[GPU].free(private_ids, REQUEST)
             num_skipped = self._matcher.release(active)
+            if loads:
+                self._mover.cancel_unwanted(loads)
         if self._mover.outbox:
             self._mover.submit()
         if num_skipped:
@@ -220,9 +276,10 @@ class PrefixCacheManager:
                 gpu=gpu,
                 cpu=cpu,
                 num_requests=len(self._requests),
-                num_transfers_in_flight=len(self._mover.in_flight),
+                num_transfers_in_flight=sum(not t.done.is_set() for t in self._mover.in_flight.values()),
                 num_swapped_in_blocks=self._mover.num_landed[GPU],
                 num_swapped_out_blocks=self._mover.num_landed[CPU],
+                num_refused_transfers={d.value: n for d, n in self._mover.num_refused.items()},
                 epoch=self._tree.epoch,
                 hit_rates=self.metrics.hit_rates(),
                 ranks=tuple(self._client.statuses()),
@@ -232,20 +289,6 @@ class PrefixCacheManager:
         """Raise `AssertionError` if the books do not add up. Walks the whole tree: for tests and for doubt."""
         with self._lock:
             check(self._tree, list(self._requests.values()), list(self._mover.in_flight.values()))
-
-    def kv_views(self, rank: int) -> list[dict[str, Any]]:
-        """The rank's KV memory (CPU device): per layer `{"key": array, "value": array}`, each
-        [num_gpu_blocks, block_size, heads of the rank, head_dim], shared with the rank's process.
-
-        Raises:
-            ConfigError: no such rank, or a cache without a layout.
-        """
-        if self.config.layout is None or not 0 <= rank < self.config.transfer.tp_size:
-            raise ConfigError(
-                f"no KV arrays of rank {rank}: there are {self.config.transfer.tp_size} ranks, and the layout is "
-                f"{self.config.layout}"
-            )
-        return self._client.kv_views(rank)
 
     def serve_metrics(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Start the Prometheus endpoint of this cache; returns its URL. Port 0 takes a free one.
@@ -296,18 +339,6 @@ class PrefixCacheManager:
             )
         return num_blocks
 
-    def _refuse_commit(self, active: ActiveRequest, num_computed_tokens: int) -> NoReturn:
-        request, held = active.request, len(active.block_ids) * self.config.block_size
-        if not 0 <= num_computed_tokens <= request.num_tokens:
-            raise CommitError(
-                f"commit of {num_computed_tokens} tokens for request {request.request_id!r} of {request.num_tokens}; "
-                "commit 0 or more, and append_output before committing what was computed for it"
-            )
-        raise CommitError(
-            f"commit of {num_computed_tokens} tokens for request {request.request_id!r}, whose "
-            f"{len(active.block_ids)} blocks hold {held}; allocate first"
-        )
-
     def _admit(self, active: ActiveRequest) -> None:
         """Count a request once, when it is first admitted: not while it waits, nor when it returns from preemption."""
         request, size, active.admitted = active.request, self.config.block_size, True
@@ -319,45 +350,15 @@ class PrefixCacheManager:
         num_cpu_tokens = (active.num_matched_blocks - num_gpu) * size
         self.metrics.record_request(request.num_tokens, (num_gpu_tokens, num_cpu_tokens, 0))
 
-    def _wait(self, active: ActiveRequest, timeout_seconds: float | None) -> Match:
-        if timeout_seconds is None:
-            timeout_seconds = self.config.transfer.task_timeout_seconds
-        deadline = time.monotonic() + timeout_seconds
-        for transfer in list(active.loads):
-            transfer.done.wait(max(0.0, deadline - time.monotonic()))
-        with self._lock:
-            self._active(active.request)
-            self._matcher.settle(active)
-            return self._describe(active)
-
-    def _poll(self, active: ActiveRequest) -> Match:
-        with self._lock:
-            self._active(active.request)
-            return self._describe(active)
-
-    def _describe(self, active: ActiveRequest) -> Match:
-        size = self.config.block_size
-        ids, num_coming = self._matcher.readable(active)
-        num_copied, num_copying = active.num_copied_tokens, size - 1 if active.copy is not None else 0
-        num_blocks = len(ids) - (num_copied > 0)
-        num_gpu = min(active.num_gpu_blocks, num_blocks)
-        return Match(
-            block_ids=ids.tolist(),
-            num_tokens=num_blocks * size + num_copied,
-            num_gpu_tokens=num_gpu * size + num_copied,
-            num_cpu_tokens=(num_blocks - num_gpu) * size,
-            num_storage_tokens=0,
-            num_coming_tokens=num_coming * size + num_copying,
-            num_unloaded_tokens=active.num_unloaded_blocks * size,
-            _poll=lambda: self._poll(active),
-            _wait=lambda timeout_seconds: self._wait(active, timeout_seconds),
-        )
-
     # -- called back
 
     def _on_result(self, result: TransferResult) -> None:
         with self._lock:
-            num_lost = self._mover.finish(result)
+            num_lost, calls = self._mover.finish(result)
+            if result.error is None and result.task.direction is Direction.SWAP_OUT:
+                self._copy_down.stored()
+        if self._mover.outbox:
+            self._mover.submit()
         if num_lost:
             self.metrics.record_skipped_writes(num_lost)
         direction = result.task.direction.value
@@ -365,35 +366,15 @@ class PrefixCacheManager:
             self.metrics.record_swap(direction, r.rank, r.num_bytes, r.seconds, failed=r.error is not None)
         if result.error is not None:
             logger.warning("event=transfer_failed task_id=%d error=%r", result.task.task_id, result.error)
+        for call in calls:
+            call()
 
-    def _eviction_counts(self) -> list[tuple[str, str, int]]:
+    def _forget_gpu(self, rank: int) -> None:
         with self._lock:
-            evicted = self._tree.residency.num_evicted
-            return [(t.name.lower(), kind, n) for t in Tier for kind, n in zip(EVICTION_KINDS, evicted[t], strict=True)]
+            drop_gpu(self._tree)
+            logger.warning("event=kv_lost rank=%d epoch=%d", rank, self._tree.epoch)
 
-    def _block_counts(self) -> list[tuple[str, str, int]]:
-        stats = self.stats()
-        tiers = (("gpu", stats.gpu), ("cpu", stats.cpu))
-        return [(name, state, n) for name, tier in tiers for state, n in tier.by_state().items()]
-
-    def _rank_counts(self) -> list[tuple[int, bool, int]]:
-        return [(status.rank, status.up, status.num_restarts) for status in self._client.statuses()]
-
-
-def _new_policy(config: CacheConfig, clock: Callable[[], float]) -> EvictionPolicy:
-    return new_policy(
-        config.eviction_policy,
-        clock,
-        num_blocks=max(config.pool_sizes()),
-        block_tokens=config.block_size,
-        history_bytes=config.eviction_history_bytes,
-    )
-
-
-def _new_client(config: CacheConfig) -> TransferClient:
-    """Rank processes where there is a tier below the GPU to serve, else the in-process client."""
-    layout, (num_gpu_blocks, num_cpu_blocks) = config.rank_layout(), config.pool_sizes()
-    if config.transfer_client == "processes" and num_cpu_blocks:
-        assert layout is not None
-        return RankClient(config.transfer, layout, num_gpu_blocks, num_cpu_blocks)
-    return InlineClient(layout, num_gpu_blocks, num_cpu_blocks, config.transfer.tp_size)
+    def _on_kv_lost(self, rank: int) -> None:
+        self._forget_gpu(rank)
+        if self._call_on_kv_lost is not None:
+            self._call_on_kv_lost(rank)

@@ -1,10 +1,31 @@
-"""What a request found in the cache."""
+"""What a request found in the cache, and how to wait for the rest."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
+
+
+class Loads(Protocol):
+    """The way from a match back to its cache."""
+
+    timeout_seconds: float
+
+    def poll(self) -> Match: ...
+    def wait(self, timeout_seconds: float | None) -> Match: ...
+    def call_when_ready(self, call: Callable[[], None]) -> None: ...
+
+
+class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
+    """What is cached of a queued request now; see `PrefixCacheManager.prefetch`. The three add up to its tokens."""
+
+    num_gpu_tokens: int
+    num_cpu_tokens: int
+    num_missing_tokens: int
 
 
 class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -17,8 +38,12 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         num_gpu_tokens: of these, found on the GPU.
         num_cpu_tokens: of these, loaded from the CPU tier.
         num_storage_tokens: of these, loaded from storage.
-        num_coming_tokens: further tokens on their way to the GPU; `wait` for them, or allocate and do without.
-        num_unloaded_tokens: further tokens in the CPU tier that were not loaded: no room, or a rank is down.
+        num_coming_tokens: further tokens on their way to the GPU; wait for them, run ahead of them, or allocate and do
+            without.
+        num_unloaded_tokens: further tokens in the CPU tier that were not loaded: too few or too many for the configured
+            limits, no room, a full queue, or a rank is down.
+        coming_block_ids: where the coming tokens are being loaded to; see `PrefixCacheManager.allocate`.
+        load_ids: the loads that bring them, for `LayerProgress.wait_layer` in a worker.
     """
 
     block_ids: list[int]
@@ -28,8 +53,9 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     num_storage_tokens: int
     num_coming_tokens: int
     num_unloaded_tokens: int
-    _poll: Callable[[], Match]
-    _wait: Callable[[float | None], Match]
+    coming_block_ids: tuple[int, ...]
+    load_ids: tuple[int, ...]
+    _loads: Loads
 
     @property
     def ready(self) -> bool:
@@ -38,7 +64,7 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def poll(self) -> Match:
         """The match as it stands now; unlike `wait` it cuts nothing off while loads are on their way."""
-        return self._poll()
+        return self._loads.poll()
 
     def wait(self, timeout_seconds: float | None = None) -> Match:
         """The match as it then stands: with what arrived in time, cut at what did not.
@@ -46,4 +72,29 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         Returns when nothing is on its way any more or the time is over; without a time, that of a transfer task. Call
         it outside any lock that other cache calls need.
         """
-        return self._wait(timeout_seconds)
+        return self._loads.wait(timeout_seconds)
+
+    def on_ready(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when nothing is on its way any more: now, or later on the cache's I/O thread.
+
+        It may call the cache, and must not block: all transfers wait for it.
+        """
+        self._loads.call_when_ready(callback)
+
+    async def arrived(self, timeout_seconds: float | None = None) -> Match:
+        """`wait` for asyncio: other tasks of the event loop run meanwhile. Cancelling it cuts nothing off."""
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+
+        def set_ready() -> None:
+            if not ready.done():
+                ready.set_result(None)
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(set_ready)
+
+        self.on_ready(wake)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ready, self._loads.timeout_seconds if timeout_seconds is None else timeout_seconds)
+        return self.wait(0)

@@ -5,21 +5,34 @@ from __future__ import annotations
 from array import array
 
 from fastdeploy_cache.active_request import ActiveRequest
-from fastdeploy_cache.block_mover import BlockMover, Part, first_blocks, num_uncopied
+from fastdeploy_cache.block_mover import BlockMover, Part
+from fastdeploy_cache.copy_down import CopyDown
+from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.policies.eviction import Asked
-from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.run import GPU, Run, segments_of
-
-MIN_STORE_BLOCKS = 64  # a task for each block that a decoding request fills would cost more than its commit
+from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.run import GPU, Run, Transfer, segments_of
+from transfer_manager.task import Direction
 
 
 class Matcher:
     """The steps of `PrefixCacheManager.match`, `commit` and `release`; all under the manager's lock."""
 
-    def __init__(self, tree: PrefixTree, mover: BlockMover, recompute_last_token: bool) -> None:
+    def __init__(
+        self,
+        tree: PrefixTree,
+        mover: BlockMover,
+        copy_down: CopyDown,
+        *,
+        recompute_last_token: bool,
+        load_limits: tuple[int, int],
+    ) -> None:
+        """`load_limits`: blocks below which, and above which, a chain of blocks is not loaded."""
         self._tree = tree
         self._mover = mover
+        self._copy_down = copy_down
         self._recompute_last_token = recompute_last_token
+        self._min_load, self._max_load = load_limits
 
     def find(self, active: ActiveRequest, num_blocks: int) -> None:
         """Pin the longest cached prefix of a request of `num_blocks` blocks and start loading its CPU part."""
@@ -43,24 +56,34 @@ class Matcher:
         num_coming, parts = _coming_and_cold(path, num_found)
         num_cold = sum(n for _, _, n in parts)
         num_near = active.num_gpu_blocks + num_coming
-        num_loadable = self._num_loadable(num_cold, num_blocks - num_found)
-        num_pinned = request.whole_images(num_near + num_loadable, tree.block_size)
-        num_loaded = max(0, num_pinned - num_near)
+        num_loaded = num_cold if self._is_loadable(num_cold, num_blocks - num_found) else 0
+        num_pinned = request.whole_images(num_near + num_loaded, tree.block_size)
         if num_loaded:
             tree.residency.evict(GPU, max(0, num_loaded - tree.pools[0].num_free))
-            self._mover.load(first_blocks(parts, num_loaded))
+            self._mover.load(parts)
+            self._copy_down.moved(num_loaded)
         active.num_unloaded_blocks = num_cold - num_loaded
         if num_pinned < num_found:
             self._pin(active, path, num_pinned)
         if active.pin is not None:
             transfers = [s.transfer for run in active.pin.run.path() for s in segments_of(run, GPU)]
-            active.loads = list(dict.fromkeys(transfers))
+            self._wait_for(active, list(dict.fromkeys(transfers)))
 
-    def _num_loadable(self, num_cold: int, num_rest: int) -> int:
-        """How many of `num_cold` blocks can be loaded so that the `num_rest` others of the prompt fit, too."""
-        if not self._mover.available:
-            return 0
-        return max(0, min(num_cold, self._tree.residency.num_available(GPU) - num_rest))
+    def _is_loadable(self, num_cold: int, num_rest: int) -> bool:
+        """Whether to load `num_cold` blocks, all or nothing, for a prompt that needs `num_rest` others.
+
+        Where they do not fit, they would not fit as computed blocks either.
+        """
+        if not self._min_load <= num_cold <= self._max_load or not num_cold:
+            return False
+        if num_cold + num_rest > self._tree.residency.num_available(GPU):
+            return False
+        return self._mover.can(Direction.SWAP_IN)
+
+    def _wait_for(self, active: ActiveRequest, transfers: list[Transfer]) -> None:
+        active.loads = transfers
+        for transfer in transfers:
+            transfer.num_waiting += 1
 
     def _copy_last(self, active: ActiveRequest, num_found: int) -> bool:
         """Of a prompt that is cached whole: copy the last block, to compute its last token into the copy."""
@@ -71,7 +94,7 @@ class Matcher:
         if request.ends_inside_image(request.num_tokens - 1):
             return False
         whole, found = self._tree.find(request.namespace, active.keys, num_blocks)
-        if found < num_blocks or len(_gpu_ids(whole, found)) < found or not self._mover.available:
+        if found < num_blocks or len(_gpu_ids(whole, found)) < found or not self._mover.can(Direction.COPY):
             return False
         run, end = self._tree.place(whole, num_blocks)
         assert run is not None
@@ -79,23 +102,49 @@ class Matcher:
         room = residency.num_available(GPU)
         if room:
             residency.evict(GPU, max(0, 1 - self._tree.pools[0].num_free))
-            transfer = self._mover.copy(run, end - 1)
-            active.copy, active.loads = transfer.copy, [transfer]
+            transfer = self._mover.copy(run, end - 1, size - 1)
+            active.copy = transfer.copy
+            self._wait_for(active, [transfer])
         self._tree.move_pin(with_source, None, 0)
         return bool(room)
 
+    def look(self, request: Request, keys: BlockKeys) -> Prefetch:
+        """What is cached of a request, counted as a touch: a queued request's prefix is not the coldest."""
+        size = self._tree.block_size
+        path, num_found = self._tree.find(request.namespace, keys, (request.num_tokens - 1) // size)
+        num_gpu = len(_gpu_ids(path, num_found))
+        if path:
+            self._tree.policy.touch(path)
+        return Prefetch(
+            num_gpu_tokens=num_gpu * size,
+            num_cpu_tokens=(num_found - num_gpu) * size,
+            num_missing_tokens=request.num_tokens - num_found * size,
+        )
+
+    @staticmethod
+    def is_waiting_ahead(active: ActiveRequest) -> bool:
+        """Whether the request runs ahead of loads that have not ended."""
+        return active.is_ahead and not all(transfer.done.is_set() for transfer in active.ahead)
+
     def readable(self, active: ActiveRequest) -> tuple[array[int], int]:
         """The matched blocks that may be read now, and how many more are coming. Settles when none is."""
-        if not active.settled and all(transfer.done.is_set() for transfer in active.loads):
+        if not active.settled and all(transfer.done.is_set() for transfer in (*active.loads, *active.ahead)):
             self.settle(active)
         if active.settled:
             return active.block_ids[: active.num_matched_blocks + bool(active.num_copied_tokens)], 0
         ids, _ = self._arrived(active)
+        if (
+            active.is_ahead
+        ):  # of a block that somebody else has computed meanwhile it keeps the one that it has begun with
+            ids = active.block_ids[: len(ids)]
         return ids, active.num_pinned_blocks - len(ids)
 
     def settle(self, active: ActiveRequest) -> None:
         """Fix the match at what is readable now; what has not arrived is no part of it."""
         if active.settled:
+            return
+        if active.is_ahead:
+            self._end_ahead(active)
             return
         ids, path = self._arrived(active)
         if len(ids) < active.num_pinned_blocks:
@@ -110,7 +159,8 @@ class Matcher:
         return ids, path
 
     def _settle_at(self, active: ActiveRequest, ids: array[int]) -> None:
-        active.settled, active.loads, active.block_ids = True, [], ids
+        self._stop_waiting(active)
+        active.settled, active.block_ids = True, ids
         active.num_matched_blocks = active.num_committed_blocks = len(ids)
         copy, active.copy = active.copy, None
         if copy is not None and copy.landed:
@@ -118,6 +168,65 @@ class Matcher:
             active.num_copied_tokens = self._tree.block_size - 1
         elif copy is not None:
             copy.wanted = False
+
+    @staticmethod
+    def _stop_waiting(active: ActiveRequest) -> None:
+        for transfer in active.loads:
+            transfer.num_waiting -= 1
+        active.loads = []
+
+    # -- running ahead of loads
+
+    def coming(self, active: ActiveRequest) -> tuple[array[int], list[Transfer]]:
+        """The ids into which the blocks behind those on the GPU are being loaded, and by which loads."""
+        if active.is_ahead:
+            first = len(self._arrived(active)[0])
+            pending = [transfer for transfer in active.ahead if not transfer.done.is_set()]
+            return active.block_ids[first : active.num_matched_blocks], pending
+        ids, transfers, depth = array("i"), dict[Transfer, None](), 0
+        for run in active.pin.run.path() if active.pin is not None else []:
+            segments = segments_of(run, GPU)
+            for block in range(run.num_gpu, min(run.num_blocks, active.num_pinned_blocks - depth)):
+                segment = next((s for s in segments if s.start <= block < s.end), None)
+                if segment is None:
+                    return ids, list(transfers)
+                ids.append(segment.ids[block - segment.start])
+                transfers[segment.transfer] = None
+            depth += run.num_blocks
+        return ids, list(transfers)
+
+    def run_ahead(self, active: ActiveRequest) -> None:
+        """Let the request use the blocks that are coming as if they were there; nothing is published until they are."""
+        path = active.pin.run.path() if active.pin is not None else []
+        ids, (coming, transfers) = _gpu_ids(path, active.num_pinned_blocks), self.coming(active)
+        if active.copy is not None or not coming or len(ids) + len(coming) < active.num_pinned_blocks:
+            self.settle(active)
+            return
+        active.ahead = transfers
+        for transfer in transfers:
+            self._mover.use_ahead(transfer)
+        active.block_ids = ids + coming
+        active.num_matched_blocks = active.num_committed_blocks = len(active.block_ids)
+
+    def _end_ahead(self, active: ActiveRequest) -> None:
+        """Decide what has become of the loads that the request ran ahead of. `settled` afterwards, or `is_void`."""
+        came = all(transfer.succeeded for transfer in active.ahead)
+        ids, path = self._arrived(active)
+        self._stop_waiting(active)
+        active.settled = True
+        if came and len(ids) == active.num_pinned_blocks:
+            return
+        active.epoch = -1  # its blocks continue nothing that is cached
+        if not came:
+            active.is_void, active.num_matched_blocks = True, len(ids)
+        if len(ids) < active.num_pinned_blocks:
+            self._pin(active, path, len(ids))
+
+    def _leave_ahead(self, active: ActiveRequest) -> None:
+        """The request uses no block of its loads any more."""
+        for transfer in active.ahead:
+            self._mover.end_ahead(transfer)
+        active.ahead = []
 
     def publish(self, active: ActiveRequest, num_blocks: int) -> None:
         """Put the blocks up to `num_blocks` into the tree, and copy down when there is enough to copy."""
@@ -130,12 +239,13 @@ class Matcher:
             active.duplicates += duplicates
         active.num_pinned_blocks = active.num_committed_blocks = num_blocks
         assert pin is not None
-        if num_uncopied(pin.run) >= MIN_STORE_BLOCKS:
-            self._mover.store((pin.run,), MIN_STORE_BLOCKS)
+        self._copy_down.committed(pin.run)
 
     def release(self, active: ActiveRequest) -> int:
         """Note the use, copy the rest down, take the pin back; returns how many blocks could not be copied."""
         pin, tree, num_skipped = active.pin, self._tree, 0
+        if active.ahead:
+            self._leave_ahead(active)
         if pin is None:
             return 0
         if active.epoch == tree.epoch and active.admitted:
@@ -148,9 +258,10 @@ class Matcher:
                 active.request.used = True
                 asked = Asked(active.num_asked_blocks, active.num_found_blocks)
                 tree.policy.use(path, active.request, asked)
-            if tree.pools[1].num_blocks:
-                num_skipped = self._mover.store(pin.run.path())  # the policy may have cut it
+            num_skipped = self._copy_down.released(pin.run.path())  # the policy may have cut it
+        num_held = pin.run.num_held
         tree.unpin(pin)
+        self._copy_down.moved(num_held - pin.run.num_held)
         return num_skipped
 
     def _pin(self, active: ActiveRequest, path: list[Run], num_blocks: int) -> None:

@@ -249,21 +249,22 @@ class PrefixTree:
         self.residency.add_ids(run, GPU, ids)
 
     def land(self, segment: Segment, succeeded: bool) -> int:
-        """End a segment: its blocks join the run where they still fit, the other ids go home, the pin goes.
+        """End a segment: its blocks join the run where they still fit, the pin goes.
 
-        Returns how many joined.
+        Returns how many joined: the last ones. The other ids are still the task's.
         """
         run, tier = segment.run, segment.transfer.tier
         joined = self._fitting(segment) if succeeded and run.epoch == self.epoch else array("i")
-        num_skipped = len(segment.ids) - len(joined)
-        self.pools[tier].free(segment.ids[:num_skipped], TASK)
         if joined and tier is GPU:
             self._adopt(run, joined, TASK)
         elif joined:
             self.pools[CPU].hand_over(joined, TASK, RUN)
-            if not run.ids[CPU]:
-                run.cpu_start = segment.start
-            self.residency.add_ids(run, CPU, joined)
+            if run.ids[CPU] and run.cpu_start == segment.end:
+                self.residency.add_copies_below(run, joined)
+            else:
+                if not run.ids[CPU]:
+                    run.cpu_start = segment.start
+                self.residency.add_ids(run, CPU, joined)
         self.unpin(segment)
         return len(joined)
 
@@ -272,7 +273,7 @@ class PrefixTree:
         """The tail of a segment's ids that continues the run's interval in the destination tier."""
         run = segment.run
         if segment.transfer.tier is CPU:
-            fits = not run.ids[CPU] or run.cpu_end == segment.start
+            fits = not run.ids[CPU] or run.cpu_end == segment.start or run.cpu_start == segment.end
             return segment.ids if fits else array("i")
         # freshly computed blocks may have been adopted meanwhile; an earlier load may have failed
         assert run.parent is not None

@@ -59,6 +59,22 @@ class Residency:
         self.num_protected[tier] += run.num_in(tier, run.num_held) - before
         self.offer(run, tier)
 
+    def add_copies_below(self, run: Run, ids: array[int]) -> None:
+        """More copies in front of those that the run has."""
+        before = run.num_in(CPU, run.num_held)
+        run.ids[1][:0] = ids
+        run.cpu_start -= len(ids)
+        self.num_protected[1] += run.num_in(CPU, run.num_held) - before
+
+    def take_copies(self, run: Run) -> array[int]:
+        """All of a run's copies, which are another run's from now on; the books of this one are put right."""
+        self.num_protected[1] -= run.num_in(CPU, run.num_held)
+        ids = run.ids[1][:]
+        del run.ids[1][:]
+        run.cpu_start = 0
+        self.count_child(run, CPU, -1)
+        return ids
+
     def _free_tail(self, run: Run, tier: Tier, num_left: int) -> None:
         """Give the run's ids in a tier behind the first `num_left` back; none of them is held."""
         ids = run.ids[tier]

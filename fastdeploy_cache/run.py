@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -140,6 +141,12 @@ class Transfer:
     segments: list[Segment] = field(default_factory=list)
     copy: BlockCopy | None = None
     done: threading.Event = field(default_factory=threading.Event)
+    succeeded: bool = False
+    cancelled: bool = False  # nobody starts to wait for it any more; it may still succeed
+    num_waiting: int = 0  # matches that are not settled and contain blocks of it
+    on_done: list[Callable[[], None]] = field(default_factory=list)  # called without the manager's lock
+    num_ahead: int = 0  # requests that use the destinations before the load has ended
+    kept_ids: array[int] = field(default_factory=lambda: array("i"))  # of those, what did not join the tree
 
 
 class Segment(Pin):
@@ -155,5 +162,7 @@ class Segment(Pin):
 
 
 def segments_of(run: Run, tier: Tier) -> list[Segment]:
-    """What is on its way to a tier for this run."""
-    return [pin for pin in run.pins if isinstance(pin, Segment) and pin.transfer.tier is tier]
+    """What is on its way to a tier for this run, and wanted."""
+    return [
+        pin for pin in run.pins if isinstance(pin, Segment) and pin.transfer.tier is tier and not pin.transfer.cancelled
+    ]

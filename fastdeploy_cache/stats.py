@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fastdeploy_cache.block_pool import REQUEST, RUN, TASK, BlockPool
 from fastdeploy_cache.residency import Residency
 from fastdeploy_cache.run import Tier
+from metrics.cache_metrics import EVICTION_KINDS
 from transfer_manager.client import RankStatus
 
 
@@ -25,6 +26,7 @@ class TierStats:
     num_private: int
     num_in_flight: int
     num_evicted: int
+    num_evicted_by_kind: tuple[int, int]  # whose copy was kept, and dropped altogether
 
     @classmethod
     def of(cls, pool: BlockPool, residency: Residency, tier: Tier) -> TierStats:
@@ -37,6 +39,7 @@ class TierStats:
             num_private=pool.count(REQUEST),
             num_in_flight=pool.count(TASK),
             num_evicted=sum(residency.num_evicted[tier]),
+            num_evicted_by_kind=(residency.num_evicted[tier][0], residency.num_evicted[tier][1]),
         )
 
     def by_state(self) -> dict[str, int]:
@@ -60,6 +63,30 @@ class CacheStats:
     num_transfers_in_flight: int
     num_swapped_in_blocks: int
     num_swapped_out_blocks: int
+    num_refused_transfers: Mapping[str, int]
     epoch: int
     hit_rates: Mapping[str, float]
     ranks: tuple[RankStatus, ...]
+
+    def _tiers(self) -> tuple[tuple[str, TierStats], ...]:
+        return ("gpu", self.gpu), ("cpu", self.cpu)
+
+    def block_counts(self) -> list[tuple[str, str, int]]:
+        """Tier, state, blocks."""
+        return [(name, state, n) for name, tier in self._tiers() for state, n in tier.by_state().items()]
+
+    def eviction_counts(self) -> list[tuple[str, str, int]]:
+        """Tier, kind, blocks evicted since the start."""
+        return [
+            (name, kind, n)
+            for name, tier in self._tiers()
+            for kind, n in zip(EVICTION_KINDS, tier.num_evicted_by_kind, strict=True)
+        ]
+
+    def rank_counts(self) -> list[tuple[int, bool, int]]:
+        """Rank, whether it is up, restarts."""
+        return [(status.rank, status.up, status.num_restarts) for status in self.ranks]
+
+    def refused_counts(self) -> list[tuple[str, int]]:
+        """Direction, tasks that a full queue kept from starting."""
+        return list(self.num_refused_transfers.items())

@@ -1,4 +1,4 @@
-"""The queue between an engine and one incarnation of a rank: tasks one way, results back.
+"""The queue between an engine and one incarnation of a rank: tasks one way, results back, in numbered lanes.
 
 Each incarnation gets a socket of its own in a fresh 0700 directory, so a new process can never receive an old one's
 tasks. Once the rank has spoken, `TaskQueue.hide` unlinks both: the connection stays, and a killed engine leaves none.
@@ -22,17 +22,16 @@ import zmq
 
 from ipc.errors import IPCError, QueueDisconnectedError, QueueFullError
 
-_PEER = b"rank"
 _PREFIX = "fdc-"
 _MIN_AGE_SECONDS = 60.0
 _MAX_BASE_PATH = 80  # a socket address holds 108 bytes, our names take 20
 
 
 class TaskQueue:
-    """The engine's end: binds, knows one peer, never blocks. One thread at a time."""
+    """The engine's end: binds, knows the lanes of one peer, never blocks. One thread at a time."""
 
     def __init__(self, context: zmq.Context[Any], max_messages: int) -> None:
-        """Bind a ROUTER in a private directory; `max_messages` may wait in each direction."""
+        """Bind a ROUTER in a private directory; `max_messages` may wait in each lane and direction."""
         base = tempfile.gettempdir()
         if len(os.fsencode(base)) >= _MAX_BASE_PATH:
             base = "/tmp"  # noqa: S108 (mkdtemp: private, random name)
@@ -54,15 +53,15 @@ class TaskQueue:
             self.close()
             raise IPCError(f"cannot bind {self.address}: {error}; is the temporary folder writable?") from error
 
-    def put(self, message: bytes) -> None:
-        """Queue a message.
+    def put(self, message: bytes, lane: int = 0) -> None:
+        """Queue a message in a lane.
 
         Raises:
             QueueFullError: the peer holds `max_messages` unread ones.
             QueueDisconnectedError: no peer has connected, or it is gone.
         """
         try:
-            self.socket.send_multipart([_PEER, message], zmq.NOBLOCK)
+            self.socket.send_multipart([_name(lane), message], zmq.NOBLOCK)
         except zmq.Again as error:
             raise QueueFullError("the rank has not read its earlier tasks") from error
         except zmq.ZMQError as error:
@@ -117,13 +116,17 @@ def _sweep(base: Path) -> None:
                 os.close(fd)
 
 
-class RankQueue:
-    """The rank's end: connects to the address that it was given. One thread at a time."""
+def _name(lane: int) -> bytes:
+    return b"lane%d" % lane
 
-    def __init__(self, address: str, max_messages: int) -> None:
+
+class RankQueue:
+    """The rank's end of one lane: connects to the address that it was given. One thread at a time."""
+
+    def __init__(self, address: str, max_messages: int, lane: int = 0) -> None:
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.ROUTING_ID, _PEER)
+        self._socket.set(zmq.ROUTING_ID, _name(lane))
         self._socket.set(zmq.LINGER, 1000)
         self._socket.set_hwm(max_messages)
         self._socket.connect(address)

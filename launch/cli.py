@@ -106,6 +106,19 @@ def control(
     raise typer.Exit(0 if run(trace, trace_block_size, json, repeats, scale_blocks) else 1)
 
 
+@bench_app.command()
+def transfer(
+    json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each copy is measured; medians count.")] = 7,
+    memory_mib: Annotated[int, typer.Option(min=16, help="Size of each pool; up to eight are there at a time.")] = 512,
+    idle_seconds: Annotated[float, typer.Option(min=0.5, help="How long the ranks are watched at rest.")] = 5.0,
+) -> None:
+    """What ranks reach: copy speed, round trips, rest, start, each beside its floor. Status 1: a figure missed."""
+    from launch.bench.transfer_command import bench_transfer as run
+
+    raise typer.Exit(0 if run(json, repeats, memory_mib, idle_seconds) else 1)
+
+
 @config_app.command()
 def check(file: Annotated[Path, typer.Argument(help="TOML file.")]) -> None:
     """Check a configuration file and print the sizes that follow from it."""

@@ -22,6 +22,7 @@ EVICTION_KINDS = ("copy_kept", "dropped")
 
 BlockCounts = Iterable[tuple[str, str, int]]  # tier, state, blocks
 EvictionCounts = Iterable[tuple[str, str, int]]  # tier, kind, blocks
+RefusedCounts = Iterable[tuple[str, int]]  # direction, tasks
 RankCounts = Iterable[tuple[int, bool, int]]  # rank, up, restarts
 
 
@@ -61,15 +62,18 @@ class CacheMetrics:
         self._blocks: Callable[[], BlockCounts] = tuple
         self._evictions: Callable[[], EvictionCounts] = tuple
         self._rank_counts: Callable[[], RankCounts] | None = None
+        self._refused: Callable[[], RefusedCounts] = tuple
 
     def observe(
         self,
         blocks: Callable[[], BlockCounts],
         evictions: Callable[[], EvictionCounts],
         ranks: Callable[[], RankCounts],
+        refused: Callable[[], RefusedCounts] = tuple,
     ) -> None:
-        """Read these at every scrape: blocks by tier and state, blocks evicted so far, ranks up and restarted."""
-        self._blocks, self._evictions, self._rank_counts = blocks, evictions, ranks
+        """Read these at every scrape: blocks by tier and state, blocks evicted so far, ranks up and restarted, tasks
+        that a full queue kept from starting."""
+        self._blocks, self._evictions, self._rank_counts, self._refused = blocks, evictions, ranks, refused
 
     def record_request(self, num_tokens: int, hit_tokens: tuple[int, ...]) -> None:
         """A request of `num_tokens` prompt tokens was admitted; `hit_tokens` in the order of `TIERS`."""
@@ -159,6 +163,10 @@ class CacheMetrics:
             ("tier", "kind"),
             evictions,
         )
+        refused: dict[tuple[str, ...], float] = {(direction,): 0 for direction in DIRECTIONS}
+        refused |= {(direction,): n for direction, n in self._refused()}
+        text = "Swap tasks that were not started because the ranks' queue was full"
+        yield self._counter("refused_swaps", text, ("direction",), refused)
         if self._rank_counts is None:
             ranks = dict.fromkeys(self._ranks, (False, 0))
         else:  # none where the cache runs without rank processes: nothing is down then

@@ -22,6 +22,7 @@ class LiveRequest:
         self.request, self.match, self.epoch = request, match, epoch
         self.table: list[int] | None = None  # None until the match is settled
         self.num_computed = 0
+        self.num_assumed = 0  # blocks that it uses before their loads have ended; 0: it runs ahead of nothing
 
 
 class CacheModel:
@@ -39,6 +40,7 @@ class CacheModel:
         *,
         policy: str = "lru",
         recompute_last_token: bool = False,
+        write_policy: str = "write_through",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.size, self.num_gpu, self.num_cpu = block_size, num_gpu, num_cpu
@@ -50,6 +52,7 @@ class CacheModel:
             transfer_client="inline",
             eviction_policy=policy,
             recompute_last_token=recompute_last_token,
+            cpu_write_policy=write_policy,  # type: ignore[arg-type]
         )
         self.cache = PrefixCacheManager(config, client=self.client, clock=clock)
         self.live: list[LiveRequest] = []
@@ -89,11 +92,47 @@ class CacheModel:
         self.live.append(live)
         return live
 
+    def run_ahead(self, live: LiveRequest, num_blocks: int) -> bool:
+        """Take blocks behind those that are coming, and use all as if they were there."""
+        if live.table is not None:
+            return False
+        try:
+            new = self.cache.allocate(live.request, num_blocks, ahead_of_loads=True)
+        except OutOfBlocksError:
+            return False
+        match = live.match.poll()
+        if live.epoch == self.epoch:
+            self.check_readable(live, match.block_ids)
+        live.table = [*match.block_ids, *match.coming_block_ids, *new]
+        live.num_computed = match.num_tokens + match.num_coming_tokens
+        if match.coming_block_ids:
+            live.num_assumed = len(live.table) - num_blocks
+            assert match.load_ids
+        for other in self.live:
+            if other is not live:
+                assert not set(new) & set(other.table or ()), "a block given to two requests"
+        return True
+
+    def confirm(self, live: LiveRequest) -> None:
+        """The step ahead is over: what it read was right, or it is told so and starts over."""
+        if self.cache.confirm(live.request, 0):
+            if live.epoch == self.epoch:
+                assert live.table is not None
+                self.check_readable(live, live.table[: live.num_assumed])
+            live.num_assumed = 0
+        else:
+            assert live.num_assumed, "nothing was ahead, and yet not confirmed"
+            live.num_assumed, live.num_computed = 0, 0
+            self.release(live)
+
     def settle(self, live: LiveRequest) -> list[int]:
+        if live.num_assumed:
+            self.confirm(live)
         if live.table is None:
             match = live.match.wait(0)
             assert match.ready
-            self.check_readable(live, match.block_ids)
+            if live.epoch == self.epoch:
+                self.check_readable(live, match.block_ids)
             live.table, live.num_computed = match.block_ids, match.num_tokens
             self.num_loaded_tokens += match.num_cpu_tokens
         return live.table
@@ -121,6 +160,8 @@ class CacheModel:
 
     def compute(self, live: LiveRequest, upto: int) -> None:
         table = self.settle(live)
+        if live not in self.live:
+            return
         for block in range(live.num_computed // self.size, upto // self.size):
             self.client.gpu[table[block]] = self.prefix(live, block + 1)
         self.cache.commit(live.request, upto)
@@ -140,7 +181,7 @@ class CacheModel:
         assert self.cache.stats() == before
 
     def release(self, live: LiveRequest) -> None:
-        if live.table is not None:
+        if live.table is not None and live.epoch == self.epoch and not live.num_assumed:
             self.check_readable(live, live.table[: live.num_computed // self.size])
         self.cache.release(live.request)
         self.live.remove(live)
@@ -174,6 +215,11 @@ class CacheModel:
         self.cache.reset()
         self.epoch += 1
         self.committed.clear()
+
+    def kv_lost(self) -> None:
+        """The bytes of the GPU are gone; what the CPU tier has may still be found."""
+        self.cache.kv_lost(0)
+        self.epoch += 1
 
     def finish(self) -> None:
         """Everything ends: nothing may stay owned by a request or a task."""

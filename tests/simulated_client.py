@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from transfer_manager.client import OnResult, RankStatus
-from transfer_manager.rank_memory import KVViews
+from transfer_manager.client import KVArrays, OnKVLost, OnResult, RankStatus, ignore_kv_lost
+from transfer_manager.errors import LayoutError
+from transfer_manager.kv_memory import KVHandle, KVViews
+from transfer_manager.rank_signal import LayerProgress
 from transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
 
 
@@ -17,10 +19,12 @@ class SimulatedClient:
         self.cpu: list[object] = [None] * num_cpu_blocks
         self.tasks: deque[TransferTask] = deque()
         self.up = True
+        self.max_tasks = {Direction.SWAP_IN: 1000, Direction.SWAP_OUT: 1000, Direction.COPY: 1000}
+        self.cancelled: set[int] = set()
         self._on_result: OnResult | None = None
 
-    def start(self, on_result: OnResult) -> None:
-        self._on_result = on_result
+    def start(self, on_result: OnResult, on_kv_lost: OnKVLost = ignore_kv_lost) -> None:
+        self._on_result, self._on_kv_lost = on_result, on_kv_lost
 
     def submit(self, task: TransferTask) -> None:
         if self.up:
@@ -31,6 +35,8 @@ class SimulatedClient:
     def land(self, error: str | None = None) -> None:
         """End the oldest task. One that fails leaves garbage where it was writing."""
         task = self.tasks.popleft()
+        if task.task_id in self.cancelled:
+            error = "cancelled"
         sources = self.cpu if task.direction is Direction.SWAP_IN else self.gpu
         destinations = self.cpu if task.direction is Direction.SWAP_OUT else self.gpu
         for source, destination in zip(task.source_ids.tolist(), task.destination_ids.tolist(), strict=True):
@@ -49,6 +55,12 @@ class SimulatedClient:
     def available(self) -> bool:
         return self.up
 
+    def has_room(self, direction: Direction) -> bool:
+        return self.up and len([t for t in self.tasks if t.direction is direction]) < self.max_tasks[direction]
+
+    def cancel(self, task_id: int) -> None:
+        self.cancelled.add(task_id)
+
     def wait_ready(self, timeout_seconds: float) -> bool:
         return self.up
 
@@ -57,6 +69,18 @@ class SimulatedClient:
 
     def kv_views(self, rank: int) -> KVViews:
         return []
+
+    def kv_handle(self, rank: int) -> KVHandle:
+        raise LayoutError("simulated blocks have no bytes")
+
+    def attach_kv(self, rank: int, kv: KVArrays) -> None:
+        pass
+
+    def kv_lost(self, rank: int) -> None:
+        self.gpu = ["lost"] * len(self.gpu)
+
+    def layer_progress(self, rank: int) -> LayerProgress | None:
+        return None
 
     def stop(self) -> None:
         self.up = False

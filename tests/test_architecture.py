@@ -18,12 +18,13 @@ ALLOWED = {
     "launch": {"fastdeploy_cache", "transfer_manager", "metrics", "ipc"},
 }
 # Of transfer_manager, the engine side uses the parent's half only.
-PARENT_SIDE = {"task", "config", "layout", "client", "rank_client", "errors"}
+PARENT_SIDE = {"task", "config", "layout", "client", "rank_client", "rank_signal", "kv_memory", "errors"}
 HOMES = {
-    "zmq": {"ipc/task_queue.py"},
+    "zmq": {"ipc/task_queue.py", "launch/bench/ping_pong.py"},
     "msgspec": {
         "fastdeploy_cache/match.py",
         "ipc/codec.py",
+        "transfer_manager/kv_memory.py",
         "transfer_manager/task.py",
         "fastdeploy_cache/config.py",
         "launch/chat_api.py",
@@ -31,12 +32,16 @@ HOMES = {
         "launch/simulator/trace.py",
     },
     "prometheus_client": {"metrics/cache_metrics.py", "metrics/exporter.py"},
-    "paddle": {"launch/reference_engine/paddle_runtime.py"},
+    "paddle": {"launch/reference_engine/paddle_runtime.py", "transfer_manager/tensors.py"},
+    "torch": {"transfer_manager/tensors.py"},
+    "cuda": {"transfer_manager/device/cuda_driver.py"},
     "gguf": {"launch/reference_engine/gguf_file.py"},
     "tokenizers": {"launch/reference_engine/tokenizer.py"},
     "typer": {"launch/cli.py"},
     "rich": {
         "launch/bench/command.py",
+        "launch/bench/reach.py",
+        "launch/bench/transfer_command.py",
         "launch/demo/command.py",
         "launch/demo/report.py",
         "launch/findings.py",
@@ -107,10 +112,18 @@ def test_each_heavy_library_has_one_home(library: str) -> None:
     assert users == HOMES[library]
 
 
-def test_the_core_never_imports_a_framework() -> None:
-    """Paddle and PyTorch stay out of everything but the reference engine."""
-    for path in files(*PACKAGES[:4]):
-        assert not {m.partition(".")[0] for m in imports(path)} & {"paddle", "torch", "tensorflow", "jax"}, name(path)
+def test_the_core_imports_no_framework_by_itself() -> None:
+    """Paddle, PyTorch and NVIDIA's bindings are imported nowhere when a module is, only inside the functions that need
+    them."""
+    for path in files(*PACKAGES):
+        tree = ast.parse(path.read_text())
+        at_import = {
+            alias.name if isinstance(node, ast.Import) else str(node.module)
+            for node in tree.body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        assert not {module.partition(".")[0] for module in at_import} & {"paddle", "torch", "cuda"}, name(path)
 
 
 def test_files_and_functions_stay_short() -> None:
@@ -134,7 +147,9 @@ def test_forbidden_ways() -> None:
     """No pickle, no shell=True, no bare except anywhere in the product."""
     for path in files(*PACKAGES):
         tree = ast.parse(path.read_text())
-        assert not {"pickle", "marshal", "shelve", "multiprocessing"} & set(imports(path)), name(path)
+        used = {module.partition(".")[0] for module in imports(path)}
+        allowed = {"multiprocessing"} if name(path) == "launch/bench/ping_pong.py" else set()  # a benchmark's baseline
+        assert not ({"pickle", "marshal", "shelve", "multiprocessing"} & used) - allowed, name(path)
         for node in ast.walk(tree):
             assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{name(path)}: bare except"
             assert not (isinstance(node, ast.keyword) and node.arg == "shell"), f"{name(path)}: shell="
@@ -148,7 +163,7 @@ def test_broad_except_only_at_the_two_boundaries() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name) and node.type.id == "Exception"
     ]
-    assert found == ["transfer_manager/rank_client.py", "transfer_manager/worker.py"]
+    assert found == ["transfer_manager/rank_io.py", "transfer_manager/worker.py"]
 
 
 def test_every_test_says_what_it_shows() -> None:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from transfer_manager.device.cpu import CpuDevice
-from transfer_manager.errors import DeviceError
+from transfer_manager.errors import DeviceError, LayoutError
+from transfer_manager.kv_memory import KVHandle, KVMemory, KVViews
 from transfer_manager.layout import RankLayout
-from transfer_manager.rank_memory import KVViews, create_rank_memory
-from transfer_manager.task import RankResult, TransferResult, TransferTask
+from transfer_manager.rank_memory import create_rank_memory
+from transfer_manager.rank_signal import LayerProgress
+from transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
+from transfer_manager.tensors import local_segments
 
 OnResult = Callable[[TransferResult], None]
+OnKVLost = Callable[[int], None]
+KVArrays = KVHandle | Sequence[Mapping[str, Any]]  # of another process, or per layer, by part name, of this one
+
+
+def ignore_kv_lost(rank: int) -> None:
+    """For who keeps nothing that could be lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +40,11 @@ class RankStatus:
 class TransferClient(Protocol):
     """Takes transfer tasks, answers each exactly once. Any thread may call it."""
 
-    def start(self, on_result: OnResult) -> None:
-        """Make the ranks ready. `on_result` gets every task's end, on any thread, never under a lock of the client.
+    def start(self, on_result: OnResult, on_kv_lost: OnKVLost = ignore_kv_lost) -> None:
+        """Make the ranks ready; those whose KV arrays a worker owns wait for `attach_kv`.
+
+        `on_result` gets every task's end, `on_kv_lost` a rank that has died with the KV arrays that it owned; on any
+        thread, never under a lock of the client.
 
         Raises:
             RankStartError: a rank failed or was too late; all ranks are gone again.
@@ -41,9 +55,17 @@ class TransferClient(Protocol):
         """Start a task; never blocks. A task that cannot start is answered as failed, possibly before this returns."""
         ...
 
+    def cancel(self, task_id: int) -> None:
+        """Nobody waits for this task any more: a rank that has not begun it answers at once, as failed."""
+        ...
+
     @property
     def available(self) -> bool:
-        """Whether a task submitted now would start: every rank is ready and the queue has room."""
+        """Whether every rank is ready, with its KV arrays."""
+        ...
+
+    def has_room(self, direction: Direction) -> bool:
+        """Whether a task of this direction, submitted now, would start: the ranks are ready and the queue has room."""
         ...
 
     def wait_ready(self, timeout_seconds: float) -> bool:
@@ -55,7 +77,32 @@ class TransferClient(Protocol):
         ...
 
     def kv_views(self, rank: int) -> KVViews:
-        """Per layer, by part name, the rank's KV array [num_gpu_blocks, *part shape]."""
+        """Per layer, by part name, the rank's KV array [num_gpu_blocks, *part shape].
+
+        Raises:
+            LayoutError: the arrays are not here: nobody has attached them, or they are on a GPU.
+        """
+        ...
+
+    def kv_handle(self, rank: int) -> KVHandle:
+        """The rank's KV arrays for a worker process. Raises as `kv_views`."""
+        ...
+
+    def attach_kv(self, rank: int, kv: KVArrays) -> None:
+        """A worker has come: these are the rank's KV arrays from now on. Waits until the rank has them.
+
+        Raises:
+            LayoutError, IPCError: they do not fit the layout, or cannot be reached.
+            RankStartError: the rank could not attach them; it stays without.
+        """
+        ...
+
+    def kv_lost(self, rank: int) -> None:
+        """The worker is gone, and its KV arrays with it: nothing is copied until `attach_kv`; tasks in flight fail."""
+        ...
+
+    def layer_progress(self, rank: int) -> LayerProgress | None:
+        """How far the rank's loads are, for its worker; None where loads have ended when `submit` returns."""
         ...
 
     def stop(self) -> None:
@@ -64,41 +111,69 @@ class TransferClient(Protocol):
 
 
 class InlineClient:
-    """No processes: `submit` copies in the caller's thread. Without a layout it moves no bytes (simulation)."""
+    """No processes: `submit` copies in the caller's thread. Without a layout it moves no bytes (simulation).
 
-    def __init__(self, layout: RankLayout | None, num_gpu_blocks: int, num_cpu_blocks: int, tp_size: int = 1) -> None:
-        self._memory = create_rank_memory(tp_size, layout, num_gpu_blocks, num_cpu_blocks) if layout else []
-        self._devices = (
-            [CpuDevice(layout, m.kv, m.cpu, num_gpu_blocks, num_cpu_blocks) for m in self._memory] if layout else []
-        )
-        self._tp_size = tp_size
+    With `own_kv` False the KV arrays are those that `attach_kv` brings, arrays of this very process.
+    """
+
+    def __init__(
+        self,
+        layout: RankLayout | None,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        tp_size: int = 1,
+        own_kv: bool = True,
+    ) -> None:
+        self._layout, self._num_gpu_blocks, self._tp_size = layout, num_gpu_blocks, tp_size
+        memory = create_rank_memory(tp_size, layout, num_gpu_blocks, num_cpu_blocks, own_kv) if layout else []
+        self._memory = memory
+        self._devices: dict[int, CpuDevice] = {}
+        self._attached: dict[int, Sequence[Mapping[str, Any]]] = {}  # kept alive
+        self._images = []
+        for rank, each in enumerate(memory):
+            assert layout is not None
+            shape = (num_cpu_blocks, layout.block_bytes)
+            self._images.append(each.cpu.view(np.uint8, shape) if num_cpu_blocks else np.empty(shape, np.uint8))
+            if each.kv is not None:
+                device = CpuDevice(layout, each.kv.flat(), each.kv.places, self._images[rank], num_gpu_blocks)
+                self._devices[rank] = device
         self._on_result: OnResult | None = None
         self._open = False
 
-    def start(self, on_result: OnResult) -> None:
+    def start(self, on_result: OnResult, on_kv_lost: OnKVLost = ignore_kv_lost) -> None:  # noqa: ARG002
         self._on_result = on_result
         self._open = True
 
     def submit(self, task: TransferTask) -> None:
         assert self._on_result is not None, "submit before start"
-        devices = self._devices
-        results = tuple(self._swap(task, rank, devices) for rank in range(self._tp_size))
+        results = tuple(self._swap(task, rank) for rank in range(self._tp_size))
         self._on_result(TransferResult(task=task, ranks=results))
 
-    def _swap(self, task: TransferTask, rank: int, devices: list[CpuDevice]) -> RankResult:
+    def _swap(self, task: TransferTask, rank: int) -> RankResult:
         started, num_bytes, error = time.monotonic(), 0, None
+        device = self._devices.get(rank)
         if not self._open:
             error = "the client has stopped"
-        elif devices:
+        elif device is not None:
             try:
-                num_bytes = devices[rank].copy(task.direction, task.source_ids, task.destination_ids, lambda _: None)
+                num_bytes = device.copy(
+                    task.direction, task.source_ids, task.destination_ids, lambda _: None, task.num_tokens
+                )
             except DeviceError as failure:
                 error = f"{type(failure).__name__}: {failure}"
+        elif self._layout is not None:
+            error = "its KV arrays are not attached"
         return RankResult(rank=rank, num_bytes=num_bytes, seconds=time.monotonic() - started, error=error)
+
+    def cancel(self, task_id: int) -> None:
+        pass  # it has ended
 
     @property
     def available(self) -> bool:
-        return self._open
+        return self._open and (self._layout is None or len(self._devices) == self._tp_size)
+
+    def has_room(self, direction: Direction) -> bool:  # noqa: ARG002
+        return self.available
 
     def wait_ready(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (there is nothing to wait for)
         return self.available
@@ -107,10 +182,34 @@ class InlineClient:
         return []
 
     def kv_views(self, rank: int) -> KVViews:
-        return self._memory[rank].kv_views()
+        return self._own_kv(rank).views()
+
+    def kv_handle(self, rank: int) -> KVHandle:
+        return self._own_kv(rank).handle()
+
+    def _own_kv(self, rank: int) -> KVMemory:
+        kv = self._memory[rank].kv
+        if kv is None:
+            raise LayoutError(f"the KV arrays of rank {rank} are its worker's own")
+        return kv
+
+    def attach_kv(self, rank: int, kv: KVArrays) -> None:
+        if self._layout is None or isinstance(kv, KVHandle):
+            raise LayoutError("the inline client takes arrays of this process, and needs a layout")
+        segments, places = local_segments(self._layout, kv)
+        self._layout.check_places(places, [len(segment) for segment in segments], self._num_gpu_blocks)
+        self._attached[rank] = kv
+        self._devices[rank] = CpuDevice(self._layout, segments, places, self._images[rank], self._num_gpu_blocks)
+
+    def kv_lost(self, rank: int) -> None:
+        self._devices.pop(rank, None)
+        self._attached.pop(rank, None)
+
+    def layer_progress(self, rank: int) -> LayerProgress | None:  # noqa: ARG002
+        return None
 
     def stop(self) -> None:
         self._open = False
-        self._devices = []
+        self._devices, self._images, self._attached = {}, [], {}
         for memory in self._memory:
             memory.close()

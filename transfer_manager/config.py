@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from transfer_manager.errors import LayoutError
 
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
+KV_OWNERS = ("engine", "worker", "transfer")
+MAX_TASKS_IN_FLIGHT = 256  # each direction; progress words are kept for twice as many
 
 
 def check_integers(config: Any, error: type[Exception], prefix: str = "") -> None:
@@ -26,7 +28,9 @@ class TransferConfig:
     Args:
         tp_size: tensor-parallel ranks, one process each.
         data_parallel_id: tells the engines of one data-parallel group apart in logs and metrics.
-        device: where the KV arrays live; `cpu` keeps them in shared memory.
+        device: where the KV arrays live; `cpu` keeps them in shared memory, `cuda` on an NVIDIA GPU.
+        kv_owner: who makes the KV arrays: `engine` (shared memory only; they survive a rank), `worker` (the model's
+            process, which hands them over by `attach_kv`) or `transfer` (the rank). None: `engine`, on a GPU `worker`.
         device_ids: one per rank; empty means 0, 1, 2 ...
         log_dir: folder for one log per rank; None keeps the log in a nameless file, for error messages only.
         start_timeout_seconds: from the call of start to every rank ready.
@@ -34,7 +38,7 @@ class TransferConfig:
         heartbeat_seconds: how often a rank shows that it lives.
         heartbeat_timeout_seconds: silence after which it counts as hung.
         stop_timeout_seconds: time to end by itself when asked; then it is killed.
-        max_tasks_in_flight: more are refused ("not now").
+        max_tasks_in_flight: in each direction; more are refused ("not now"). At most 256.
         max_restarts: deaths of one rank tolerated within `restart_window_seconds`; one more switches the tiers
             below the GPU off.
         restart_backoff_seconds: pause before the first restart; it doubles with each death in the window.
@@ -44,6 +48,7 @@ class TransferConfig:
     data_parallel_id: int = 0
     device: str = "cpu"
     device_ids: tuple[int, ...] = ()
+    kv_owner: Literal["engine", "worker", "transfer"] | None = None
     log_dir: str | None = None
     start_timeout_seconds: float = 30.0
     task_timeout_seconds: float = 10.0
@@ -57,8 +62,7 @@ class TransferConfig:
 
     def __post_init__(self) -> None:
         check_integers(self, LayoutError, prefix="transfer.")
-        if self.device not in DEVICES:
-            raise LayoutError(f"transfer.device is {self.device!r}; known: {', '.join(DEVICES)}")
+        self._check_choices()
         for name in ("tp_size", "max_tasks_in_flight"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"transfer.{name} is {getattr(self, name)}; it must be at least 1")
@@ -78,6 +82,26 @@ class TransferConfig:
             raise LayoutError(
                 f"transfer.device_ids has {len(self.device_ids)} entries for tp_size {self.tp_size}; give one per rank"
             )
+
+    def _check_choices(self) -> None:
+        if self.device not in DEVICES:
+            raise LayoutError(f"transfer.device is {self.device!r}; known: {', '.join(DEVICES)}")
+        if self.kv_owner is not None and self.kv_owner not in KV_OWNERS:
+            raise LayoutError(f"transfer.kv_owner is {self.kv_owner!r}; use one of {', '.join(KV_OWNERS)}")
+        if self.device == "cuda" and self.kv_owner == "engine":
+            raise LayoutError(
+                "transfer.kv_owner is 'engine'; on a GPU the worker or the rank ('transfer') owns the arrays"
+            )
+
+        if self.max_tasks_in_flight > MAX_TASKS_IN_FLIGHT:
+            raise LayoutError(
+                f"transfer.max_tasks_in_flight is {self.max_tasks_in_flight}; it must be at most {MAX_TASKS_IN_FLIGHT}"
+            )
+
+    @property
+    def owner_of_kv(self) -> str:
+        """`kv_owner`, or what follows from the device."""
+        return self.kv_owner or ("engine" if self.device == "cpu" else "worker")
 
     def device_id(self, rank: int) -> int:
         """The device that a rank uses, counted among the visible ones."""

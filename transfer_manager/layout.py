@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from transfer_manager.config import check_integers
 from transfer_manager.errors import LayoutError
 
-# name -> NumPy dtype of its storage; what NumPy has no type for is stored as an unsigned integer of the same size
+# name -> NumPy dtype of its storage; what NumPy has no type for is stored as an unsigned integer
 STORAGE_DTYPES: dict[str, str] = {
     "float32": "float32",
     "float16": "float16",
     "bfloat16": "uint16",
     "float8_e4m3": "uint8",
+    "float8_e5m2": "uint8",
     "int8": "int8",
     "uint8": "uint8",
+    "int4": "uint8",  # two elements a byte, packed along the last dimension
 }
+_PER_STORED: dict[str, int] = {"int4": 2}
+MAX_LAYERS = 4000  # a layer's number shares a 32-bit progress word with its task's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,26 +33,76 @@ class KVLayout:
 
     Args:
         num_layers: layers that keep keys and values.
-        num_kv_heads: key/value heads of the whole model.
-        head_dim: elements of one head's key (and value) for one token.
+        num_kv_heads: key/value heads of the whole model; with fewer heads than ranks they are replicated.
+        head_dim: elements of one head's key for one token.
         dtype: one of `STORAGE_DTYPES`.
+        value_head_dim: elements of one head's value; None: as `head_dim`; 0: there is none, and the keys are the one
+            latent part of multi-head latent attention (`num_kv_heads` 1, `head_dim` latent and rope elements together).
+        scale_dtype: dtype of scales stored beside quantised keys and values; None: there are none.
+        scale_elements: elements of a token's head that share a scale; None: all of them.
+        heads_first: arrays are [blocks, heads, tokens, elements] instead of [blocks, tokens, heads, elements].
+        num_extra_layers: layers of a speculative (MTP) head, behind the others.
+        extra_layer_block_ratio: blocks of the extra layers' arrays for each block of the GPU pool, 1 or more.
+        device_order: `layer_first`: an array for each layer and part; `block_first`: all of a block side by side.
 
     Raises:
-        LayoutError: a size below 1 or an unknown dtype.
+        LayoutError: a size or a combination that cannot be, with the numbers.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: str = "float16"
+    value_head_dim: int | None = None
+    scale_dtype: str | None = None
+    scale_elements: int | None = None
+    heads_first: bool = False
+    num_extra_layers: int = 0
+    extra_layer_block_ratio: float = 1.0
+    device_order: Literal["layer_first", "block_first"] = "layer_first"
 
     def __post_init__(self) -> None:
         check_integers(self, LayoutError, prefix="layout.")
-        for name in ("num_layers", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise LayoutError(f"layout.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.dtype not in STORAGE_DTYPES:
-            raise LayoutError(f"layout.dtype is {self.dtype!r}; known: {', '.join(STORAGE_DTYPES)}")
+        for name, least in (("num_layers", 1), ("num_kv_heads", 1), ("head_dim", 1), ("num_extra_layers", 0)):
+            if getattr(self, name) < least:
+                raise LayoutError(f"layout.{name} is {getattr(self, name)}; it must be at least {least}")
+        for name in ("dtype", "scale_dtype"):
+            value = getattr(self, name)
+            if value not in STORAGE_DTYPES and not (name == "scale_dtype" and value is None):
+                raise LayoutError(f"layout.{name} is {value!r}; known: {', '.join(STORAGE_DTYPES)}")
+        if self.num_layers + self.num_extra_layers > MAX_LAYERS:
+            raise LayoutError(f"layout has {self.num_layers} + {self.num_extra_layers} layers; at most {MAX_LAYERS}")
+        self._check_value()
+        self._check_scales()
+        if self.device_order not in ("layer_first", "block_first"):
+            raise LayoutError(f"layout.device_order is {self.device_order!r}; use 'layer_first' or 'block_first'")
+        ratio = self.extra_layer_block_ratio
+        if not 1 <= ratio <= 1024 or (ratio != 1 and self.device_order == "block_first"):
+            raise LayoutError(f"layout.extra_layer_block_ratio is {ratio}; use 1 or more, and 1 with block_first")
+
+    def _check_value(self) -> None:
+        if self.value_head_dim is not None and self.value_head_dim < 0:
+            raise LayoutError(f"layout.value_head_dim is {self.value_head_dim}; it must not be negative")
+        if self.value_head_dim == 0 and self.num_kv_heads != 1:
+            raise LayoutError(
+                f"layout.value_head_dim is 0 (latent attention) with {self.num_kv_heads} KV heads; "
+                "the latent is one head that every rank holds: use num_kv_heads = 1"
+            )
+        per_stored = _PER_STORED.get(self.dtype, 1)
+        for dim in (self.head_dim, self.value_head_dim or 0):
+            if dim % per_stored:
+                raise LayoutError(f"{dim} elements of {self.dtype} do not fill whole bytes; use a multiple of 2")
+
+    def _check_scales(self) -> None:
+        if self.scale_dtype in _PER_STORED:
+            raise LayoutError(f"layout.scale_dtype is {self.scale_dtype!r}; a packed dtype holds no scales")
+        if self.scale_elements is None:
+            return
+        if self.scale_dtype is None:
+            raise LayoutError(f"layout.scale_elements is {self.scale_elements} without layout.scale_dtype; give both")
+        for dim in (self.head_dim, self.value_head_dim or self.head_dim):
+            if self.scale_elements < 1 or dim % self.scale_elements:
+                raise LayoutError(f"layout.scale_elements is {self.scale_elements}; it must divide {dim} elements")
 
     def heads_per_rank(self, tp_size: int) -> int:
         """Heads that each rank holds; one (replicated) where there are fewer heads than ranks."""
@@ -62,21 +118,43 @@ class KVLayout:
         )
 
     def for_rank(self, tp_size: int, block_size: int) -> RankLayout:
-        """The share of one rank: blocks of `block_size` tokens, key and value of [block_size, heads, head_dim]."""
+        """The share of one rank of `tp_size`, in blocks of `block_size` tokens."""
         if block_size < 1:
             raise LayoutError(f"block_size is {block_size}; it must be at least 1 token")
-        shape = (block_size, self.heads_per_rank(tp_size), self.head_dim)
-        parts = (KVPart("key", shape, self.dtype), KVPart("value", shape, self.dtype))
-        return RankLayout(num_layers=self.num_layers, parts=parts)
+        heads = self.heads_per_rank(tp_size)
+        value_dim = self.head_dim if self.value_head_dim is None else self.value_head_dim
+        names = (("key", self.head_dim), ("value", value_dim)) if value_dim else (("latent", self.head_dim),)
+        parts = [self._part(name, block_size, heads, dim, self.dtype) for name, dim in names]
+        if self.scale_dtype is not None:
+            parts += [
+                self._part(f"{name}_scale", block_size, heads, dim // (self.scale_elements or dim), self.scale_dtype)
+                for name, dim in names
+            ]
+        return RankLayout(
+            num_layers=self.num_layers + self.num_extra_layers,
+            parts=tuple(parts),
+            num_extra_layers=self.num_extra_layers,
+            extra_layer_block_ratio=self.extra_layer_block_ratio,
+            device_order=self.device_order,
+        )
+
+    def _part(self, name: str, block_size: int, heads: int, dim: int, dtype: str) -> KVPart:
+        if self.heads_first:
+            return KVPart(name, (heads, block_size, dim), dtype, token_axis=1)
+        return KVPart(name, (block_size, heads, dim), dtype)
 
 
 @dataclass(frozen=True)
 class KVPart:
-    """One array of a block in one layer: `shape` without the block dimension, `dtype` out of `STORAGE_DTYPES`."""
+    """One array of a block in one layer: `shape` in elements without the block dimension, `dtype` of `STORAGE_DTYPES`.
+
+    `token_axis` is the dimension of `shape` that counts the block's tokens; None where a part is of the whole block.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    token_axis: int | None = 0
 
     @property
     def storage_dtype(self) -> str:
@@ -84,21 +162,51 @@ class KVPart:
         return STORAGE_DTYPES[self.dtype]
 
     @property
+    def storage_shape(self) -> tuple[int, ...]:
+        """`shape` in stored elements: packed dtypes have fewer in the last dimension."""
+        return (*self.shape[:-1], self.shape[-1] // _PER_STORED.get(self.dtype, 1))
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of this part for one block in one layer."""
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.storage_dtype).itemsize
+        return math.prod(self.storage_shape) * np.dtype(self.storage_dtype).itemsize
+
+    @property
+    def num_stripes(self) -> int:
+        """Pieces that lie before each other's tokens: 1 where the tokens come first; each holds all tokens in order."""
+        return math.prod(self.shape[: self.token_axis]) if self.token_axis is not None else 1
+
+    def leading_bytes(self, num_tokens: int) -> int:
+        """Bytes at the front of each stripe that hold the first `num_tokens` tokens; all without a token axis."""
+        stripe_bytes = self.num_bytes // self.num_stripes
+        return stripe_bytes if self.token_axis is None else stripe_bytes // self.shape[self.token_axis] * num_tokens
+
+
+class Place(NamedTuple):
+    """Where the pieces of one part in one layer lie in a rank's KV memory: one for each block, `stride_bytes` apart."""
+
+    segment: int  # of the memory, where that is not in one piece
+    offset_bytes: int
+    stride_bytes: int
+    num_blocks: int
+
+
+Places = tuple[tuple[Place, ...], ...]  # by layer, by part
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """One rank's share of a block: `parts` in each of `num_layers` layers.
+    """One rank's share of a block: `parts` in each of `num_layers` layers, the extra ones (the last) included.
 
-    On the device a rank's KV memory is layer-first: for each layer, for each part, `num_blocks` pieces side by side.
-    In the CPU tier a block is one contiguous image: for each layer, its parts one after the other.
+    On the device a rank's KV memory is by `device_order`; `place` says where. In the CPU tier a block is one
+    contiguous image: for each layer, its parts one after the other.
     """
 
     num_layers: int
     parts: tuple[KVPart, ...]
+    num_extra_layers: int = 0
+    extra_layer_block_ratio: float = 1.0
+    device_order: Literal["layer_first", "block_first"] = "layer_first"
 
     @property
     def layer_bytes(self) -> int:
@@ -107,30 +215,90 @@ class RankLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: of its image in the CPU tier, and of its pieces on the device together."""
+        """Bytes of one block's image in the CPU tier; what a copy of it moves."""
         return self.num_layers * self.layer_bytes
+
+    def num_layer_blocks(self, layer: int, num_gpu_blocks: int) -> int:
+        """Blocks that a layer's arrays hold beside a GPU pool of `num_gpu_blocks`."""
+        is_extra = layer >= self.num_layers - self.num_extra_layers
+        return int(num_gpu_blocks * self.extra_layer_block_ratio) if is_extra else num_gpu_blocks
+
+    def gpu_bytes(self, num_gpu_blocks: int) -> int:
+        """Bytes of the KV memory of a GPU pool, that of extra layers included."""
+        num_main = self.num_layers - self.num_extra_layers
+        num_extra_blocks = self.num_layer_blocks(self.num_layers - 1, num_gpu_blocks)
+        return self.layer_bytes * (num_main * num_gpu_blocks + self.num_extra_layers * num_extra_blocks)
+
+    def num_gpu_blocks_in(self, memory_bytes: int) -> int:
+        """The largest GPU pool whose KV memory fits in so many bytes."""
+        num_main, ratio = self.num_layers - self.num_extra_layers, self.extra_layer_block_ratio
+        if ratio == 1:
+            return memory_bytes // self.block_bytes
+        num_blocks = int(memory_bytes / (self.layer_bytes * (num_main + self.num_extra_layers * ratio))) + 2
+        while num_blocks and self.gpu_bytes(num_blocks) > memory_bytes:  # the ratio rounds down, some blocks at most
+            num_blocks -= 1
+        return num_blocks
+
+    def num_cpu_blocks_in(self, memory_bytes: int) -> int:
+        """The largest CPU pool that fits in so many bytes."""
+        return memory_bytes // self.block_bytes
 
     def image_offset_bytes(self, layer: int, part: int) -> int:
         """Where a part begins inside a block's image."""
         return layer * self.layer_bytes + sum(p.num_bytes for p in self.parts[:part])
 
-    def device_offset_bytes(self, layer: int, part: int, num_blocks: int) -> int:
-        """Where the pieces of a part begin inside a rank's KV memory of `num_blocks` blocks."""
-        return self.image_offset_bytes(layer, part) * num_blocks
+    def place(self, layer: int, part: int, num_gpu_blocks: int) -> Place:
+        """Where a part's pieces are inside a rank's KV memory of `num_gpu_blocks` blocks."""
+        if self.device_order == "block_first":
+            return Place(0, self.image_offset_bytes(layer, part), self.block_bytes, num_gpu_blocks)
+        num_blocks = self.num_layer_blocks(layer, num_gpu_blocks)
+        num_main = min(layer, self.num_layers - self.num_extra_layers)
+        above = self.layer_bytes * (num_main * num_gpu_blocks + (layer - num_main) * num_blocks)
+        in_layer = sum(p.num_bytes for p in self.parts[:part]) * num_blocks
+        return Place(0, above + in_layer, self.parts[part].num_bytes, num_blocks)
 
-    def kv_views(self, memory: Any, num_blocks: int) -> list[dict[str, np.ndarray[Any, np.dtype[Any]]]]:
-        """Per layer, by part name, the array [num_blocks, *part.shape] over a rank's KV memory; nothing is copied.
+    def places(self, num_gpu_blocks: int) -> Places:
+        """`place` for every layer and part."""
+        return tuple(
+            tuple(self.place(layer, part, num_gpu_blocks) for part in range(len(self.parts)))
+            for layer in range(self.num_layers)
+        )
 
-        `memory` is an `ipc.shared_array.SharedArray` (anything with its `view`).
+    def kv_views(
+        self, segments: Sequence[np.ndarray[Any, np.dtype[np.uint8]]], places: Places
+    ) -> list[dict[str, np.ndarray[Any, np.dtype[Any]]]]:
+        """Per layer, by part name, the array [blocks, *part.storage_shape] over a rank's KV memory; nothing is copied.
+
+        `segments` are the memory's pieces as flat bytes.
         """
         return [
             {
-                part.name: memory.view(
-                    part.storage_dtype,
-                    (num_blocks, *part.shape),
-                    self.device_offset_bytes(layer, index, num_blocks),
+                part.name: np.lib.stride_tricks.as_strided(
+                    segments[place.segment][place.offset_bytes :],
+                    (place.num_blocks, part.num_bytes),
+                    (place.stride_bytes, 1),
                 )
-                for index, part in enumerate(self.parts)
+                .view(part.storage_dtype)
+                .reshape(place.num_blocks, *part.storage_shape)
+                for part, place in zip(self.parts, in_layer, strict=True)
             }
-            for layer in range(self.num_layers)
+            for in_layer in places
         ]
+
+    def check_places(self, places: Places, segment_bytes: Sequence[int], num_gpu_blocks: int) -> None:
+        """Raise `LayoutError` unless every piece of a GPU pool of so many blocks lies inside its segment."""
+        if len(places) != self.num_layers or any(len(in_layer) != len(self.parts) for in_layer in places):
+            raise LayoutError(
+                f"KV arrays of {len(places)} layers; the layout has {self.num_layers} of {len(self.parts)} parts each"
+            )
+        for layer, in_layer in enumerate(places):
+            for part, place in zip(self.parts, in_layer, strict=True):
+                inside = 0 <= place.segment < len(segment_bytes) and place.offset_bytes >= 0
+                end = place.offset_bytes + (place.num_blocks - 1) * place.stride_bytes + part.num_bytes
+                if not inside or place.stride_bytes < part.num_bytes or end > segment_bytes[place.segment]:
+                    raise LayoutError(f"layer {layer} {part.name}: {place} leaves its segment of {segment_bytes} bytes")
+                if place.num_blocks < self.num_layer_blocks(layer, num_gpu_blocks):
+                    raise LayoutError(
+                        f"layer {layer} {part.name} has {place.num_blocks} blocks; the GPU pool needs "
+                        f"{self.num_layer_blocks(layer, num_gpu_blocks)}"
+                    )

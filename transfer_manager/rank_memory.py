@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from ipc.memory_limit import check_available
 from ipc.shared_array import SharedArray
+from transfer_manager.kv_memory import KVMemory
 from transfer_manager.layout import RankLayout
 from transfer_manager.rank_signal import RankSignal
 
-KVViews = list[dict[str, np.ndarray[Any, np.dtype[Any]]]]
-
 
 class RankMemory:
-    """One rank's KV arrays (CPU device), CPU blocks and signal words."""
+    """One rank's CPU blocks and signal words, and its KV arrays where the engine owns them."""
 
-    def __init__(self, rank: int, layout: RankLayout, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-        self._layout = layout
-        self._num_gpu_blocks = num_gpu_blocks
-        self.kv = SharedArray.create(f"kv-rank{rank}", num_gpu_blocks * layout.block_bytes)
+    def __init__(
+        self, rank: int, layout: RankLayout, num_gpu_blocks: int, num_cpu_blocks: int, with_kv: bool = True
+    ) -> None:
+        self.kv = KVMemory.create(layout, num_gpu_blocks, f"kv-rank{rank}") if with_kv else None
         self.cpu = SharedArray.create(f"cpu-blocks-rank{rank}", num_cpu_blocks * layout.block_bytes)
         self.signal_array = SharedArray.create(f"signal-rank{rank}", RankSignal.NUM_BYTES)
         self.signal = RankSignal(self.signal_array)
 
-    def kv_views(self) -> KVViews:
-        """Per layer, by part name, the array [num_gpu_blocks, *part shape] that the model reads and writes."""
-        return self._layout.kv_views(self.kv, self._num_gpu_blocks)
-
     def close(self) -> None:
         """Give the memory up; views that a model still holds stay valid."""
-        for array in (self.kv, self.cpu, self.signal_array):
-            array.close()
+        if self.kv is not None:
+            self.kv.close()
+        self.cpu.close()
+        self.signal_array.close()
 
 
-def create_rank_memory(tp_size: int, layout: RankLayout, num_gpu_blocks: int, num_cpu_blocks: int) -> list[RankMemory]:
-    """Memory for all ranks, or none of it.
+def create_rank_memory(
+    tp_size: int, layout: RankLayout, num_gpu_blocks: int, num_cpu_blocks: int, with_kv: bool = True
+) -> list[RankMemory]:
+    """Memory for all ranks, or none of it. `with_kv`: the KV arrays, too.
 
     Raises:
         NotEnoughMemoryError: all of it together is more than is available; nothing was taken.
     """
-    total_bytes = tp_size * (num_gpu_blocks + num_cpu_blocks) * layout.block_bytes
+    kv_bytes = layout.gpu_bytes(num_gpu_blocks) if with_kv else 0
+    total_bytes = tp_size * (kv_bytes + num_cpu_blocks * layout.block_bytes)
     check_available(total_bytes, f"{tp_size} ranks of {num_gpu_blocks} GPU and {num_cpu_blocks} CPU blocks")
-    return [RankMemory(rank, layout, num_gpu_blocks, num_cpu_blocks) for rank in range(tp_size)]
+    return [RankMemory(rank, layout, num_gpu_blocks, num_cpu_blocks, with_kv) for rank in range(tp_size)]

@@ -24,8 +24,8 @@ class RankProcess:
     That thread must live as long as the process may: the kernel kills the rank when the spawning thread ends.
     """
 
-    def __init__(self, setup: RankSetup, config: TransferConfig) -> None:
-        """Spawn it and hand over its set-up.
+    def __init__(self, setup: RankSetup, config: TransferConfig, kv_fds: tuple[int, ...]) -> None:
+        """Spawn it and hand over its set-up; it inherits `kv_fds`.
 
         Raises:
             OSError: the interpreter or the log folder cannot be used.
@@ -40,7 +40,7 @@ class RankProcess:
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
-                pass_fds=(setup.kv_fd, setup.cpu_fd, setup.signal_fd),
+                pass_fds=(*kv_fds, setup.cpu_fd, setup.signal_fd),
             )
         except BaseException:
             self._log.close()

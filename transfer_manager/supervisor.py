@@ -12,6 +12,7 @@ from ipc.errors import IPCError
 from ipc.task_queue import TaskQueue
 from transfer_manager.config import TransferConfig
 from transfer_manager.rank_signal import RankSignal
+from transfer_manager.task import Lane
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ class RankSupervisor:
         self.queue: TaskQueue | None = None
         self.last_failure = ""
         self.num_restarts = 0
+        self.parked = False  # it has no KV arrays: not started (again) until it has
+        self._ready_lanes: set[Lane] = set()
         self._config = config
         self._signal = signal
         self._new_queue = new_queue
@@ -104,6 +107,7 @@ class RankSupervisor:
         self.phase = Phase.STARTING
         self._signal.reset()
         self._heartbeat, self._last_beat = 0, now
+        self._ready_lanes.clear()
         self._ready_before = now + self._config.start_timeout_seconds
         self._killed_for = ""
         try:
@@ -112,9 +116,10 @@ class RankSupervisor:
         except (OSError, IPCError) as error:
             self._died(now, f"rank {self.rank} cannot be spawned: {error}")
 
-    def note_ready(self, now: float) -> None:
-        """The rank's ready message came: the socket's path is no longer needed."""
-        if self.phase is Phase.STARTING:
+    def note_ready(self, lane: Lane, now: float) -> None:
+        """A lane's ready message came; with the last one the socket's path is no longer needed."""
+        self._ready_lanes.add(lane)
+        if self.phase is Phase.STARTING and len(self._ready_lanes) == len(Lane):
             assert self.queue is not None
             self.queue.hide()
             self.phase = Phase.READY
@@ -145,8 +150,9 @@ class RankSupervisor:
 
     def tick(self, now: float) -> None:
         """Look at deadlines: start-up, heartbeat, restart."""
-        if self.phase is Phase.DOWN and self.process is None and now >= self._restart_at:
-            self.launch(now)
+        if self.phase is Phase.DOWN and self.process is None:
+            if now >= self._restart_at and not self.parked:
+                self.launch(now)
         elif self.phase is Phase.STARTING and now > self._ready_before:
             self.kill(f"it was not ready within {self._config.start_timeout_seconds} s")
         elif self.phase is Phase.READY:
@@ -158,7 +164,7 @@ class RankSupervisor:
 
     def next_tick(self, now: float) -> float:
         """Seconds until `tick` has something to look at."""
-        if self.phase is Phase.DOWN:
+        if self.phase is Phase.DOWN and not self.parked:
             return max(0.0, self._restart_at - now)
         if self.phase is Phase.STARTING and not self.dying:
             return max(0.0, self._ready_before - now)
@@ -179,6 +185,9 @@ class RankSupervisor:
             self.process.close()
             self.process = None
         if was_stopping:
+            return
+        if self.parked:  # killed for want of KV arrays: no fault of its own
+            self._restart_at = now
             return
         delay = self._policy.delay_seconds(now)
         if delay is None:

@@ -6,11 +6,14 @@ Wire format: msgpack (see `ipc.codec`); block ids are packed little-endian int32
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any
 
 import msgspec
 import numpy as np
+
+from transfer_manager.kv_memory import KVHandle
+from transfer_manager.layout import RankLayout
 
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -22,12 +25,25 @@ class Direction(Enum):
     SWAP_OUT = "swap_out"
     COPY = "copy"  # within the GPU
 
+    @property
+    def lane(self) -> Lane:
+        """Which of a rank's two threads does it: what requests wait for never queues behind copies down."""
+        return Lane.OUT if self is Direction.SWAP_OUT else Lane.IN
+
+
+class Lane(IntEnum):
+    """A rank's threads, each with its own connection to the queue; tasks of one lane are done in order."""
+
+    IN = 0
+    OUT = 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransferTask:
     """Copy block `source_ids[i]` to block `destination_ids[i]`, in all layers, on every rank.
 
-    Which tiers the ids are of follows from `direction`.
+    Which tiers the ids are of follows from `direction`. Of a COPY `num_tokens` may be given: so many leading tokens of
+    each block are copied.
 
     `deadline` is on the clock of `time.monotonic()`, which all processes of a machine share.
     """
@@ -37,6 +53,7 @@ class TransferTask:
     source_ids: Int32Array
     destination_ids: Int32Array
     deadline: float
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +88,20 @@ class SwapMessage(msgspec.Struct, frozen=True, tag="swap"):
     source_ids: bytes
     destination_ids: bytes
     deadline: float
+    num_tokens: int | None = None
+
+    @classmethod
+    def of(cls, task: TransferTask, incarnation: int) -> SwapMessage:
+        """The task for one incarnation of a rank."""
+        return cls(
+            task_id=task.task_id,
+            incarnation=incarnation,
+            direction=task.direction,
+            source_ids=pack_ids(task.source_ids),
+            destination_ids=pack_ids(task.destination_ids),
+            deadline=task.deadline,
+            num_tokens=task.num_tokens,
+        )
 
 
 class StopMessage(msgspec.Struct, frozen=True, tag="stop"):
@@ -78,9 +109,11 @@ class StopMessage(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class ReadyMessage(msgspec.Struct, frozen=True, tag="ready"):
-    """Rank to engine: attached, waiting for tasks."""
+    """Rank to engine: attached, this lane waits for tasks. `kv` where the rank itself has made the KV arrays."""
 
     incarnation: int
+    lane: Lane
+    kv: KVHandle | None = None
 
 
 class DoneMessage(msgspec.Struct, frozen=True, tag="done"):
@@ -97,14 +130,6 @@ ToRank = SwapMessage | StopMessage
 FromRank = ReadyMessage | DoneMessage
 
 
-class PartSetup(msgspec.Struct, frozen=True):
-    """A `KVPart` on the wire."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank reads from its standard input before anything else; descriptors are inherited."""
 
@@ -114,11 +139,10 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     queue_address: str
     device: str
     device_id: int
-    num_layers: int
-    parts: tuple[PartSetup, ...]
+    layout: RankLayout
     num_gpu_blocks: int
     num_cpu_blocks: int
-    kv_fd: int
+    kv: KVHandle | None  # None: the rank makes the KV arrays
     cpu_fd: int
     signal_fd: int
     heartbeat_seconds: float

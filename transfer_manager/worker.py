@@ -15,13 +15,12 @@ from typing import BinaryIO
 from ipc.codec import decode, encode
 from ipc.shared_array import SharedArray
 from ipc.task_queue import RankQueue
-from transfer_manager.device.base import Device
-from transfer_manager.device.cpu import CpuDevice
-from transfer_manager.layout import KVPart, RankLayout
+from transfer_manager.device import open_device
 from transfer_manager.rank_signal import RankSignal, RankState
 from transfer_manager.task import (
     Direction,
     DoneMessage,
+    Lane,
     RankSetup,
     ReadyMessage,
     StopMessage,
@@ -83,67 +82,86 @@ def end_with_engine(engine_pid: int, fd: int) -> None:
 
 
 class Worker:
-    """One rank. The main thread copies; a timer thread beats, so that a long copy does not look like death."""
+    """One rank. A thread for each lane copies; a timer thread beats, so that a long copy does not look like death.
+
+    Each lane has its own connection, so that a task changes threads nowhere on its way.
+    """
 
     def __init__(self, setup: RankSetup) -> None:
-        """Attach to the engine's segments; the KV arrays and CPU blocks are never initialised here.
+        """Attach to the engine's segments; CPU blocks, and KV arrays of others, are never initialised here.
 
         Raises:
             IPCError: a segment is smaller than the set-up says.
+            DeviceError: the device cannot be used.
         """
         self._setup = setup
-        layout = RankLayout(
-            num_layers=setup.num_layers, parts=tuple(KVPart(p.name, p.shape, p.dtype) for p in setup.parts)
-        )
         self._signal = RankSignal(SharedArray(setup.signal_fd, RankSignal.NUM_BYTES))
-        kv = SharedArray(setup.kv_fd, setup.num_gpu_blocks * layout.block_bytes)
-        cpu = SharedArray(setup.cpu_fd, setup.num_cpu_blocks * layout.block_bytes)
-        self._device: Device = CpuDevice(layout, kv, cpu, setup.num_gpu_blocks, setup.num_cpu_blocks)
-        self._queue = RankQueue(setup.queue_address, setup.max_tasks_in_flight)
+        cpu = SharedArray(setup.cpu_fd, setup.num_cpu_blocks * setup.layout.block_bytes)
+        self._opened = open_device(setup, cpu)
 
     def run(self) -> None:
         """Serve tasks until told to stop."""
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         self._signal.state = RankState.READY
-        self._queue.put(encode(ReadyMessage(self._setup.incarnation)))
-        logger.info("event=ready rank=%d incarnation=%d", self._setup.rank, self._setup.incarnation)
-        while True:
-            message: ToRank = decode(self._queue.get(), ToRank)
-            if isinstance(message, StopMessage):
-                break
-            self._signal.num_tasks_in_flight = 1
-            done = self._serve(message)
-            self._signal.num_tasks_in_flight = 0
-            self._queue.put(encode(done))
+        out = threading.Thread(target=self._serve_lane, args=(Lane.OUT,), name="lane-out")
+        out.start()
+        self._serve_lane(Lane.IN)
         self._signal.state = RankState.STOPPING
-        self._queue.close()
+        out.join()
+        self._opened.device.close()
         logger.info("event=stopped rank=%d", self._setup.rank)
+
+    def _serve_lane(self, lane: Lane) -> None:
+        setup = self._setup
+        try:
+            self._opened.device.bind_thread()
+            queue = RankQueue(setup.queue_address, setup.max_tasks_in_flight, lane)
+            queue.put(encode(ReadyMessage(setup.incarnation, lane, self._opened.new_kv)))
+            logger.info("event=ready rank=%d incarnation=%d lane=%s", setup.rank, setup.incarnation, lane.name)
+            while True:
+                message: ToRank = decode(queue.get(), ToRank)
+                if isinstance(message, StopMessage):
+                    break
+                self._signal.set_busy(lane, True)
+                done = self._serve(message)
+                self._signal.set_busy(lane, False)
+                queue.put(encode(done))
+                if self._opened.device.is_lost:
+                    raise SystemExit("the device is lost for this process; a new one begins afresh")
+            queue.close()
+        except BaseException:
+            logger.exception("event=lane_failed lane=%s", lane.name)
+            os._exit(1)  # one lane without the other serves nobody: the engine sees the death and starts anew
 
     def _serve(self, task: SwapMessage) -> DoneMessage:
         started = time.monotonic()
-        num_bytes, error = 0, None
-        if task.incarnation != self._setup.incarnation:
-            error = f"task is for incarnation {task.incarnation}, this is {self._setup.incarnation}"
-        elif started > task.deadline:
-            error = "deadline passed before the rank began"
-        else:
+        num_bytes, error = 0, self._refusal(task, started)
+        if error is None:
             try:
                 num_bytes = self._swap(task)
             except Exception as failure:  # the task boundary: any failure is this task's, never the rank's
                 logger.exception("event=task_failed task_id=%d", task.task_id)
                 error = f"{type(failure).__name__}: {failure}"
+        if error is not None and task.direction is Direction.SWAP_IN:
+            self._signal.set_failed(task.task_id)
         seconds = time.monotonic() - started
         logger.debug("event=task task_id=%d bytes=%d seconds=%.6f error=%s", task.task_id, num_bytes, seconds, error)
         return DoneMessage(task.task_id, task.incarnation, num_bytes, seconds, error)
+
+    def _refusal(self, task: SwapMessage, now: float) -> str | None:
+        if task.incarnation != self._setup.incarnation:
+            return f"task is for incarnation {task.incarnation}, this is {self._setup.incarnation}"
+        if self._signal.is_cancelled(task.task_id):
+            return "cancelled before the rank began"
+        return "deadline passed before the rank began" if now > task.deadline else None
 
     def _swap(self, task: SwapMessage) -> int:
         def on_layer(num_layers: int) -> None:
             if task.direction is Direction.SWAP_IN:
                 self._signal.set_layers_done(task.task_id, num_layers)
 
-        return self._device.copy(
-            task.direction, unpack_ids(task.source_ids), unpack_ids(task.destination_ids), on_layer
-        )
+        sources, destinations = unpack_ids(task.source_ids), unpack_ids(task.destination_ids)
+        return self._opened.device.copy(task.direction, sources, destinations, on_layer, task.num_tokens)
 
     def _beat(self) -> None:
         timer = threading.Event()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fastdeploy_cache.request import DEFAULT_PRIORITY, Request
@@ -61,6 +61,14 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def coldest(self, tier: Tier) -> Iterator[Run]:
+        """Leaves, about in the order in which they would be victims. To be closed before anything else is called."""
+        ...
+
+    def is_colder(self, run: Run, than: Run) -> bool:
+        """Whether a run is certainly worth less than another."""
+        ...
+
     def alike(self, upper: Run, lower: Run) -> bool:
         """Whether a run and its only child may become one: no decision would depend on which of them a block is in."""
         ...
@@ -110,6 +118,29 @@ class _LeafHeap:
                 run.queued[tier] = None
             heapq.heappop(heap)
 
+    def walk(self) -> Iterator[Run]:
+        """Leaves in rank order; the heap is as before when the iterator is closed. Costs what taking them would."""
+        taken: list[tuple[Any, int, Run]] = []
+        try:
+            while self._heap:
+                queued, _, run = entry = heapq.heappop(self._heap)
+                if run.queued[self._tier] != queued:
+                    continue
+                if not self._is_leaf(run, self._tier):
+                    run.queued[self._tier] = None
+                    continue
+                rank = self._rank(run)
+                if rank > queued:  # it has risen: its turn is later
+                    run.queued[self._tier] = rank
+                    self._num_pushed += 1
+                    heapq.heappush(self._heap, (rank, self._num_pushed, run))
+                    continue
+                taken.append(entry)
+                yield run
+        finally:
+            for entry in taken:
+                heapq.heappush(self._heap, entry)
+
     def _stands(self, entry: tuple[Any, int, Run]) -> bool:
         rank, _, run = entry
         if run.queued[self._tier] != rank:
@@ -137,6 +168,8 @@ class LeastRecentlyUsed:
 
     def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:  # noqa: ARG002
         self.touch(path)
+        for run in path:
+            run.usage.num_uses += 1
 
     def touch(self, path: Sequence[Run]) -> None:
         self._num_uses += 1
@@ -155,6 +188,12 @@ class LeastRecentlyUsed:
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
         return self._heaps[tier].first(), num_blocks
 
+    def coldest(self, tier: Tier) -> Iterator[Run]:
+        return self._heaps[tier].walk()
+
+    def is_colder(self, run: Run, than: Run) -> bool:
+        return bool(self.rank(run) < self.rank(than))
+
     def alike(self, upper: Run, lower: Run) -> bool:  # noqa: ARG002
         return True
 
@@ -166,14 +205,7 @@ class FirstInFirstOut(LeastRecentlyUsed):
         return run.usage.inserted
 
 
-class _Counting(LeastRecentlyUsed):
-    def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:
-        super().use(path, request, asked)
-        for run in path:
-            run.usage.num_uses += 1
-
-
-class LeastFrequentlyUsed(_Counting):
+class LeastFrequentlyUsed(LeastRecentlyUsed):
     """`lfu`: what the fewest requests have used goes first, ties by `lru`. An evicted run starts at zero again."""
 
     def rank(self, run: Run) -> Any:
@@ -183,7 +215,7 @@ class LeastFrequentlyUsed(_Counting):
         return upper.usage.num_uses == lower.usage.num_uses
 
 
-class SegmentedLeastRecentlyUsed(_Counting):
+class SegmentedLeastRecentlyUsed(LeastRecentlyUsed):
     """`slru`: what was used once goes first, then what was used again; each by `lru`."""
 
     def rank(self, run: Run) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import Run, Tier, Usage
 
 _NUM_CANDIDATES = 64
+_NUM_COLDEST = 512  # leaves that copying ahead looks at
 _MIN_SWEEP = 64
 _TICKS_PER_SECOND = 1000.0
 _TOKENS_PER_TICK = 512  # so that time goes on where a clock is coarse or stands still
@@ -76,11 +77,11 @@ class Reuse(LeastRecentlyUsed):
 
     def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:
         goes_on = path[-1].usage.num_uses > 0  # else its last run is new
-        super().use(path, request, asked)
+        self.touch(path)
         self._chosen = [None, None]
         num_tokens = sum([run.num_blocks for run in path]) * self._block_tokens
         self._num_referenced_tokens += num_tokens
-        now = self._clock() * _TICKS_PER_SECOND + self._num_referenced_tokens / _TOKENS_PER_TICK
+        now = self._now()
         observed = [self._observed(run, 0) for run in path]
         lost = self._behind(path, asked.num_found)
         num_new = len(self._behind(path, max(asked.num_asked, asked.num_found)))
@@ -185,9 +186,7 @@ class Reuse(LeastRecentlyUsed):
 
     def _lowest(self, tier: Tier) -> Run:
         """Of some random leaves the one with the lowest score, of equal ones the one used longest ago."""
-        leaves, table = self._leaves[tier], self.history.table
-        assert table is not None
-        now = self._clock() * _TICKS_PER_SECOND + self._num_referenced_tokens / _TOKENS_PER_TICK
+        leaves, now = self._leaves[tier], self._now()
         best, lowest, num_left = None, (0.0, 0), _NUM_CANDIDATES
         while num_left and (leaves or best is None):
             run = leaves[int(self._random() * len(leaves))]
@@ -195,12 +194,36 @@ class Reuse(LeastRecentlyUsed):
                 self._forget(run, tier)
                 continue
             num_left -= 1
-            usage = run.usage
-            rank = (score_at(table[usage.reuse_class], now - usage.used_at), usage.last_used)
+            rank = self._score(run, now)
             if best is None or rank < lowest:
                 best, lowest = run, rank
         assert best is not None
         return best
+
+    def _now(self) -> float:
+        return self._clock() * _TICKS_PER_SECOND + self._num_referenced_tokens / _TOKENS_PER_TICK
+
+    def _score(self, run: Run, now: float) -> tuple[float, int]:
+        table, usage = self.history.table, run.usage
+        assert table is not None
+        return score_at(table[usage.reuse_class], now - usage.used_at), usage.last_used
+
+    def coldest(self, tier: Tier) -> Iterator[Run]:
+        if self._by_lru():
+            return super().coldest(tier)
+        leaves, now = self._leaves[tier], self._now()
+        some = (
+            leaves
+            if len(leaves) <= _NUM_COLDEST
+            else [leaves[int(self._random() * len(leaves))] for _ in range(_NUM_COLDEST)]
+        )
+        return iter(sorted({leaf for leaf in some if self._is_leaf(leaf, tier)}, key=lambda run: self._score(run, now)))
+
+    def is_colder(self, run: Run, than: Run) -> bool:
+        if self._by_lru():
+            return super().is_colder(run, than)
+        now = self._now()
+        return self._score(run, now) < self._score(than, now)
 
     def _forget(self, run: Run, tier: Tier) -> None:
         """Take a run out of the leaves; the last one moves to its place."""

@@ -1,4 +1,4 @@
-"""The control-plane benchmark as a program: tables, and a verdict for each figure that the project promises."""
+"""The control-plane benchmark as a program."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.table import Table
 
 from launch.bench.control import PHASES, floors, match_over_edges, medians, row, serve_workload
 from launch.bench.machine import describe_machine
+from launch.bench.reach import Reach, add_at_most, show_reach, table_of
 from launch.bench.scale import bytes_per_block, eviction_cost, scale_ratio
 from launch.bench.workloads import Scale, Workload, chat, long, recorded
 from launch.errors import LaunchError
@@ -18,7 +19,6 @@ from launch.findings import check_target, console_beside, write_json
 # (name, policy, CPU blocks for each GPU block)
 _VARIANTS = (("lru", "lru", 0.0), ("lru + CPU tier", "lru", 2.0), ("reuse", "reuse", 0.0))
 _CHAIN_LIMITS = {"long": 0.35, "chat": 0.8, "trace": 1.0}
-Reach = list[dict[str, Any]]
 
 
 def bench_control(
@@ -46,7 +46,7 @@ def bench_control(
     found["eviction"] = _run_eviction(console, scale_blocks[-1], reach)
     found["scale"] = _run_scale(console, scale_blocks, reach)
     found["bytes_per_block"] = _run_bytes(console, scale_blocks[-1], reach)
-    _show_reach(console, reach)
+    show_reach(console, reach)
     console.print("docs/benchmark.md says what each figure is; smaller is better throughout.")
     write_json(json_file, found)
     return all(entry["ok"] for entry in reach)
@@ -60,10 +60,6 @@ def _scale_blocks(sizes: str) -> list[int]:
     if len(blocks) < 2 or min(blocks) < Scale.MIN_BLOCKS:
         raise LaunchError(f"--scale-blocks is {sizes!r}; give two or more sizes of at least {Scale.MIN_BLOCKS} blocks")
     return blocks
-
-
-def _add(reach: Reach, name: str, value: float, limit: float) -> None:
-    reach.append({"name": name, "value": round(value, 3), "limit": limit, "ok": value <= limit})
 
 
 def _run_workload(console: Console, workload: Workload, repeats: int, reach: Reach) -> dict[str, Any]:
@@ -92,8 +88,8 @@ def _run_workload(console: Console, workload: Workload, repeats: int, reach: Rea
     kind = workload.name.split()[0].rstrip(",")
     base = results["lru"]["all"]
     if kind in _CHAIN_LIMITS and workload.block_size == 64:
-        _add(reach, f"{workload.name}: request / SHA-256 chain", base / floor["chain"], _CHAIN_LIMITS[kind])
-        _add(reach, f"{workload.name}: with CPU tier / without", results["lru + CPU tier"]["all"] / base, 1.5)
+        add_at_most(reach, f"{workload.name}: request / SHA-256 chain", base / floor["chain"], _CHAIN_LIMITS[kind])
+        add_at_most(reach, f"{workload.name}: with CPU tier / without", results["lru + CPU tier"]["all"] / base, 1.5)
     return {
         "results": {name: row(times) for name, times in results.items()},
         "floors": row(floor),
@@ -104,13 +100,13 @@ def _run_workload(console: Console, workload: Workload, repeats: int, reach: Rea
 
 
 def _run_edges(console: Console, reach: Reach) -> dict[str, Any]:
-    table = _table("Match of a cached prompt of 128k tokens, block 64", ("edges", "match", "NumPy compare", "ratio"))
+    table = table_of("Match of a cached prompt of 128k tokens, block 64", ("edges", "match", "NumPy compare", "ratio"))
     found = {}
     for num_edges, limit in ((1, 5), (20, 5), (100, 10)):
         times = match_over_edges(num_edges)
         ratio = times["match"] / times["compare"]
         table.add_row(str(num_edges), f"{times['match']:.1f} us", f"{times['compare']:.1f} us", f"{ratio:.1f}")
-        _add(reach, f"match over {num_edges} edges / NumPy compare", ratio, limit)
+        add_at_most(reach, f"match over {num_edges} edges / NumPy compare", ratio, limit)
         found[str(num_edges)] = row(times)
     console.print(table)
     return found
@@ -118,7 +114,7 @@ def _run_edges(console: Console, reach: Reach) -> dict[str, Any]:
 
 def _run_eviction(console: Console, num_blocks: int, reach: Reach) -> dict[str, Any]:
     columns = ("policy", "blocks a call", "evict", "of it heap push", "over the push")
-    table = _table(f"Eviction from {num_blocks} cached blocks in runs of 64; microseconds per block", columns)
+    table = table_of(f"Eviction from {num_blocks} cached blocks in runs of 64; microseconds per block", columns)
     found: dict[str, Any] = {}
     for policy in ("lru", "reuse"):
         for per_call, limit in ((1, 3), (16, 1), (64, 1)):
@@ -126,20 +122,20 @@ def _run_eviction(console: Console, num_blocks: int, reach: Reach) -> dict[str, 
             table.add_row(policy, str(per_call), *(f"{value:.2f}" for value in times.values()))
             found[f"{policy}, {per_call} a call"] = row(times)
             if policy == "lru":
-                _add(reach, f"eviction, {per_call} a call, us over the push", times["over the push"], limit)
+                add_at_most(reach, f"eviction, {per_call} a call, us over the push", times["over the push"], limit)
     console.print(table)
     return found
 
 
 def _run_scale(console: Console, scale_blocks: list[int], reach: Reach) -> dict[str, Any]:
-    table = _table("Requests that all evict, blocks of 16 tokens", ("blocks", "us per request", "best ratio of 5"))
+    table = table_of("Requests that all evict, blocks of 16 tokens", ("blocks", "us per request", "best ratio of 5"))
     found = {}
     small = scale_blocks[0]
     for large in scale_blocks[1:]:
         times = scale_ratio(small, large)
         table.add_row(f"{small} / {large}", f"{times['small']:.1f} / {times['large']:.1f}", f"{times['ratio']:.2f}")
         found[f"{large} / {small}"] = row(times)
-    _add(reach, f"scale: request at {scale_blocks[-1]} blocks / at {small}", times["ratio"], 1.3)
+    add_at_most(reach, f"scale: request at {scale_blocks[-1]} blocks / at {small}", times["ratio"], 1.3)
     console.print(table)
     return found
 
@@ -148,20 +144,5 @@ def _run_bytes(console: Console, num_blocks: int, reach: Reach) -> dict[str, Any
     grown = {policy: bytes_per_block(num_blocks, policy) for policy in ("lru", "reuse")}
     figures = ", ".join(f"{value:.0f} with {policy}" for policy, value in grown.items())
     console.print(f"Bytes per cached block of 16 tokens (growth of a process): {figures}")
-    _add(reach, "bytes per cached block", grown["lru"], 200)
+    add_at_most(reach, "bytes per cached block", grown["lru"], 200)
     return row(grown)
-
-
-def _table(title: str, columns: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
-
-
-def _show_reach(console: Console, reach: Reach) -> None:
-    table = _table("Promised figures", ("figure", "value", "limit", ""))
-    for entry in reach:
-        word = "[green]ok[/green]" if entry["ok"] else "[red]missed[/red]"
-        table.add_row(entry["name"], str(entry["value"]), str(entry["limit"]), word)
-    console.print(table)

@@ -17,8 +17,8 @@ from launch.reference_engine.tokenizer import ChatTokenizer
 from launch.reference_engine.weights import ModelFiles, load_model_files
 
 _BLOCK_TOKENS = 16
-# Two answers at a time need about 40 blocks; all conversations together some 80, so the rest waits in the CPU tier.
-_NUM_GPU_BLOCKS = 44
+# Two answers at a time fit; all conversations together need twice the room, so the rest waits in the CPU tier.
+_PROMPT_BLOCKS, _TURNS = 32, 2
 _NUM_CPU_BLOCKS = 256
 
 
@@ -31,7 +31,8 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
     console.print("Loading SmolLM2-135M-Instruct (the first time its weights are converted, about 10 s) ...")
     files = load_model_files()
     tokenizer = ChatTokenizer(files)
-    config = _config(files, num_ranks, log_dir)
+    num_gpu_blocks = _PROMPT_BLOCKS + max_new_tokens * _TURNS * 4 // _BLOCK_TOKENS
+    config = _config(files, num_ranks, num_gpu_blocks, log_dir)
     plain_config = CacheConfig(
         layout=config.layout,
         block_size=config.block_size,
@@ -42,7 +43,7 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
     num_turns = len(CONVERSATIONS[0].turns)
     console.print(
         f"{len(CONVERSATIONS)} conversations of {num_turns} turns; {num_ranks} transfer ranks, whose model shards "
-        f"one compute process holds.\nGPU pool: {_NUM_GPU_BLOCKS} blocks of {_BLOCK_TOKENS} tokens (in shared memory "
+        f"one compute process holds.\nGPU pool: {num_gpu_blocks} blocks of {_BLOCK_TOKENS} tokens (in shared memory "
         f"on this CPU). CPU pool: {_NUM_CPU_BLOCKS} blocks."
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -70,11 +71,11 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
     return all(found["checks"].values())
 
 
-def _config(files: ModelFiles, num_ranks: int, log_dir: Path | None) -> CacheConfig:
+def _config(files: ModelFiles, num_ranks: int, num_gpu_blocks: int, log_dir: Path | None) -> CacheConfig:
     return CacheConfig(
         layout=layout_of(files.spec),
         block_size=_BLOCK_TOKENS,
-        num_gpu_blocks=_NUM_GPU_BLOCKS,
+        num_gpu_blocks=num_gpu_blocks,
         num_cpu_blocks=_NUM_CPU_BLOCKS,
         transfer=TransferConfig(tp_size=num_ranks, log_dir=str(log_dir) if log_dir else None),
     )

@@ -24,14 +24,20 @@ _LOAD_SECONDS = 2.0  # what has not come from the CPU tier by then is computed
 class Model(Protocol):
     """What the engine needs of `launch.reference_engine.model.Llama`."""
 
-    def forward(self, chunks: Sequence[SequenceChunk]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Compute the chunks and return the logits of each one's last token."""
+    def forward(
+        self, chunks: Sequence[SequenceChunk], before_layer: Callable[[int], None]
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Compute the chunks and return the logits of each one's last token.
+
+        Calls `before_layer` with a layer's number before it reads that layer's KV.
+        """
         ...
 
 
 class Engine:
     """Continuous batching with greedy sampling: match, allocate, run, commit per step, release.
 
+    With `overlap` a prompt is computed while its cached prefix is still being loaded: each layer waits for its own.
     `submit` and `stop` may be called from any thread; `step` and `run` by one.
     """
 
@@ -43,6 +49,7 @@ class Engine:
         eos_token_id: int,
         context_length: int,
         max_running: int = 4,
+        overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
@@ -50,6 +57,10 @@ class Engine:
         self._eos_token_id = eos_token_id
         self._context_length = context_length
         self._max_running = max_running
+        ranks = range(cache.config.transfer.tp_size)
+        progress = [cache.layer_progress(rank) for rank in ranks] if overlap and cache.config.layout else []
+        self._progress = [each for each in progress if each is not None]
+        self.waited_for_layers_seconds = 0.0  # while a step ran ahead of its loads
         self._clock = clock
         self._running: list[Generation] = []  # oldest first
         self._waiting: deque[Generation] = deque()
@@ -135,9 +146,13 @@ class Engine:
         request = generation.request
         try:
             match = self._match(generation)
-            if not match.ready:
+            if not match.ready and not self._can_overlap(match):
                 return False
-            new = self.cache.allocate(request, self._num_blocks(request.num_tokens) - len(match.block_ids))
+            num_matched = len(match.block_ids) + len(match.coming_block_ids)
+            num_missing = self._num_blocks(request.num_tokens) - num_matched
+            generation.is_ahead = not match.ready
+            new = self.cache.allocate(request, num_missing, ahead_of_loads=generation.is_ahead)
+            match = match.poll() if generation.is_ahead else match
         except OutOfBlocksError as shortage:
             self.cache.release(request)
             generation.note_refusal()
@@ -162,11 +177,16 @@ class Engine:
             generation.note_match(self._clock(), self.cache.match(generation.request), _LOAD_SECONDS)
         assert generation.match is not None
         generation.match = generation.match.poll()
-        if not generation.match.ready:
+        if not generation.match.ready and not self._can_overlap(generation.match):
             seconds_left = max(0.0, generation.load_deadline - self._clock())
             if not self._running or not seconds_left:
                 generation.match = generation.match.wait(seconds_left)
         return generation.match
+
+    def _can_overlap(self, match: Match) -> bool:
+        """Whether all that is coming is followed layer by layer."""
+        num_coming = len(match.coming_block_ids) * self.cache.config.block_size
+        return bool(self._progress) and 0 < num_coming == match.num_coming_tokens
 
     # -- one step
 
@@ -201,7 +221,7 @@ class Engine:
         """Give everything back; it is matched again later, over its prompt and what it has said so far."""
         self.cache.release(generation.request)
         self._running.remove(generation)
-        generation.block_ids = []
+        generation.block_ids, generation.is_ahead, generation.load_ids = [], False, ()
         with self._changed:
             self._waiting.appendleft(generation)
 
@@ -212,12 +232,39 @@ class Engine:
             start = generation.num_computed_tokens
             blocks = np.array(generation.block_ids, dtype=np.int32)
             chunks.append(SequenceChunk(tokens[start : start + num_tokens], start, blocks))
-        logits = self._model.forward(chunks)
+        logits = self._model.forward(chunks, self._layer_waiter(batch))
         for (generation, num_tokens), scores in zip(batch, logits, strict=True):
+            if generation.is_ahead and not self._confirm(generation):
+                continue
             generation.num_computed_tokens += num_tokens
             self.cache.commit(generation.request, generation.num_computed_tokens)
             if generation.num_computed_tokens == generation.request.num_tokens:
                 self._sample(generation, int(scores.argmax()))
+
+    def _layer_waiter(self, batch: list[tuple[Generation, int]]) -> Callable[[int], None]:
+        """Waits until a layer of all loads that the batch runs ahead of is in; no longer once one has failed."""
+        load_ids = tuple(load_id for generation, _ in batch for load_id in generation.load_ids)
+        hopeful, deadline = bool(load_ids), time.monotonic() + _LOAD_SECONDS
+
+        def wait(layer: int) -> None:
+            nonlocal hopeful
+            if hopeful:
+                started = time.monotonic()
+                hopeful = all(
+                    progress.wait_layer(load_ids, layer, max(0.0, deadline - time.monotonic()))
+                    for progress in self._progress
+                )
+                self.waited_for_layers_seconds += time.monotonic() - started
+
+        return wait
+
+    def _confirm(self, generation: Generation) -> bool:
+        """After a step ahead of loads: False where one did not come; the step was for nothing, and it starts over."""
+        generation.is_ahead, generation.load_ids = False, ()
+        if self.cache.confirm(generation.request, _LOAD_SECONDS):
+            return True
+        self._preempt(generation)
+        return False
 
     def _sample(self, generation: Generation, token_id: int) -> None:
         generation.request.append_output([token_id])

@@ -40,6 +40,8 @@ class Generation:
     load_deadline: float = 0.0
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    is_ahead: bool = False  # it runs on blocks that have yet to be confirmed
+    load_ids: tuple[int, ...] = ()  # of the loads that bring them
     _tokens: queue.SimpleQueue[int | None] = field(default_factory=queue.SimpleQueue)
 
     @property
@@ -64,10 +66,12 @@ class Generation:
     def note_admission(self, match: Match) -> None:
         """It got its blocks; a preempted one keeps the figures of its first admission."""
         self.match = None
-        self.block_ids = list(match.block_ids)
-        self.num_computed_tokens = match.num_tokens
+        self.block_ids = [*match.block_ids, *match.coming_block_ids]
+        self.num_computed_tokens = match.num_tokens + match.num_coming_tokens
+        self.load_ids = match.load_ids
         if not self.output:
-            self.num_gpu_tokens, self.num_cpu_tokens = match.num_gpu_tokens, match.num_cpu_tokens
+            self.num_gpu_tokens = match.num_gpu_tokens
+            self.num_cpu_tokens = match.num_cpu_tokens + match.num_coming_tokens
 
     def push(self, token_id: int) -> None:
         """A sampled token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,11 +55,14 @@ class Llama:
         rope = np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
         self._rope = self._paddle.to_tensor(rope)  # [context, head_dim / 2, 2]: cos + i sin per pair
 
-    def forward(self, chunks: Sequence[SequenceChunk]) -> Float32Array:
+    def forward(
+        self, chunks: Sequence[SequenceChunk], before_layer: Callable[[int], None] = lambda _: None
+    ) -> Float32Array:
         """Compute the chunks' tokens, write their KV into the blocks and score what follows each chunk.
 
         Args:
             chunks: of different sequences; their tokens share each read of the weights.
+            before_layer: called with each layer's number before its KV is read; may wait until it is there.
 
         Returns:
             Logits of each chunk's last token, float32 [len(chunks), vocab_size].
@@ -77,6 +80,7 @@ class Llama:
             write_rows = self.kv.write_rows(chunks)
             hidden = paddle.gather(self._weights["embedding"], paddle.to_tensor(token_ids))
             for layer in range(self.spec.num_layers):
+                before_layer(layer)
                 normed = self._norm(hidden, f"{layer}.attn_norm")
                 attended = self._attention(layer, normed, rope, write_rows, plans)
                 hidden = hidden + self._project(attended, f"{layer}.attn_output")

@@ -40,7 +40,15 @@ class Replay:
     spent on comparing and hashing made-up tokens. A prompt that ends inside a block brings one more, never cached.
     """
 
-    def __init__(self, trace: Trace, gpu_blocks: int, cpu_blocks: int, policy: str | EvictionPolicy = "lru") -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        gpu_blocks: int,
+        cpu_blocks: int,
+        policy: str | EvictionPolicy = "lru",
+        *,
+        write_policy: str = CacheConfig.cpu_write_policy,
+    ) -> None:
         """`policy`: a name, or an object in its place."""
         self._trace = trace
         self._now = 0.0
@@ -49,6 +57,7 @@ class Replay:
             block_size=1,
             num_gpu_blocks=gpu_blocks,
             num_cpu_blocks=cpu_blocks,
+            cpu_write_policy=write_policy,  # type: ignore[arg-type]
             transfer_client="inline",
         )
         if isinstance(policy, str):  # it has to know how many tokens a block really stands for

@@ -16,12 +16,33 @@ from transfer_manager.layout import STORAGE_DTYPES, KVLayout, KVPart, RankLayout
 from transfer_manager.task import Direction
 
 NUM_GPU, NUM_CPU = 12, 17
-UNEVEN = (KVPart("key", (3, 2, 5), "float16"), KVPart("scale", (3,), "float32"), KVPart("value", (7,), "int8"))
+UNEVEN = (KVPart("key", (3, 2, 5), "float16"), KVPart("scale", (3,), "float32", None), KVPart("value", (7,), "int8"))
 LAYOUTS = {
     dtype: KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype=dtype).for_rank(1, 4) for dtype in STORAGE_DTYPES
 }
+_MODEL = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8}
+KINDS: dict[str, dict[str, object]] = {
+    "latent": {"num_kv_heads": 1, "head_dim": 12, "value_head_dim": 0, "dtype": "bfloat16"},
+    "values of another size": {"value_head_dim": 6},
+    "scales": {"dtype": "float8_e4m3", "scale_dtype": "float32", "scale_elements": 4},
+    "latent with scales": {"num_kv_heads": 1, "value_head_dim": 0, "dtype": "int8", "scale_dtype": "float16"},
+    "int4, heads first": {"dtype": "int4", "scale_dtype": "bfloat16", "heads_first": True},
+    "heads first": {"heads_first": True},
+    "extra layers": {"num_extra_layers": 2, "extra_layer_block_ratio": 1.5},
+    "block first": {"device_order": "block_first", "num_extra_layers": 1},
+    "block first, scales, heads first": {
+        "device_order": "block_first",
+        "dtype": "uint8",
+        "scale_dtype": "float32",
+        "heads_first": True,
+    },
+}
+LAYOUTS |= {name: KVLayout(**(_MODEL | kind)).for_rank(1, 4) for name, kind in KINDS.items()}  # type: ignore[arg-type]
+LAYOUTS["replicated head"] = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4).for_rank(8, 4)
+# several layers fill a step of a load only where layers are as large as this
+LAYOUTS["steps"] = KVLayout(num_layers=5, num_kv_heads=4, head_dim=1024, dtype="float32").for_rank(1, 8)
 LAYOUTS["uneven"] = RankLayout(num_layers=4, parts=UNEVEN)
-LAYOUTS["one byte"] = RankLayout(num_layers=1, parts=(KVPart("latent", (1,), "uint8"),))
+LAYOUTS["one byte"] = RankLayout(num_layers=1, parts=(KVPart("latent", (1,), "uint8", None),))
 # (device ids, CPU ids): neighbours, permutations, strides, backwards, one, none, all
 ID_PAIRS = [
     ([0, 1, 2, 3], [4, 5, 6, 7]),
@@ -38,7 +59,8 @@ MakeDevice = Callable[[RankLayout, SharedArray, SharedArray], Device]
 
 
 def make_cpu(layout: RankLayout, kv: SharedArray, cpu: SharedArray) -> Device:
-    return CpuDevice(layout, kv, cpu, NUM_GPU, NUM_CPU)
+    images = cpu.view(np.uint8, (NUM_CPU, layout.block_bytes))
+    return CpuDevice(layout, [kv.view(np.uint8, (kv.num_bytes,))], layout.places(NUM_GPU), images, NUM_GPU)
 
 
 DEVICES: dict[str, MakeDevice] = {"cpu": make_cpu}
@@ -59,8 +81,12 @@ class Bench:
 
     def pieces(self) -> list[np.ndarray]:
         """The bytes of each layer's each part as the model's views show them: [num_blocks, bytes]."""
-        views = self.layout.kv_views(self.kv, NUM_GPU)
-        return [array.view(np.uint8).reshape(NUM_GPU, -1) for layer in views for array in layer.values()]
+        views = self.views()
+        return [array.reshape(len(array), -1).view(np.uint8)[:NUM_GPU] for layer in views for array in layer.values()]
+
+    def views(self) -> list[dict[str, np.ndarray]]:
+        flat = self.kv.view(np.uint8, (self.kv.num_bytes,))
+        return self.layout.kv_views([flat], self.layout.places(NUM_GPU))
 
     def fill(self, seed: int) -> None:
         noise = np.random.default_rng(seed)
@@ -88,7 +114,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Bench]]:
 
     def new(name: str) -> Bench:
         layout = LAYOUTS[name]
-        kv = SharedArray.create("kv", NUM_GPU * layout.block_bytes)
+        kv = SharedArray.create("kv", layout.gpu_bytes(NUM_GPU))
         cpu = SharedArray.create("cpu", NUM_CPU * layout.block_bytes)
         arrays.extend((kv, cpu))
         benches.append(Bench(DEVICES[request.param](layout, kv, cpu), layout, kv, cpu))
@@ -96,6 +122,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Bench]]:
 
     yield new
     for bench in benches:
+        bench.device.close()
         del bench.device
     for array in arrays:
         array.close()
@@ -109,7 +136,7 @@ def test_a_copy_within_the_gpu_changes_its_destinations_only(make: Callable[[str
     before, images = [piece.copy() for piece in bench.pieces()], bench.images.copy()
     num_bytes, layers = bench.swap(Direction.COPY, [9, 2, 3], [0, 5, 6])
     assert num_bytes == 3 * bench.layout.block_bytes
-    assert layers == list(range(1, bench.layout.num_layers + 1))
+    assert layers[-1] == bench.layout.num_layers
     for piece, original in zip(bench.pieces(), before, strict=True):
         expected = original.copy()
         expected[[0, 5, 6]] = original[[9, 2, 3]]
@@ -153,16 +180,25 @@ def test_an_image_is_the_blocks_parts_in_order(make: Callable[[str], Bench], lay
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_bytes_moved_and_layers_are_reported(make: Callable[[str], Bench], direction: Direction) -> None:
-    """The count is blocks times block bytes; layers are told 1, 2 ... n, each once, in order, also for no blocks."""
-    bench = make("uneven")
-    assert bench.swap(direction, [5, 1, 2], [0, 8, 9]) == (3 * bench.layout.block_bytes, [1, 2, 3, 4])
-    assert bench.swap(direction, [], []) == (0, [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", ["uneven", "steps", "extra layers"])
+def test_bytes_moved_and_layers_are_reported(make: Callable[[str], Bench], direction: Direction, layout: str) -> None:
+    """The count is blocks times block bytes; layers are told in rising order up to all, also for no blocks."""
+    bench = make(layout)
+    for gpu, cpu in (([5, 1, 2], [0, 8, 9]), ([], [])):
+        num_bytes, layers = bench.swap(direction, gpu, cpu)
+        assert num_bytes == len(gpu) * bench.layout.block_bytes
+        assert layers == sorted(set(layers)) and layers[-1] == bench.layout.num_layers
+
+
+def test_large_layers_are_reported_one_by_one(make: Callable[[str], Bench]) -> None:
+    """Of a load whose layers are worth a copy each, every layer is told: that is what overlap lives on."""
+    bench = make("steps")
+    assert bench.swap(Direction.SWAP_IN, [5, 1, 2], [0, 8, 9])[1] == [1, 2, 3, 4, 5]
 
 
 def test_a_layer_that_is_told_is_in_place(make: Callable[[str], Bench]) -> None:
     """When layer n is reported its bytes are there: an engine may compute it while later ones still load."""
-    bench = make("uneven")
+    bench = make("steps")
     bench.fill(seed=3)
     gpu, cpu = [4, 0], [1, 6]
     bench.swap(Direction.SWAP_OUT, gpu, cpu)
@@ -177,7 +213,7 @@ def test_a_layer_that_is_told_is_in_place(make: Callable[[str], Bench]) -> None:
             assert np.array_equal(piece[gpu], bytes_wanted)
 
     bench.copy(Direction.SWAP_IN, gpu, cpu, on_layer)
-    assert told == [1, 2, 3, 4]
+    assert told == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -204,3 +240,30 @@ def test_impossible_ids_copy_nothing(
     with pytest.raises(DeviceError):
         bench.copy(direction, gpu, cpu, layers.append)
     assert bench.everything() == before and layers == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_leading_tokens_are_copied_and_the_others_stay(
+    make: Callable[[str], Bench], layout: str, num_tokens: int
+) -> None:
+    """Of each destination the first tokens of every part are the source's, the rest is as before; no other block."""
+    bench = make(layout)
+    bench.fill(seed=5)
+    before = [{name: array.copy() for name, array in layer.items()} for layer in bench.views()]
+    sources, destinations = np.array([9, 2, 3], np.int32), np.array([0, 5, 6], np.int32)
+    moved = bench.device.copy(Direction.COPY, sources, destinations, lambda _: None, num_tokens)
+    expected_bytes = 0
+    for layer, originals in zip(bench.views(), before, strict=True):
+        for part in bench.layout.parts:
+            expected, axis = originals[part.name].copy(), part.token_axis
+            if axis is None:
+                expected[destinations] = originals[part.name][sources]
+                expected_bytes += part.num_bytes
+            else:
+                first = (slice(None),) * axis + (slice(num_tokens),)
+                for source, destination in zip(sources, destinations, strict=True):
+                    expected[destination][first] = originals[part.name][source][first]
+                expected_bytes += expected[0][first].nbytes
+            assert layer[part.name].tobytes() == expected.tobytes()
+    assert moved == 3 * expected_bytes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fastdeploy_cache.copy_down import MIN_STORE_BLOCKS
 from fastdeploy_cache.errors import OutOfBlocksError
-from fastdeploy_cache.matcher import MIN_STORE_BLOCKS
 from tests.cache_model import CacheModel
 
 A, B, C = ([base + i for i in range(100)] for base in (1000, 2000, 3000))
@@ -98,8 +98,8 @@ def test_computed_blocks_are_adopted_while_their_load_is_late() -> None:
     model.finish()
 
 
-def test_a_match_short_of_room_loads_what_fits_and_says_so() -> None:
-    """Room is kept for the rest of the prompt; the match never raises."""
+def test_a_match_short_of_room_loads_nothing_and_says_so() -> None:
+    """A chain is loaded whole or not at all; the match never raises."""
     model = CacheModel(4, 12, 40)
     model.serve_and_copy(A[:40])
     model.serve(B[:40], stays=True, patient=True)

@@ -14,7 +14,7 @@ import pytest
 from ipc import codec
 from tests.contracts.answers import Answers, task
 from tests.faults.conftest import SECONDS, is_gone, pids, stopped, wait_exit, watched
-from transfer_manager import rank_client
+from transfer_manager import rank_io
 from transfer_manager.errors import RankStartError
 from transfer_manager.rank_client import RankClient
 from transfer_manager.rank_process import RankProcess
@@ -51,7 +51,7 @@ def test_a_killed_rank_fails_its_tasks_and_comes_back(new_client: NewClient, eve
     stopped(before[1])
     for number in range(5):
         client.submit(task(number, OUT, [number], [number], timeout_seconds=1000.0))
-    eventually(lambda: [flight.waiting for flight in list(client._in_flight.values())] == [{1}] * 5)
+    eventually(lambda: [flight.waiting for flight in client._io._flights.all()] == [{1}] * 5)
     os.kill(before[1], signal.SIGKILL)
     for result in answers.wait(5):
         assert "rank 1 exited with code -9" in str(result.error)
@@ -91,13 +91,13 @@ def test_a_stopped_rank_is_reaped_before_its_task_is_answered(new_client: NewCli
     client, answers = new_client(tp_size=2)
     before = pids(client)
     with watched(before[0]) as pidfd:
-        listen = client._on_result
+        listen = client._io._on_result
 
         def note(result: TransferResult) -> None:
             gone.append(is_gone(pidfd))
             listen(result)
 
-        client._on_result = note
+        client._io._on_result = note
         stopped(before[0])
         client.submit(task(1, OUT, [0], [0], timeout_seconds=1.0))
         client.submit(task(2, OUT, [1], [1], timeout_seconds=1.0))
@@ -116,7 +116,7 @@ def test_an_idle_stopped_rank_is_replaced(new_client: NewClient, eventually: Cal
     with watched(before[1]) as pidfd:
         assert wait_exit(pidfd)
     eventually(lambda: client.statuses()[1].num_restarts == 1 and client.available)
-    assert "no sign of life" in client._ranks[1].last_failure
+    assert "no sign of life" in client._io.ranks[1].last_failure
     client.submit(task(1, OUT, [0], [0]))
     assert answers.wait(1)[0].error is None
 
@@ -149,7 +149,7 @@ def test_too_many_deaths_switch_the_client_off(new_client: NewClient, eventually
     for num_restarts in (0, 1, 2):
         eventually(lambda n=num_restarts: client.available and client.statuses()[1].num_restarts == n)
         kill_rank(client, 1)
-    eventually(lambda: client._ranks[1].phase.value == "off")
+    eventually(lambda: client._io.ranks[1].phase.value == "off")
     client.submit(task(1, OUT, [0], [0]))
     assert answers.wait(1)[0].error is not None
     assert not client.available and client.statuses()[1].pid is None
@@ -202,7 +202,7 @@ def test_a_callback_that_raises_ends_the_client_in_order(
 ) -> None:
     """The caller's books are broken: loudly no more is accepted, yet every task is answered and every rank reaped."""
     said: list[str] = []
-    monkeypatch.setattr(rank_client.logger, "exception", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(rank_io.logger, "exception", lambda text, *values: said.append(text % values))
     client, answers = new_client(tp_size=2, task_timeout_seconds=1000.0, stop_timeout_seconds=0.2)
     before = pids(client)
 
@@ -210,14 +210,14 @@ def test_a_callback_that_raises_ends_the_client_in_order(
         answers(result)
         raise RuntimeError("the caller's books are broken")
 
-    client._on_result = broken
+    client._io._on_result = broken
     with watched(before[0]) as first, watched(before[1]) as second:
         stopped(before[1])
         for number in range(4):
             client.submit(task(number, OUT, [number], [number], timeout_seconds=1000.0))
         os.kill(before[1], signal.SIGKILL)
         answers.wait(4)
-        client._on_result = answers
+        client._io._on_result = answers
         assert wait_exit(first) and wait_exit(second)
     client.stop()
     assert sorted(result.task.task_id for result in answers.now()) == [0, 1, 2, 3] and not client.available
@@ -235,7 +235,7 @@ def test_a_rank_that_lingers_after_its_kill_makes_nobody_spin(
     stopped(old)
     client.submit(task(1, OUT, [0], [0], timeout_seconds=0.01))
     assert killed.wait(SECONDS)
-    assert client._next_timeout() > 0.1
+    assert client._io._next_timeout() > 0.1
     monkeypatch.setattr(RankProcess, "kill", kill)
     os.kill(old, signal.SIGKILL)
     assert answers.wait(1)[0].error is not None
@@ -252,7 +252,7 @@ def test_a_rank_that_talks_nonsense_is_replaced(
     def decode_nonsense_once(data: bytes, message_type: object) -> object:
         return codec.decode(b"nonsense" if nonsense and nonsense.pop() else data, message_type)
 
-    monkeypatch.setattr(rank_client, "decode", decode_nonsense_once)
+    monkeypatch.setattr(rank_io, "decode", decode_nonsense_once)
     client.submit(task(1, OUT, [0], [0]))
     (result,) = answers.wait(1)
     assert "what is no message" in str(result.error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -41,7 +41,8 @@ class EchoModel:
         self._keys = [cache.kv_views(rank)[0]["key"] for rank in range(cache.config.transfer.tp_size)]
         self.num_computed_tokens = 0
 
-    def forward(self, chunks: Sequence[SequenceChunk]) -> np.ndarray:
+    def forward(self, chunks: Sequence[SequenceChunk], before_layer: Callable[[int], None]) -> np.ndarray:
+        before_layer(0)
         logits = np.zeros((len(chunks), VOCABULARY), np.float32)
         for row, chunk in zip(logits, chunks, strict=True):
             self.num_computed_tokens += len(chunk.token_ids)

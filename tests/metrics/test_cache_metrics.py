@@ -32,6 +32,7 @@ def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]
     keys |= {key("evicted_blocks_total", tier=t, kind=k) for t in ("gpu", "cpu") for k in EVICTION_KINDS}
     for name in ("swaps_total", "swap_bytes_total", "swap_seconds_total", "swap_failures_total"):
         keys |= {key(name, direction=d, rank=r) for d, r in product(DIRECTIONS, ranks)}
+    keys |= {key("refused_swaps_total", direction=d) for d in DIRECTIONS}
     return keys | {key(name, rank=r) for name in ("rank_up", "rank_restarts_total") for r in ranks}
 
 
@@ -50,7 +51,8 @@ def test_no_series_appears_later() -> None:
     evictions = [(tier, kind, 1) for tier, kind in product(("gpu", "cpu"), EVICTION_KINDS)]
     for direction, rank in product(DIRECTIONS, range(2)):
         metrics.record_swap(direction, rank, 1, 1.0, failed=True)
-    metrics.observe(tuple, lambda: evictions, lambda: [(0, True, 1), (1, True, 1)])
+    refused = [(direction, 1) for direction in DIRECTIONS]
+    metrics.observe(tuple, lambda: evictions, lambda: [(0, True, 1), (1, True, 1)], lambda: refused)
     samples = scrape(metrics)
     assert set(samples) == expected_keys(2)
     assert all(samples.values()), "and each was counted"

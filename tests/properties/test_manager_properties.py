@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from fastdeploy_cache.config import WRITE_POLICIES
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.request import Image
 from tests.cache_model import CacheModel, LiveRequest
@@ -27,9 +28,12 @@ class CacheMachine(RuleBasedStateMachine):
         num_cpu=st.sampled_from([40, 12, 5, 0]),
         policy=st.sampled_from(EVICTION_POLICIES),
         recompute=st.booleans(),
+        write_policy=st.sampled_from(WRITE_POLICIES),
     )
-    def start(self, size: int, num_gpu: int, num_cpu: int, policy: str, recompute: bool) -> None:
-        self.model = CacheModel(size, num_gpu, num_cpu, policy=policy, recompute_last_token=recompute)
+    def start(self, size: int, num_gpu: int, num_cpu: int, policy: str, recompute: bool, write_policy: str) -> None:
+        self.model = CacheModel(
+            size, num_gpu, num_cpu, policy=policy, recompute_last_token=recompute, write_policy=write_policy
+        )
 
     def pick(self, data: st.DataObject) -> LiveRequest:
         return self.model.live[data.draw(st.integers(0, len(self.model.live) - 1))]
@@ -52,17 +56,28 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.allocate(self.pick(data), num_blocks)
 
     @precondition(lambda self: self.model.live)
+    @rule(data=st.data(), num_blocks=st.integers(0, 3), lands=st.booleans())
+    def run_ahead(self, data: st.DataObject, num_blocks: int, lands: bool) -> None:
+        live = self.pick(data)
+        if self.model.run_ahead(live, num_blocks) and lands:
+            self.model.client.land_all()
+
+    @precondition(lambda self: self.model.live)
     @rule(data=st.data(), output=st.lists(st.integers(0, 4), max_size=4))
     def compute(self, data: st.DataObject, output: list[int]) -> None:
         live = self.pick(data)
         live.request.append_output(output)
-        if (limit := self.model.computable(live)) >= live.num_computed:
+        limit = self.model.computable(live)
+        if live in self.model.live and limit >= live.num_computed:
             self.model.compute(live, data.draw(st.integers(live.num_computed, limit)))
 
     @precondition(lambda self: self.model.live)
     @rule(data=st.data())
     def commit_too_much(self, data: st.DataObject) -> None:
-        self.model.commit_too_much(self.pick(data))
+        live = self.pick(data)
+        self.model.settle(live)
+        if live in self.model.live:
+            self.model.commit_too_much(live)
 
     @precondition(lambda self: self.model.live)
     @rule(data=st.data())
@@ -82,6 +97,8 @@ class CacheMachine(RuleBasedStateMachine):
     def reset(self, chance: int) -> None:
         if chance == 9:
             self.model.reset()
+        elif chance == 8:
+            self.model.kv_lost()
 
     @invariant()
     def books_add_up(self) -> None:
@@ -100,35 +117,54 @@ TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.__doc__ = "Short stories chosen by hypothesis: never a wrong byte, never a book that does not add up."
 
 
+_ACTIONS = {"serve": 9, "match": 4, "land": 6, "down": 0.4, "reset": 0.1, "kv lost": 0.1}
+_ACTIONS_OF_LIVE = {"allocate": 4, "ahead": 5, "compute": 5, "release": 7}
+
+
 def _walk(model: CacheModel, choose: random.Random) -> None:
     """One step with the weights of real traffic: mostly whole requests, now and then a death or a reset."""
-    text = choose.choice(TEXTS)[: choose.randint(1, 48)]
-    text += [choose.randint(0, 4) for _ in range(choose.choice((0, 0, 3)))]
-    live = choose.choice(model.live) if model.live else None
-    action = choose.choices(
-        ("serve", "match", "allocate", "compute", "release", "land", "down", "reset"), (9, 2, 4, 5, 7, 6, 0.4, 0.1)
-    )[0]
-    model.client.up = True
-    images = [choose.choice(IMAGES)] if len(text) > 24 and choose.random() < 0.2 else []
-    if action == "serve":
-        model.serve(text, stays=choose.random() < 0.2, patient=choose.random() < 0.7, images=images)
-    elif action == "match":
-        model.match(text, choose.choice(("", "", "", "lora")))
-    elif action == "allocate" and live:
-        model.allocate(live, choose.randint(0, 6))
-    elif action == "compute" and live:
-        live.request.append_output([choose.randint(0, 4) for _ in range(choose.randint(0, 4))])
-        if (limit := model.computable(live)) >= live.num_computed:
-            model.compute(live, choose.randint(live.num_computed, limit))
-    elif action == "release" and live:
-        model.release(live)
+    actions = _ACTIONS | (_ACTIONS_OF_LIVE if model.live else {})
+    action = choose.choices(list(actions), list(actions.values()))[0]
+    model.client.up = action != "down"
+    if action in _ACTIONS_OF_LIVE:
+        _walk_on(model, choose, action, choose.choice(model.live))
     elif action == "land":
         model.land(choose.choice(ERRORS), choose.randint(1, 4))
-    elif action == "down":
-        model.client.up = False
-        model.serve(text, stays=False, patient=True)
     elif action == "reset":
         model.reset()
+    elif action == "kv lost":
+        model.kv_lost()
+    else:
+        _walk_in(model, choose, action)
+
+
+def _walk_in(model: CacheModel, choose: random.Random, action: str) -> None:
+    """A new request."""
+    text = choose.choice(TEXTS)[: choose.randint(1, 48)]
+    text += [choose.randint(0, 4) for _ in range(choose.choice((0, 0, 3)))]
+    images = [choose.choice(IMAGES)] if len(text) > 24 and choose.random() < 0.2 else []
+    if action == "match":
+        model.match(text, choose.choice(("", "", "", "lora")))
+    elif action == "down":
+        model.serve(text, stays=False, patient=True)
+    else:
+        model.serve(text, stays=choose.random() < 0.2, patient=choose.random() < 0.7, images=images)
+
+
+def _walk_on(model: CacheModel, choose: random.Random, action: str, live: LiveRequest) -> None:
+    """A request that is there goes on."""
+    if action == "allocate":
+        model.allocate(live, choose.randint(0, 6))
+    elif action == "ahead":
+        if model.run_ahead(live, choose.randint(0, 3)) and choose.random() < 0.5:
+            model.client.land_all()
+    elif action == "compute":
+        live.request.append_output([choose.randint(0, 4) for _ in range(choose.randint(0, 4))])
+        limit = model.computable(live)
+        if live in model.live and limit >= live.num_computed:
+            model.compute(live, choose.randint(live.num_computed, limit))
+    else:
+        model.release(live)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -139,10 +175,13 @@ def _walk(model: CacheModel, choose: random.Random) -> None:
     num_cpu=st.sampled_from([60, 15]),
     policy=st.sampled_from(EVICTION_POLICIES),
     recompute=st.booleans(),
+    write_policy=st.sampled_from(WRITE_POLICIES),
 )
-def test_long_random_walks(seed: int, size: int, num_gpu: int, num_cpu: int, policy: str, recompute: bool) -> None:
+def test_long_random_walks(
+    seed: int, size: int, num_gpu: int, num_cpu: int, policy: str, recompute: bool, write_policy: str
+) -> None:
     """Hundreds of steps with the weights of real traffic reach full tiers, splits in flight and late loads."""
-    model = CacheModel(size, num_gpu, num_cpu, policy=policy, recompute_last_token=recompute)
+    model = CacheModel(size, num_gpu, num_cpu, policy=policy, recompute_last_token=recompute, write_policy=write_policy)
     choose = random.Random(seed)
     for _ in range(300):
         _walk(model, choose)
@@ -151,9 +190,9 @@ def test_long_random_walks(seed: int, size: int, num_gpu: int, num_cpu: int, pol
 
 
 def test_random_walks_do_load_from_the_cpu_tier() -> None:
-    """The walk above is worth something: it serves thousands of tokens that came back from the CPU tier."""
+    """The walk above is worth something: it serves hundreds of tokens that came back from the CPU tier."""
     model, choose = CacheModel(2, 20, 60), random.Random(1)
     for _ in range(2000):
         _walk(model, choose)
     model.finish()
-    assert model.num_loaded_tokens > 1000
+    assert model.num_loaded_tokens > 500

@@ -10,21 +10,12 @@ import pytest
 from transfer_manager.errors import LayoutError
 from transfer_manager.layout import STORAGE_DTYPES, KVLayout, KVPart, RankLayout
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1, "int8": 1, "uint8": 1}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1, "int8": 1}
+ITEM_BYTES |= {"uint8": 1, "int4": 0.5}
 UNEVEN = RankLayout(
     num_layers=3,
     parts=(KVPart("key", (4, 2, 8), "float16"), KVPart("scale", (4,), "float32"), KVPart("v", (5,), "int8")),
 )
-
-
-class Bytes:
-    """Stands for shared memory: plain bytes with the same `view`."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.data = np.zeros(num_bytes, np.uint8)
-
-    def view(self, dtype: str, shape: tuple[int, ...], offset_bytes: int = 0) -> np.ndarray:
-        return np.frombuffer(self.data, dtype, int(np.prod(shape)), offset_bytes).reshape(shape)
 
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
@@ -88,11 +79,11 @@ def test_image_pieces_tile_a_block() -> None:
 
 def test_views_tile_a_ranks_memory() -> None:
     """Every byte of the KV memory belongs to exactly one element of one view, with the part's shape and dtype."""
-    memory = Bytes(7 * UNEVEN.block_bytes)
-    views = UNEVEN.kv_views(memory, 7)
+    memory = np.zeros(UNEVEN.gpu_bytes(7), np.uint8)
+    views = UNEVEN.kv_views([memory], UNEVEN.places(7))
     assert [list(layer) for layer in views] == [["key", "scale", "v"]] * 3
     for layer in views:
         for part in UNEVEN.parts:
             assert layer[part.name].shape == (7, *part.shape) and layer[part.name].dtype == part.storage_dtype
             layer[part.name].view(np.uint8)[...] += 1
-    assert set(memory.data.tolist()) == {1}
+    assert set(memory.tolist()) == {1}

@@ -12,6 +12,7 @@ from ipc.shared_array import SharedArray
 from transfer_manager.config import TransferConfig
 from transfer_manager.rank_signal import RankSignal, RankState
 from transfer_manager.supervisor import Phase, RankSupervisor, RestartPolicy
+from transfer_manager.task import Lane
 
 CONFIG = TransferConfig(
     start_timeout_seconds=5.0,
@@ -56,6 +57,12 @@ class FakeQueue:
 
     def close(self) -> None:
         self.closed = True
+
+
+def ready(supervisor: RankSupervisor, now: float) -> None:
+    """Every lane says so."""
+    for lane in Lane:
+        supervisor.note_ready(lane, now)
 
 
 @dataclass
@@ -133,7 +140,7 @@ def test_first_tick_starts_the_first_incarnation(world: World) -> None:
     assert world.spawned == [(4, 1, "ipc://0")]
     assert (supervisor.phase, world.signal.state) == (Phase.STARTING, RankState.STARTING)
     assert not world.queues[0].hidden
-    supervisor.note_ready(0.0)
+    ready(supervisor, 0.0)
     assert supervisor.phase is Phase.READY and world.queues[0].hidden and supervisor.num_restarts == 0
 
 
@@ -157,7 +164,7 @@ def test_a_rank_that_beats_lives(world: World) -> None:
     """Any movement of the counter, however slow the supervisor looks, is life."""
     supervisor = world.supervisor()
     supervisor.tick(0.0)
-    supervisor.note_ready(0.0)
+    ready(supervisor, 0.0)
     for now in (0.9, 1.8, 2.7, 50.0, 99.0):
         world.signal.beat()
         supervisor.tick(now)
@@ -168,7 +175,7 @@ def test_a_rank_that_stops_beating_is_killed(world: World) -> None:
     """Silence for longer than the time-out, counted from the last movement seen."""
     supervisor = world.supervisor()
     supervisor.tick(0.0)
-    supervisor.note_ready(0.0)
+    ready(supervisor, 0.0)
     world.signal.beat()
     supervisor.tick(0.5)
     supervisor.tick(1.5)
@@ -183,7 +190,7 @@ def test_a_slow_start_is_no_missing_heartbeat(world: World) -> None:
     """The time between start and ready does not count as silence for long after it."""
     supervisor = world.supervisor()
     supervisor.tick(0.0)
-    supervisor.note_ready(50.0)
+    ready(supervisor, 50.0)
     supervisor.tick(50.2)
     assert world.processes[0].num_kills == 0
 
@@ -194,7 +201,7 @@ def test_restarts_wait_and_count_up(world: World) -> None:
     now = 100.0
     supervisor.tick(now)
     for death, pause in enumerate((0.1, 0.2, 0.4), start=1):
-        supervisor.note_ready(now)
+        ready(supervisor, now)
         die(supervisor, now, code=1)
         assert supervisor.next_tick(now) == pytest.approx(pause)
         supervisor.tick(now + pause * 0.9)
@@ -235,7 +242,7 @@ def test_a_retired_rank_is_not_restarted(world: World) -> None:
     """Asked to stop, its exit is the end; without a process the end is at once."""
     supervisor = world.supervisor()
     supervisor.tick(0.0)
-    supervisor.note_ready(0.0)
+    ready(supervisor, 0.0)
     supervisor.retire()
     assert supervisor.phase is Phase.STOPPING
     die(supervisor, 1.0, code=0)
@@ -251,7 +258,7 @@ def test_ready_after_retirement_changes_nothing(world: World) -> None:
     supervisor = world.supervisor()
     supervisor.tick(0.0)
     supervisor.retire()
-    supervisor.note_ready(0.0)
+    ready(supervisor, 0.0)
     assert supervisor.phase is Phase.STOPPING
 
 

@@ -1,1 +1,43 @@
 """Where a rank's KV arrays live and how blocks are copied from and to them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ipc.shared_array import SharedArray
+from transfer_manager.device.base import Device
+from transfer_manager.device.cpu import CpuDevice
+from transfer_manager.kv_memory import KVHandle, KVMemory
+from transfer_manager.task import RankSetup
+
+
+class OpenedDevice(NamedTuple):
+    """A rank's device, and the handle of its KV arrays where the rank itself has made them."""
+
+    device: Device
+    new_kv: KVHandle | None
+    memory: object  # kept as long as the device
+
+
+def open_device(setup: RankSetup, cpu: SharedArray) -> OpenedDevice:
+    """Attach the rank's KV arrays, or make them where the set-up names none.
+
+    Raises:
+        DeviceError: there is no such device.
+        IPCError, LayoutError: the KV arrays cannot be attached.
+    """
+    shape = (setup.num_cpu_blocks, setup.layout.block_bytes)
+    images = cpu.view(np.uint8, shape) if setup.num_cpu_blocks else np.empty(shape, np.uint8)
+    if setup.device == "cuda":
+        from transfer_manager.device.cuda import open_cuda  # late: needs NVIDIA's bindings
+
+        cuda, new_kv = open_cuda(setup, images)
+        return OpenedDevice(cuda, new_kv, cpu)
+    if setup.kv is None:
+        kv = KVMemory.create(setup.layout, setup.num_gpu_blocks, f"kv-rank{setup.rank}")
+    else:
+        kv = KVMemory.open(setup.layout, setup.num_gpu_blocks, setup.kv)
+    device = CpuDevice(setup.layout, kv.flat(), kv.places, images, setup.num_gpu_blocks)
+    return OpenedDevice(device, kv.handle() if setup.kv is None else None, kv)

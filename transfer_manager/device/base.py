@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from transfer_manager.errors import DeviceError
 from transfer_manager.task import Direction, Int32Array
 
 
 class Device(Protocol):
-    """One rank's KV arrays and CPU blocks. Used by one thread at a time, in the rank (or inline in the engine)."""
+    """One rank's KV arrays and CPU blocks, in the rank (or inline in the engine).
+
+    At most one thread copies in each direction at a time (COPY counts as SWAP_IN).
+    """
 
     def copy(
         self,
@@ -17,15 +21,48 @@ class Device(Protocol):
         source_ids: Int32Array,
         destination_ids: Int32Array,
         on_layer: Callable[[int], None],
+        num_tokens: int | None = None,
     ) -> int:
-        """Copy block `source_ids[i]` to block `destination_ids[i]`, layer by layer.
+        """Copy block `source_ids[i]` to block `destination_ids[i]`.
 
         SWAP_OUT: from GPU blocks to CPU blocks; SWAP_IN: the other way; COPY: within the GPU blocks (no id may be both
-        source and destination).
+        source and destination), and of each block the first `num_tokens` tokens only, where that is given; parts
+        without a token axis are copied whole.
 
-        Calls `on_layer(n)` when the first n layers are in place. Returns the bytes moved; all are in place then.
+        Calls `on_layer(n)` with rising n when the first n layers are in place, last with all. Returns the bytes moved;
+        all are in place then.
 
         Raises:
-            DeviceError: lists of different length or an id outside its pool; nothing was copied.
+            DeviceError: lists of different length or an id outside its pool, and nothing was copied; or the hardware
+                failed, and what is in the destinations is unknown.
         """
         ...
+
+    def bind_thread(self) -> None:
+        """Called by each thread before its first copy."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the hardware has failed in a way that only a new process recovers from."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is attached; no copy may run. Safe to call twice."""
+        ...
+
+
+def check_ids(
+    direction: Direction, source_ids: Int32Array, destination_ids: Int32Array, num_gpu_blocks: int, num_cpu_blocks: int
+) -> None:
+    """Raise `DeviceError` for lists of different length or ids outside the pools of their tiers."""
+    pools = {True: ("GPU", num_gpu_blocks), False: ("CPU", num_cpu_blocks)}
+    _check_pool(*pools[direction is not Direction.SWAP_IN], source_ids)
+    _check_pool(*pools[direction is not Direction.SWAP_OUT], destination_ids)
+    if len(source_ids) != len(destination_ids):
+        raise DeviceError(f"{len(source_ids)} source block ids for {len(destination_ids)} destination block ids")
+
+
+def _check_pool(tier: str, num_blocks: int, ids: Int32Array) -> None:
+    if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < num_blocks):
+        raise DeviceError(f"{tier} block ids {ids.min()}..{ids.max()} leave the pool of {num_blocks} blocks")

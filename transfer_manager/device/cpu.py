@@ -3,39 +3,50 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from ipc.shared_array import SharedArray
-from transfer_manager.errors import DeviceError
-from transfer_manager.layout import RankLayout
+from transfer_manager.device.base import check_ids
+from transfer_manager.device.strips import Step, Strip, load_steps, whole_step
+from transfer_manager.layout import Places, RankLayout
 from transfer_manager.task import Direction, Int32Array
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_Pairs = list[tuple[Bytes, Bytes]]  # pieces on the device, the same inside the images: [blocks, rows, row bytes] each
 
 
 class CpuDevice:
-    """See `transfer_manager.device.base.Device`."""
+    """See `transfer_manager.device.base.Device`. NumPy copies piece by piece, without the interpreter's lock.
+
+    Copies of different directions may run in two threads at a time.
+    """
 
     def __init__(
-        self, layout: RankLayout, kv: SharedArray, cpu: SharedArray, num_gpu_blocks: int, num_cpu_blocks: int
+        self,
+        layout: RankLayout,
+        segments: Sequence[Bytes],
+        places: Places,
+        images: Bytes,
+        num_gpu_blocks: int,
     ) -> None:
-        self._num_blocks = {"GPU": num_gpu_blocks, "CPU": num_cpu_blocks}
-        shape = (num_cpu_blocks, layout.block_bytes)
-        images = cpu.view(np.uint8, shape) if num_cpu_blocks else np.empty(shape, np.uint8)
-        # per layer, the pairs (pieces on the device, the same part inside the images), each [num_blocks, part bytes]
-        self._layers: list[list[tuple[Bytes, Bytes]]] = []
-        for layer in range(layout.num_layers):
-            pairs = []
-            for index, part in enumerate(layout.parts):
-                device_offset = layout.device_offset_bytes(layer, index, num_gpu_blocks)
-                image_offset = layout.image_offset_bytes(layer, index)
-                pieces = kv.view(np.uint8, (num_gpu_blocks, part.num_bytes), device_offset)
-                pairs.append((pieces, images[:, image_offset : image_offset + part.num_bytes]))
-            self._layers.append(pairs)
+        """`segments` are the pieces of the KV memory as flat bytes; `images` is [CPU blocks, layout.block_bytes]."""
+        self._num_gpu_blocks, self._num_cpu_blocks = num_gpu_blocks, len(images)
         self._block_bytes = layout.block_bytes
+        self._layout, self._places, self._segments = layout, places, segments
+        self._load = [(step.num_layers, self._pairs(step, images)) for step in load_steps(layout, places)]
+        self._store = self._pairs(whole_step(layout, places)[0], images)
+
+    def _pairs(self, step: Step, images: Bytes) -> _Pairs:
+        return [(self._pieces(strip), _in_images(images, strip)) for strip in step.strips]
+
+    def _pieces(self, strip: Strip) -> Bytes:
+        return np.lib.stride_tricks.as_strided(
+            self._segments[strip.segment][strip.offset_bytes :],
+            (self._num_gpu_blocks, strip.num_rows, strip.row_bytes),
+            (strip.block_stride_bytes, strip.row_stride_bytes, 1),
+        )
 
     def copy(
         self,
@@ -43,25 +54,58 @@ class CpuDevice:
         source_ids: Int32Array,
         destination_ids: Int32Array,
         on_layer: Callable[[int], None],
+        num_tokens: int | None = None,
     ) -> int:
-        self._check("CPU" if direction is Direction.SWAP_IN else "GPU", source_ids)
-        self._check("CPU" if direction is Direction.SWAP_OUT else "GPU", destination_ids)
-        if len(source_ids) != len(destination_ids):
-            raise DeviceError(f"{len(source_ids)} source block ids for {len(destination_ids)} destination block ids")
+        check_ids(direction, source_ids, destination_ids, self._num_gpu_blocks, self._num_cpu_blocks)
         spans = list(_spans(source_ids, destination_ids))
-        for layer, pairs in enumerate(self._layers):
-            for pieces, images in pairs:
-                sources = images if direction is Direction.SWAP_IN else pieces
-                destinations = images if direction is Direction.SWAP_OUT else pieces
-                for source, destination in spans:
-                    destinations[destination] = sources[source]
-            on_layer(layer + 1)
+        if direction is Direction.SWAP_IN:
+            for num_layers, pairs in self._load:
+                for pieces, images in pairs:
+                    _copy(pieces, images, spans)
+                on_layer(num_layers)
+        elif direction is Direction.SWAP_OUT:
+            for pieces, images in self._store:
+                _copy(images, pieces, spans)
+            on_layer(self._layout.num_layers)
+        else:
+            num_bytes = self._copy_leading(spans, num_tokens)
+            on_layer(self._layout.num_layers)
+            return len(source_ids) * num_bytes
         return len(source_ids) * self._block_bytes
 
-    def _check(self, tier: str, ids: Int32Array) -> None:
-        num_blocks = self._num_blocks[tier]
-        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < num_blocks):
-            raise DeviceError(f"{tier} block ids {ids.min()}..{ids.max()} leave the pool of {num_blocks} blocks")
+    def _copy_leading(self, spans: Sequence[tuple[slice, slice]], num_tokens: int | None) -> int:
+        """Within the GPU: whole blocks, or their first tokens. Returns the bytes of one block that were copied."""
+        num_bytes = 0
+        for part_places in self._places:
+            for part, place in zip(self._layout.parts, part_places, strict=True):
+                piece = Strip(place.segment, place.offset_bytes, place.stride_bytes, 1, 0, part.num_bytes, 0)
+                stripes = self._pieces(piece).reshape(self._num_gpu_blocks, part.num_stripes, -1)
+                width = stripes.shape[-1] if num_tokens is None else part.leading_bytes(num_tokens)
+                num_bytes += part.num_stripes * width
+                _copy(stripes[..., :width], stripes[..., :width], spans)
+        return num_bytes
+
+    def bind_thread(self) -> None:
+        pass
+
+    @property
+    def is_lost(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Let the memory go."""
+        self._load, self._store, self._segments = [], [], ()
+
+
+def _in_images(images: Bytes, strip: Strip) -> Bytes:
+    start = strip.image_offset_bytes
+    columns = images[:, start : start + strip.num_rows * strip.row_bytes]
+    return columns.reshape(len(images), strip.num_rows, strip.row_bytes)
+
+
+def _copy(destinations: Bytes, sources: Bytes, spans: Sequence[tuple[slice, slice]]) -> None:
+    for source, destination in spans:
+        destinations[destination] = sources[source]
 
 
 def _spans(source_ids: Int32Array, destination_ids: Int32Array) -> Iterator[tuple[slice, slice]]:

@@ -1,0 +1,177 @@
+"""What is copied from the GPU to the CPU tier, and when: the write policies. All under the manager's lock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastdeploy_cache.block_mover import BlockMover, Part, first_blocks
+from fastdeploy_cache.prefix_tree import PrefixTree
+from fastdeploy_cache.run import CPU, GPU, Pin, Run, segments_of
+from transfer_manager.task import Direction
+
+MIN_STORE_BLOCKS = 64  # a task for each block that a decoding request fills would cost more than its commit
+_MAX_BYTES_IN_FLIGHT = 256 * 2**20  # of a rank
+
+
+class CopyDown:
+    """`write_through` copies what is committed; `write_through_selective` what has been used often enough.
+
+    `write_back` copies ahead of eviction: of the blocks that would be evicted next (the cold zone: as many as are to be
+    free or copied) those without a copy. A copy takes free CPU blocks or those of something colder than its source,
+    never the copy of what is in the cold zone itself: so copying comes to rest, and never trades one copy for another.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        mover: BlockMover,
+        *,
+        policy: str,
+        high_water: float,
+        min_uses: int,
+        block_bytes: int,
+    ) -> None:
+        """`high_water`: share of the GPU pool that may be neither free nor copied (`write_back`)."""
+        self._tree = tree
+        self._mover = mover
+        self._pool = tree.pools[CPU]
+        self._through = policy == "write_through" and self._pool.num_blocks > 0
+        self._selective = policy == "write_through_selective" and self._pool.num_blocks > 0
+        self._back = policy == "write_back" and self._pool.num_blocks > 0
+        num_gpu = tree.pools[GPU].num_blocks
+        self._num_reserve = max(1, num_gpu - int(num_gpu * high_water))
+        self._min_uses = min_uses
+        self._max_in_flight = max(1, min(self._num_reserve, _MAX_BYTES_IN_FLIGHT // max(1, block_bytes)))
+        self._look_after = max(1, self._num_reserve // 4)
+        self._num_moved = 0  # blocks that came or went since the cold zone was looked at
+        self._has_more = False
+
+    # -- when
+
+    def committed(self, run: Run) -> None:
+        """A run has grown: much that is new is copied at once, for a long answer."""
+        if self._through and _num_uncopied(run) >= MIN_STORE_BLOCKS:
+            self._store((run,), MIN_STORE_BLOCKS)
+
+    def released(self, path: Sequence[Run]) -> int:
+        """A path was used and is still pinned. Returns how many blocks should have been copied and could not be."""
+        if self._selective:
+            path = [run for run in path if run.usage.num_uses >= self._min_uses]
+        return self._store(path) if self._through or self._selective else 0
+
+    def moved(self, num_blocks: int) -> None:
+        """So many GPU blocks were taken, or may be evicted from now on."""
+        if self._back:
+            self._num_moved += num_blocks
+            if self._num_moved >= self._look_after:
+                self.look_ahead()
+
+    def stored(self) -> None:
+        """A copy has come: go on with what was left for want of room in flight."""
+        if self._has_more:
+            self.look_ahead()
+
+    # -- write through
+
+    def _store(self, path: Sequence[Run], min_blocks: int = 1) -> int:
+        """Start copying down what of a pinned path is neither copied nor on its way, if it is `min_blocks` or more.
+
+        Of each run it begins where the copies end, not at the newest blocks: what an earlier store failed to bring is
+        copied again, or its gap would keep out every later copy of the run. Evicts older copies where there is no room.
+        Returns how many blocks should have been copied and could not be.
+        """
+        parts = [part for run in path if _num_uncopied(run) > 0 for part in _uncopied(run, 0)]
+        wanted = sum([length for _, _, length in parts])
+        if wanted < min_blocks or not parts:
+            return 0
+        if not self._mover.can(Direction.SWAP_OUT):
+            return wanted
+        last, residency = parts[-1][0], self._tree.residency
+        whole = Pin(last, last.num_blocks)  # or the eviction would take the copies that these are to continue
+        self._tree.pin(whole)
+        num_blocks = min(wanted, residency.num_available(CPU))
+        if num_blocks:
+            residency.evict(CPU, max(0, num_blocks - self._pool.num_free))
+            self._mover.store(first_blocks(parts, num_blocks))
+        self._tree.unpin(whole)
+        return wanted - num_blocks
+
+    # -- write back
+
+    def look_ahead(self) -> None:
+        """Start copying what of the cold zone has no copy."""
+        self._num_moved, self._has_more = 0, False
+        num_zone = self._num_reserve - self._tree.pools[GPU].num_free
+        if num_zone <= 0:
+            return
+        zone, parts = self._cold_zone(num_zone)
+        for part in parts:
+            num_room = self._max_in_flight - self._mover.num_storing
+            if num_room <= 0 or not self._mover.can(Direction.SWAP_OUT):
+                self._has_more = self._mover.num_storing > 0
+                return
+            run, first, length = part
+            num_blocks = self._make_room(min(length, num_room, MIN_STORE_BLOCKS), run, zone)
+            if num_blocks:
+                # the end is evicted first, so it is copied first, but for what goes on where copies end
+                start = first if _continues(run, first) else first + length - num_blocks
+                self._mover.store([(run, start, num_blocks)])
+            self._has_more |= num_blocks < length and num_blocks > 0
+
+    def _cold_zone(self, num_blocks: int) -> tuple[set[Run], list[Part]]:
+        """The runs whose ends are the next `num_blocks` to be evicted, and what of these ends has no copy."""
+        zone, parts = set[Run](), list[Part]()
+        walk = self._tree.policy.coldest(GPU)
+        for leaf in walk:
+            run: Run | None = leaf
+            while run is not None and run.parent is not None and num_blocks > 0:
+                num_taken = min(num_blocks, run.num_gpu - run.num_held)
+                if num_taken > 0:
+                    zone.add(run)
+                    parts += _uncopied(run, run.num_gpu - num_taken)
+                    num_blocks -= num_taken
+                alone = num_taken == run.num_gpu and run.parent.num_children_in[GPU] == 1
+                run = run.parent if alone else None  # which would be a leaf then
+            if num_blocks <= 0:
+                break
+        close = getattr(walk, "close", None)
+        if close is not None:
+            close()
+        return zone, parts
+
+    def _make_room(self, num_blocks: int, source: Run, zone: set[Run]) -> int:
+        """Free up to `num_blocks` CPU blocks that are worth less than a copy of `source`; how many there are now."""
+        residency, policy = self._tree.residency, self._tree.policy
+        while self._pool.num_free < num_blocks and residency.num_available(CPU) > self._pool.num_free:
+            num_short = num_blocks - self._pool.num_free
+            victim, at_most = policy.victim(CPU, num_short)
+            if victim in zone or not policy.is_colder(victim, source):
+                break
+            residency.evict(CPU, min(num_short, at_most, victim.cpu_end - max(victim.num_held, victim.cpu_start)))
+        return min(num_blocks, self._pool.num_free)
+
+
+def _num_uncopied(run: Run) -> int:
+    """Blocks on the GPU behind the run's copies; some may be on their way."""
+    return len(run.ids[0]) - (run.cpu_start + len(run.ids[1]) if run.ids[1] else 0)
+
+
+def _continues(run: Run, block: int) -> bool:
+    """Whether the run's copies, or what is on its way, end where this block begins."""
+    ends_here = bool(run.ids[CPU]) and run.cpu_end == block
+    return ends_here or any(segment.end == block for segment in segments_of(run, CPU))
+
+
+def _uncopied(run: Run, first: int) -> list[Part]:
+    """What of the GPU blocks from `first` on has no copy and none on its way, so that copies stay one interval."""
+    segments = segments_of(run, CPU)
+    starts = [segment.start for segment in segments] + ([run.cpu_start] if run.ids[CPU] else [])
+    ends = [segment.end for segment in segments] + ([run.cpu_end] if run.ids[CPU] else [])
+    if not ends:
+        return [(run, first, run.num_gpu - first)]
+    parts = list[Part]()
+    if max(ends) < run.num_gpu:
+        parts.append((run, max(ends), run.num_gpu - max(ends)))  # from the copies on, even if that is before `first`
+    if first < min(starts):
+        parts.append((run, first, min(starts) - first))
+    return parts

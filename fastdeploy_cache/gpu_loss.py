@@ -1,0 +1,52 @@
+"""What stays cached when the bytes of the GPU tier are gone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+from fastdeploy_cache.block_hash import HASH_BYTES
+from fastdeploy_cache.prefix_tree import PrefixTree
+from fastdeploy_cache.run import CPU, Run
+
+
+def drop_gpu(tree: PrefixTree) -> None:
+    """Forget all but what the CPU tier has from a prompt's start on. Under the manager's lock.
+
+    What is pinned stays owned, out of reach, until it is unpinned, as in a reset; its copies stay cached.
+    """
+    kept = [(name, run) for name, root in tree.roots.items() for run in _copied_runs(root)]
+    heirs = {run: _heir(tree, run) for _, run in kept}
+    tree.reset()
+    for (name, _), heir in zip(kept, heirs.values(), strict=True):
+        above = heir.parent
+        assert above is not None
+        heir.parent = heirs[above] if above in heirs else tree.root(name)
+        heir.parent.children[tree.residency.key(heir)] = heir
+        tree.residency.count_child(heir, CPU, 1)
+        tree.policy.grow(heir, 0)
+    for heir in heirs.values():
+        tree.residency.offer(heir, CPU)
+
+
+def _copied_runs(root: Run) -> Iterator[Run]:
+    """The runs below a root that begin with copies, as do all above them wholly; parents first."""
+    below = list(root.children.values())
+    for run in below:
+        if run.ids[CPU] and run.cpu_start == 0:
+            if run.cpu_end == run.num_blocks:
+                below.extend(run.children.values())
+            yield run
+
+
+def _heir(tree: PrefixTree, run: Run) -> Run:
+    """A run that takes over another one's copies; `parent` is still that one's."""
+    num_blocks = run.cpu_end
+    heir = Run(run.parent, tree.epoch + 1, copy.copy(run.usage))
+    heir.num_blocks = num_blocks
+    heir.tokens += memoryview(run.tokens)[: num_blocks * tree.block_bytes]
+    heir.hashes += memoryview(run.hashes)[: num_blocks * HASH_BYTES]
+    if run.extras is not None:
+        heir.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
+    heir.ids[CPU].extend(tree.residency.take_copies(run))
+    return heir

@@ -1,0 +1,91 @@
+"""A match's way back to the cache: look again, wait, be called."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from fastdeploy_cache.active_request import ActiveRequest
+from fastdeploy_cache.match import Match
+from fastdeploy_cache.matcher import Matcher
+from fastdeploy_cache.run import Transfer
+
+
+class MatchLoads:
+    """See `fastdeploy_cache.match.Loads`. Any thread; takes the manager's lock itself."""
+
+    __slots__ = ("_active", "_check", "_lock", "_matcher", "_size", "timeout_seconds")
+
+    def __init__(
+        self,
+        active: ActiveRequest,
+        matcher: Matcher,
+        *,
+        lock: threading.Lock,
+        check: Callable[[ActiveRequest], object],
+        size: int,
+        timeout_seconds: float,
+    ) -> None:
+        """`check` raises where the request was released or the cache is closed."""
+        self._active, self._matcher, self._lock, self._check = active, matcher, lock, check
+        self._size, self.timeout_seconds = size, timeout_seconds
+
+    def describe(self) -> Match:
+        """The match as it stands. Under the lock."""
+        active, size = self._active, self._size
+        ids, num_coming = self._matcher.readable(active)
+        num_copied, num_copying = active.num_copied_tokens, size - 1 if active.copy is not None else 0
+        num_blocks = len(ids) - (num_copied > 0)
+        num_gpu = min(active.num_gpu_blocks, num_blocks)
+        coming, transfers = self._matcher.coming(active) if num_coming else ((), ())
+        return Match(
+            block_ids=ids.tolist(),
+            num_tokens=num_blocks * size + num_copied,
+            num_gpu_tokens=num_gpu * size + num_copied,
+            num_cpu_tokens=(num_blocks - num_gpu) * size,
+            num_storage_tokens=0,
+            num_coming_tokens=num_coming * size + num_copying,
+            num_unloaded_tokens=active.num_unloaded_blocks * size,
+            coming_block_ids=tuple(coming),
+            load_ids=tuple([transfer.task_id for transfer in transfers]),
+            _loads=self,
+        )
+
+    def poll(self) -> Match:
+        with self._lock:
+            self._check(self._active)
+            return self.describe()
+
+    def wait(self, timeout_seconds: float | None) -> Match:
+        if timeout_seconds is None:
+            timeout_seconds = self.timeout_seconds
+        deadline = time.monotonic() + timeout_seconds
+        for transfer in self._transfers():
+            transfer.done.wait(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._check(self._active)
+            self._matcher.settle(self._active)
+            return self.describe()
+
+    def call_when_ready(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            pending = [transfer for transfer in self._transfers() if not transfer.done.is_set()]
+            num_left = len(pending)
+
+            def one_less() -> None:
+                nonlocal num_left
+                with self._lock:
+                    num_left -= 1
+                    is_last = num_left == 0
+                if is_last:
+                    call()
+
+            for transfer in pending:
+                transfer.on_done.append(one_less)
+        if not pending:
+            call()
+
+    def _transfers(self) -> list[Transfer]:
+        active = self._active
+        return list(dict.fromkeys((*active.loads, *active.ahead)))

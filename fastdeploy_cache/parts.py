@@ -1,0 +1,58 @@
+"""What a manager is put together from, by its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastdeploy_cache.block_mover import BlockMover
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.copy_down import CopyDown
+from fastdeploy_cache.matcher import Matcher
+from fastdeploy_cache.policies import new_policy
+from fastdeploy_cache.policies.eviction import EvictionPolicy
+from fastdeploy_cache.prefix_tree import PrefixTree
+from transfer_manager.client import InlineClient, TransferClient
+from transfer_manager.rank_client import RankClient
+
+
+def new_policy_of(config: CacheConfig, clock: Callable[[], float]) -> EvictionPolicy:
+    """The configured eviction policy."""
+    return new_policy(
+        config.eviction_policy,
+        clock,
+        num_blocks=max(config.pool_sizes()),
+        block_tokens=config.block_size,
+        history_bytes=config.eviction_history_bytes,
+    )
+
+
+def new_client(config: CacheConfig) -> TransferClient:
+    """Rank processes where there is a tier below the GPU to serve, or arrays on a GPU; else the in-process client."""
+    layout, (num_gpu_blocks, num_cpu_blocks) = config.rank_layout(), config.pool_sizes()
+    transfer = config.transfer
+    needs_ranks = num_cpu_blocks or transfer.owner_of_kv != "engine"
+    if config.transfer_client == "processes" and needs_ranks:
+        assert layout is not None
+        return RankClient(transfer, layout, num_gpu_blocks, num_cpu_blocks)
+    own_kv = transfer.owner_of_kv != "worker"
+    return InlineClient(layout, num_gpu_blocks, num_cpu_blocks, transfer.tp_size, own_kv)
+
+
+def new_matcher(config: CacheConfig, tree: PrefixTree, mover: BlockMover) -> tuple[CopyDown, Matcher]:
+    """The steps of the verbs, and the write policy that they tell."""
+    copy_down = CopyDown(
+        tree,
+        mover,
+        policy=config.cpu_write_policy,
+        high_water=config.cpu_write_high_water,
+        min_uses=config.cpu_write_min_uses,
+        block_bytes=config.block_bytes(),
+    )
+    matcher = Matcher(
+        tree,
+        mover,
+        copy_down,
+        recompute_last_token=config.recompute_last_token,
+        load_limits=config.load_limits(),
+    )
+    return copy_down, matcher

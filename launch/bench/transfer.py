@@ -1,0 +1,214 @@
+"""What ranks reach: bytes per second beside a plain copy, round trips, progress of a load, rest, start."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ipc.shared_array import SharedArray
+from transfer_manager.config import TransferConfig
+from transfer_manager.layout import KVLayout, RankLayout
+from transfer_manager.rank_client import RankClient
+from transfer_manager.task import Direction, TransferResult, TransferTask
+
+_WAIT_SECONDS = 60.0
+
+
+class Case(NamedTuple):
+    """A layout to copy, and the share of a plain copy's speed that is promised for it (None: it is shown only)."""
+
+    name: str
+    layout: KVLayout
+    block_size: int
+    promised: float | None
+
+
+def _case(name: str, layers: int, piece_kib: float, order: str, promised: float | None) -> Case:
+    """`piece_kib`: of one part of one layer, in blocks of 64 tokens of one head in bfloat16."""
+    head_dim = int(piece_kib * 1024) // (64 * 2)
+    layout = KVLayout(num_layers=layers, num_kv_heads=1, head_dim=head_dim, dtype="bfloat16", device_order=order)  # type: ignore[arg-type]
+    return Case(name, layout, 64, promised)
+
+
+CASES = (
+    _case("64 KiB blocks, block first, 16 layers", 16, 2, "block_first", 0.7),
+    _case("256 KiB blocks, block first, 32 layers", 32, 4, "block_first", 0.85),
+    _case("256 KiB blocks, layer first, 2 layers", 2, 64, "layer_first", 0.85),
+    _case("256 KiB blocks, layer first, 32 layers (4 KiB pieces)", 32, 4, "layer_first", None),
+    _case("1 MiB blocks, layer first, 32 layers (16 KiB pieces)", 32, 16, "layer_first", None),
+    _case("8 MiB blocks, layer first, 32 layers: an 8B model", 32, 128, "layer_first", 0.85),
+)
+
+
+class Ranks:
+    """Started rank processes and a way to run one task and wait for it."""
+
+    def __init__(self, num_ranks: int, layout: RankLayout, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+        self.client = RankClient(TransferConfig(tp_size=num_ranks), layout, num_gpu_blocks, num_cpu_blocks)
+        self._ended = threading.Event()
+        self._error: str | None = None
+        self._task_ids = itertools.count(1)
+        started = time.perf_counter()
+        self.client.start(self._on_result)
+        self.start_seconds = time.perf_counter() - started
+
+    def _on_result(self, result: TransferResult) -> None:
+        self._error = result.error
+        self._ended.set()
+
+    def start_task(self, direction: Direction, gpu: Sequence[int], cpu: Sequence[int]) -> int:
+        """Submit; its id."""
+        sources, destinations = (cpu, gpu) if direction is Direction.SWAP_IN else (gpu, cpu)
+        self._ended.clear()
+        task_id = next(self._task_ids)
+        self.client.submit(
+            TransferTask(
+                task_id=task_id,
+                direction=direction,
+                source_ids=np.asarray(sources, np.int32),
+                destination_ids=np.asarray(destinations, np.int32),
+                deadline=time.monotonic() + _WAIT_SECONDS,
+            )
+        )
+        return task_id
+
+    def wait(self) -> None:
+        """Until the task has ended. Raises `RuntimeError` if it failed."""
+        if not self._ended.wait(_WAIT_SECONDS) or self._error is not None:
+            raise RuntimeError(f"a benchmark task failed: {self._error or 'no answer'}")
+
+    def run(self, direction: Direction, gpu: Sequence[int], cpu: Sequence[int]) -> float:
+        """Seconds from submission to the last rank's answer."""
+        started = time.perf_counter()
+        self.start_task(direction, gpu, cpu)
+        self.wait()
+        return time.perf_counter() - started
+
+    def pids(self) -> list[int]:
+        """Of the rank processes."""
+        return [status.pid for status in self.client.statuses() if status.pid is not None]
+
+
+class Bandwidth(NamedTuple):
+    """Medians; bytes per second of all ranks together."""
+
+    num_blocks: int
+    plain: float
+    swap_out: float
+    swap_in: float
+
+
+def bandwidth(case: Case, num_ranks: int, counts: Sequence[int], memory_bytes: int, repeats: int) -> list[Bandwidth]:
+    """Swaps of scattered blocks beside plain copies of as many bytes by as many threads, interleaved."""
+    layout = case.layout.for_rank(1, case.block_size)  # each rank has a share of that size
+    whole = case.layout if num_ranks == 1 else _times(case.layout, num_ranks)
+    num_pool = max(2, memory_bytes // layout.block_bytes)
+    ranks = Ranks(num_ranks, whole.for_rank(num_ranks, case.block_size), num_pool, num_pool)
+    source, target = (SharedArray.create(name, num_ranks * num_pool * layout.block_bytes) for name in ("a", "b"))
+    rng, found = np.random.default_rng(1), []
+    try:
+        views = [array.view(np.uint8, (num_ranks, num_pool * layout.block_bytes)) for array in (source, target)]
+        with concurrent.futures.ThreadPoolExecutor(num_ranks) as threads:
+            for num_blocks in [count for count in counts if count <= num_pool // 2] or [num_pool // 2]:
+                gpu, cpu = (rng.permutation(num_pool)[:num_blocks].tolist() for _ in range(2))
+                plain_copy = _plain_copy(threads, views, num_blocks * layout.block_bytes)
+                times: list[tuple[float, float, float]] = []
+                for _ in range(repeats + 1):
+                    out = ranks.run(Direction.SWAP_OUT, gpu, cpu)
+                    times.append((plain_copy(), out, ranks.run(Direction.SWAP_IN, gpu, cpu)))
+                num_bytes = num_ranks * num_blocks * layout.block_bytes
+                speeds = [num_bytes / statistics.median(column) for column in zip(*times[1:], strict=True)]
+                found.append(Bandwidth(num_blocks, *speeds))
+            del views
+    finally:
+        ranks.client.stop()
+        source.close()
+        target.close()
+    return found
+
+
+def _times(layout: KVLayout, num_ranks: int) -> KVLayout:
+    """A layout whose share for each of the ranks is `layout`."""
+    return KVLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads * num_ranks,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        device_order=layout.device_order,
+    )
+
+
+def _plain_copy(
+    threads: concurrent.futures.ThreadPoolExecutor, views: list[np.ndarray], num_bytes: int
+) -> Callable[[], float]:
+    """Copies so many bytes in one piece on each thread; seconds until all are through."""
+    source, target = views
+
+    def copy(rank: int) -> None:
+        target[rank, :num_bytes] = source[rank, :num_bytes]
+
+    def run() -> float:
+        started = time.perf_counter()
+        if len(source) == 1:
+            copy(0)
+        else:
+            list(threads.map(copy, range(len(source))))
+        return time.perf_counter() - started
+
+    return run
+
+
+def first_and_last_layer(num_blocks: int, repeats: int) -> dict[str, float]:
+    """Seconds from submission of an 8B model's load until its first layer is in, and until its last one is."""
+    case = CASES[-1]
+    layout = case.layout.for_rank(1, case.block_size)
+    ranks = Ranks(1, layout, num_blocks, num_blocks)
+    progress, times = ranks.client.layer_progress(0), []
+    try:
+        for _ in range(repeats + 1):
+            started = time.perf_counter()
+            load = ranks.start_task(Direction.SWAP_IN, range(num_blocks), range(num_blocks))
+            row = []
+            for layer in (0, layout.num_layers - 1):
+                assert progress is not None and progress.wait_layer((load,), layer, _WAIT_SECONDS)
+                row.append(time.perf_counter() - started)
+            ranks.wait()
+            times.append(row)
+    finally:
+        ranks.client.stop()
+    first, last = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    return {"first layer": first, "last layer": last}
+
+
+def idle_cpu(ranks: Ranks, seconds: float) -> float:
+    """Share of a core that the I/O thread and the ranks use while nothing happens, in all."""
+    tasks = [task for pid in ranks.pids() for task in Path(f"/proc/{pid}/task").iterdir()]
+    tasks += [Path(f"/proc/self/task/{thread.native_id}") for thread in threading.enumerate() if _is_ours(thread)]
+    before = [_run_nanoseconds(task) for task in tasks]
+    started = time.perf_counter()
+    time.sleep(seconds)  # what is measured is the rest of the others
+    used = sum(_run_nanoseconds(task) for task in tasks) - sum(before)
+    return used / 1e9 / (time.perf_counter() - started)
+
+
+def _is_ours(thread: threading.Thread) -> bool:
+    return thread.name == "transfer-io"
+
+
+def _run_nanoseconds(task: Path) -> int:
+    """Time on a processor; source: proc(5), schedstat."""
+    return int((task / "schedstat").read_text().split()[0])
+
+
+def own_bytes(pid: int) -> int:
+    """Resident memory of a process beyond shared segments."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))

@@ -1,0 +1,273 @@
+"""KV arrays on an NVIDIA GPU, CPU blocks pinned: copied by its copy engines, or by a kernel where pieces are small."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from transfer_manager.device.base import check_ids
+from transfer_manager.device.cuda_driver import KERNEL_ALIGNMENT, TABLE_PIECES, Addresses, CopyKernel, Cuda
+from transfer_manager.device.strips import Strip, load_steps, whole_step
+from transfer_manager.errors import DeviceError, LayoutError
+from transfer_manager.kv_memory import KVHandle, SegmentHandle
+from transfer_manager.layout import Place, Places, RankLayout
+from transfer_manager.task import Direction, Int32Array, Lane, RankSetup
+from transfer_manager.tensors import array_places
+
+logger = logging.getLogger(__name__)
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_MEASURED_PIECES, _MEASURED_BYTES = 256, 16 * 2**20
+
+
+class CudaDevice:
+    """See `transfer_manager.device.base.Device`. One stream for each direction.
+
+    The engine commits a block when the step that wrote it has ended on the GPU, so a copy waits for no stream of the
+    model. What is loaded is visible to kernels that are launched after the event of its layer.
+    """
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        cuda: Cuda,
+        *,
+        bases: Sequence[int],
+        places: Places,
+        images: Bytes,
+        num_gpu_blocks: int,
+    ) -> None:
+        """`bases` are the addresses of the KV memory's segments on the GPU."""
+        self._layout, self._cuda, self._bases, self._places = layout, cuda, tuple(bases), places
+        self._images, self._num_gpu_blocks = images, num_gpu_blocks
+        self._load, self._store = load_steps(layout, places), whole_step(layout, places)
+        self._pinned = cuda.pin(images.ctypes.data, images.nbytes, layout.block_bytes) if images.nbytes else []
+        self._streams = {lane: cuda.new_stream() for lane in Lane}
+        self._events = {lane: [cuda.new_event() for _ in self._load] for lane in Lane}
+        self._kernel = _kernel_or_none(cuda)
+        self._tables = {lane: self._kernel.new_table() for lane in Lane} if self._kernel is not None else {}
+        sizes = {strip.row_bytes for step in (*self._load, *self._store) for strip in step.strips}
+        self._by_kernel = {size for size in sizes if self._kernel_is_faster(size)}
+
+    def copy(
+        self,
+        direction: Direction,
+        source_ids: Int32Array,
+        destination_ids: Int32Array,
+        on_layer: Callable[[int], None],
+        num_tokens: int | None = None,
+    ) -> int:
+        check_ids(direction, source_ids, destination_ids, self._num_gpu_blocks, len(self._images))
+        try:
+            if direction is Direction.COPY:
+                num_bytes = self._copy_leading(source_ids, destination_ids, num_tokens)
+                on_layer(self._layout.num_layers)
+                return len(source_ids) * num_bytes
+            self._swap(direction, source_ids, destination_ids, on_layer)
+        except DeviceError:
+            # what was started may still be writing: only when it has ended may the blocks be given out again
+            if not self._cuda.is_lost:
+                self._cuda.call("cuStreamSynchronize", self._streams[direction.lane])
+            raise
+        return len(source_ids) * self._layout.block_bytes
+
+    def _swap(
+        self,
+        direction: Direction,
+        source_ids: Int32Array,
+        destination_ids: Int32Array,
+        on_layer: Callable[[int], None],
+    ) -> None:
+        lane = direction.lane
+        steps = self._load if direction is Direction.SWAP_IN else self._store
+        gpu_ids, cpu_ids = (
+            (destination_ids, source_ids) if direction is Direction.SWAP_IN else (source_ids, destination_ids)
+        )
+        for step, event in zip(steps, self._events[lane], strict=False):
+            for strip in step.strips:
+                on_gpu, in_image = self._on_gpu(strip, gpu_ids), self._in_images(strip, cpu_ids)
+                to, source = (on_gpu, in_image) if direction is Direction.SWAP_IN else (in_image, on_gpu)
+                self._start(lane, to, source, strip.row_bytes)
+            self._cuda.call("cuEventRecord", event, self._streams[lane])
+        for step, event in zip(steps, self._events[lane], strict=False):
+            self._cuda.call("cuEventSynchronize", event)
+            on_layer(step.num_layers)
+
+    def _on_gpu(self, strip: Strip, ids: Int32Array) -> Addresses:
+        """Addresses of every row of every block."""
+        rows = np.arange(strip.num_rows, dtype=np.uint64) * np.uint64(strip.row_stride_bytes)
+        first = np.uint64(self._bases[strip.segment] + strip.offset_bytes)
+        return (first + ids.astype(np.uint64)[:, None] * np.uint64(strip.block_stride_bytes) + rows).reshape(-1)
+
+    def _in_images(self, strip: Strip, ids: Int32Array) -> Addresses:
+        rows = np.arange(strip.num_rows, dtype=np.uint64) * np.uint64(strip.row_bytes)
+        first = np.uint64(self._images.ctypes.data + strip.image_offset_bytes)
+        return (first + ids.astype(np.uint64)[:, None] * np.uint64(self._layout.block_bytes) + rows).reshape(-1)
+
+    def _start(self, lane: Lane, to: Addresses, source: Addresses, num_bytes: int) -> None:
+        stream = self._streams[lane]
+        if num_bytes not in self._by_kernel or self._kernel is None or _misaligned(to, source):
+            self._cuda.copy_pieces(to, source, num_bytes, stream)
+            return
+        table = self._tables[lane]
+        for first in range(0, len(to), TABLE_PIECES):
+            # the kernel reads the table while it runs: what it has not finished must not be overwritten
+            self._cuda.call("cuStreamSynchronize", stream)
+            num_pieces = min(TABLE_PIECES, len(to) - first)
+            table[0, :num_pieces], table[1, :num_pieces] = (
+                to[first : first + num_pieces],
+                source[first : first + num_pieces],
+            )
+            self._kernel.copy_pieces(table, num_pieces, num_bytes, stream)
+
+    def _copy_leading(self, sources: Int32Array, destinations: Int32Array, num_tokens: int | None) -> int:
+        """Within the GPU: whole blocks, or their first tokens. Returns the bytes of one block that were copied."""
+        moved, stream = 0, self._streams[Lane.IN]
+        for in_layer in self._places:
+            for part, place in zip(self._layout.parts, in_layer, strict=True):
+                stripe = part.num_bytes // part.num_stripes
+                width = stripe if num_tokens is None else part.leading_bytes(num_tokens)
+                strip = Strip(place.segment, place.offset_bytes, place.stride_bytes, part.num_stripes, stripe, width, 0)
+                self._cuda.copy_pieces(self._on_gpu(strip, destinations), self._on_gpu(strip, sources), width, stream)
+                moved += part.num_stripes * width
+        self._cuda.call("cuEventRecord", self._events[Lane.IN][0], stream)
+        self._cuda.call("cuEventSynchronize", self._events[Lane.IN][0])
+        return moved
+
+    def _kernel_is_faster(self, piece_bytes: int) -> bool:
+        """Measured on this GPU with scratch memory: pieces of this size, host to GPU, by either way."""
+        if self._kernel is None or piece_bytes % KERNEL_ALIGNMENT:
+            return False
+        num_pieces = max(1, min(_MEASURED_PIECES, _MEASURED_BYTES // piece_bytes))
+        host = int(self._cuda.call("cuMemHostAlloc", num_pieces * piece_bytes, 3))
+        on_gpu = int(self._cuda.call("cuMemAlloc", num_pieces * piece_bytes))
+        offsets = np.arange(num_pieces, dtype=np.uint64) * np.uint64(piece_bytes)
+        to, source = np.uint64(on_gpu) + offsets[::-1], np.uint64(host) + offsets
+        table, stream = self._tables[Lane.IN], self._streams[Lane.IN]
+        table[0, :num_pieces], table[1, :num_pieces] = to, source
+        kernel = self._kernel
+        seconds = [
+            self._time(lambda: self._cuda.copy_pieces(np.ascontiguousarray(to), source, piece_bytes, stream)),
+            self._time(lambda: kernel.copy_pieces(table, num_pieces, piece_bytes, stream)),
+        ]
+        self._cuda.call("cuMemFree", on_gpu)
+        self._cuda.call("cuMemFreeHost", host)
+        logger.info("event=copy_measured piece_bytes=%d memcpy=%.6f kernel=%.6f", piece_bytes, *seconds)
+        return seconds[1] < seconds[0]
+
+    def _time(self, start: Callable[[], None]) -> float:
+        """The best of some runs, the first one not counted."""
+        found = []
+        for _ in range(6):
+            begun = time.perf_counter()
+            start()
+            self._cuda.call("cuStreamSynchronize", self._streams[Lane.IN])
+            found.append(time.perf_counter() - begun)
+        return min(found[1:])
+
+    def bind_thread(self) -> None:
+        self._cuda.bind_thread()
+
+    @property
+    def is_lost(self) -> bool:
+        return self._cuda.is_lost
+
+    def close(self) -> None:
+        pinned, self._pinned = self._pinned, []
+        for address in pinned:
+            self._cuda.call("cuMemHostUnregister", address)
+
+
+def _misaligned(to: Addresses, source: Addresses) -> bool:
+    mask = np.uint64(KERNEL_ALIGNMENT - 1)
+    return bool(((to | source) & mask).any())
+
+
+def _kernel_or_none(cuda: Cuda) -> CopyKernel | None:
+    try:
+        return CopyKernel(cuda)
+    except DeviceError as error:
+        if cuda.is_lost:
+            raise
+        logger.info("event=no_copy_kernel reason=%s", error)
+        return None
+
+
+def open_cuda(setup: RankSetup, images: Bytes) -> tuple[CudaDevice, KVHandle | None]:
+    """A rank's device: the worker's KV arrays opened, or new ones made where the set-up names none.
+
+    Raises:
+        DeviceError: bindings, driver or device are missing, or the driver refuses.
+        LayoutError: the arrays do not fit.
+    """
+    cuda, layout, num_gpu_blocks = Cuda(setup.device_id), setup.layout, setup.num_gpu_blocks
+    if setup.kv is None:
+        num_bytes = layout.gpu_bytes(num_gpu_blocks)
+        base = cuda.call("cuMemAlloc", num_bytes)
+        cuda.call("cuMemsetD8", base, 0, num_bytes)
+        kv = KVHandle((_segment(cuda, base, num_bytes),), layout.places(num_gpu_blocks))
+        return _device(setup, cuda, [int(base)], kv.places, images), kv
+    layout.check_places(setup.kv.places, [segment.num_bytes for segment in setup.kv.segments], num_gpu_blocks)
+    bases = [open_segment(cuda, segment) for segment in setup.kv.segments]
+    return _device(setup, cuda, bases, setup.kv.places, images), None
+
+
+def _device(setup: RankSetup, cuda: Cuda, bases: list[int], places: Places, images: Bytes) -> CudaDevice:
+    return CudaDevice(
+        setup.layout, cuda, bases=bases, places=places, images=images, num_gpu_blocks=setup.num_gpu_blocks
+    )
+
+
+def _segment(cuda: Cuda, base: Any, num_bytes: int) -> SegmentHandle:
+    handle = cuda.call("cuIpcGetMemHandle", base)
+    return SegmentHandle(kind="cuda", num_bytes=num_bytes, ipc_handle=ctypes.string_at(handle.getPtr(), 64))
+
+
+def open_segment(cuda: Cuda, segment: SegmentHandle) -> int:
+    """The address here of another process's allocation; the driver closes it with this process.
+
+    Raises:
+        LayoutError: it is no GPU memory.
+        DeviceError: the owner is gone, or its allocator's memory cannot be shared (it must come from cuMemAlloc).
+    """
+    if segment.kind != "cuda":
+        raise LayoutError("these KV arrays are in CPU memory; the cuda device needs them on the GPU")
+    handle = cuda.driver.CUipcMemHandle()
+    ctypes.memmove(handle.getPtr(), segment.ipc_handle, 64)
+    lazy = cuda.driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    return int(cuda.call("cuIpcOpenMemHandle", handle, lazy))
+
+
+def export_kv(layout: RankLayout, layers: Sequence[Mapping[str, Any]], device_id: int) -> KVHandle:
+    """In a worker: the handle of its KV arrays on the GPU, tensors of PyTorch or Paddle or `ArrayPlace`s.
+
+    Several arrays inside one pooled allocation share its handle; each one's place is its offset there. The worker keeps
+    the arrays until the engine has let them go (`kv_lost`, or its end).
+
+    Raises:
+        LayoutError: they do not fit the layout, or are not on a GPU.
+        DeviceError: the driver refuses: memory of cuMemCreate or cudaMallocAsync (PyTorch's expandable_segments,
+            Paddle's virtual memory growth) cannot be shared.
+    """
+    cuda = Cuda(device_id)
+    bases: dict[int, int] = {}  # allocation -> its segment
+    segments: list[SegmentHandle] = []
+    places = []
+    for part_places in array_places(layout, layers):
+        in_layer = []
+        for place in part_places:
+            if place.device != "cuda":
+                raise LayoutError(f"an array is on {place.device}; export_kv is for arrays on a GPU")
+            base, num_bytes = cuda.call("cuMemGetAddressRange", place.address)
+            if int(base) not in bases:
+                bases[int(base)] = len(segments)
+                segments.append(_segment(cuda, base, int(num_bytes)))
+            offset = place.address - int(base)
+            in_layer.append(Place(bases[int(base)], offset, place.strides_bytes[0], place.shape[0]))
+        places.append(tuple(in_layer))
+    return KVHandle(tuple(segments), tuple(places))

@@ -1,0 +1,190 @@
+"""The calls of the CUDA driver that the device needs, with our errors. Lazy: nothing of NVIDIA's is imported before.
+
+Source: the CUDA driver API reference (docs.nvidia.com/cuda/cuda-driver-api) and `cuda.bindings` 12.9 and 13.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Any
+
+import numpy as np
+
+from transfer_manager.errors import DeviceError
+
+logger = logging.getLogger(__name__)
+
+Addresses = np.ndarray[Any, np.dtype[np.uint64]]
+
+# "The process must be terminated and relaunched", or the context is gone: driver API reference, CUresult
+_LOST = {4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999}
+_MAX_BATCH = 4096  # larger batches have hung and crashed drivers in the field (vLLM issue 49276)
+_KERNEL_SOURCE = rb"""
+extern "C" __global__ void copy_pieces(const unsigned long long* __restrict__ to,
+                                       const unsigned long long* __restrict__ from,
+                                       unsigned int num_vectors, unsigned int num_pieces) {
+  for (unsigned int piece = blockIdx.x; piece < num_pieces; piece += gridDim.x) {
+    const uint4* source = reinterpret_cast<const uint4*>(from[piece]);
+    uint4* target = reinterpret_cast<uint4*>(to[piece]);
+    for (unsigned int i = threadIdx.x; i < num_vectors; i += blockDim.x) target[i] = source[i];
+  }
+}
+"""
+_KERNEL_BLOCKS, _KERNEL_THREADS = 32, 256  # few, so that the model keeps its multiprocessors
+KERNEL_ALIGNMENT = 16
+TABLE_PIECES = 32768  # whose addresses the kernel reads from pinned memory
+
+
+class Cuda:
+    """One GPU, through its primary context, which the model's framework in the same process would share.
+
+    Each thread calls `bind_thread` first.
+    """
+
+    def __init__(self, device_id: int) -> None:
+        """Raises `DeviceError` naming what is missing: the bindings, the driver or the device."""
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise DeviceError(
+                f"device 'cuda' needs NVIDIA's cuda-bindings ({error}); run: pip install 'fastdeploy-cache[gpu]'"
+            ) from error
+        self.driver = driver
+        self.is_lost = False
+        try:
+            self.call("cuInit", 0)
+        except RuntimeError as error:  # the bindings raise where there is no libcuda.so
+            raise DeviceError(f"no NVIDIA driver can be loaded ({error}); install it, or use device = 'cpu'") from error
+        num_devices = self.call("cuDeviceGetCount")
+        if not 0 <= device_id < num_devices:
+            raise DeviceError(f"no CUDA device {device_id}: the driver sees {num_devices}; see CUDA_VISIBLE_DEVICES")
+        self.device = self.call("cuDeviceGet", device_id)
+        self.context = self.call("cuDevicePrimaryCtxRetain", self.device)
+        self.bind_thread()
+        self._batch_version, self._batch = self._find_batch()
+        if self._batch is not None:
+            self._attributes: Any = driver.CUmemcpyAttributes()
+            order = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+            self._attributes.srcAccessOrder = order  # "any" may read a source before the stream gets there
+        self._zero = np.zeros(1, np.uint64)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call the driver: its outputs, none or one or a tuple. Raises `DeviceError` with the driver's own name."""
+        result, *outputs = getattr(self.driver, name)(*arguments)
+        if int(result) != 0:
+            self.is_lost |= int(result) in _LOST
+            raise DeviceError(f"{name} failed: {getattr(result, 'name', result)} ({int(result)})")
+        return outputs[0] if len(outputs) == 1 else tuple(outputs) or None
+
+    def bind_thread(self) -> None:
+        """Make the context the calling thread's."""
+        self.call("cuCtxSetCurrent", self.context)
+
+    def new_stream(self) -> Any:
+        """A stream that waits for no other."""
+        return self.call("cuStreamCreate", self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+
+    def new_event(self) -> Any:
+        """An event whose waiter sleeps instead of spinning."""
+        flags = self.driver.CUevent_flags
+        return self.call("cuEventCreate", flags.CU_EVENT_DISABLE_TIMING | flags.CU_EVENT_BLOCKING_SYNC)
+
+    def _find_batch(self) -> tuple[int, Any]:
+        """The batched copy by its address: called with arrays of addresses it costs nothing per piece."""
+        found = int(self.call("cuDriverGetVersion"))
+        version = 13000 if found >= 13000 else 12080 if found >= 12080 else 0
+        if not version:
+            return 0, None
+        result, address, *_ = self.driver.cuGetProcAddress(b"cuMemcpyBatchAsync", version, 0)
+        if int(result) != 0 or not int(address):
+            return 0, None
+        void, size = ctypes.c_void_p, ctypes.c_size_t
+        # CUDA 13 has dropped the index of the failing copy
+        tail = [void, void] if version == 12080 else [void]
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, void, void, void, size, void, void, size, *tail)
+        return version, kind(int(address))
+
+    def copy_pieces(self, to: Addresses, source: Addresses, num_bytes: int, stream: Any) -> None:
+        """Start copying `num_bytes` from each address of `source` to the same place of `to`; order is not kept."""
+        if self._batch is None:
+            for target, origin in zip(to.tolist(), source.tolist(), strict=True):
+                self.call("cuMemcpyAsync", target, origin, num_bytes, stream)
+            return
+        sizes = np.full(min(len(to), _MAX_BATCH), num_bytes, np.uint64)
+        failed = ctypes.c_size_t()
+        for first in range(0, len(to), _MAX_BATCH):
+            targets, origins = to[first : first + _MAX_BATCH], source[first : first + _MAX_BATCH]
+            arguments: list[Any] = [targets.ctypes.data, origins.ctypes.data, sizes.ctypes.data, len(targets)]
+            arguments += [self._attributes.getPtr(), self._zero.ctypes.data, 1]
+            arguments += [ctypes.addressof(failed)] if self._batch_version == 12080 else []
+            code = self._batch(*arguments, int(stream))
+            if code:
+                self.is_lost |= code in _LOST
+                raise DeviceError(f"cuMemcpyBatchAsync failed: {self.driver.CUresult(code).name} ({code})")
+
+    def pin(self, address: int, num_bytes: int, row_bytes: int) -> list[int]:
+        """Register memory with the driver, so that copies need no staging; the addresses to unregister.
+
+        In pieces of at most 64 GiB that end between rows: larger registrations fail, and a copy may cross none.
+        """
+        flags = self.driver.CU_MEMHOSTREGISTER_PORTABLE | self.driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        unit = int(np.lcm(row_bytes, 4096))
+        piece = max(unit, (64 << 30) // unit * unit)
+        starts = list(range(0, num_bytes, piece))
+        for start in starts:
+            self.call("cuMemHostRegister", address + start, min(piece, num_bytes - start), flags)
+        return [address + start for start in starts]
+
+
+class CopyKernel:
+    """A gather and scatter kernel for many small pieces, compiled for the GPU at hand when it is first needed."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        """Raises `DeviceError` where NVRTC is missing or the GPU cannot reach pinned memory by its host address."""
+        attribute = cuda.driver.CUdevice_attribute
+        by_host = attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        if not cuda.call("cuDeviceGetAttribute", by_host, cuda.device):
+            raise DeviceError("this GPU has no host addresses for registered memory")
+        major, minor = (
+            cuda.call("cuDeviceGetAttribute", which, cuda.device)
+            for which in (
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )
+        )
+        self._cuda = cuda
+        self._module = cuda.call("cuModuleLoadData", _compile(f"sm_{major}{minor}".encode()))
+        self._function = cuda.call("cuModuleGetFunction", self._module, b"copy_pieces")
+
+    def new_table(self) -> Addresses:
+        """Pinned room for the addresses of `TABLE_PIECES` pieces: [2, TABLE_PIECES]."""
+        address = int(self._cuda.call("cuMemHostAlloc", 16 * TABLE_PIECES, 3))  # portable, mapped
+        flat = (ctypes.c_uint64 * (2 * TABLE_PIECES)).from_address(address)
+        return np.ctypeslib.as_array(flat).reshape(2, TABLE_PIECES)
+
+    def copy_pieces(self, table: Addresses, num_pieces: int, num_bytes: int, stream: Any) -> None:
+        """Start copying the first `num_pieces` of the table: row 0 to, row 1 from; `num_bytes` a multiple of 16."""
+        values = (table[0].ctypes.data, table[1].ctypes.data, num_bytes // KERNEL_ALIGNMENT, num_pieces)
+        types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        grid, block = (min(num_pieces, _KERNEL_BLOCKS), 1, 1), (_KERNEL_THREADS, 1, 1)
+        self._cuda.call("cuLaunchKernel", self._function, *grid, *block, 0, stream, (values, types), 0)
+
+
+def _compile(architecture: bytes) -> bytes:
+    """The kernel's machine code."""
+    try:
+        from cuda.bindings import nvrtc
+
+        result, program = nvrtc.nvrtcCreateProgram(_KERNEL_SOURCE, b"copy_pieces.cu", 0, [], [])
+    except (ImportError, RuntimeError) as error:
+        raise DeviceError(f"no run-time compiler: {error}; pip install nvidia-cuda-nvrtc") from error
+    options = [b"--gpu-architecture=" + architecture]
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if int(result) != 0:
+        raise DeviceError(f"the copy kernel cannot be compiled for {architecture.decode()}: {result}")
+    _, num_bytes = nvrtc.nvrtcGetCUBINSize(program)
+    code = bytes(num_bytes)  # filled in place
+    nvrtc.nvrtcGetCUBIN(program, code)
+    nvrtc.nvrtcDestroyProgram(program)
+    return code

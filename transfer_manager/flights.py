@@ -1,0 +1,66 @@
+"""Tasks that ranks are working on: who still has to answer, and until when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from transfer_manager.task import RankResult, TransferResult, TransferTask
+
+# A rank skips tasks whose deadline has passed, so one that runs answers soon after; one that does not is stuck.
+_ANSWER_GRACE_SECONDS = 0.5
+
+
+@dataclass
+class Flight:
+    """One task and the ranks that have not answered."""
+
+    task: TransferTask
+    waiting: set[int]
+    results: list[RankResult] = field(default_factory=list)
+
+    @property
+    def stuck_at(self) -> float:
+        """When a rank that has not answered is stuck."""
+        return self.task.deadline + _ANSWER_GRACE_SECONDS
+
+
+class Flights:
+    """All of them, by task id. Used by the I/O thread alone."""
+
+    def __init__(self) -> None:
+        self._flights: dict[int, Flight] = {}
+
+    def add(self, task: TransferTask, ranks: Iterable[int]) -> Flight:
+        """A task is being sent to these ranks."""
+        flight = Flight(task, set(ranks))
+        self._flights[task.task_id] = flight
+        return flight
+
+    def get(self, task_id: int) -> Flight | None:
+        """The task's flight, if it has not ended."""
+        return self._flights.get(task_id)
+
+    def of_rank(self, rank: int) -> list[Flight]:
+        """What a rank has not answered."""
+        return [flight for flight in self._flights.values() if rank in flight.waiting]
+
+    def all(self) -> list[Flight]:
+        """Everything in flight."""
+        return list(self._flights.values())
+
+    def answer(self, flight: Flight, result: RankResult) -> TransferResult | None:
+        """Note one rank's answer; with the last one the task ends: its result."""
+        if result.rank not in flight.waiting:
+            return None
+        flight.waiting.discard(result.rank)
+        flight.results.append(result)
+        if flight.waiting:
+            return None
+        self._flights.pop(flight.task.task_id, None)
+        return TransferResult(task=flight.task, ranks=tuple(flight.results))
+
+
+def failed(task: TransferTask, num_ranks: int, error: str) -> TransferResult:
+    """The end of a task that no rank has begun."""
+    return TransferResult(task=task, ranks=tuple(RankResult(rank=rank, error=error) for rank in range(num_ranks)))

@@ -1,0 +1,331 @@
+"""The I/O thread of the rank processes: it owns every socket, process and task in flight."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from ipc.codec import decode, encode
+from ipc.errors import CodecError, IPCError, QueueDisconnectedError
+from ipc.task_queue import Poller, TaskQueue, Wakeup, new_context
+from transfer_manager.client import OnKVLost, OnResult
+from transfer_manager.config import TransferConfig
+from transfer_manager.errors import LayoutError
+from transfer_manager.flights import Flights, failed
+from transfer_manager.layout import RankLayout
+from transfer_manager.rank_kv import RankKV
+from transfer_manager.rank_memory import RankMemory
+from transfer_manager.rank_process import RankProcess
+from transfer_manager.supervisor import Phase, RankSupervisor
+from transfer_manager.task import (
+    Direction,
+    DoneMessage,
+    FromRank,
+    Lane,
+    RankResult,
+    RankSetup,
+    ReadyMessage,
+    StopMessage,
+    SwapMessage,
+    TransferResult,
+    TransferTask,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class RankIO:
+    """`run` is the thread; `lock` guards what others touch: `open`, `num_tasks`, `outbox` and `changed_kv`.
+
+    It spawns the ranks, so that its end (which is the client's, or the engine's) is theirs. It never takes a lock of
+    the caller except inside `on_result`.
+    """
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        *,
+        layout: RankLayout,
+        num_blocks: tuple[int, int],
+        memory: list[RankMemory],
+        kv: list[RankKV],
+        on_result: OnResult,
+        on_kv_lost: OnKVLost,
+    ) -> None:
+        self._config, self._layout, self._num_blocks = config, layout, num_blocks
+        self.memory, self.kv = memory, kv
+        self._on_result, self._on_kv_lost = on_result, on_kv_lost
+        self._context = new_context()
+        self.ranks = [
+            RankSupervisor(rank, config, each.signal, self._new_queue, self._spawn) for rank, each in enumerate(memory)
+        ]
+        self.lock = threading.Lock()
+        self.open = True
+        self.num_tasks = [0, 0]  # by lane
+        self.outbox: deque[TransferTask] = deque()
+        self.changed_kv: set[int] = set()  # ranks whose KV arrays have come or gone
+        self.all_ready = threading.Event()
+        self.stopping = False
+        self.started = threading.Event()
+        self.start_failure: str | None = None
+        self.wakeup = Wakeup()
+        self._flights = Flights()
+        self._poller = Poller()
+        for rank in self.ranks:
+            rank.parked = config.owner_of_kv == "worker"  # until its worker has attached the KV arrays
+        if config.owner_of_kv == "worker":
+            self.started.set()
+
+    def refused(self, task: TransferTask, error: str) -> TransferResult:
+        """The end of a task that no rank has got. Any thread: ranks write progress, too, but never of this task."""
+        if task.direction is Direction.SWAP_IN:
+            for memory in self.memory:
+                memory.signal.set_failed(task.task_id)
+        return failed(task, self._config.tp_size, error)
+
+    def run(self) -> None:
+        """The thread: until `stopping` is set or the books are broken; then ranks end and every task is answered."""
+        try:
+            self._poller.register(self.wakeup.fd, self.wakeup)
+            for rank in self.ranks:
+                rank.tick(time.monotonic())
+                self._watch(rank)
+            while not self.stopping:
+                self._turn()
+        finally:  # also when an invariant broke: callers must get their answers and no rank may stay
+            self._shut_down()
+
+    def _turn(self) -> None:
+        for key in self._poller.wait(self._next_timeout()):
+            if key is self.wakeup:
+                self.wakeup.clear()
+            elif isinstance(key, RankSupervisor):
+                self._receive(key)
+        now = time.monotonic()
+        self._follow_kv()
+        self._reap(now)
+        self._kill_stuck(now)
+        for rank in self.ranks:
+            if rank.phase in (Phase.DOWN, Phase.OFF) and not self.started.is_set():
+                self._fail_start(rank)
+            else:
+                had_process = rank.process is not None
+                rank.tick(now)
+                if not had_process:
+                    self._watch(rank)
+        if all(rank.phase is Phase.READY and not rank.parked for rank in self.ranks):
+            self.all_ready.set()
+            self.started.set()
+        self._send()
+
+    def _follow_kv(self) -> None:
+        """Start ranks whose KV arrays have come; end those whose arrays are gone, so that nothing writes there."""
+        with self.lock:
+            changed, self.changed_kv = self.changed_kv, set()
+        for number in changed:
+            rank, kv = self.ranks[number], self.kv[number]
+            kv.sweep()
+            rank.parked = kv.handle is None
+            if rank.parked:
+                self.all_ready.clear()
+                rank.kill("its KV arrays are gone")
+
+    def _next_timeout(self) -> float:
+        now = time.monotonic()
+        waits = [rank.next_tick(now) for rank in self.ranks]
+        waits += [
+            flight.stuck_at - now
+            for flight in self._flights.all()
+            if not all(self.ranks[rank].dying for rank in flight.waiting)  # those end when they are reaped
+        ]
+        return max(0.0, min(waits))
+
+    def _watch(self, rank: RankSupervisor) -> None:
+        if rank.process is not None and rank.queue is not None:
+            self._poller.register(rank.queue, rank)
+            self._poller.register(rank.process.pidfd, rank.rank)
+
+    def _receive(self, rank: RankSupervisor) -> None:
+        while rank.queue is not None and (data := rank.queue.get()) is not None:
+            try:
+                message: FromRank = decode(data, FromRank)
+            except CodecError as error:
+                rank.kill(f"it sent what is no message: {error}")
+                return
+            if message.incarnation != rank.incarnation:
+                continue
+            if isinstance(message, ReadyMessage):
+                self._note_ready(rank, message)
+            else:
+                self._note_done(rank.rank, message)
+
+    def _note_ready(self, rank: RankSupervisor, ready: ReadyMessage) -> None:
+        kv = self.kv[rank.rank]
+        if ready.kv is not None and kv.handle is None:  # its own arrays; the other lane tells them, too
+            try:
+                kv.take(ready.kv)
+            except (IPCError, LayoutError) as error:
+                rank.kill(f"its KV arrays cannot be taken: {error}")
+                return
+        rank.note_ready(ready.lane, time.monotonic())
+        if rank.phase is Phase.READY and kv.attaching is not None:
+            kv.attaching.done.set()
+            kv.attaching = None
+
+    def _note_done(self, rank: int, done: DoneMessage) -> None:
+        flight = self._flights.get(done.task_id)
+        if flight is not None:
+            result = RankResult(rank=rank, num_bytes=done.num_bytes, seconds=done.seconds, error=done.error)
+            self._end(self._flights.answer(flight, result))
+
+    def _end(self, result: TransferResult | None) -> None:
+        if result is not None:
+            self._finish(result)
+
+    def _finish(self, result: TransferResult) -> None:
+        with self.lock:
+            self.num_tasks[result.task.direction.lane] -= 1
+        self._call_back(lambda: self._on_result(result))
+
+    def _call_back(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # the caller's books are broken: end in order, so that every other task gets its answer
+            logger.exception("event=callback_failed action=stop")
+            self.stopping = True
+
+    def _reap(self, now: float) -> None:
+        """A reaped rank writes no more: only now may its tasks end and their destinations be given out again."""
+        for rank in self.ranks:
+            process, queue = rank.process, rank.queue
+            if process is None or queue is None or process.reap() is None:
+                continue
+            self._receive(rank)  # answers that it sent before it died count
+            self._poller.unregister(queue)
+            self._poller.unregister(process.pidfd)
+            self.all_ready.clear()
+            rank.reap(now)
+            self._note_death(rank)
+
+    def _note_death(self, rank: RankSupervisor) -> None:
+        failure = rank.last_failure
+        for flight in self._flights.of_rank(rank.rank):
+            if flight.task.direction is Direction.SWAP_IN:  # the engine may write the rank's words now: it is gone
+                self.memory[rank.rank].signal.set_failed(flight.task.task_id)
+            self._end(self._flights.answer(flight, RankResult(rank=rank.rank, error=failure.splitlines()[0])))
+        kv = self.kv[rank.rank]
+        if kv.attaching is not None:
+            kv.attaching.error = failure
+            kv.attaching.done.set()
+            kv.attaching = None
+        if self._config.owner_of_kv == "transfer" and kv.handle is not None:
+            kv.drop()
+            self._call_back(lambda: self._on_kv_lost(rank.rank))
+
+    def _kill_stuck(self, now: float) -> None:
+        for flight in self._flights.all():
+            if now > flight.stuck_at:
+                for rank in flight.waiting:
+                    self.ranks[rank].kill(f"task {flight.task.task_id} passed its deadline")
+
+    def _fail_start(self, rank: RankSupervisor) -> None:
+        self.start_failure = f"start of {self._config.tp_size} ranks failed: {rank.last_failure}"
+        self.stopping = True
+
+    def _send(self) -> None:
+        for task in self._take_outbox():
+            if not self.all_ready.is_set():
+                self._finish(self.refused(task, "a rank is down"))
+                continue
+            flight = self._flights.add(task, range(self._config.tp_size))
+            for rank in self.ranks:
+                assert rank.queue is not None
+                try:
+                    rank.queue.put(encode(SwapMessage.of(task, rank.incarnation)), task.direction.lane)
+                except IPCError as error:
+                    if isinstance(error, QueueDisconnectedError):  # alive or not, it can never be reached again
+                        rank.kill("its queue is disconnected")
+                    if task.direction is Direction.SWAP_IN:
+                        self.memory[rank.rank].signal.set_failed(task.task_id)
+                    self._end(self._flights.answer(flight, RankResult(rank=rank.rank, error=str(error))))
+
+    def _take_outbox(self) -> Iterator[TransferTask]:
+        while True:
+            with self.lock:
+                if not self.outbox:
+                    return
+                task = self.outbox.popleft()
+            yield task
+
+    def _shut_down(self) -> None:
+        with self.lock:
+            self.open = False
+        self.all_ready.clear()
+        self._ask_to_stop()
+        self._wait_until_reaped(time.monotonic() + self._config.stop_timeout_seconds)
+        for rank in self.ranks:
+            rank.kill("it did not stop when asked")
+        self._wait_until_reaped(time.monotonic() + 5)
+        for task in self._take_outbox():
+            self._finish(self.refused(task, "the client has stopped"))
+        self._context.destroy(linger=0)
+        self.started.set()
+
+    def _ask_to_stop(self) -> None:
+        for rank in self.ranks:
+            starting = rank.phase is Phase.STARTING
+            rank.retire()
+            if rank.queue is None:
+                continue
+            try:
+                if starting:
+                    rank.kill("the engine stops before it was ready")
+                else:
+                    for lane in Lane:
+                        rank.queue.put(encode(StopMessage()), lane)
+            except IPCError:
+                rank.kill("it cannot be asked to stop")
+
+    def _wait_until_reaped(self, deadline: float) -> None:
+        while any(rank.process is not None for rank in self.ranks):
+            now = time.monotonic()
+            if now >= deadline:
+                return
+            for key in self._poller.wait(deadline - now):
+                if key is self.wakeup:
+                    self.wakeup.clear()
+                elif isinstance(key, RankSupervisor):
+                    self._receive(key)
+            self._reap(time.monotonic())
+
+    # -- how a rank comes to be
+
+    def _new_queue(self) -> TaskQueue:
+        return TaskQueue(self._context, self._config.max_tasks_in_flight)
+
+    def _spawn(self, rank: int, incarnation: int, queue_address: str) -> RankProcess:
+        memory, (kv, kv_fds) = self.memory[rank], self.kv[rank].for_process()
+        if kv is None and self._config.owner_of_kv != "transfer":
+            raise IPCError("its KV arrays are gone")
+        num_gpu_blocks, num_cpu_blocks = self._num_blocks
+        setup = RankSetup(
+            rank=rank,
+            incarnation=incarnation,
+            engine_pid=os.getpid(),
+            queue_address=queue_address,
+            device=self._config.device,
+            device_id=self._config.device_id(rank),
+            layout=self._layout,
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            kv=kv,
+            cpu_fd=memory.cpu.fd,
+            signal_fd=memory.signal_array.fd,
+            heartbeat_seconds=self._config.heartbeat_seconds,
+            max_tasks_in_flight=self._config.max_tasks_in_flight,
+        )
+        return RankProcess(setup, self._config, kv_fds)
