@@ -48,6 +48,10 @@ class SharedSignal:
         """The word's value now."""
         return int(self._words[word])
 
+    def store(self, word: int, value: int) -> None:
+        """Store `value` in a word that nobody waits on."""
+        self._words[word] = value & _MASK
+
     def set(self, word: int, value: int) -> None:
         """Store `value` (its low 32 bits) and wake every waiter.
 

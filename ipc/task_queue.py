@@ -22,6 +22,7 @@ import zmq
 
 from ipc.errors import IPCError, QueueDisconnectedError, QueueFullError
 
+_MAX_LANES = 8
 _PREFIX = "fdc-"
 _MIN_AGE_SECONDS = 60.0
 _MAX_BASE_PATH = 80  # a socket address holds 108 bytes, our names take 20
@@ -32,6 +33,7 @@ class TaskQueue:
 
     def __init__(self, context: zmq.Context[Any], max_messages: int) -> None:
         """Bind a ROUTER in a private directory; `max_messages` may wait in each lane and direction."""
+        self._names = [_name(lane) for lane in range(_MAX_LANES)]
         base = tempfile.gettempdir()
         if len(os.fsencode(base)) >= _MAX_BASE_PATH:
             base = "/tmp"  # noqa: S108 (mkdtemp: private, random name)
@@ -61,7 +63,8 @@ class TaskQueue:
             QueueDisconnectedError: no peer has connected, or it is gone.
         """
         try:
-            self.socket.send_multipart([_name(lane), message], zmq.NOBLOCK)
+            self.socket.send(self._names[lane], zmq.NOBLOCK | zmq.SNDMORE)
+            self.socket.send(message, zmq.NOBLOCK)
         except zmq.Again as error:
             raise QueueFullError("the rank has not read its earlier tasks") from error
         except zmq.ZMQError as error:
@@ -69,10 +72,10 @@ class TaskQueue:
 
     def get(self) -> bytes | None:
         """The next message, or None when there is none."""
-        try:
-            message: bytes = self.socket.recv_multipart(zmq.NOBLOCK)[-1]
-        except zmq.Again:
+        if not self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             return None
+        self.socket.recv()  # the lane's name
+        message: bytes = self.socket.recv()
         return message
 
     def hide(self) -> None:

@@ -100,14 +100,20 @@ class RankIO:
             self._shut_down()
 
     def _turn(self) -> None:
+        died = False
         for key in self._poller.wait(self._next_timeout()):
             if key is self.wakeup:
                 self.wakeup.clear()
             elif isinstance(key, RankSupervisor):
                 self._receive(key)
+            else:  # the number of a rank whose process has ended
+                died = True
+        self._send()  # before the housekeeping: tasks do not wait for it
         now = time.monotonic()
-        self._follow_kv()
-        self._reap(now)
+        if self.changed_kv:
+            self._follow_kv()
+        if died:
+            self._reap(now)
         self._kill_stuck(now)
         for rank in self.ranks:
             if rank.phase in (Phase.DOWN, Phase.OFF) and not self.started.is_set():
@@ -120,7 +126,6 @@ class RankIO:
         if all(rank.phase is Phase.READY and not rank.parked for rank in self.ranks):
             self.all_ready.set()
             self.started.set()
-        self._send()
 
     def _follow_kv(self) -> None:
         """Start ranks whose KV arrays have come; end those whose arrays are gone, so that nothing writes there."""

@@ -63,7 +63,7 @@ class RankSignal:
 
     def beat(self) -> None:
         """Move the counter."""
-        self._signal.set(_Word.HEARTBEAT, self.heartbeat + 1)
+        self._signal.store(_Word.HEARTBEAT, self.heartbeat + 1)
 
     @property
     def num_tasks_in_flight(self) -> int:
@@ -72,7 +72,7 @@ class RankSignal:
 
     def set_busy(self, lane: int, busy: bool) -> None:
         """Say whether a lane works on a task."""
-        self._signal.set(_Word.TASKS_IN_FLIGHT + lane, int(busy))
+        self._signal.store(_Word.TASKS_IN_FLIGHT + lane, int(busy))
 
     # -- loads, layer by layer
 
@@ -111,7 +111,7 @@ class RankSignal:
 
     def cancel(self, task_id: int) -> None:
         """Engine: the rank need not begin this task."""
-        self._signal.set(_Word.CANCELLED + task_id % NUM_SLOTS, task_id + 1)  # 0 is no task
+        self._signal.store(_Word.CANCELLED + task_id % NUM_SLOTS, task_id + 1)  # 0 is no task
 
     def is_cancelled(self, task_id: int) -> bool:
         """Rank: whether to leave this task out."""

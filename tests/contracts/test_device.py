@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from ipc.shared_array import SharedArray
+from tests.fake_cuda import FakeDriver, install
 from transfer_manager.device.base import Device
 from transfer_manager.device.cpu import CpuDevice
+from transfer_manager.device.cuda import CudaDevice
+from transfer_manager.device.cuda_driver import Cuda
 from transfer_manager.errors import DeviceError
 from transfer_manager.layout import STORAGE_DTYPES, KVLayout, KVPart, RankLayout
 from transfer_manager.task import Direction
@@ -55,15 +58,37 @@ ID_PAIRS = [
     (list(range(NUM_GPU)), list(range(NUM_CPU - NUM_GPU, NUM_CPU))),
 ]
 
-MakeDevice = Callable[[RankLayout, SharedArray, SharedArray], Device]
+MakeDevice = Callable[[RankLayout, SharedArray, SharedArray, pytest.MonkeyPatch], Device]
 
 
-def make_cpu(layout: RankLayout, kv: SharedArray, cpu: SharedArray) -> Device:
+def make_cpu(layout: RankLayout, kv: SharedArray, cpu: SharedArray, _: pytest.MonkeyPatch) -> Device:
     images = cpu.view(np.uint8, (NUM_CPU, layout.block_bytes))
     return CpuDevice(layout, [kv.view(np.uint8, (kv.num_bytes,))], layout.places(NUM_GPU), images, NUM_GPU)
 
 
-DEVICES: dict[str, MakeDevice] = {"cpu": make_cpu}
+def make_cuda(version: int, kernel: bool) -> MakeDevice:
+    """On a fake driver whose GPU memory is CPU memory; small pieces by the kernel, or none."""
+
+    def make(layout: RankLayout, kv: SharedArray, cpu: SharedArray, monkeypatch: pytest.MonkeyPatch) -> Device:
+        driver = FakeDriver(version)
+        install(monkeypatch, driver, compiler=kernel)
+        monkeypatch.setattr(CudaDevice, "_kernel_is_faster", lambda self, size: kernel and size % 16 == 0)
+        base = kv.view(np.uint8, (kv.num_bytes,)).ctypes.data
+        driver.on_gpu[base] = kv.num_bytes
+        images = cpu.view(np.uint8, (NUM_CPU, layout.block_bytes))
+        places = layout.places(NUM_GPU)
+        return CudaDevice(layout, Cuda(0), bases=[base], places=places, images=images, num_gpu_blocks=NUM_GPU)
+
+    return make
+
+
+DEVICES: dict[str, MakeDevice] = {
+    "cpu": make_cpu,
+    "cuda, single copies": make_cuda(12000, kernel=False),
+    "cuda 12, batched": make_cuda(12080, kernel=False),
+    "cuda 13, batched": make_cuda(13000, kernel=False),
+    "cuda, kernel": make_cuda(13000, kernel=True),
+}
 
 
 @dataclass
@@ -107,7 +132,7 @@ class Bench:
 
 
 @pytest.fixture(params=DEVICES)
-def make(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Bench]]:
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Bench]]:
     """Makes a bench for a named layout; its memory goes at the end."""
     arrays: list[SharedArray] = []
     benches: list[Bench] = []
@@ -117,7 +142,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Bench]]:
         kv = SharedArray.create("kv", layout.gpu_bytes(NUM_GPU))
         cpu = SharedArray.create("cpu", NUM_CPU * layout.block_bytes)
         arrays.extend((kv, cpu))
-        benches.append(Bench(DEVICES[request.param](layout, kv, cpu), layout, kv, cpu))
+        benches.append(Bench(DEVICES[request.param](layout, kv, cpu, monkeypatch), layout, kv, cpu))
         return benches[-1]
 
     yield new

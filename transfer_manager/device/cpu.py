@@ -110,9 +110,10 @@ def _copy(destinations: Bytes, sources: Bytes, spans: Sequence[tuple[slice, slic
 
 def _spans(source_ids: Int32Array, destination_ids: Int32Array) -> Iterator[tuple[slice, slice]]:
     """Neighbouring ids joined: slices that are consecutive on both sides, so one copy moves many blocks."""
+    if not len(source_ids):
+        return
     breaks = np.flatnonzero((np.diff(source_ids) != 1) | (np.diff(destination_ids) != 1)) + 1
     edges = [0, *breaks.tolist(), len(source_ids)]
     for start, end in itertools.pairwise(edges):
-        if start < end:
-            source, destination = int(source_ids[start]), int(destination_ids[start])
-            yield slice(source, source + end - start), slice(destination, destination + end - start)
+        source, destination = int(source_ids[start]), int(destination_ids[start])
+        yield slice(source, source + end - start), slice(destination, destination + end - start)
