@@ -22,11 +22,18 @@ setup(
     ],
     extras_require={
         "paddle": ["paddlepaddle>=3.0,<4"],
-        "gpu": ["paddlepaddle-gpu", "cuda-bindings>=12.6"],
+        "gpu": ["paddlepaddle-gpu", "cuda-bindings>=12.9.1"],
         "torch": ["torch>=2.4"],
         "demo": ["paddlepaddle>=3.0,<4", "gguf>=0.17", "tokenizers>=0.21"],
         "plot": ["matplotlib>=3.8"],
-        "test": ["matplotlib>=3.8", "pytest>=8", "hypothesis>=6.100", "ruff==0.17.5", "mypy>=1.11"],
+        "test": [
+            "cuda-bindings>=12.9.1",
+            "matplotlib>=3.8",
+            "pytest>=8",
+            "hypothesis>=6.100",
+            "ruff==0.17.5",
+            "mypy>=1.11",
+        ],
     },
     entry_points={"console_scripts": ["fastdeploy-cache=launch.cli:main"]},
 )

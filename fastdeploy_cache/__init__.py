@@ -2,17 +2,23 @@
 
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.manager import PrefixCacheManager
-from fastdeploy_cache.match import Match
+from fastdeploy_cache.match import Match, Prefetch
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.stats import CacheStats, TierStats
 from transfer_manager.config import TransferConfig
+from transfer_manager.kv_memory import KVHandle, KVMemory
 from transfer_manager.layout import KVLayout
+from transfer_manager.rank_signal import LayerProgress
 
 __all__ = [
     "CacheConfig",
     "CacheStats",
+    "KVHandle",
     "KVLayout",
+    "KVMemory",
+    "LayerProgress",
     "Match",
+    "Prefetch",
     "PrefixCacheManager",
     "Request",
     "TierStats",

@@ -39,18 +39,21 @@ def serve(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as num_gpu_blocks=256.")
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or gpu:N with paddlepaddle-gpu (all ranks on that GPU).")] = "cpu",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = 8000,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of /metrics.")] = 9400,
     log_dir: LogDir = None,
 ) -> None:
     """Serve SmolLM2 over HTTP (POST /v1/chat/completions) until SIGTERM or Ctrl-C."""
+    from launch.serve import device_settings
     from launch.serve import serve as run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     given = list(settings or [])
     given += [f"transfer.tp_size={ranks}"] if ranks is not None else []
     given += [f"transfer.log_dir={log_dir}"] if log_dir is not None else []
+    given += device_settings(device, given)
     run(config, given, host=host, port=port, metrics_port=metrics_port)
 
 
@@ -64,6 +67,9 @@ def simulate(
     ] = None,
     cpu_blocks: Annotated[list[str], typer.Option(help="Blocks of the CPU tier, likewise.")] = ["0"],  # noqa: B006
     policy: Annotated[list[str], typer.Option(help="Eviction policies.")] = ["lru"],  # noqa: B006
+    write_policy: Annotated[
+        str, typer.Option(help="What is copied to the CPU tier: see cpu_write_policy.")
+    ] = "write_back",
     json: Annotated[
         Path | None, typer.Option(help="Also write the findings to this file; - is standard output.")
     ] = None,
@@ -84,6 +90,7 @@ def simulate(
         gpu_blocks=gpu_blocks,
         cpu_blocks=cpu_blocks,
         policies=policy,
+        write_policy=write_policy,
         json_file=json,
         plot_file=plot,
         bound=bound,

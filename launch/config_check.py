@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastdeploy_cache import CacheConfig
 from ipc.memory_limit import check_available
+from transfer_manager.layout import RankLayout
 
 
 def describe(config: CacheConfig) -> str:
@@ -18,6 +19,7 @@ def describe(config: CacheConfig) -> str:
         total_bytes = _total_bytes(config)
         in_all = f"{total_bytes} in all ({total_bytes / 2**30:.2f} GiB)"
         lines.append(f"bytes: {layout.block_bytes} per block and rank, {in_all}")
+        lines.append(f"parts of a block in each of {layout.num_layers} layers: {_parts(layout)}")
     return "\n".join(lines)
 
 
@@ -26,6 +28,14 @@ def check_memory(config: CacheConfig) -> None:
     check_available(_total_bytes(config), "on this machine the configuration")
 
 
+def _parts(layout: RankLayout) -> str:
+    return ", ".join(f"{part.name} {list(part.shape)} {part.dtype}" for part in layout.parts)
+
+
 def _total_bytes(config: CacheConfig) -> int:
-    layout = config.rank_layout()
-    return config.transfer.tp_size * layout.block_bytes * sum(config.pool_sizes()) if layout is not None else 0
+    """In this machine's memory; KV arrays on a GPU are not."""
+    layout, (num_gpu_blocks, num_cpu_blocks) = config.rank_layout(), config.pool_sizes()
+    if layout is None:
+        return 0
+    gpu_bytes = layout.gpu_bytes(num_gpu_blocks) if config.transfer.device == "cpu" else 0
+    return config.transfer.tp_size * (gpu_bytes + num_cpu_blocks * layout.block_bytes)

@@ -59,6 +59,22 @@ def serve(config_file: Path | None, settings: Sequence[str], *, host: str, port:
         raise LaunchError("the engine ended by itself; its log says why")
 
 
+def device_settings(device: str, settings: Sequence[str]) -> list[str]:
+    """What `--device` stands for, beside these settings.
+
+    Raises:
+        LaunchError: neither `cpu` nor `gpu:N`.
+    """
+    if device == "cpu":
+        return []
+    kind, _, number = device.partition(":")
+    if kind != "gpu" or not number.isdigit():
+        raise LaunchError(f"--device is {device!r}; use cpu, or gpu:N with the number of a GPU")
+    sizes = [int(setting.partition("=")[2]) for setting in settings if setting.startswith("transfer.tp_size=")]
+    ids = ",".join([number] * (sizes[-1] if sizes else 1))
+    return ["transfer.device=cuda", f"transfer.device_ids={ids}"]
+
+
 def _run_until(endings: queue.SimpleQueue[str], engine: Engine, server: _Server) -> str:
     def run_engine() -> None:
         try:
@@ -89,7 +105,8 @@ def _config(files: ModelFiles, path: Path | None, settings: Sequence[str]) -> Ca
         if not equals:
             raise ConfigError(f"--set {setting!r} is no KEY=VALUE")
         table, _, key = name.rpartition(".")
-        (overrides.setdefault(table, {}) if table else overrides)[key] = value
+        parsed = value.split(",") if key == "device_ids" else value
+        (overrides.setdefault(table, {}) if table else overrides)[key] = parsed
     layout = layout_of(files.spec)
     config = CacheConfig.load(path or _DEFAULT_FILE, **{"layout": layout, **overrides})
     if config.layout != layout:

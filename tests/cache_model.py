@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,9 @@ class CacheModel:
         recompute_last_token: bool = False,
         write_policy: str = "write_through",
         clock: Callable[[], float] = time.monotonic,
+        **settings: Any,
     ) -> None:
+        """`settings`: further ones of `CacheConfig`."""
         self.size, self.num_gpu, self.num_cpu = block_size, num_gpu, num_cpu
         self.client = SimulatedClient(num_gpu, num_cpu)
         config = CacheConfig(
@@ -53,6 +56,7 @@ class CacheModel:
             eviction_policy=policy,
             recompute_last_token=recompute_last_token,
             cpu_write_policy=write_policy,  # type: ignore[arg-type]
+            **settings,
         )
         self.cache = PrefixCacheManager(config, client=self.client, clock=clock)
         self.live: list[LiveRequest] = []
@@ -90,6 +94,12 @@ class CacheModel:
             assert self.prefix(live, -(-found // self.size)) in self.committed, "hit on what nobody committed"
         assert not any(image.offset < found < image.end for image in request.images), "a match ends inside an image"
         self.live.append(live)
+        return live
+
+    def must_match(self, tokens: list[int], namespace: str = "", images: Sequence[Image] = ()) -> LiveRequest:
+        """`match` for a prompt that fits."""
+        live = self.match(tokens, namespace, images)
+        assert live is not None
         return live
 
     def run_ahead(self, live: LiveRequest, num_blocks: int) -> bool:

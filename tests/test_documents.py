@@ -35,6 +35,14 @@ def test_the_readme_configuration_is_valid() -> None:
     assert names["config"].pool_sizes() == (100, 400)  # type: ignore[attr-defined]
 
 
+def test_the_layout_sample_prints_what_it_says() -> None:
+    """The first sample of docs/data_plane.md runs, and its comments hold."""
+    sample = blocks("docs/data_plane.md", "python")[0]
+    result = subprocess.run([sys.executable, "-c", sample], capture_output=True, text=True, timeout=60, check=True)
+    promised = [re.sub(r" per rank.*", "", comment) for comment in re.findall(r"# (.*)", sample)]
+    assert result.stdout.splitlines() == promised
+
+
 def test_the_documented_toml_is_valid(tmp_path: Path) -> None:
     """The file in docs/configuration.md loads."""
     path = tmp_path / "cache.toml"

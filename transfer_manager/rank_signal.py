@@ -80,8 +80,8 @@ class RankSignal:
         """Say that the first `num_layers` layers of a load are in.
 
         Task and count share one word: as two, a waiter could pair the new task's number with the old one's count. The
-        bytes come before the word: a waiter that sees the count sees the layers (x86-64 keeps the order of stores; the
-        futex call behind every store is a barrier elsewhere).
+        bytes come before the word: a waiter that sees the count sees the layers. x86-64 keeps the order of stores; on
+        aarch64 nothing but the interpreter's lock, taken again after the copy, stands between them.
         """
         self._set_progress(task_id, num_layers)
 

@@ -1,7 +1,4 @@
-"""Arrays of NumPy, Paddle and PyTorch: where their memory is (which needs no framework), and tensors over ours.
-
-Source: the DLPack structures, dlpack.h version 0.x and 1.x (github.com/dmlc/dlpack).
-"""
+"""Arrays of NumPy, Paddle and PyTorch: where their memory is (which needs no framework), and tensors over ours."""
 
 from __future__ import annotations
 
@@ -14,26 +11,10 @@ from typing import Any
 import numpy as np
 
 from ipc.shared_array import SharedArray
+from transfer_manager.dlpack import read
 from transfer_manager.errors import LayoutError
 from transfer_manager.kv_memory import KVHandle, SegmentHandle
 from transfer_manager.layout import KVPart, Place, Places, RankLayout
-
-_DEVICE_TYPES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}  # kDLCPU, kDLCUDA, kDLCUDAHost, kDLCUDAManaged
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +38,8 @@ class ArrayPlace:
             capsule = array.__dlpack__()
         except (AttributeError, TypeError, RuntimeError, BufferError) as error:
             raise LayoutError(f"{type(array).__name__} gives no DLPack capsule: {error}") from error
-        pointer = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        tensor = _DLTensor.from_address(pointer(capsule, b"dltensor"))
-        device = _DEVICE_TYPES.get(tensor.device_type)
+        tensor = read(capsule)
+        device = tensor.device
         if device is None:
             raise LayoutError(f"array is on DLPack device type {tensor.device_type}; known: CPU and CUDA")
         shape = tuple(tensor.shape[i] for i in range(tensor.ndim))

@@ -13,9 +13,11 @@ import time
 from typing import BinaryIO
 
 from ipc.codec import decode, encode
+from ipc.errors import IPCError
 from ipc.shared_array import SharedArray
 from ipc.task_queue import RankQueue
 from transfer_manager.device import open_device
+from transfer_manager.errors import TransferError
 from transfer_manager.rank_signal import RankSignal, RankState
 from transfer_manager.task import (
     Direction,
@@ -176,5 +178,10 @@ def main() -> int:
     lifeline = sys.stdin.fileno()
     setup = read_setup(lifeline)
     end_with_engine(setup.engine_pid, lifeline)
-    Worker(setup).run()
+    try:
+        worker = Worker(setup)
+    except (TransferError, IPCError) as error:  # what is missing, for the engine's message: no traceback
+        logger.error("event=cannot_start rank=%d reason=%s", setup.rank, error)
+        return 1
+    worker.run()
     return 0

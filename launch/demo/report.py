@@ -31,6 +31,8 @@ def facts(cached: Played, plain: Played) -> dict[str, Any]:
         "kinds": kinds,
         "hit_rates": dict(cached.stats.hit_rates),
         "swap_bytes": cached.swap_bytes,
+        "load_seconds": cached.load_seconds,
+        "waited_for_layers_seconds": cached.waited_seconds,
         "num_answers": len(pairs),
         "different_answers": different,
         "num_ranks": len(cached.stats.ranks),
@@ -76,6 +78,11 @@ def show(console: Console, found: dict[str, Any]) -> None:
     swapped = {direction: num_bytes / 2**20 for direction, num_bytes in found["swap_bytes"].items()}
     console.print(
         f"Swapped by {found['num_ranks']} ranks: {swapped['swap_out']:.1f} MiB out, {swapped['swap_in']:.1f} MiB in"
+    )
+    loads, waited = found["load_seconds"], found["waited_for_layers_seconds"]
+    console.print(
+        f"Waiting for whole loads would have cost {_milliseconds(loads)} in all; as each layer was computed once it "
+        f"was in, the model stood still for {_milliseconds(waited)}"
     )
     if found["killed_rank"] is not None:
         console.print(f"Rank {found['killed_rank']} was killed (SIGKILL) before the last turns")

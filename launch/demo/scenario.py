@@ -49,6 +49,8 @@ class Played:
     answers: tuple[Answer, ...]
     stats: CacheStats
     swap_bytes: dict[str, int]
+    load_seconds: float  # of all loads that the model ran ahead of
+    waited_seconds: float  # of these, how long the model stood still, waiting for a layer
     killed_rank: int | None = None
     rank_returned: bool = False
 
@@ -88,7 +90,15 @@ def play(
         engine.cache.wait_for_transfers(config.transfer.task_timeout_seconds)
         returned = kill_rank is not None and engine.cache.wait_for_ranks(_RANK_RETURN_SECONDS)
         engine.cache.check_invariants()
-        return Played(tuple(answers), engine.cache.stats(), engine.cache.metrics.swap_bytes(), kill_rank, returned)
+        return Played(
+            answers=tuple(answers),
+            stats=engine.cache.stats(),
+            swap_bytes=engine.cache.metrics.swap_bytes(),
+            load_seconds=engine.load_seconds,
+            waited_seconds=engine.waited_for_layers_seconds,
+            killed_rank=kill_rank,
+            rank_returned=returned,
+        )
 
 
 def _prompt(tokenizer: ChatTokenizer, conversation: Conversation, turn: int, history: np.ndarray) -> np.ndarray:

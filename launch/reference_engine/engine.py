@@ -60,7 +60,8 @@ class Engine:
         ranks = range(cache.config.transfer.tp_size)
         progress = [cache.layer_progress(rank) for rank in ranks] if overlap and cache.config.layout else []
         self._progress = [each for each in progress if each is not None]
-        self.waited_for_layers_seconds = 0.0  # while a step ran ahead of its loads
+        # of the loads that steps ran ahead of: how long they took, and how long the model stood still for their layers
+        self.load_seconds = self.waited_for_layers_seconds = 0.0
         self._clock = clock
         self._running: list[Generation] = []  # oldest first
         self._waiting: deque[Generation] = deque()
@@ -152,7 +153,9 @@ class Engine:
             num_missing = self._num_blocks(request.num_tokens) - num_matched
             generation.is_ahead = not match.ready
             new = self.cache.allocate(request, num_missing, ahead_of_loads=generation.is_ahead)
-            match = match.poll() if generation.is_ahead else match
+            if generation.is_ahead:
+                self._follow(match)
+                match = match.poll()
         except OutOfBlocksError as shortage:
             self.cache.release(request)
             generation.note_refusal()
@@ -182,6 +185,15 @@ class Engine:
             if not self._running or not seconds_left:
                 generation.match = generation.match.wait(seconds_left)
         return generation.match
+
+    def _follow(self, match: Match) -> None:
+        """Note how long the loads of a match take from now on: without overlap the request would wait for that."""
+        started = time.monotonic()
+
+        def note() -> None:
+            self.load_seconds += time.monotonic() - started
+
+        match.on_ready(note)
 
     def _can_overlap(self, match: Match) -> bool:
         """Whether all that is coming is followed layer by layer."""

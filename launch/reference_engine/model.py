@@ -39,17 +39,21 @@ class Llama:
     Args:
         files: from ``load_model_files``.
         kv_shards: one per rank; see ``KVShard``.
+        gpu: the GPU to compute on, where the shards are; None: the CPU.
 
     Raises:
         ValueError: the shards do not fit the model.
         ModelLoadError: Paddle is missing, installed twice, or cannot share memory.
     """
 
-    def __init__(self, files: ModelFiles, kv_shards: Sequence[KVShard]) -> None:
+    def __init__(self, files: ModelFiles, kv_shards: Sequence[KVShard], gpu: int | None = None) -> None:
         self._paddle = import_paddle()
+        if gpu is not None:
+            self._paddle.set_device(f"gpu:{gpu}")
         self.spec = files.spec
         self.kv = PagedKV(kv_shards, files.spec)
-        self._weights = {name: share_array(tensor) for name, tensor in files.tensors.items()}
+        weights = {name: share_array(tensor) for name, tensor in files.tensors.items()}
+        self._weights = weights if gpu is None else {name: weight.cuda(gpu) for name, weight in weights.items()}
         frequency = files.spec.rope_theta ** (-np.arange(0, files.spec.head_dim, 2) / files.spec.head_dim)
         angle = np.arange(files.spec.context_length)[:, None] * frequency
         rope = np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)

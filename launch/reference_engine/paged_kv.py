@@ -26,12 +26,15 @@ Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 class KVShard:
     """One rank's KV memory: per layer a key and a value array.
 
-    Each is float32 [num_blocks, block_size, kv_heads_of_rank, head_dim], C-contiguous and writable.
+    Each is float32 [num_blocks, block_size, kv_heads_of_rank, head_dim], C-contiguous and writable; or a Paddle tensor
+    on a GPU of its rows, [num_blocks * block_size * kv_heads_of_rank, head_dim], and then the two counts are given.
     Of R ranks, rank r holds the kv heads from r * num_kv_heads / R on. The memory must outlive the model.
     """
 
-    keys: Sequence[Float32Array]
-    values: Sequence[Float32Array]
+    keys: Sequence[Any]
+    values: Sequence[Any]
+    num_blocks: int = 0
+    block_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,21 @@ class PagedKV:
             raise ValueError(f"{len(shards)} ranks cannot share {spec.num_kv_heads} kv heads evenly")
         self.num_ranks = len(shards)
         self.kv_heads_per_rank = spec.num_kv_heads // len(shards)
-        self.num_blocks, self.block_size = shards[0].keys[0].shape[:2]
+        first = shards[0]
+        on_gpu = first.num_blocks > 0
+        self.num_blocks: int = first.num_blocks if on_gpu else first.keys[0].shape[0]
+        self.block_size: int = first.block_size if on_gpu else first.keys[0].shape[1]
         expected = (self.num_blocks, self.block_size, self.kv_heads_per_rank, spec.head_dim)
         for shard in shards:
             if (len(shard.keys), len(shard.values)) != (spec.num_layers, spec.num_layers):
                 raise ValueError(f"a shard has {len(shard.keys)} key arrays, expected {spec.num_layers}")
-            for array in (*shard.keys, *shard.values):
+            for array in () if on_gpu else (*shard.keys, *shard.values):
                 _check_array(array, expected)
         self._keys, self._values = (
-            [[share_array(array.reshape(-1, spec.head_dim)) for array in arrays] for arrays in side]
+            [
+                [array if on_gpu else share_array(array.reshape(-1, spec.head_dim)) for array in arrays]
+                for arrays in side
+            ]
             for side in ([shard.keys for shard in shards], [shard.values for shard in shards])
         )
 

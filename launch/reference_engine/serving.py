@@ -16,15 +16,26 @@ def layout_of(spec: ModelSpec) -> KVLayout:
     return KVLayout(num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype="float32")
 
 
+def _cpu_shard(cache: PrefixCacheManager, rank: int) -> KVShard:
+    layers = cache.kv_views(rank)
+    return KVShard([layer["key"] for layer in layers], [layer["value"] for layer in layers])
+
+
 @contextlib.contextmanager
 def running_engine(files: ModelFiles, config: CacheConfig, max_running: int = 4) -> Iterator[Engine]:
-    """An engine whose KV arrays are views on the ranks' shared memory; one compute process holds all shards."""
+    """An engine that holds all ranks' shards in one process.
+
+    Its KV arrays are views on the ranks' shared memory or, with the device `cuda`, on the GPU of rank 0.
+    """
+    on_gpu = config.transfer.device == "cuda"
     with PrefixCacheManager(config) as cache:
-        shards = []
-        for rank in range(config.transfer.tp_size):
-            layers = cache.kv_views(rank)
-            shards.append(KVShard([layer["key"] for layer in layers], [layer["value"] for layer in layers]))
-        model = Llama(files, shards)
+        if on_gpu:
+            from launch.reference_engine.gpu_kv import gpu_shard
+
+            shards = [gpu_shard(cache, rank) for rank in range(config.transfer.tp_size)]
+        else:
+            shards = [_cpu_shard(cache, rank) for rank in range(config.transfer.tp_size)]
+        model = Llama(files, shards, config.transfer.device_id(0) if on_gpu else None)
         yield Engine(
             cache,
             model,

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fastdeploy_cache.config import WRITE_POLICIES
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from launch.errors import LaunchError
 from launch.findings import check_target, console_beside, write_json
@@ -29,6 +30,7 @@ class SimulateOptions:
     gpu_blocks: list[str]
     cpu_blocks: list[str]
     policies: list[str]
+    write_policy: str
     json_file: Path | None
     plot_file: Path | None
     bound: bool
@@ -43,13 +45,16 @@ def simulate(path: Path, options: SimulateOptions) -> None:
     """
     console = console_beside(options.json_file, 80)
     policies = _names(options.policies)
+    if options.write_policy not in WRITE_POLICIES:
+        raise LaunchError(f"--write-policy is {options.write_policy!r}; use one of {', '.join(WRITE_POLICIES)}")
     check_target(options.json_file)
     check_target(options.plot_file)
     if options.plot_file is not None and options.plot_file.suffix not in PLOT_SUFFIXES:
         raise LaunchError(f"cannot draw {options.plot_file}; end its name in {' or '.join(PLOT_SUFFIXES)}")
     trace = read_trace(path, options.trace_block_size, options.block_size or options.trace_block_size, options.skip_bad)
     sizes = [(gpu, cpu) for gpu in _sizes(options.gpu_blocks, trace, 1) for cpu in _sizes(options.cpu_blocks, trace, 0)]
-    found = _findings(path, trace, *_replay_all(console, trace, sizes, policies, options.bound))
+    found = _findings(path, trace, *_replay_all(console, trace, sizes, policies, options))
+    found["write_policy"] = options.write_policy
     show(console, found)
     if options.plot_file is not None:
         draw(options.plot_file, found)
@@ -57,11 +62,11 @@ def simulate(path: Path, options: SimulateOptions) -> None:
 
 
 def _replay_all(
-    console: Console, trace: Trace, sizes: list[tuple[int, int]], policies: list[str], bound: bool
+    console: Console, trace: Trace, sizes: list[tuple[int, int]], policies: list[str], options: SimulateOptions
 ) -> tuple[list[Replayed], dict[int, float]]:
     """Each capacity under each policy, and the clairvoyant hit rate of each capacity."""
     replays: list[tuple[int, int, str | Clairvoyant]] = [(*size, policy) for size in sizes for policy in policies]
-    if bound:
+    if options.bound:
         replays += [(size, 0, Clairvoyant(trace, size)) for size in sorted({gpu + cpu for gpu, cpu in sizes})]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results, clairvoyant = list[Replayed](), dict[int, float]()
@@ -76,7 +81,7 @@ def _replay_all(
                 if number % 256 == 0:
                     progress.advance(bar, min(256, len(trace.requests) - number))
 
-            replayed = Replay(trace, gpu, cpu, policy).run(on_request)
+            replayed = Replay(trace, gpu, cpu, policy, write_policy=options.write_policy).run(on_request)
             if isinstance(policy, str):
                 results.append(replayed)
             else:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import random
+import signal
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,6 +15,8 @@ import pytest
 
 from ipc.errors import NotEnoughMemoryError
 from tests.contracts.answers import SECONDS, Answers, task
+from tests.faults.conftest import pids, stopped
+from tests.faults.kv_worker import digest, kv_worker, layer_bytes
 from transfer_manager.client import InlineClient, TransferClient
 from transfer_manager.config import TransferConfig
 from transfer_manager.layout import KVLayout
@@ -20,7 +25,7 @@ from transfer_manager.task import Direction
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=8, dtype="float16")
 BLOCK_SIZE, NUM_GPU, NUM_CPU = 4, 16, 24
-OUT, IN = Direction.SWAP_OUT, Direction.SWAP_IN
+OUT, IN, COPY = Direction.SWAP_OUT, Direction.SWAP_IN, Direction.COPY
 
 
 def new_client(kind: str, tp_size: int, num_gpu: int = NUM_GPU) -> TransferClient:
@@ -62,6 +67,11 @@ def fill(client: TransferClient, tp_size: int) -> None:
         for layer in client.kv_views(rank):
             for array in layer.values():
                 array[:] = noise.integers(0, 1000, array.shape)
+
+
+def arrays_of(client: TransferClient, tp_size: int) -> list[np.ndarray]:
+    """Of all ranks, layers and parts."""
+    return [array for rank in range(tp_size) for layer in client.kv_views(rank) for array in layer.values()]
 
 
 def test_kv_views_have_the_layouts_shapes(client: TransferClient, answers: Answers, kind: tuple[str, int]) -> None:
@@ -219,3 +229,119 @@ def test_simulation_moves_nothing_and_answers() -> None:
     (result,) = collected.wait(1)
     assert result.error is None and [r.num_bytes for r in result.ranks] == [0, 0]
     client.stop()
+
+
+def test_a_copy_within_the_gpu_copies_the_leading_tokens(
+    client: TransferClient, answers: Answers, kind: tuple[str, int]
+) -> None:
+    """COPY with `num_tokens` writes these tokens of the destination blocks and not a byte else; without it, all."""
+    _, tp_size = kind
+    block_bytes = LAYOUT.for_rank(tp_size, BLOCK_SIZE).block_bytes
+    sources, targets = [3, 9, 4], [15, 0, 8]
+    for task_id, num_tokens in ((1, 1), (2, 3), (3, None)):
+        fill(client, tp_size)
+        wanted = [array.copy() for array in arrays_of(client, tp_size)]
+        for array in wanted:
+            array[targets, :num_tokens] = array[sources, :num_tokens]
+        client.submit(dataclasses.replace(task(task_id, COPY, sources, targets), num_tokens=num_tokens))
+        result = answers.wait(task_id)[-1]
+        num_bytes = 3 * block_bytes * (num_tokens or BLOCK_SIZE) // BLOCK_SIZE
+        assert result.error is None and [r.num_bytes for r in result.ranks] == [num_bytes] * tp_size
+        assert all(np.array_equal(a, w) for a, w in zip(arrays_of(client, tp_size), wanted, strict=True))
+
+
+def test_a_cancel_after_the_end_changes_nothing(
+    client: TransferClient, answers: Answers, kind: tuple[str, int]
+) -> None:
+    """The task keeps its one answer, the bytes stay, and the tasks that come later are done."""
+    _, tp_size = kind
+    fill(client, tp_size)
+    wanted = [array[3].copy() for array in arrays_of(client, tp_size)]
+    client.submit(task(1, OUT, [3], [7]))
+    assert answers.wait(1)[0].error is None
+    client.cancel(1)
+    for array in arrays_of(client, tp_size):
+        array[3] = -1
+    client.submit(task(2, IN, [3], [7]))
+    assert answers.wait(2)[1].error is None
+    client.cancel(2)
+    assert all(np.array_equal(a[3], w) for a, w in zip(arrays_of(client, tp_size), wanted, strict=True))
+    client.stop()
+    assert [result.task.task_id for result in answers.now()] == [1, 2]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_task_cancelled_before_a_rank_began_it_copies_nothing(tp_size: int) -> None:
+    """Of stopped ranks: every direction's task is answered as failed, once; its neighbours in the queue are done."""
+    client, answers = new_client("ranks", tp_size), Answers()
+    client.start(answers)
+    try:
+        fill(client, tp_size)
+        before = [array.copy() for array in arrays_of(client, tp_size)]
+        for pid in pids(client):
+            stopped(pid)
+        tasks = [task(1, OUT, [1], [1]), task(2, OUT, [2], [2]), task(3, COPY, [3], [4]), task(4, COPY, [5], [6])]
+        for each in tasks:
+            client.submit(each)
+        client.cancel(2)
+        client.cancel(4)
+        for pid in pids(client):
+            os.kill(pid, signal.SIGCONT)
+        answers.wait(4)
+        client.submit(task(5, IN, [10, 11], [1, 2]))
+        assert answers.wait(5)[-1].error is None
+        for array, old in zip(arrays_of(client, tp_size), before, strict=True):
+            assert np.array_equal(array[10], old[1]) and not array[11].any(), "nothing was written to CPU block 2"
+            assert np.array_equal(array[4], old[3]) and np.array_equal(array[6], old[6])
+        client.stop()
+        assert sorted(result.task.task_id for result in answers.now()) == [1, 2, 3, 4, 5]
+        for task_id in (2, 4):
+            assert "cancelled before the rank began" in str(answers.of(task_id)[0].error)
+        assert answers.of(1)[0].error is None and answers.of(3)[0].error is None
+    finally:
+        client.stop()
+
+
+def test_there_is_room_while_the_client_is_ready(client: TransferClient, answers: Answers) -> None:
+    """Room in every direction of an idle client; after its end in none."""
+    assert all(client.has_room(direction) for direction in Direction)
+    client.stop()
+    assert not any(client.has_room(direction) for direction in Direction)
+
+
+def test_a_full_direction_does_not_close_the_other_one() -> None:
+    """Room is counted by lane: stores fill theirs, loads and copies share the other; it comes back with the answers."""
+    layout, answers = LAYOUT.for_rank(1, BLOCK_SIZE), Answers()
+    client = RankClient(TransferConfig(max_tasks_in_flight=2), layout, NUM_GPU, NUM_CPU)
+    client.start(answers)
+    try:
+        stopped(pids(client)[0])
+        for task_id in (1, 2):
+            assert client.has_room(OUT)
+            client.submit(task(task_id, OUT, [task_id], [task_id]))
+        assert [client.has_room(direction) for direction in (OUT, IN, COPY)] == [False, True, True]
+        client.submit(task(3, IN, [3], [3]))
+        client.submit(task(4, COPY, [4], [5]))
+        assert [client.has_room(direction) for direction in (OUT, IN, COPY)] == [False, False, False]
+        os.kill(pids(client)[0], signal.SIGCONT)
+        assert all(result.error is None for result in answers.wait(4))
+        assert all(client.has_room(direction) for direction in Direction)
+    finally:
+        client.stop()
+
+
+def test_another_process_opens_the_arrays_by_their_handle(
+    client: TransferClient, answers: Answers, kind: tuple[str, int]
+) -> None:
+    """A worker that got a rank's handle as bytes sees that rank's bytes, and what it writes is seen here."""
+    _, tp_size = kind
+    fill(client, tp_size)
+    for rank in range(tp_size):
+        with kv_worker(LAYOUT.for_rank(tp_size, BLOCK_SIZE), NUM_GPU) as worker:
+            worker.ask("open_kv", client.kv_handle(rank).to_bytes().hex())
+            views, blocks = client.kv_views(rank), list(range(NUM_GPU))
+            assert worker.ask("digests", blocks) == [digest(layer_bytes(views, i, blocks)) for i in range(3)]
+            worker.ask("write", 5, 60 + rank)
+    for rank in range(tp_size):
+        arrays = [array for layer in client.kv_views(rank) for array in layer.values()]
+        assert all((array[5].view(np.uint8) == 60 + rank).all() for array in arrays)

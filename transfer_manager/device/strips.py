@@ -7,7 +7,8 @@ from typing import NamedTuple
 from transfer_manager.layout import Places, RankLayout
 
 # Smaller steps are slower: a call costs what copying 8 KiB does, and short pieces miss the processor's prefetching.
-_MIN_STEP_BYTES = 256 * 1024
+# A block that lies in one piece loses most; scattered pieces are slow anyway, and then more steps give more overlap.
+_MIN_STEP_BYTES = {"layer_first": 64 * 1024, "block_first": 256 * 1024}
 
 
 class Strip(NamedTuple):
@@ -34,7 +35,7 @@ class Step(NamedTuple):
 
 def load_steps(layout: RankLayout, places: Places) -> tuple[Step, ...]:
     """Steps of a load: a layer each where layers are large, of several layers where they are small."""
-    layers_per_step = min(layout.num_layers, -(-_MIN_STEP_BYTES // layout.layer_bytes))
+    layers_per_step = min(layout.num_layers, -(-_MIN_STEP_BYTES[layout.device_order] // layout.layer_bytes))
     firsts = range(0, layout.num_layers, layers_per_step)
     return tuple(_step(layout, places, first, min(first + layers_per_step, layout.num_layers)) for first in firsts)
 
