@@ -40,6 +40,8 @@ class ActiveRequest:
     copy: BlockCopy | None = None  # of the last block of a whole-prompt hit, while the match is not settled
     num_copied_tokens: int = 0  # in the private block that such a copy has filled
     ahead: list[Transfer] = field(default_factory=list)  # loads whose destinations it uses before they have ended
+    num_readable_blocks: int = 0  # of one that runs ahead: those in front of what is coming
+    num_kv_losses: int = 0  # of the cache, when it was matched
     is_void: bool = False  # of these one has failed: what was computed on it is worth nothing
     duplicates: array[int] = field(default_factory=lambda: array("i"))
 

@@ -18,6 +18,7 @@ def drop_gpu(tree: PrefixTree) -> None:
     kept = [(name, run) for name, root in tree.roots.items() for run in _copied_runs(root)]
     heirs = {run: _heir(tree, run) for _, run in kept}
     tree.reset()
+    tree.num_kv_losses += 1
     for (name, _), heir in zip(kept, heirs.values(), strict=True):
         above = heir.parent
         assert above is not None

@@ -109,7 +109,7 @@ class PrefixCacheManager(RankAccess):
             self._check_open()
             num_blocks = self._check_new(request)
             keys = BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
-            active = ActiveRequest(request, keys, self._tree.epoch)
+            active = ActiveRequest(request, keys, self._tree.epoch, num_kv_losses=self._tree.num_kv_losses)
             if self.config.enable_prefix_caching:
                 self._matcher.find(active, num_blocks)
             self._requests[request.request_id] = active
@@ -181,8 +181,8 @@ class PrefixCacheManager(RankAccess):
     def confirm(self, request: Request, timeout_seconds: float | None = None) -> bool:
         """After a step that ran ahead of loads, before sampling: whether all of them came, waiting for that if need be.
 
-        False: what was computed for this request is worth nothing; release it and match it again. True also for a
-        request that runs ahead of nothing.
+        False, also after `kv_lost`: what was computed for this request is worth nothing; release it and match it again.
+        True for a request that runs ahead of nothing.
         """
         with self._lock:
             active = self._active(request)
@@ -195,7 +195,7 @@ class PrefixCacheManager(RankAccess):
             self._active(request)
             if active.is_ahead:
                 self._matcher.settle(active)
-            return not active.is_void
+            return not active.is_void and active.num_kv_losses == self._tree.num_kv_losses
 
     def commit(self, request: Request, num_computed_tokens: int) -> None:
         """The first `num_computed_tokens` tokens are computed and accepted: their full blocks become findable.

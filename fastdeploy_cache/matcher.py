@@ -180,9 +180,7 @@ class Matcher:
     def coming(self, active: ActiveRequest) -> tuple[array[int], list[Transfer]]:
         """The ids into which the blocks behind those on the GPU are being loaded, and by which loads."""
         if active.is_ahead:
-            first = len(self._arrived(active)[0])
-            pending = [transfer for transfer in active.ahead if not transfer.done.is_set()]
-            return active.block_ids[first : active.num_matched_blocks], pending
+            return active.block_ids[active.num_readable_blocks : active.num_matched_blocks], active.ahead
         ids, transfers, depth = array("i"), dict[Transfer, None](), 0
         for run in active.pin.run.path() if active.pin is not None else []:
             segments = segments_of(run, GPU)
@@ -205,12 +203,12 @@ class Matcher:
         active.ahead = transfers
         for transfer in transfers:
             self._mover.use_ahead(transfer)
-        active.block_ids = ids + coming
+        active.block_ids, active.num_readable_blocks = ids + coming, len(ids)
         active.num_matched_blocks = active.num_committed_blocks = len(active.block_ids)
 
     def _end_ahead(self, active: ActiveRequest) -> None:
         """Decide what has become of the loads that the request ran ahead of. `settled` afterwards, or `is_void`."""
-        came = all(transfer.succeeded for transfer in active.ahead)
+        came = all(transfer.succeeded for transfer in active.ahead) and active.num_kv_losses == self._tree.num_kv_losses
         ids, path = self._arrived(active)
         self._stop_waiting(active)
         active.settled = True
@@ -218,7 +216,7 @@ class Matcher:
             return
         active.epoch = -1  # its blocks continue nothing that is cached
         if not came:
-            active.is_void, active.num_matched_blocks = True, len(ids)
+            active.is_void, active.num_matched_blocks = True, active.num_readable_blocks
         if len(ids) < active.num_pinned_blocks:
             self._pin(active, path, len(ids))
 

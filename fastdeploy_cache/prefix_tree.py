@@ -41,6 +41,7 @@ class PrefixTree:
         self.policy = policy
         self.residency = Residency(self.block_bytes, pools, policy)
         self.roots: dict[str, Run] = {}
+        self.num_kv_losses = 0  # how often the bytes of the GPU tier have gone
         self.old_roots: list[Run] = []  # of earlier epochs, as long as something under them is pinned
         self._hasher = BlockHasher(block_size)
         policy.clear(self.residency.is_leaf, self.split)

@@ -126,9 +126,10 @@ class CacheModel:
     def confirm(self, live: LiveRequest) -> None:
         """The step ahead is over: what it read was right, or it is told so and starts over."""
         if self.cache.confirm(live.request, 0):
+            assert live.table is not None
             if live.epoch == self.epoch:
-                assert live.table is not None
                 self.check_readable(live, live.table[: live.num_assumed])
+            assert "lost" not in [self.client.gpu[i] for i in live.table[: live.num_assumed]]
             live.num_assumed = 0
         else:
             assert live.num_assumed, "nothing was ahead, and yet not confirmed"
