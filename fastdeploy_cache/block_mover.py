@@ -188,11 +188,14 @@ class BlockMover:
         num_coming = sum(run.num_in(GPU, run.num_held) - run.num_in(GPU, held.get(run, 0)) for run in copied)
         num_coming += sum(len(copy.ids) for copy in copies if not copy.wanted)
         for segment in segments:
-            if segment.transfer.tier is GPU:
+            transfer = segment.transfer
+            if transfer.cancelled or (transfer.tier is GPU and segment.run.epoch != self._tree.epoch):
+                num_coming += 0 if transfer.num_ahead else len(segment.ids)  # it, or its successor, joins nothing
+            elif transfer.tier is GPU:
                 # blocks that were computed meanwhile send the load's ids home; the others join the run
                 num_superseded = max(0, min(segment.end, segment.run.num_gpu) - segment.start)
                 joined_from = max(segment.start + num_superseded, held.get(segment.run, 0))
-                num_home = 0 if segment.transfer.num_ahead else num_superseded
+                num_home = 0 if transfer.num_ahead else num_superseded
                 num_coming += num_home + max(0, segment.end - joined_from)
         return num_coming
 
@@ -204,13 +207,3 @@ class BlockMover:
             self._tree.pools[0].hand_over(copy.ids, TASK, REQUEST)
         else:
             self._tree.pools[0].free(copy.ids, TASK)
-
-
-def first_blocks(parts: Sequence[Part], num_blocks: int) -> list[Part]:
-    """The parts, the last one cut, that hold the first `num_blocks`."""
-    chosen: list[Part] = []
-    for run, first, length in parts:
-        if num_blocks:
-            chosen.append((run, first, min(length, num_blocks)))
-            num_blocks -= min(length, num_blocks)
-    return chosen

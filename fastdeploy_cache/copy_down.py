@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
-from fastdeploy_cache.block_mover import BlockMover, Part, first_blocks
+from fastdeploy_cache.block_mover import BlockMover, Part
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, GPU, Pin, Run, segments_of
 from transfer_manager.task import Direction
@@ -92,7 +93,7 @@ class CopyDown:
         num_blocks = min(wanted, residency.num_available(CPU))
         if num_blocks:
             residency.evict(CPU, max(0, num_blocks - self._pool.num_free))
-            self._mover.store(first_blocks(parts, num_blocks))
+            self._mover.store(_pieces(parts, num_blocks))
         self._tree.unpin(whole)
         return wanted - num_blocks
 
@@ -101,7 +102,8 @@ class CopyDown:
     def look_ahead(self) -> None:
         """Start copying what of the cold zone has no copy."""
         self._num_moved, self._has_more = 0, False
-        num_zone = self._num_reserve - self._tree.pools[GPU].num_free
+        # what is on its way is pinned, and so not among the coldest
+        num_zone = self._num_reserve - self._tree.pools[GPU].num_free - self._mover.num_storing
         if num_zone <= 0:
             return
         zone, parts = self._cold_zone(num_zone)
@@ -120,23 +122,30 @@ class CopyDown:
 
     def _cold_zone(self, num_blocks: int) -> tuple[set[Run], list[Part]]:
         """The runs whose ends are the next `num_blocks` to be evicted, and what of these ends has no copy."""
-        zone, parts = set[Run](), list[Part]()
-        walk = self._tree.policy.coldest(GPU)
-        for leaf in walk:
-            run: Run | None = leaf
-            while run is not None and run.parent is not None and num_blocks > 0:
-                num_taken = min(num_blocks, run.num_gpu - run.num_held)
-                if num_taken > 0:
-                    zone.add(run)
-                    parts += _uncopied(run, run.num_gpu - num_taken)
-                    num_blocks -= num_taken
-                alone = num_taken == run.num_gpu and run.parent.num_children_in[GPU] == 1
-                run = run.parent if alone else None  # which would be a leaf then
-            if num_blocks <= 0:
-                break
-        close = getattr(walk, "close", None)
-        if close is not None:
-            close()
+        policy, zone, parts = self._tree.policy, set[Run](), list[Part]()
+        exposed: list[Run] = []  # parents whose only child is in the zone: leaves by then
+
+        def take(run: Run) -> int:
+            num_taken = min(num_blocks, run.num_gpu - run.num_held)
+            if num_taken > 0:
+                zone.add(run)
+                parts.extend(_uncopied(run, run.num_gpu - num_taken))
+                parent = run.parent
+                alone = parent is not None and parent.parent is not None and parent.num_children_in[GPU] == 1
+                if parent is not None and alone and num_taken == run.num_gpu:
+                    exposed.append(parent)
+            return max(0, num_taken)
+
+        with contextlib.closing(policy.coldest(GPU)) as walk:
+            for leaf in walk:
+                while num_blocks > 0 and (older := next((p for p in exposed if policy.is_colder(p, leaf)), None)):
+                    exposed.remove(older)
+                    num_blocks -= take(older)
+                if num_blocks <= 0:
+                    break
+                num_blocks -= take(leaf)
+        while num_blocks > 0 and exposed:
+            num_blocks -= take(exposed.pop(0))
         return zone, parts
 
     def _make_room(self, num_blocks: int, source: Run, zone: set[Run]) -> int:
@@ -152,8 +161,20 @@ class CopyDown:
 
 
 def _num_uncopied(run: Run) -> int:
-    """Blocks on the GPU behind the run's copies; some may be on their way."""
-    return len(run.ids[0]) - (run.cpu_start + len(run.ids[1]) if run.ids[1] else 0)
+    """Blocks on the GPU without a copy; some may be on their way."""
+    return run.num_gpu - run.num_in(CPU, run.num_gpu)
+
+
+def _pieces(parts: Sequence[Part], num_blocks: int) -> list[Part]:
+    """Of the parts so many blocks, such that each joins what its run has."""
+    chosen: list[Part] = []
+    for run, first, length in parts:
+        if num_blocks:
+            taken = min(length, num_blocks)
+            joins_behind = taken < length and run.ids[CPU] and first + length == run.cpu_start
+            chosen.append((run, first + length - taken if joins_behind else first, taken))
+            num_blocks -= taken
+    return chosen
 
 
 def _continues(run: Run, block: int) -> bool:

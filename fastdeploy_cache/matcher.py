@@ -66,8 +66,9 @@ class Matcher:
         if num_pinned < num_found:
             self._pin(active, path, num_pinned)
         if active.pin is not None:
-            transfers = [s.transfer for run in active.pin.run.path() for s in segments_of(run, GPU)]
-            self._wait_for(active, list(dict.fromkeys(transfers)))
+            last, end = active.pin.run, active.pin.end
+            segments = [s for run in last.path() for s in segments_of(run, GPU) if run is not last or s.start < end]
+            self._wait_for(active, list(dict.fromkeys([segment.transfer for segment in segments])))
 
     def _is_loadable(self, num_cold: int, num_rest: int) -> bool:
         """Whether to load `num_cold` blocks, all or nothing, for a prompt that needs `num_rest` others.
@@ -112,6 +113,7 @@ class Matcher:
         """What is cached of a request, counted as a touch: a queued request's prefix is not the coldest."""
         size = self._tree.block_size
         path, num_found = self._tree.find(request.namespace, keys, (request.num_tokens - 1) // size)
+        num_found = request.whole_images(num_found, size)
         num_gpu = len(_gpu_ids(path, num_found))
         if path:
             self._tree.policy.touch(path)
@@ -132,11 +134,10 @@ class Matcher:
             self.settle(active)
         if active.settled:
             return active.block_ids[: active.num_matched_blocks + bool(active.num_copied_tokens)], 0
-        ids, _ = self._arrived(active)
-        if (
-            active.is_ahead
-        ):  # of a block that somebody else has computed meanwhile it keeps the one that it has begun with
-            ids = active.block_ids[: len(ids)]
+        if active.is_ahead:  # also where somebody else has computed a block meanwhile, it reads the one that is loading
+            ids = active.block_ids[: active.num_readable_blocks]
+        else:
+            ids, _ = self._arrived(active)
         return ids, active.num_pinned_blocks - len(ids)
 
     def settle(self, active: ActiveRequest) -> None:
@@ -178,13 +179,20 @@ class Matcher:
     # -- running ahead of loads
 
     def coming(self, active: ActiveRequest) -> tuple[array[int], list[Transfer]]:
-        """The ids into which the blocks behind those on the GPU are being loaded, and by which loads."""
+        """The ids of the pinned blocks behind the readable ones, and the loads that bring them.
+
+        Some may be on the GPU already: in front of the rest of an image.
+        """
         if active.is_ahead:
             return active.block_ids[active.num_readable_blocks : active.num_matched_blocks], active.ahead
         ids, transfers, depth = array("i"), dict[Transfer, None](), 0
-        for run in active.pin.run.path() if active.pin is not None else []:
+        readable, path = self._arrived(active)
+        for run in path:
             segments = segments_of(run, GPU)
-            for block in range(run.num_gpu, min(run.num_blocks, active.num_pinned_blocks - depth)):
+            for block in range(max(0, len(readable) - depth), min(run.num_blocks, active.num_pinned_blocks - depth)):
+                if block < run.num_gpu:
+                    ids.append(run.ids[0][block])
+                    continue
                 segment = next((s for s in segments if s.start <= block < s.end), None)
                 if segment is None:
                     return ids, list(transfers)
@@ -195,8 +203,7 @@ class Matcher:
 
     def run_ahead(self, active: ActiveRequest) -> None:
         """Let the request use the blocks that are coming as if they were there; nothing is published until they are."""
-        path = active.pin.run.path() if active.pin is not None else []
-        ids, (coming, transfers) = _gpu_ids(path, active.num_pinned_blocks), self.coming(active)
+        (ids, _), (coming, transfers) = self._arrived(active), self.coming(active)
         if active.copy is not None or not coming or len(ids) + len(coming) < active.num_pinned_blocks:
             self.settle(active)
             return

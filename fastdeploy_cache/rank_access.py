@@ -51,8 +51,8 @@ class RankAccess:
         """
         if not 0 <= rank < self.config.transfer.tp_size:
             raise ConfigError(f"there is no rank {rank}, only {self.config.transfer.tp_size}")
-        self._forget_gpu(rank)
         self._client.kv_lost(rank)
+        self._forget_gpu(rank)
 
     def layer_progress(self, rank: int) -> LayerProgress | None:
         """How far the rank's loads are, layer by layer, for its worker; None with `transfer_client = "inline"`."""

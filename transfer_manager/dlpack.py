@@ -53,26 +53,40 @@ class _Managed(ctypes.Structure):
     ]
 
 
+_NAME = b"dltensor"
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+
+
 def _delete(managed: int) -> None:
     """The consumer is done: give back the reference that the capsule was made with."""
     ctypes.pythonapi.Py_DecRef(ctypes.cast(_Managed.from_address(managed).context, ctypes.py_object))
 
 
+def _drop(capsule: int) -> None:
+    """A capsule goes; one that nobody has taken (and so renamed) gives its reference back."""
+    if _is_valid(capsule, _NAME):
+        _delete(_get_pointer(capsule, _NAME))
+
+
 _DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_delete)
+_DESTRUCTOR = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_drop)
 
 
 def read(capsule: object) -> DLTensor:
     """The tensor of an unconsumed capsule; valid as long as the capsule and its array are."""
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    return DLTensor.from_address(pointer(capsule, b"dltensor"))
+    return DLTensor.from_address(_get_pointer(id(capsule), _NAME))
 
 
 class MemoryArray:
     """Contiguous memory at an address, for any framework's `from_dlpack`; nothing is copied.
 
-    Whoever made the memory keeps it; `owner` is kept as long as a framework's tensor over it lives. A capsule that no
-    framework takes is never given back (some hundred bytes).
+    Whoever made the memory keeps it; `owner` is kept as long as a framework's tensor over it lives.
     """
 
     def __init__(
@@ -112,7 +126,4 @@ class MemoryArray:
         managed.context = id(kept)
         managed.deleter = ctypes.cast(_DELETER, ctypes.c_void_p).value
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-        new = ctypes.pythonapi.PyCapsule_New
-        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        capsule: object = new(ctypes.addressof(managed), b"dltensor", None)
-        return capsule
+        return _new_capsule(ctypes.addressof(managed), _NAME, ctypes.cast(_DESTRUCTOR, ctypes.c_void_p))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from transfer_manager.task import RankResult, TransferResult, TransferTask
+from transfer_manager.task import Lane, RankResult, TransferResult, TransferTask
 
 # A rank skips tasks whose deadline has passed, so one that runs answers soon after; one that does not is stuck.
 _ANSWER_GRACE_SECONDS = 0.5
@@ -19,17 +19,17 @@ class Flight:
     waiting: set[int]
     results: list[RankResult] = field(default_factory=list)
 
-    @property
-    def stuck_at(self) -> float:
-        """When a rank that has not answered is stuck."""
-        return self.task.deadline + _ANSWER_GRACE_SECONDS
-
 
 class Flights:
-    """All of them, by task id. Used by the I/O thread alone."""
+    """All of them, by task id. Used by the I/O thread alone.
+
+    A lane does its tasks in order, so only the oldest of each can be stuck: those behind it wait for it, and what it
+    leaves too late is skipped.
+    """
 
     def __init__(self) -> None:
         self._flights: dict[int, Flight] = {}
+        self._answered_at: dict[tuple[int, Lane], float] = {}
 
     def add(self, task: TransferTask, ranks: Iterable[int]) -> Flight:
         """A task is being sent to these ranks."""
@@ -49,10 +49,22 @@ class Flights:
         """Everything in flight."""
         return list(self._flights.values())
 
-    def answer(self, flight: Flight, result: RankResult) -> TransferResult | None:
+    def stuck_at(self) -> dict[tuple[int, Lane], tuple[float, int]]:
+        """By rank and lane: when the rank is stuck unless it answers, and which task it owes."""
+        found: dict[tuple[int, Lane], tuple[float, int]] = {}
+        for flight in self._flights.values():
+            lane = flight.task.direction.lane
+            for rank in flight.waiting:
+                if (rank, lane) not in found:
+                    since = max(flight.task.deadline, self._answered_at.get((rank, lane), 0.0))
+                    found[rank, lane] = (since + _ANSWER_GRACE_SECONDS, flight.task.task_id)
+        return found
+
+    def answer(self, flight: Flight, result: RankResult, now: float) -> TransferResult | None:
         """Note one rank's answer; with the last one the task ends: its result."""
         if result.rank not in flight.waiting:
             return None
+        self._answered_at[result.rank, flight.task.direction.lane] = now
         flight.waiting.discard(result.rank)
         flight.results.append(result)
         if flight.waiting:

@@ -14,7 +14,7 @@ from transfer_manager.rank_io import RankIO
 from transfer_manager.rank_kv import Attaching, RankKV
 from transfer_manager.rank_memory import create_rank_memory
 from transfer_manager.rank_signal import LayerProgress
-from transfer_manager.supervisor import Phase
+from transfer_manager.supervisor import Phase, RankSupervisor
 from transfer_manager.task import Direction, TransferTask
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class RankClient:
         self._kv = [RankKV(rank, layout, num_gpu_blocks, memory.kv) for rank, memory in enumerate(self._memory)]
         self._io: RankIO | None = None
         self._stop_lock = threading.Lock()
+        self._attach_lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def start(self, on_result: OnResult, on_kv_lost: OnKVLost = ignore_kv_lost) -> None:
@@ -113,11 +114,14 @@ class RankClient:
             )
         if not isinstance(kv, KVHandle):
             raise LayoutError("a rank process needs a KVHandle: make the arrays over a KVMemory, or on a GPU export_kv")
-        mine = self._kv[rank]
-        if mine.handle is not None:
-            raise LayoutError(f"rank {rank} has KV arrays attached; call kv_lost first")
-        mine.take(kv)
-        waiting = mine.attaching = Attaching()
+        supervisor, mine = self._supervisor(rank), self._kv[rank]
+        if supervisor.phase is Phase.OFF:
+            raise RankStartError(f"rank {rank} is switched off: {supervisor.last_failure}")
+        with self._attach_lock:
+            if mine.handle is not None:
+                raise LayoutError(f"rank {rank} has KV arrays attached; call kv_lost first")
+            mine.take(kv)
+            waiting = mine.attaching = Attaching()
         self._tell_kv_changed(rank)
         in_time = waiting.done.wait(self._config.start_timeout_seconds + self._config.stop_timeout_seconds)
         if not in_time or waiting.error is not None:
@@ -125,16 +129,24 @@ class RankClient:
             raise RankStartError(f"rank {rank} cannot attach its KV arrays: {waiting.error or 'it was too late'}")
 
     def kv_lost(self, rank: int) -> None:
+        if self._config.owner_of_kv != "worker":
+            raise LayoutError(
+                f"transfer.kv_owner is {self._config.owner_of_kv!r}; only a worker's KV arrays can be lost"
+            )
         self._kv[rank].drop()
         self._tell_kv_changed(rank)
 
+    def _supervisor(self, rank: int) -> RankSupervisor:
+        if self._io is None:
+            raise LayoutError("the ranks are not started")
+        return self._io.ranks[rank]
+
     def _tell_kv_changed(self, rank: int) -> None:
         io = self._io
-        if io is None:
-            raise LayoutError("the ranks are not started")
+        assert io is not None
         with io.lock:
             io.changed_kv.add(rank)
-        io.all_ready.clear()  # at once, so that no task begins meanwhile; the I/O thread sets it
+            io.all_ready.clear()  # at once, so that no task begins meanwhile; the I/O thread sets it
         io.wakeup.set()
 
     def layer_progress(self, rank: int) -> LayerProgress | None:

@@ -15,7 +15,7 @@ from ipc.task_queue import Poller, TaskQueue, Wakeup, new_context
 from transfer_manager.client import OnKVLost, OnResult
 from transfer_manager.config import TransferConfig
 from transfer_manager.errors import LayoutError
-from transfer_manager.flights import Flights, failed
+from transfer_manager.flights import Flight, Flights, failed
 from transfer_manager.layout import RankLayout
 from transfer_manager.rank_kv import RankKV
 from transfer_manager.rank_memory import RankMemory
@@ -108,10 +108,10 @@ class RankIO:
                 self._receive(key)
             else:  # the number of a rank whose process has ended
                 died = True
-        self._send()  # before the housekeeping: tasks do not wait for it
         now = time.monotonic()
         if self.changed_kv:
             self._follow_kv()
+        self._send()  # before the housekeeping: tasks do not wait for it
         if died:
             self._reap(now)
         self._kill_stuck(now)
@@ -123,9 +123,10 @@ class RankIO:
                 rank.tick(now)
                 if not had_process:
                     self._watch(rank)
-        if all(rank.phase is Phase.READY and not rank.parked for rank in self.ranks):
-            self.all_ready.set()
-            self.started.set()
+        with self.lock:
+            if not self.changed_kv and all(rank.is_usable for rank in self.ranks):
+                self.all_ready.set()
+                self.started.set()
 
     def _follow_kv(self) -> None:
         """Start ranks whose KV arrays have come; end those whose arrays are gone, so that nothing writes there."""
@@ -135,18 +136,17 @@ class RankIO:
             rank, kv = self.ranks[number], self.kv[number]
             kv.sweep()
             rank.parked = kv.handle is None
-            if rank.parked:
+            lost, kv.lost = kv.lost, False
+            if lost or rank.parked:
                 self.all_ready.clear()
-                rank.kill("its KV arrays are gone")
+                rank.kill("its KV arrays are gone", blamed=False)
 
     def _next_timeout(self) -> float:
         now = time.monotonic()
         waits = [rank.next_tick(now) for rank in self.ranks]
-        waits += [
-            flight.stuck_at - now
-            for flight in self._flights.all()
-            if not all(self.ranks[rank].dying for rank in flight.waiting)  # those end when they are reaped
-        ]
+        owed = self._flights.stuck_at() if self._flights.all() else {}
+        # those of a rank that is dying end when it is reaped
+        waits += [at - now for (rank, _), (at, _) in owed.items() if not self.ranks[rank].dying]
         return max(0.0, min(waits))
 
     def _watch(self, rank: RankSupervisor) -> None:
@@ -185,9 +185,11 @@ class RankIO:
         flight = self._flights.get(done.task_id)
         if flight is not None:
             result = RankResult(rank=rank, num_bytes=done.num_bytes, seconds=done.seconds, error=done.error)
-            self._end(self._flights.answer(flight, result))
+            self._answer(flight, result)
 
-    def _end(self, result: TransferResult | None) -> None:
+    def _answer(self, flight: Flight, answer: RankResult) -> None:
+        """Note one rank's answer; with the last one the task ends."""
+        result = self._flights.answer(flight, answer, time.monotonic())
         if result is not None:
             self._finish(result)
 
@@ -213,29 +215,30 @@ class RankIO:
             self._poller.unregister(queue)
             self._poller.unregister(process.pidfd)
             self.all_ready.clear()
+            blamed = rank.blamed
             rank.reap(now)
-            self._note_death(rank)
+            self._note_death(rank, blamed)
 
-    def _note_death(self, rank: RankSupervisor) -> None:
+    def _note_death(self, rank: RankSupervisor, blamed: bool) -> None:
         failure = rank.last_failure
         for flight in self._flights.of_rank(rank.rank):
             if flight.task.direction is Direction.SWAP_IN:  # the engine may write the rank's words now: it is gone
                 self.memory[rank.rank].signal.set_failed(flight.task.task_id)
-            self._end(self._flights.answer(flight, RankResult(rank=rank.rank, error=failure.splitlines()[0])))
+            self._answer(flight, RankResult(rank=rank.rank, error=failure.splitlines()[0]))
         kv = self.kv[rank.rank]
-        if kv.attaching is not None:
+        if kv.attaching is not None and blamed:
             kv.attaching.error = failure
             kv.attaching.done.set()
             kv.attaching = None
         if self._config.owner_of_kv == "transfer" and kv.handle is not None:
             kv.drop()
+            kv.sweep()
             self._call_back(lambda: self._on_kv_lost(rank.rank))
 
     def _kill_stuck(self, now: float) -> None:
-        for flight in self._flights.all():
-            if now > flight.stuck_at:
-                for rank in flight.waiting:
-                    self.ranks[rank].kill(f"task {flight.task.task_id} passed its deadline")
+        for (rank, _), (at, task_id) in self._flights.stuck_at().items():
+            if now > at:
+                self.ranks[rank].kill(f"task {task_id} passed its deadline")
 
     def _fail_start(self, rank: RankSupervisor) -> None:
         self.start_failure = f"start of {self._config.tp_size} ranks failed: {rank.last_failure}"
@@ -256,7 +259,7 @@ class RankIO:
                         rank.kill("its queue is disconnected")
                     if task.direction is Direction.SWAP_IN:
                         self.memory[rank.rank].signal.set_failed(task.task_id)
-                    self._end(self._flights.answer(flight, RankResult(rank=rank.rank, error=str(error))))
+                    self._answer(flight, RankResult(rank=rank.rank, error=str(error)))
 
     def _take_outbox(self) -> Iterator[TransferTask]:
         while True:

@@ -30,6 +30,7 @@ class RankKV:
         self.rank = rank
         self._known: tuple[KVMemory | None, KVHandle | None] = (owned, owned.inherited() if owned is not None else None)
         self.attaching: Attaching | None = None
+        self.lost = False  # since the I/O thread has last looked: whoever has them attached must go
         self._layout = layout
         self._num_gpu_blocks = num_gpu_blocks
         self._dropped: list[KVMemory] = []
@@ -55,7 +56,8 @@ class RankKV:
 
     def drop(self) -> None:
         """The arrays are gone; `sweep` closes them."""
-        (memory, _), self._known = self._known, (None, None)
+        (memory, handle), self._known = self._known, (None, None)
+        self.lost |= handle is not None
         if memory is not None:
             self._dropped.append(memory)
 

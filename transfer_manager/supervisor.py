@@ -86,6 +86,7 @@ class RankSupervisor:
         self.queue: TaskQueue | None = None
         self.last_failure = ""
         self.num_restarts = 0
+        self.blamed = True  # for its death, if it dies now: it counts against it
         self.parked = False  # it has no KV arrays: not started (again) until it has
         self._ready_lanes: set[Lane] = set()
         self._config = config
@@ -110,6 +111,7 @@ class RankSupervisor:
         self._ready_lanes.clear()
         self._ready_before = now + self._config.start_timeout_seconds
         self._killed_for = ""
+        self.blamed = True
         try:
             self.queue = self._new_queue()
             self.process = self._spawn(self.rank, self.incarnation, self.queue.address)
@@ -126,17 +128,23 @@ class RankSupervisor:
             self._last_beat = now  # its first beat comes after this message, however long the start took
             logger.info("event=rank_ready rank=%d incarnation=%d", self.rank, self.incarnation)
 
-    def kill(self, reason: str) -> None:
+    def kill(self, reason: str, blamed: bool = True) -> None:
         """SIGKILL it; its death is noticed like any other."""
         if self.process is not None and not self._killed_for:
             logger.warning("event=rank_killed rank=%d incarnation=%d reason=%r", self.rank, self.incarnation, reason)
             self._killed_for = reason
+            self.blamed = blamed
             self.process.kill()
 
     @property
     def dying(self) -> bool:
         """Killed but not reaped: its pid descriptor tells when it is gone, no deadline matters until then."""
         return self.process is not None and bool(self._killed_for)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether tasks may be sent to it."""
+        return self.phase is Phase.READY and not self.parked and not self.dying
 
     def reap(self, now: float) -> bool:
         """True when the process was there and is now gone; plans the restart."""
@@ -186,7 +194,7 @@ class RankSupervisor:
             self.process = None
         if was_stopping:
             return
-        if self.parked:  # killed for want of KV arrays: no fault of its own
+        if self.parked or not self.blamed:  # killed for want of KV arrays: no fault of its own
             self._restart_at = now
             return
         delay = self._policy.delay_seconds(now)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ipc.shared_array import SharedArray
-from transfer_manager.dlpack import read
+from transfer_manager.dlpack import MemoryArray, read
 from transfer_manager.errors import LayoutError
 from transfer_manager.kv_memory import KVHandle, SegmentHandle
 from transfer_manager.layout import KVPart, Place, Places, RankLayout
@@ -94,6 +94,8 @@ def _checked(name: str, part: KVPart, array: ArrayLike) -> ArrayPlace:
     strides = tuple(zip(place.shape[1:], place.strides_bytes[1:], dense, strict=True))
     if any(stride != wanted for size, stride, wanted in strides if size > 1):
         raise LayoutError(f"{name} is not contiguous inside a block: strides {place.strides_bytes}, expected {dense}")
+    if place.shape[0] > 1 and place.strides_bytes[0] < part.num_bytes:
+        raise LayoutError(f"{name} has blocks {place.strides_bytes[0]} bytes apart; they are {part.num_bytes} long")
     return place
 
 
@@ -163,7 +165,7 @@ def torch_tensor(array: np.ndarray[Any, Any], dtype: str) -> Any:
 
 
 def paddle_tensor(array: np.ndarray[Any, Any]) -> Any:
-    """A Paddle CPU tensor over the array's very memory; Paddle takes uint16 for bfloat16.
+    """A Paddle CPU tensor over the array's very memory; of uint16, as which bfloat16 is stored, a bfloat16 one.
 
     Raises:
         LayoutError: Paddle is missing, or this version copies.
@@ -172,7 +174,12 @@ def paddle_tensor(array: np.ndarray[Any, Any]) -> Any:
         import paddle
     except ImportError as error:
         raise LayoutError(f"cannot import paddle ({error}); run: pip install 'fastdeploy-cache[paddle]'") from error
-    tensor = paddle.from_dlpack(array)
+    shared: Any = array
+    if array.dtype == np.uint16:  # which Paddle would take for itself, a type that it has no kernels for
+        if not array.flags.c_contiguous:
+            raise LayoutError(f"bfloat16 array of strides {array.strides} is not contiguous; Paddle gets such only")
+        shared = MemoryArray(array.ctypes.data, array.shape, "bfloat16", owner=array)
+    tensor = paddle.from_dlpack(shared)
     if tensor.data_ptr() != array.ctypes.data:
         raise LayoutError(
             f"paddle {paddle.__version__} copies instead of sharing memory; Paddle 3.0 or newer is needed"

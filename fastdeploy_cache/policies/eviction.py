@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fastdeploy_cache.request import DEFAULT_PRIORITY, Request
@@ -61,7 +61,7 @@ class EvictionPolicy(Protocol):
         """
         ...
 
-    def coldest(self, tier: Tier) -> Iterator[Run]:
+    def coldest(self, tier: Tier) -> Generator[Run]:
         """Leaves, about in the order in which they would be victims. To be closed before anything else is called."""
         ...
 
@@ -118,7 +118,7 @@ class _LeafHeap:
                 run.queued[tier] = None
             heapq.heappop(heap)
 
-    def walk(self) -> Iterator[Run]:
+    def walk(self) -> Generator[Run]:
         """Leaves in rank order; the heap is as before when the iterator is closed. Costs what taking them would."""
         taken: list[tuple[Any, int, Run]] = []
         try:
@@ -188,7 +188,7 @@ class LeastRecentlyUsed:
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
         return self._heaps[tier].first(), num_blocks
 
-    def coldest(self, tier: Tier) -> Iterator[Run]:
+    def coldest(self, tier: Tier) -> Generator[Run]:
         return self._heaps[tier].walk()
 
     def is_colder(self, run: Run, than: Run) -> bool:

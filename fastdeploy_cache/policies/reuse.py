@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
@@ -208,16 +208,15 @@ class Reuse(LeastRecentlyUsed):
         assert table is not None
         return score_at(table[usage.reuse_class], now - usage.used_at), usage.last_used
 
-    def coldest(self, tier: Tier) -> Iterator[Run]:
+    def coldest(self, tier: Tier) -> Generator[Run]:
         if self._by_lru():
-            return super().coldest(tier)
+            yield from super().coldest(tier)
+            return
         leaves, now = self._leaves[tier], self._now()
-        some = (
-            leaves
-            if len(leaves) <= _NUM_COLDEST
-            else [leaves[int(self._random() * len(leaves))] for _ in range(_NUM_COLDEST)]
-        )
-        return iter(sorted({leaf for leaf in some if self._is_leaf(leaf, tier)}, key=lambda run: self._score(run, now)))
+        if len(leaves) > _NUM_COLDEST:
+            leaves = [leaves[int(self._random() * len(leaves))] for _ in range(_NUM_COLDEST)]
+        some = {leaf for leaf in leaves if self._is_leaf(leaf, tier)}
+        yield from sorted(some, key=lambda run: self._score(run, now))
 
     def is_colder(self, run: Run, than: Run) -> bool:
         if self._by_lru():

@@ -12,12 +12,14 @@ Reach = list[dict[str, Any]]
 
 def add_at_most(reach: Reach, name: str, value: float, limit: float) -> None:
     """A figure that has to be `limit` or less."""
-    reach.append({"name": name, "value": round(value, 3), "limit": limit, "ok": value <= limit})
+    value = round(value, 3)
+    reach.append({"name": name, "value": value, "limit": limit, "ok": value <= limit})
 
 
 def add_at_least(reach: Reach, name: str, value: float, limit: float) -> None:
     """A figure that has to be `limit` or more."""
-    reach.append({"name": f"{name}, at least", "value": round(value, 3), "limit": limit, "ok": value >= limit})
+    value = round(value, 3)
+    reach.append({"name": f"{name}, at least", "value": value, "limit": limit, "ok": value >= limit})
 
 
 def table_of(title: str, columns: tuple[str, ...]) -> Table:

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import os
 import signal
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from ipc.errors import IPCError
 from tests.faults.conftest import SECONDS, pids, stopped
 from tests.faults.engine import BLOCK_SIZE, LAYOUT, Engine, new_config
 from tests.faults.kv_worker import KVWorker, digest, kv_worker, layer_bytes
-from transfer_manager.errors import LayoutError
+from transfer_manager.errors import LayoutError, RankStartError
 
 NUM_GPU, NUM_CPU = 8, 60
 PROMPT = list(range(100, 100 + 5 * BLOCK_SIZE + 1))
@@ -101,35 +102,61 @@ def test_blocks_swap_out_of_and_into_a_workers_arrays(tp_size: int) -> None:
         assert all((view == 77).all() for view in views), "it is the worker's own memory"
 
 
-def test_the_cpu_tier_outlives_the_worker() -> None:
-    """SIGKILL, `kv_lost`: GPU residency is gone; a new worker attaches, and the prefix is loaded with its bytes."""
-    with cache_of("worker") as cache:
-        with new_worker() as worker:
-            cache.attach_kv(0, worker.make_kv())
-            Engine(cache, 1).serve(PROMPT)
-            worker.kill()
-            cache.kv_lost(0)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_cpu_tier_outlives_the_worker(tp_size: int) -> None:
+    """One rank's worker is killed, `kv_lost`: GPU residency is gone on all ranks; with a new worker the prefix is
+    loaded with its bytes on all of them."""
+    with cache_of("worker", tp_size) as cache, contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(new_worker(tp_size)) for _ in range(tp_size)]
+        for rank, worker in enumerate(workers):
+            cache.attach_kv(rank, worker.make_kv())
+        Engine(cache, tp_size).serve(PROMPT)
+        workers[-1].kill()
+        cache.kv_lost(tp_size - 1)
         assert not cache._client.available
         assert (cache.stats().gpu.num_cached, cache.stats().cpu.num_cached) == (0, 5)
         serve_without_cpu_tier(cache)
-        cache.kv_lost(0)  # what was served meanwhile was on no arrays
-        with new_worker() as successor:
-            cache.attach_kv(0, successor.make_kv())
-            hit_from_cpu(cache, Engine(cache, 1), [successor])
+        cache.kv_lost(tp_size - 1)  # what was served meanwhile was on no arrays
+        workers[-1] = stack.enter_context(new_worker(tp_size))
+        cache.attach_kv(tp_size - 1, workers[-1].make_kv())
+        assert cache.wait_for_ranks(SECONDS)
+        hit_from_cpu(cache, Engine(cache, tp_size), workers)
 
 
 def test_a_worker_can_be_replaced_at_once() -> None:
-    """`kv_lost` and `attach_kv` right after each other, many times: the rank gets each worker's own arrays."""
-    with cache_of("worker", max_restarts=0) as cache, contextlib.ExitStack() as stack:
-        worker = stack.enter_context(new_worker())
-        cache.attach_kv(0, worker.make_kv())
+    """`kv_lost` and `attach_kv` right after each other: the rank gets each worker's own arrays, and none counts as a
+    death."""
+    with cache_of("worker", max_restarts=0, start_timeout_seconds=8.0) as cache, contextlib.ExitStack() as stack:
+        cache.attach_kv(0, stack.enter_context(new_worker()).make_kv())
         Engine(cache, 1).serve(PROMPT)
-        for _ in range(3):
+        for _ in range(5):
             successor = stack.enter_context(new_worker())
             handle = successor.make_kv()
             cache.kv_lost(0)
             cache.attach_kv(0, handle)
             hit_from_cpu(cache, Engine(cache, 1), [successor])
+
+
+def test_a_rank_that_cannot_attach_stays_without(
+    rank_code: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None]
+) -> None:
+    """The error has the rank's own words; when it works again, the same arrays are attached after all."""
+    path = os.environ.get("PYTHONPATH", "")
+    with cache_of("worker") as cache, new_worker() as worker:
+        handle = worker.make_kv()
+        rank_code("raise SystemExit('this installation is broken')")
+        with pytest.raises(RankStartError, match=r"(?s)cannot attach.*this installation is broken"):
+            cache.attach_kv(0, handle)
+        assert not cache._client.available
+        serve_without_cpu_tier(cache)
+        cache.kv_lost(0)
+        eventually(lambda: cache._client._io.ranks[0].parked and cache.stats().ranks[0].pid is None)
+        monkeypatch.setenv("PYTHONPATH", path)
+        cache.attach_kv(0, handle)
+        engine = Engine(cache, 1)
+        engine.serve(PROMPT)
+        push_out(engine)
+        hit_from_cpu(cache, engine, [worker])
 
 
 def test_arrays_that_cannot_be_attached_are_refused_and_others_taken() -> None:
@@ -236,6 +263,31 @@ def test_a_loss_that_is_told_in_two_steps_leaves_no_stale_block() -> None:
             hit_from_cpu(cache, Engine(cache, 1), [successor])
 
 
+def test_no_task_begins_between_a_loss_and_the_ranks_end(eventually: Callable[..., None]) -> None:
+    """A loss that another thread tells in the middle of the I/O thread's turn: it opens no door again."""
+    with cache_of("worker") as cache, new_worker() as worker:
+        cache.attach_kv(0, worker.make_kv())
+        io = cache._client._io
+        supervisor, told, seen = io.ranks[0], threading.Event(), list[tuple[bool, bool]]()
+        tick, wait = supervisor.tick, io._poller.wait
+
+        def lose_in_the_turn(now: float) -> None:
+            tick(now)
+            if not told.is_set():
+                told.set()
+                cache._client.kv_lost(0)
+
+        def note(seconds: float) -> list[Hashable]:
+            seen.append((bool(io.changed_kv), cache._client.available))
+            return wait(seconds)
+
+        supervisor.tick, io._poller.wait = lose_in_the_turn, note
+        io.wakeup.set()
+        eventually(lambda: told.is_set() and cache.stats().ranks[0].pid is None)
+        supervisor.tick, io._poller.wait = tick, wait
+        assert (True, True) not in seen, "available, though a loss is known that has not been dealt with"
+
+
 # -- the rank owns them
 
 
@@ -266,14 +318,16 @@ def test_a_ranks_death_loses_its_arrays_and_not_the_cpu_tier(eventually: Callabl
     config = new_config(2, NUM_GPU, NUM_CPU, kv_owner="transfer")
     with PrefixCacheManager(config, on_kv_lost=lost.append) as cache:
         Engine(cache, 2).serve(PROMPT)
-        old = cache.kv_handle(1)
+        old = cache.kv_views(1)[0]["key"]
+        assert old.any()
         request = Request(request_id="running", prompt_token_ids=[5] * (2 * BLOCK_SIZE + 1))
         cache.match(request)
         cache.allocate(request, 3)
         os.kill(pids(cache._client)[1], signal.SIGKILL)
         eventually(lambda: lost == [1] and cache.stats().ranks[1].num_restarts == 1)
         assert cache.wait_for_ranks(SECONDS)
-        assert cache.stats().gpu.num_cached == 0 and cache.kv_handle(1) != old
+        assert cache.stats().gpu.num_cached == 0
+        assert old.any() and not cache.kv_views(1)[0]["key"].any(), "new memory, of zeros"
         cache.commit(request, request.num_tokens)  # it was void: it publishes nothing
         cache.release(request)
         assert (cache.stats().gpu.num_cached, cache.stats().cpu.num_cached) == (0, 5)

@@ -81,7 +81,7 @@ def kv() -> Iterator[KVMemory]:
 
 def number(memory: KVMemory) -> list[int]:
     """Give blocks 0 and 5 of every array a number of their own; the numbers."""
-    numbers = []
+    numbers: list[int] = []
     for layer in memory.views():
         for array in layer.values():
             for block in (0, 5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -37,9 +38,9 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-def layout_of(fields: dict[str, object]) -> KVLayout:
+def layout_of(fields: Mapping[str, object]) -> KVLayout:
     """The good layout with some fields changed."""
-    return KVLayout(**(GOOD | fields))  # type: ignore[arg-type]
+    return KVLayout(**(GOOD | dict(fields)))  # type: ignore[arg-type]
 
 
 LAYOUTS = {name: layout_of(fields).for_rank(1, 4) for name, fields in KINDS.items()}

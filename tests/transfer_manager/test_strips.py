@@ -30,7 +30,9 @@ def _arrays(key: tuple[int, int], value: tuple[int, int], stride: int) -> tuple[
 
 
 SPAN = NUM_BLOCKS * PART  # one array
+UNLIKE = tuple((Place(i, 0, 3 * PART, NUM_BLOCKS), Place(i, PART, 6 * PART, NUM_BLOCKS)) for i in range(6))
 CASES: dict[str, tuple[RankLayout, Places]] = {
+    "another stride for values": (MODEL, UNLIKE),
     "layer first": (MODEL, MODEL.places(NUM_BLOCKS)),
     "layer first, room for one block": (MODEL, MODEL.places(1)),
     "block first": (BLOCK_FIRST, BLOCK_FIRST.places(NUM_BLOCKS)),
@@ -149,6 +151,9 @@ def test_small_layers_share_a_step(
         ("gaps between blocks", [(6, 2 * PART)]),
         ("odd sizes", [(1, part.num_bytes) for _ in range(4) for part in ODD]),
         ("another stride in each layer", [(1, 2 * PART)] * 6),
+        ("layers backwards", [(2, PART)] * 6),
+        ("values before keys", [(1, PART)] * 12),  # rows rise: addresses are unsigned
+        ("another stride for values", [(1, PART)] * 12),
     ],
 )
 def test_equal_and_adjoining_pieces_become_one_strip(name: str, rows: list[tuple[int, int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import time
@@ -22,6 +23,7 @@ from transfer_manager.tensors import array_places
 logger = logging.getLogger(__name__)
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _MEASURED_PIECES, _MEASURED_BYTES = 256, 16 * 2**20
 
 
@@ -69,7 +71,7 @@ class CudaDevice:
                 on_layer(self._layout.num_layers)
                 return len(source_ids) * num_bytes
             self._swap(direction, source_ids, destination_ids, on_layer)
-        except DeviceError:
+        except BaseException:
             # what was started may still be writing: only when it has ended may the blocks be given out again
             if not self._cuda.is_lost:
                 self._cuda.call("cuStreamSynchronize", self._streams[direction.lane])
@@ -143,22 +145,35 @@ class CudaDevice:
         """Measured on this GPU with scratch memory: pieces of this size, host to GPU, by either way."""
         if self._kernel is None or piece_bytes % KERNEL_ALIGNMENT:
             return False
+        try:
+            return self._measure(self._kernel, piece_bytes)
+        except DeviceError as error:
+            if self._cuda.is_lost:
+                raise
+            logger.info("event=copy_not_measured reason=%s", error)  # a full GPU has no room for it
+            return False
+
+    def _measure(self, kernel: CopyKernel, piece_bytes: int) -> bool:
         num_pieces = max(1, min(_MEASURED_PIECES, _MEASURED_BYTES // piece_bytes))
-        host = int(self._cuda.call("cuMemHostAlloc", num_pieces * piece_bytes, 3))
-        on_gpu = int(self._cuda.call("cuMemAlloc", num_pieces * piece_bytes))
+        with contextlib.ExitStack() as scratch:
+            host = int(self._cuda.call("cuMemHostAlloc", num_pieces * piece_bytes, 3))
+            scratch.callback(self._cuda.call, "cuMemFreeHost", host)
+            on_gpu = int(self._cuda.call("cuMemAlloc", num_pieces * piece_bytes))
+            scratch.callback(self._cuda.call, "cuMemFree", on_gpu)
+            seconds = self._race(kernel, host, on_gpu, num_pieces, piece_bytes)
+        logger.info("event=copy_measured piece_bytes=%d memcpy=%.6f kernel=%.6f", piece_bytes, *seconds)
+        return seconds[1] < seconds[0]
+
+    def _race(self, kernel: CopyKernel, host: int, on_gpu: int, num_pieces: int, piece_bytes: int) -> list[float]:
+        """Seconds of single copies and of the kernel."""
         offsets = np.arange(num_pieces, dtype=np.uint64) * np.uint64(piece_bytes)
         to, source = np.uint64(on_gpu) + offsets[::-1], np.uint64(host) + offsets
         table, stream = self._tables[Lane.IN], self._streams[Lane.IN]
         table[0, :num_pieces], table[1, :num_pieces] = to, source
-        kernel = self._kernel
-        seconds = [
+        return [
             self._time(lambda: self._cuda.copy_pieces(np.ascontiguousarray(to), source, piece_bytes, stream)),
             self._time(lambda: kernel.copy_pieces(table, num_pieces, piece_bytes, stream)),
         ]
-        self._cuda.call("cuMemFree", on_gpu)
-        self._cuda.call("cuMemFreeHost", host)
-        logger.info("event=copy_measured piece_bytes=%d memcpy=%.6f kernel=%.6f", piece_bytes, *seconds)
-        return seconds[1] < seconds[0]
 
     def _time(self, start: Callable[[], None]) -> float:
         """The best of some runs, the first one not counted."""
@@ -225,7 +240,8 @@ def _device(setup: RankSetup, cuda: Cuda, bases: list[int], places: Places, imag
 
 def _segment(cuda: Cuda, base: Any, num_bytes: int) -> SegmentHandle:
     handle = cuda.call("cuIpcGetMemHandle", base)
-    return SegmentHandle(kind="cuda", num_bytes=num_bytes, ipc_handle=ctypes.string_at(handle.getPtr(), 64))
+    ipc_handle = ctypes.string_at(handle.getPtr(), _IPC_HANDLE_BYTES)
+    return SegmentHandle(kind="cuda", num_bytes=num_bytes, ipc_handle=ipc_handle)
 
 
 def open_segment(cuda: Cuda, segment: SegmentHandle) -> int:
@@ -237,8 +253,10 @@ def open_segment(cuda: Cuda, segment: SegmentHandle) -> int:
     """
     if segment.kind != "cuda":
         raise LayoutError("these KV arrays are in CPU memory; the cuda device needs them on the GPU")
+    if len(segment.ipc_handle) != _IPC_HANDLE_BYTES:
+        raise LayoutError(f"a CUDA IPC handle has {_IPC_HANDLE_BYTES} bytes, this one {len(segment.ipc_handle)}")
     handle = cuda.driver.CUipcMemHandle()
-    ctypes.memmove(handle.getPtr(), segment.ipc_handle, 64)
+    ctypes.memmove(handle.getPtr(), segment.ipc_handle, _IPC_HANDLE_BYTES)
     lazy = cuda.driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
     return int(cuda.call("cuIpcOpenMemHandle", handle, lazy))
 
@@ -261,8 +279,8 @@ def export_kv(layout: RankLayout, layers: Sequence[Mapping[str, Any]], device_id
     for part_places in array_places(layout, layers):
         in_layer = []
         for place in part_places:
-            if place.device != "cuda":
-                raise LayoutError(f"an array is on {place.device}; export_kv is for arrays on a GPU")
+            if (place.device, place.device_id) != ("cuda", device_id):
+                raise LayoutError(f"an array is on {place.device}:{place.device_id}; export_kv is for GPU {device_id}")
             base, num_bytes = cuda.call("cuMemGetAddressRange", place.address)
             if int(base) not in bases:
                 bases[int(base)] = len(segments)

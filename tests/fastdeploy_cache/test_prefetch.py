@@ -1,0 +1,182 @@
+"""Queued requests: what is known of them, and that waiting ones never block each other."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fastdeploy_cache import Prefetch, Request
+from fastdeploy_cache.config import WRITE_POLICIES
+from fastdeploy_cache.errors import ClosedError
+from fastdeploy_cache.policies import EVICTION_POLICIES
+from fastdeploy_cache.request import Image
+from tests.cache_model import CacheModel, LiveRequest
+
+A, B, C = ([base + i for i in range(100)] for base in (1000, 2000, 3000))
+
+
+def queued(tokens: list[int], **options: object) -> Request:
+    return Request(request_id="queued", prompt_token_ids=tokens, **options)  # type: ignore[arg-type]
+
+
+def counts(found: Prefetch) -> tuple[int, int, int]:
+    return found.num_gpu_tokens, found.num_cpu_tokens, found.num_missing_tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (C[:30], (0, 0, 30)),
+        (B[:41], (40, 0, 1)),
+        (B[:40], (36, 0, 4)),
+        (A[:41], (8, 32, 1)),
+        (A[:22] + C[:8], (8, 12, 10)),
+        (A[:3], (0, 0, 3)),
+        (A[:1], (0, 0, 1)),
+    ],
+)
+def test_the_three_counts_add_up_and_are_what_a_match_finds(tokens: list[int], expected: tuple[int, int, int]) -> None:
+    """On the GPU, in the CPU tier, in none; whole blocks, and one token is left to compute."""
+    model = CacheModel(4, 12, 40)
+    model.serve_and_copy(A[:40], B[:40])
+    found = counts(model.cache.prefetch(queued(tokens)))
+    assert found == expected
+    assert sum(found) == len(tokens)
+    match = model.must_match(tokens).match
+    assert (match.num_tokens, match.num_coming_tokens + match.num_unloaded_tokens) == found[:2]
+    model.finish()
+
+
+def test_a_prompt_with_an_image_hits_what_was_foretold() -> None:
+    """A match does not end inside the image, so its first blocks are no hit."""
+    model, images = CacheModel(4, 40, 40), [Image(6, 30, b"cat")]
+    model.serve(A[:40], stays=False, patient=True, images=images)
+    tokens = A[:30] + B[:12]
+    found = model.cache.prefetch(queued(tokens, images=images))
+    assert found.num_gpu_tokens == model.must_match(tokens, images=images).match.num_tokens
+
+
+@pytest.mark.parametrize("write_policy", WRITE_POLICIES)
+def test_it_takes_no_blocks_and_pins_nothing(write_policy: str) -> None:
+    """Any number of queued requests: same books, nothing in flight, everything still to be had."""
+    model = CacheModel(4, 12, 40, write_policy=write_policy)
+    model.serve_and_copy(A[:40], B[:40])
+    before = model.cache.stats()
+    for tokens in (A[:41], B[:41], C[:41], A[:22]) * 3:
+        model.cache.prefetch(queued(tokens))
+        model.cache.check_invariants()
+    assert model.cache.stats() == before
+    assert not model.client.tasks
+    assert before.gpu.num_protected == 0
+    assert model.allocate(model.must_match(C[:48]), 12)
+    model.finish()
+
+
+@pytest.mark.parametrize("policy", [policy for policy in EVICTION_POLICIES if policy != "fifo"])
+def test_a_queued_prefix_is_not_the_next_to_be_evicted(policy: str) -> None:
+    """Of two prompts the older one is asked for: the other one goes."""
+    model = CacheModel(4, 20, 0, policy=policy, clock=lambda: 0.0)
+    model.serve_and_copy(A[:40], B[:40])
+    assert counts(model.cache.prefetch(queued(A[:41]))) == (40, 0, 1)
+    assert model.allocate(model.must_match(C[:40]), 10)
+    assert counts(model.cache.prefetch(queued(A[:41]))) == (40, 0, 1)
+    assert counts(model.cache.prefetch(queued(B[:41]))) == (0, 0, 41)
+    model.finish()
+
+
+def test_it_counts_as_no_use_and_no_request() -> None:
+    """Hit rates hear of admitted requests, and `write_through_selective` of uses."""
+    model = CacheModel(4, 20, 40, write_policy="write_through_selective")
+    model.serve(A[:40], stays=False, patient=True)
+    for _ in range(5):
+        model.cache.prefetch(queued(A[:41]))
+    stats = model.cache.stats()
+    assert (stats.num_requests, stats.hit_rates["request"]) == (0, 0.0)
+    model.serve(B[:40], stays=False, patient=True)
+    assert not model.client.tasks
+    model.serve(A[:40], stays=False, patient=True)
+    assert len(model.client.tasks) == 1
+    model.finish()
+
+
+def test_without_prefix_caching_all_is_missing_and_a_closed_cache_says_so() -> None:
+    """The verb is kept, and raises like the others."""
+    model = CacheModel(4, 20, 0, enable_prefix_caching=False)
+    live = model.must_match(A[:40])
+    assert model.allocate(live, 10)
+    model.cache.commit(live.request, 40)
+    assert counts(model.cache.prefetch(queued(A[:41]))) == (0, 0, 41)
+    model.cache.release(live.request)
+    model.cache.close()
+    with pytest.raises(ClosedError):
+        model.cache.prefetch(queued(A[:41]))
+
+
+class Scheduler:
+    """Admits by prefetch, match and allocate; who is refused releases its match and queues again."""
+
+    def __init__(self, model: CacheModel, prompts: list[list[int]], choose: random.Random) -> None:
+        self.model, self.choose = model, choose
+        self.queue = list(prompts)
+        self.matched: list[LiveRequest] = []
+        self.running: list[LiveRequest] = []
+        self.num_refused = 0
+
+    def step(self) -> None:
+        """One of what could happen next."""
+        able = [
+            ("match", self.queue),
+            ("admit", self.matched),
+            ("finish", self.running),
+            ("land", self.model.client.tasks),
+        ]
+        what = self.choose.choice([name for name, candidates in able if candidates])
+        if what == "match":
+            tokens = self.queue.pop(self.choose.randrange(len(self.queue)))
+            self.model.cache.prefetch(queued(tokens))
+            self.matched.append(self.model.must_match(tokens))
+        elif what == "admit":
+            self.admit(self.matched.pop(self.choose.randrange(len(self.matched))))
+        elif what == "finish":
+            live = self.running.pop(self.choose.randrange(len(self.running)))
+            self.model.compute(live, live.request.num_tokens)
+            self.model.release(live)
+        else:
+            self.model.land(self.choose.choice((None, None, "rank 0 died")), 1)
+        self.model.cache.check_invariants()
+
+    def admit(self, live: LiveRequest) -> None:
+        num_blocks = -(-live.request.num_tokens // self.model.size) - len(self.model.settle(live))
+        if self.model.allocate(live, num_blocks):
+            self.running.append(live)
+            return
+        self.num_refused += 1
+        tokens = memoryview(live.request.tokens).cast("i").tolist()
+        self.model.release(live)
+        self.queue.append(tokens)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_requests_that_do_not_fit_together_all_finish(seed: int) -> None:
+    """Any order of matching, loading, admitting and finishing: nobody holds blocks while waiting for blocks."""
+    choose = random.Random(seed)
+    model = CacheModel(4, 12, 40, policy=choose.choice(EVICTION_POLICIES), write_policy=choose.choice(WRITE_POLICIES))
+    model.serve_and_copy(A[:40], B[:40])
+    scheduler = Scheduler(model, [A[:44], B[:44], A[:20] + C[:24], C[:32]], choose)
+    for _ in range(2000):
+        if not (scheduler.queue or scheduler.matched or scheduler.running):
+            break
+        scheduler.step()
+    assert not (scheduler.queue or scheduler.matched or scheduler.running), "they block each other"
+    model.finish()
+
+
+def test_the_schedules_above_do_refuse() -> None:
+    """Else they would show nothing."""
+    model = CacheModel(4, 12, 40)
+    scheduler = Scheduler(model, [A[:44], B[:44]], random.Random(0))
+    scheduler.admit(model.must_match(scheduler.queue.pop()))
+    scheduler.admit(model.must_match(scheduler.queue.pop()))
+    assert (scheduler.num_refused, len(scheduler.running), len(scheduler.queue)) == (1, 1, 1)
+    model.finish()

@@ -1,0 +1,147 @@
+"""The data-plane benchmark: it measures all that it promises, and its verdict follows from its own figures."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from launch.bench.reach import Reach, add_at_least, add_at_most, show_reach
+from launch.bench.transfer import CASES
+from tests.launch.test_cli import CLI
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--repeats", "1", "--memory-mib", "16", "--idle-seconds", "0.5"]
+_ROUNDING = 0.0005  # `value` has three decimals, the verdict is that of the exact one
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`fastdeploy-cache bench transfer` of this checkout; bounded."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [*CLI, "bench", "transfer", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+
+
+@dataclass
+class Run:
+    """One run of the program and what it wrote."""
+
+    status: int
+    output: str
+    found: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The whole benchmark with tiny sizes, once."""
+    path = tmp_path_factory.mktemp("bench") / "transfer.json"
+    result = run(*TINY, "--json", str(path))
+    assert result.returncode in (0, 1) and path.exists(), result.stderr
+    return Run(result.returncode, result.stdout, json.loads(path.read_text()))
+
+
+def is_consistent(entry: dict[str, Any]) -> bool:
+    """Whether an entry's verdict follows from value and limit, its name saying which way."""
+    value, limit = entry["value"], entry["limit"]
+    if abs(value - limit) <= _ROUNDING:
+        return True
+    return bool(entry["ok"] == (value > limit if entry["name"].endswith("at least") else value < limit))
+
+
+def test_every_promised_figure_has_a_verdict_that_follows(tiny: Run) -> None:
+    """Name, value, limit and ok; no name twice; all that DESIGN promises is among them; the status is their verdict."""
+    reach = tiny.found["reach"]
+    assert all(set(entry) == {"name", "value", "limit", "ok"} for entry in reach)
+    assert all(entry["value"] >= 0 and is_consistent(entry) for entry in reach)
+    names = [entry["name"] for entry in reach]
+    assert len(set(names)) == len(names)
+    for words in ("empty swap with 1 rank", "idle CPU", "start of 2 ranks", "memory of an idle rank"):
+        assert sum(words in name for name in names) == 1, words
+    promised = [case.name for case in CASES if case.promised is not None]
+    for case in promised:
+        for way in ("swap out", "swap in"):
+            assert f"{way}, {case}, 1: of plain copy, at least" in names
+    assert tiny.status == (0 if all(entry["ok"] for entry in reach) else 1)
+
+
+def test_each_bandwidth_stands_beside_a_plain_copy(tiny: Run) -> None:
+    """Every case has rows of growing size with the speed of both directions and of the plain copy."""
+    bandwidth = tiny.found["bandwidth"]
+    assert [each["case"] for each in bandwidth if each["ranks"] == 1] == [case.name for case in CASES]
+    assert {each["ranks"] for each in bandwidth} == {1, 2}
+    for each in bandwidth:
+        sizes = [row["num_blocks"] for row in each["rows"]]
+        assert sizes and sizes == sorted(set(sizes))
+        for row in each["rows"]:
+            speeds = {name: value for name, value in row.items() if name != "num_blocks"}
+            assert set(speeds) == {f"{what}_bytes_per_second" for what in ("plain", "swap_out", "swap_in")}
+            assert all(speed > 0 for speed in speeds.values())
+
+
+def test_the_shares_are_those_of_the_rows(tiny: Run) -> None:
+    """A promised share is that of the largest row over its own plain copy."""
+    values = {entry["name"]: entry["value"] for entry in tiny.found["reach"]}
+    num_checked = 0
+    for each in tiny.found["bandwidth"]:
+        last = each["rows"][-1]
+        for way, key in (("swap out", "swap_out"), ("swap in", "swap_in")):
+            name = f"{way}, {each['case']}, {each['ranks']}: of plain copy, at least"
+            if name in values:
+                share = last[f"{key}_bytes_per_second"] / last["plain_bytes_per_second"]
+                assert values[name] == pytest.approx(share, abs=0.001)
+                num_checked += 1
+    assert num_checked == sum("plain copy" in name for name in values) >= 8
+
+
+def test_round_trips_stand_beside_two_floors(tiny: Run) -> None:
+    """Empty swaps of 1, 2 and 4 ranks, a bare ZeroMQ ping-pong and a manager's queue; the ratio is theirs."""
+    trips = tiny.found["round_trip_us"]
+    swaps = {"empty swap, 1 rank", "empty swap, 2 ranks", "empty swap, 4 ranks"}
+    assert set(trips) == swaps | {"ZeroMQ ping-pong", "multiprocessing manager queue"}
+    assert all(microseconds > 0 for microseconds in trips.values())
+    (ratio,) = [entry["value"] for entry in tiny.found["reach"] if "ZeroMQ" in entry["name"]]
+    assert ratio == pytest.approx(trips["empty swap, 1 rank"] / trips["ZeroMQ ping-pong"], abs=0.001)
+
+
+def test_machine_ranks_and_load_are_told(tiny: Run) -> None:
+    """Where it ran, what ranks cost at rest, and how a load's layers come: the first not after the last."""
+    machine, ranks, load = (tiny.found[name] for name in ("machine", "ranks", "load"))
+    assert machine["num_cores"] >= 1 and machine["python"] and machine["text"] in tiny.output.replace("\n", " ")
+    assert set(ranks) == {"start_seconds", "idle_share_of_core", "idle_rank_bytes"}
+    assert ranks["start_seconds"] > 0 and 0 <= ranks["idle_share_of_core"] < 16 and ranks["idle_rank_bytes"] > 0
+    assert 0 < load["first layer"] <= load["last layer"]
+
+
+def test_a_target_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    """A folder that does not exist: status 1 and one line on standard error, no table."""
+    result = run(*TINY, "--json", str(tmp_path / "nowhere" / "x.json"))
+    assert result.returncode == 1 and "nowhere" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert "GiB/s" not in result.stdout
+
+
+@pytest.mark.parametrize("options", [["--memory-mib", "1"], ["--repeats", "0"], ["--idle-seconds", "0"]])
+def test_sizes_that_measure_nothing_are_refused(options: list[str]) -> None:
+    """Too small to say anything: the command line says which option, status 2."""
+    result = run(*options)
+    assert result.returncode == 2 and options[0] in result.stderr
+
+
+def test_verdicts_of_figures_on_either_side_of_their_limit() -> None:
+    """At most and at least, met, met exactly and missed; each is shown with its verdict."""
+    reach: Reach = []
+    for value in (1.0, 2.0, 3.0):
+        add_at_most(reach, "low", value, 2.0)
+        add_at_least(reach, "high", value, 2.0)
+    assert [entry["ok"] for entry in reach] == [True, False, True, True, False, True]
+    assert all(is_consistent(entry) for entry in reach)
+    output = io.StringIO()
+    show_reach(Console(width=100, file=output), reach)
+    text = output.getvalue()
+    assert text.count("missed") == 2 and text.count(" ok ") == 4
