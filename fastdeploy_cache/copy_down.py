@@ -17,9 +17,9 @@ _MAX_BYTES_IN_FLIGHT = 256 * 2**20  # of a rank
 class CopyDown:
     """`write_through` copies what is committed; `write_through_selective` what has been used often enough.
 
-    `write_back` copies ahead of eviction: of the blocks that would be evicted next (the cold zone: as many as are to be
-    free or copied) those without a copy. A copy takes free CPU blocks or those of something colder than its source,
-    never the copy of what is in the cold zone itself: so copying comes to rest, and never trades one copy for another.
+    `write_back` copies ahead of eviction: of the runs whose ends would be evicted next (the cold zone: as many blocks
+    as are to be free or copied) what has no copy. A copy takes free CPU blocks or those of something colder than its
+    source, never the copy of what is in the cold zone itself: so copying comes to rest, and trades no copy for another.
     """
 
     def __init__(
@@ -64,13 +64,15 @@ class CopyDown:
         """So many GPU blocks were taken, or may be evicted from now on."""
         if self._back:
             self._num_moved += num_blocks
-            if self._num_moved >= self._look_after:
+            if self._num_moved >= self._look_after or (self._has_more and not self._mover.num_storing):
                 self.look_ahead()
 
-    def stored(self) -> None:
-        """A copy has come: go on with what was left for want of room in flight."""
-        if self._has_more:
+    def stored(self, succeeded: bool) -> None:
+        """A copy has ended: go on with what was left for want of room in flight. After a failure not before the next
+        verb, or a rank that fails all would be asked for ever."""
+        if succeeded and self._has_more:
             self.look_ahead()
+        self._has_more |= self._back and not succeeded
 
     # -- write through
 
@@ -101,16 +103,17 @@ class CopyDown:
 
     def look_ahead(self) -> None:
         """Start copying what of the cold zone has no copy."""
-        self._num_moved, self._has_more = 0, False
+        self._num_moved = 0
         # what is on its way is pinned, and so not among the coldest
         num_zone = self._num_reserve - self._tree.pools[GPU].num_free - self._mover.num_storing
         if num_zone <= 0:
             return
+        self._has_more = False
         zone, parts = self._cold_zone(num_zone)
         for part in parts:
             num_room = self._max_in_flight - self._mover.num_storing
             if num_room <= 0 or not self._mover.can(Direction.SWAP_OUT):
-                self._has_more = self._mover.num_storing > 0
+                self._has_more = True  # also where the ranks are down: the next verbs look again
                 return
             run, first, length = part
             num_blocks = self._make_room(min(length, num_room, MIN_STORE_BLOCKS), run, zone)
@@ -121,7 +124,7 @@ class CopyDown:
             self._has_more |= num_blocks < length and num_blocks > 0
 
     def _cold_zone(self, num_blocks: int) -> tuple[set[Run], list[Part]]:
-        """The runs whose ends are the next `num_blocks` to be evicted, and what of these ends has no copy."""
+        """The runs whose ends are the next `num_blocks` to be evicted, and what of these runs has no copy."""
         policy, zone, parts = self._tree.policy, set[Run](), list[Part]()
         exposed: list[Run] = []  # parents whose only child is in the zone: leaves by then
 
@@ -129,7 +132,7 @@ class CopyDown:
             num_taken = min(num_blocks, run.num_gpu - run.num_held)
             if num_taken > 0:
                 zone.add(run)
-                parts.extend(_uncopied(run, run.num_gpu - num_taken))
+                parts.extend(_uncopied(run, run.num_held))  # all: without its beginning, the end of a run is lost, too
                 parent = run.parent
                 alone = parent is not None and parent.parent is not None and parent.num_children_in[GPU] == 1
                 if parent is not None and alone and num_taken == run.num_gpu:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,16 @@ from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.match import Match
 from fastdeploy_cache.matcher import Matcher
 from fastdeploy_cache.run import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+def call_user(call: Callable[[], object]) -> None:
+    """Run a user's callback; what it raises is the user's, and must not end the thread that all transfers need."""
+    try:
+        call()
+    except Exception:
+        logger.exception("event=user_callback_failed")
 
 
 class MatchLoads:
@@ -35,7 +46,10 @@ class MatchLoads:
         """The match as it stands. Under the lock."""
         active, size = self._active, self._size
         ids, num_coming = self._matcher.readable(active)
-        num_copied, num_copying = active.num_copied_tokens, size - 1 if active.copy is not None else 0
+        if self._matcher.is_lost(active):  # nothing of it is there any more
+            ids, num_coming = ids[:0], 0
+        num_copied = active.num_copied_tokens if ids else 0
+        num_copying = size - 1 if active.copy is not None else 0
         num_blocks = len(ids) - (num_copied > 0)
         num_gpu = min(active.num_gpu_blocks, num_blocks)
         coming, transfers = self._matcher.coming(active) if num_coming else ((), ())
@@ -79,12 +93,12 @@ class MatchLoads:
                     num_left -= 1
                     is_last = num_left == 0
                 if is_last:
-                    call()
+                    call_user(call)
 
             for transfer in pending:
                 transfer.on_done.append(one_less)
         if not pending:
-            call()
+            call_user(call)
 
     def _transfers(self) -> list[Transfer]:
         active = self._active

@@ -22,7 +22,7 @@ from fastdeploy_cache.errors import (
 )
 from fastdeploy_cache.gpu_loss import drop_gpu
 from fastdeploy_cache.invariants import check
-from fastdeploy_cache.loads import MatchLoads
+from fastdeploy_cache.loads import MatchLoads, call_user
 from fastdeploy_cache.match import Match, Prefetch
 from fastdeploy_cache.parts import new_client, new_matcher, new_policy_of
 from fastdeploy_cache.policies.eviction import EvictionPolicy
@@ -60,7 +60,8 @@ class PrefixCacheManager(RankAccess):
 
         `client` and `policy` replace the configured ones (tests, simulation); `clock` gives the seconds that eviction
         policies and hit-rate windows go by. `on_kv_lost` is called with a rank that has died with the KV arrays that it
-        owned (`kv_owner = "transfer"`), after everything on the GPU was forgotten.
+        owned (`kv_owner = "transfer"`), and again when it has made new ones; each time everything on the GPU has been
+        forgotten.
 
         Raises:
             RankStartError: a rank did not start within its deadline; none is left.
@@ -178,15 +179,18 @@ class PrefixCacheManager(RankAccess):
             self._mover.submit()
         return ids.tolist()
 
-    def confirm(self, request: Request, timeout_seconds: float | None = None) -> bool:
-        """After a step that ran ahead of loads, before sampling: whether all of them came, waiting for that if need be.
+    def confirm(self, request: Request, timeout_seconds: float | None = None, *, arrived: bool) -> bool:
+        """After a step that ran ahead of loads, before sampling: whether it counts, waiting for the loads if need be.
+
+        `arrived`: whether every `wait_layer` of every worker returned True; one that did not has computed on what was
+        not there, even if the load came later. Only a confirmed request publishes.
 
         False, also after `kv_lost`: what was computed for this request is worth nothing; release it and match it again.
         True for a request that runs ahead of nothing.
         """
         with self._lock:
             active = self._active(request)
-        if active.is_ahead:
+        if active.is_ahead and arrived:
             seconds = self.config.transfer.task_timeout_seconds if timeout_seconds is None else timeout_seconds
             deadline = time.monotonic() + seconds
             for transfer in active.ahead:
@@ -194,14 +198,14 @@ class PrefixCacheManager(RankAccess):
         with self._lock:
             self._active(request)
             if active.is_ahead:
-                self._matcher.settle(active)
-            return not active.is_void and active.num_kv_losses == self._tree.num_kv_losses
+                self._matcher.end_ahead(active, arrived)
+            return not active.is_void and not self._matcher.is_lost(active)
 
     def commit(self, request: Request, num_computed_tokens: int) -> None:
         """The first `num_computed_tokens` tokens are computed and accepted: their full blocks become findable.
 
         Call it when the step that computed them is complete: nothing is copied or found before. A request that runs
-        ahead of loads publishes nothing until they have come. When blocks are copied down is the write policy's.
+        ahead of loads publishes nothing before `confirm`. When blocks are copied down is the write policy's.
 
         Raises:
             CommitError: more tokens than the request has or its blocks hold; nothing was changed.
@@ -209,8 +213,7 @@ class PrefixCacheManager(RankAccess):
         num_computed_tokens = operator.index(num_computed_tokens)
         with self._lock:
             active = self._active(request)
-            if not active.settled and not self._matcher.is_waiting_ahead(active):
-                self._matcher.settle(active)
+            self._matcher.settle(active)
             num_held = len(active.block_ids) * self.config.block_size
             if not 0 <= num_computed_tokens <= min(request.num_tokens, num_held):
                 active.refuse_commit(num_computed_tokens, num_held)
@@ -233,6 +236,8 @@ class PrefixCacheManager(RankAccess):
             active = self._active(request)
             del self._requests[request.request_id]
             loads = list(active.loads)
+            if active.is_ahead:
+                self._matcher.end_ahead(active, arrived=False)
             self._matcher.settle(active)
             private_ids = active.private_ids()
             if private_ids:
@@ -355,8 +360,8 @@ class PrefixCacheManager(RankAccess):
     def _on_result(self, result: TransferResult) -> None:
         with self._lock:
             num_lost, calls = self._mover.finish(result)
-            if result.error is None and result.task.direction is Direction.SWAP_OUT:
-                self._copy_down.stored()
+            if result.task.direction is Direction.SWAP_OUT:
+                self._copy_down.stored(result.error is None)
         if self._mover.outbox:
             self._mover.submit()
         if num_lost:
@@ -372,9 +377,9 @@ class PrefixCacheManager(RankAccess):
     def _forget_gpu(self, rank: int) -> None:
         with self._lock:
             drop_gpu(self._tree)
-            logger.warning("event=kv_lost rank=%d epoch=%d", rank, self._tree.epoch)
+            logger.info("event=gpu_forgotten rank=%d epoch=%d", rank, self._tree.epoch)
 
     def _on_kv_lost(self, rank: int) -> None:
         self._forget_gpu(rank)
-        if self._call_on_kv_lost is not None:
-            self._call_on_kv_lost(rank)
+        if (told := self._call_on_kv_lost) is not None:
+            call_user(lambda: told(rank))

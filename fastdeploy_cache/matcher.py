@@ -123,14 +123,13 @@ class Matcher:
             num_missing_tokens=request.num_tokens - num_found * size,
         )
 
-    @staticmethod
-    def is_waiting_ahead(active: ActiveRequest) -> bool:
-        """Whether the request runs ahead of loads that have not ended."""
-        return active.is_ahead and not all(transfer.done.is_set() for transfer in active.ahead)
+    def is_lost(self, active: ActiveRequest) -> bool:
+        """Whether the GPU's bytes have gone since the request was matched."""
+        return active.num_kv_losses != self._tree.num_kv_losses
 
     def readable(self, active: ActiveRequest) -> tuple[array[int], int]:
         """The matched blocks that may be read now, and how many more are coming. Settles when none is."""
-        if not active.settled and all(transfer.done.is_set() for transfer in (*active.loads, *active.ahead)):
+        if not active.is_ahead and all(transfer.done.is_set() for transfer in active.loads):
             self.settle(active)
         if active.settled:
             return active.block_ids[: active.num_matched_blocks + bool(active.num_copied_tokens)], 0
@@ -141,11 +140,11 @@ class Matcher:
         return ids, active.num_pinned_blocks - len(ids)
 
     def settle(self, active: ActiveRequest) -> None:
-        """Fix the match at what is readable now; what has not arrived is no part of it."""
-        if active.settled:
-            return
-        if active.is_ahead:
-            self._end_ahead(active)
+        """Fix the match at what is readable now; what has not arrived is no part of it.
+
+        Of a request that runs ahead `end_ahead` decides.
+        """
+        if active.settled or active.is_ahead:
             return
         ids, path = self._arrived(active)
         if len(ids) < active.num_pinned_blocks:
@@ -213,9 +212,12 @@ class Matcher:
         active.block_ids, active.num_readable_blocks = ids + coming, len(ids)
         active.num_matched_blocks = active.num_committed_blocks = len(active.block_ids)
 
-    def _end_ahead(self, active: ActiveRequest) -> None:
-        """Decide what has become of the loads that the request ran ahead of. `settled` afterwards, or `is_void`."""
-        came = all(transfer.succeeded for transfer in active.ahead) and active.num_kv_losses == self._tree.num_kv_losses
+    def end_ahead(self, active: ActiveRequest, arrived: bool) -> None:
+        """Decide what has become of the request that ran ahead: settled for good, and maybe void.
+
+        `arrived`: nobody has used a layer that was not in.
+        """
+        came = arrived and all(transfer.succeeded for transfer in active.ahead) and not self.is_lost(active)
         ids, path = self._arrived(active)
         self._stop_waiting(active)
         active.settled = True

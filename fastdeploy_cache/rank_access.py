@@ -34,6 +34,8 @@ class RankAccess:
     def attach_kv(self, rank: int, kv: KVArrays) -> None:
         """A worker has made the rank's KV arrays (`kv_owner = "worker"`): use them. Waits until the rank has them.
 
+        Requests that were matched before are void, as after `kv_lost`.
+
         `kv` is a `KVHandle`; with `transfer_client = "inline"` the arrays themselves, per layer, by part name.
 
         Raises:
@@ -41,7 +43,10 @@ class RankAccess:
             RankStartError: the rank could not attach them.
         """
         self._check_rank(rank)
-        self._client.attach_kv(rank, kv)
+        try:
+            self._client.attach_kv(rank, kv)
+        finally:  # what was computed while the arrays were missing, or on some that came too late, is nowhere
+            self._forget_gpu(rank)
 
     def kv_lost(self, rank: int) -> None:
         """The rank's worker is gone, and its KV arrays with it.
@@ -50,7 +55,7 @@ class RankAccess:
         nothing any more; release them and match them again once `attach_kv` has brought new arrays.
         """
         if not 0 <= rank < self.config.transfer.tp_size:
-            raise ConfigError(f"there is no rank {rank}, only {self.config.transfer.tp_size}")
+            raise ConfigError(f"there is no rank {rank}; this cache has {self.config.transfer.tp_size}")
         self._client.kv_lost(rank)
         self._forget_gpu(rank)
 
@@ -60,11 +65,10 @@ class RankAccess:
         return self._client.layer_progress(rank)
 
     def _check_rank(self, rank: int) -> None:
-        if self.config.layout is None or not 0 <= rank < self.config.transfer.tp_size:
-            raise ConfigError(
-                f"no KV arrays of rank {rank}: there are {self.config.transfer.tp_size} ranks, and the layout is "
-                f"{self.config.layout}"
-            )
+        if not 0 <= rank < self.config.transfer.tp_size:
+            raise ConfigError(f"there is no rank {rank}; this cache has {self.config.transfer.tp_size}")
+        if self.config.layout is None:
+            raise ConfigError("this cache has no KV arrays; give its configuration a layout")
 
     def _forget_gpu(self, rank: int) -> None:
         raise NotImplementedError

@@ -125,7 +125,7 @@ class CacheModel:
 
     def confirm(self, live: LiveRequest) -> None:
         """The step ahead is over: what it read was right, or it is told so and starts over."""
-        if self.cache.confirm(live.request, 0):
+        if self.cache.confirm(live.request, 0, arrived=True):
             assert live.table is not None
             if live.epoch == self.epoch:
                 self.check_readable(live, live.table[: live.num_assumed])

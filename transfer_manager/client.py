@@ -43,8 +43,8 @@ class TransferClient(Protocol):
     def start(self, on_result: OnResult, on_kv_lost: OnKVLost = ignore_kv_lost) -> None:
         """Make the ranks ready; those whose KV arrays a worker owns wait for `attach_kv`.
 
-        `on_result` gets every task's end, `on_kv_lost` a rank that has died with the KV arrays that it owned; on any
-        thread, never under a lock of the client.
+        `on_result` gets every task's end, `on_kv_lost` a rank that has died with the KV arrays that it owned, and
+        again when it has made new ones; on any thread, never under a lock of the client.
 
         Raises:
             RankStartError: a rank failed or was too late; all ranks are gone again.

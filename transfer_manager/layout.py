@@ -77,6 +77,8 @@ class KVLayout:
         if self.device_order not in ("layer_first", "block_first"):
             raise LayoutError(f"layout.device_order is {self.device_order!r}; use 'layer_first' or 'block_first'")
         ratio = self.extra_layer_block_ratio
+        if ratio != 1 and not self.num_extra_layers:
+            raise LayoutError(f"layout.extra_layer_block_ratio is {ratio} without layout.num_extra_layers; give both")
         if not 1 <= ratio <= 1024 or (ratio != 1 and self.device_order == "block_first"):
             raise LayoutError(f"layout.extra_layer_block_ratio is {ratio}; use 1 or more, and 1 with block_first")
 
@@ -130,6 +132,7 @@ class KVLayout:
                 self._part(f"{name}_scale", block_size, heads, dim // (self.scale_elements or dim), self.scale_dtype)
                 for name, dim in names
             ]
+        _check_aligned(parts)
         return RankLayout(
             num_layers=self.num_layers + self.num_extra_layers,
             parts=tuple(parts),
@@ -142,6 +145,19 @@ class KVLayout:
         if self.heads_first:
             return KVPart(name, (heads, block_size, dim), dtype, token_axis=1)
         return KVPart(name, (block_size, heads, dim), dtype)
+
+
+def _check_aligned(parts: Sequence[KVPart]) -> None:
+    """Every item of every part has to lie at a multiple of its size, wherever blocks begin."""
+    above, whole = 0, sum(part.num_bytes for part in parts)
+    for part in parts:
+        item_bytes = np.dtype(part.storage_dtype).itemsize
+        if above % item_bytes or whole % item_bytes:
+            raise LayoutError(
+                f"{part.name} of {item_bytes} bytes an item begins {above} bytes into a layer of {whole}, "
+                "which are no multiples of it; use a larger block_size or dimensions that are multiples of 4"
+            )
+        above += part.num_bytes
 
 
 @dataclass(frozen=True)

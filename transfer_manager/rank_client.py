@@ -8,6 +8,7 @@ import threading
 from transfer_manager.client import KVArrays, OnKVLost, OnResult, RankStatus, ignore_kv_lost
 from transfer_manager.config import TransferConfig
 from transfer_manager.errors import LayoutError, RankStartError
+from transfer_manager.flights import failed
 from transfer_manager.kv_memory import KVHandle, KVViews
 from transfer_manager.layout import RankLayout
 from transfer_manager.rank_io import RankIO
@@ -66,14 +67,14 @@ class RankClient:
         io = self._io
         assert io is not None, "submit before start"
         with io.lock:
-            accepted = self.has_room(task.direction)
+            accepted = self.has_room(task.direction) and io.take_slot(task)
             if accepted:
                 io.num_tasks[task.direction.lane] += 1
                 io.outbox.append(task)
         if accepted:
             io.wakeup.set()
         else:
-            self._on_result(io.refused(task, "the ranks cannot take a task now"))
+            self._on_result(failed(task, self._config.tp_size, "the ranks cannot take a task now"))
 
     def cancel(self, task_id: int) -> None:
         for memory in self._memory:
@@ -118,6 +119,8 @@ class RankClient:
         if supervisor.phase is Phase.OFF:
             raise RankStartError(f"rank {rank} is switched off: {supervisor.last_failure}")
         with self._attach_lock:
+            if not self._io_is_open():
+                raise RankStartError("the ranks have been stopped")
             if mine.handle is not None:
                 raise LayoutError(f"rank {rank} has KV arrays attached; call kv_lost first")
             mine.take(kv)
@@ -135,6 +138,9 @@ class RankClient:
             )
         self._kv[rank].drop()
         self._tell_kv_changed(rank)
+
+    def _io_is_open(self) -> bool:
+        return self._io is not None and self._io.open
 
     def _supervisor(self, rank: int) -> RankSupervisor:
         if self._io is None:
@@ -156,6 +162,8 @@ class RankClient:
         if self._io is not None:
             self._io.stopping = True
             self._io.wakeup.set()
+        if threading.current_thread() is self._thread:
+            return  # by a callback: the thread ends once that has returned, and whoever stops it next clears up
         with self._stop_lock:  # of two callers the second waits for the first
             if self._thread is not None:
                 self._thread.join(self._config.stop_timeout_seconds + 10)

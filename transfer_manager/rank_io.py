@@ -20,6 +20,7 @@ from transfer_manager.layout import RankLayout
 from transfer_manager.rank_kv import RankKV
 from transfer_manager.rank_memory import RankMemory
 from transfer_manager.rank_process import RankProcess
+from transfer_manager.rank_signal import NUM_SLOTS
 from transfer_manager.supervisor import Phase, RankSupervisor
 from transfer_manager.task import (
     Direction,
@@ -73,6 +74,7 @@ class RankIO:
         self.started = threading.Event()
         self.start_failure: str | None = None
         self.wakeup = Wakeup()
+        self._busy_slots: set[int] = set()  # progress words of loads in flight
         self._flights = Flights()
         self._poller = Poller()
         for rank in self.ranks:
@@ -80,8 +82,19 @@ class RankIO:
         if config.owner_of_kv == "worker":
             self.started.set()
 
+    def take_slot(self, task: TransferTask) -> bool:
+        """Under the lock, before a load is sent: its progress word, unless a load that shares it is in flight."""
+        if task.direction is Direction.SWAP_IN:
+            slot = task.task_id % NUM_SLOTS
+            if slot in self._busy_slots:
+                return False
+            self._busy_slots.add(slot)
+            for memory in self.memory:
+                memory.signal.set_begun(task.task_id)
+        return True
+
     def refused(self, task: TransferTask, error: str) -> TransferResult:
-        """The end of a task that no rank has got. Any thread: ranks write progress, too, but never of this task."""
+        """The end of a task that was accepted and that no rank has got: they write its progress never."""
         if task.direction is Direction.SWAP_IN:
             for memory in self.memory:
                 memory.signal.set_failed(task.task_id)
@@ -173,6 +186,8 @@ class RankIO:
         if ready.kv is not None and kv.handle is None:  # its own arrays; the other lane tells them, too
             try:
                 kv.take(ready.kv)
+                if rank.num_restarts:  # what was computed since the old ones died is nowhere
+                    self._call_back(lambda: self._on_kv_lost(rank.rank))
             except (IPCError, LayoutError) as error:
                 rank.kill(f"its KV arrays cannot be taken: {error}")
                 return
@@ -196,6 +211,8 @@ class RankIO:
     def _finish(self, result: TransferResult) -> None:
         with self.lock:
             self.num_tasks[result.task.direction.lane] -= 1
+            if result.task.direction is Direction.SWAP_IN:
+                self._busy_slots.discard(result.task.task_id % NUM_SLOTS)
         self._call_back(lambda: self._on_result(result))
 
     def _call_back(self, call: Callable[[], None]) -> None:
@@ -281,6 +298,10 @@ class RankIO:
         for task in self._take_outbox():
             self._finish(self.refused(task, "the client has stopped"))
         self._context.destroy(linger=0)
+        for kv in self.kv:
+            if kv.attaching is not None:
+                kv.attaching.error = "the ranks have been stopped"
+                kv.attaching.done.set()
         self.started.set()
 
     def _ask_to_stop(self) -> None:

@@ -75,8 +75,8 @@ class RankKV:
         """The arrays, where they are in CPU memory. Raises `LayoutError` where not."""
         memory, handle = self._known
         if memory is None:
-            where = "on a GPU" if handle is not None else "attached by nobody"
-            raise LayoutError(f"the KV arrays of rank {self.rank} are {where}; there is nothing to map")
+            where = "are on a GPU" if handle is not None else "are not attached yet (attach_kv)"
+            raise LayoutError(f"the KV arrays of rank {self.rank} {where}; there is nothing to map")
         return memory
 
     def for_worker(self) -> KVHandle:

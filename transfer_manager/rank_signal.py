@@ -92,17 +92,19 @@ class RankSignal:
     def _set_progress(self, task_id: int, value: int) -> None:
         self._signal.set(_Word.PROGRESS + task_id % NUM_SLOTS, (task_id & _TASK_MASK) << _LAYER_BITS | value)
 
+    def set_begun(self, task_id: int) -> None:
+        """Engine, before the rank hears of it: a load that no other of its slot is in flight beside."""
+        self._set_progress(task_id, 0)
+
     def wait_layers(self, task_id: int, num_layers: int, timeout_seconds: float) -> bool:
         """Sleep until the first `num_layers` layers of that load are in; False at its failure or when the time is over.
 
-        Also False where so many later loads have begun that this one's slot is theirs. Source: futex wait.
+        Also False where the slot is another load's: this one has ended long ago, or was refused. Source: futex wait.
         """
         wanted = task_id & _TASK_MASK
 
         def decided(word: int) -> bool:
-            task, layers = word >> _LAYER_BITS, word & (2**_LAYER_BITS - 1)
-            is_later = task != wanted and 0 < (task - wanted) & _TASK_MASK <= _TASK_MASK // 2
-            return bool(is_later or (task == wanted and layers >= num_layers))
+            return bool(word >> _LAYER_BITS != wanted or word & (2**_LAYER_BITS - 1) >= num_layers)
 
         word = self._signal.wait(_Word.PROGRESS + task_id % NUM_SLOTS, decided, timeout_seconds)
         return word is not None and word >> _LAYER_BITS == wanted and word & (2**_LAYER_BITS - 1) != _FAILED

@@ -126,10 +126,10 @@ class Worker:
                     break
                 self._signal.set_busy(lane, True)
                 done = self._serve(message)
+                if self._opened.device.is_lost:  # unanswered: its blocks are free once this process is reaped
+                    raise SystemExit("the device is lost for this process; a new one begins afresh")
                 self._signal.set_busy(lane, False)
                 queue.put(encode(done))
-                if self._opened.device.is_lost:
-                    raise SystemExit("the device is lost for this process; a new one begins afresh")
             queue.close()
         except BaseException:
             logger.exception("event=lane_failed lane=%s", lane.name)

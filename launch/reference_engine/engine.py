@@ -244,36 +244,35 @@ class Engine:
             start = generation.num_computed_tokens
             blocks = np.array(generation.block_ids, dtype=np.int32)
             chunks.append(SequenceChunk(tokens[start : start + num_tokens], start, blocks))
-        logits = self._model.forward(chunks, self._layer_waiter(batch))
+        arrived = {generation: True for generation, _ in batch if generation.is_ahead}
+        logits = self._model.forward(chunks, self._layer_waiter(arrived))
         for (generation, num_tokens), scores in zip(batch, logits, strict=True):
-            if generation.is_ahead and not self._confirm(generation):
+            if generation.is_ahead and not self._confirm(generation, arrived[generation]):
                 continue
             generation.num_computed_tokens += num_tokens
             self.cache.commit(generation.request, generation.num_computed_tokens)
             if generation.num_computed_tokens == generation.request.num_tokens:
                 self._sample(generation, int(scores.argmax()))
 
-    def _layer_waiter(self, batch: list[tuple[Generation, int]]) -> Callable[[int], None]:
-        """Waits until a layer of all loads that the batch runs ahead of is in; no longer once one has failed."""
-        load_ids = tuple(load_id for generation, _ in batch for load_id in generation.load_ids)
-        hopeful, deadline = bool(load_ids), time.monotonic() + _LOAD_SECONDS
+    def _layer_waiter(self, arrived: dict[Generation, bool]) -> Callable[[int], None]:
+        """Waits until a layer is in for those that run ahead; notes for whom it was not, and waits no more for them."""
+        deadline = time.monotonic() + _LOAD_SECONDS
 
         def wait(layer: int) -> None:
-            nonlocal hopeful
-            if hopeful:
-                started = time.monotonic()
-                hopeful = all(
-                    progress.wait_layer(load_ids, layer, max(0.0, deadline - time.monotonic()))
+            started = time.monotonic()
+            for generation in [g for g, hopeful in arrived.items() if hopeful]:
+                arrived[generation] = all(
+                    progress.wait_layer(generation.load_ids, layer, max(0.0, deadline - time.monotonic()))
                     for progress in self._progress
                 )
-                self.waited_for_layers_seconds += time.monotonic() - started
+            self.waited_for_layers_seconds += time.monotonic() - started if arrived else 0.0
 
         return wait
 
-    def _confirm(self, generation: Generation) -> bool:
+    def _confirm(self, generation: Generation, arrived: bool) -> bool:
         """After a step ahead of loads: False where one did not come; the step was for nothing, and it starts over."""
         generation.is_ahead, generation.load_ids = False, ()
-        if self.cache.confirm(generation.request, _LOAD_SECONDS):
+        if self.cache.confirm(generation.request, _LOAD_SECONDS, arrived=arrived):
             return True
         self._preempt(generation)
         return False

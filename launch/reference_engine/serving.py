@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager
 from launch.reference_engine.engine import Engine
 from launch.reference_engine.model import KVShard, Llama
 from launch.reference_engine.weights import ModelFiles, ModelSpec
+
+logger = logging.getLogger(__name__)
 
 
 def layout_of(spec: ModelSpec) -> KVLayout:
@@ -28,7 +31,15 @@ def running_engine(files: ModelFiles, config: CacheConfig, max_running: int = 4)
     Its KV arrays are views on the ranks' shared memory or, with the device `cuda`, on the GPU of rank 0.
     """
     on_gpu = config.transfer.device == "cuda"
-    with PrefixCacheManager(config) as cache:
+    engines: list[Engine] = []
+
+    def end(rank: int) -> None:
+        """The model's arrays were the rank's, and are gone."""
+        logger.error("event=kv_lost rank=%d action=stop", rank)
+        for each in engines:
+            each.stop()
+
+    with PrefixCacheManager(config, on_kv_lost=end) as cache:
         if on_gpu:
             from launch.reference_engine.gpu_kv import gpu_shard
 
@@ -36,10 +47,12 @@ def running_engine(files: ModelFiles, config: CacheConfig, max_running: int = 4)
         else:
             shards = [_cpu_shard(cache, rank) for rank in range(config.transfer.tp_size)]
         model = Llama(files, shards, config.transfer.device_id(0) if on_gpu else None)
-        yield Engine(
+        engine = Engine(
             cache,
             model,
             eos_token_id=files.spec.eos_token_id,
             context_length=files.spec.context_length,
             max_running=max_running,
         )
+        engines.append(engine)
+        yield engine

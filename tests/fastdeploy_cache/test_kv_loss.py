@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Request, TransferConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.request import Image
@@ -182,3 +184,36 @@ def test_a_rank_that_does_not_exist(rank: int) -> None:
         model.cache.kv_lost(rank)
     assert model.must_match(A[:41]).match.num_gpu_tokens == 40
     model.finish()
+
+
+def test_a_match_of_before_the_loss_shows_nothing_any_more() -> None:
+    """Settled or not, polled or waited for: no block of the lost GPU is offered, and the step is not confirmed."""
+    model = CacheModel(4, 20, 40)
+    model.serve_and_copy(A[:40])
+    live = model.must_match(A[:41])
+    assert live.match.num_tokens == 40
+    model.kv_lost()
+    assert (live.match.poll().num_tokens, live.match.wait(0).block_ids) == (0, [])
+    assert not model.cache.confirm(live.request, 0, arrived=True)
+    model.finish()
+
+
+def test_what_was_computed_while_the_arrays_were_missing_is_never_found() -> None:
+    """A request that was matched between the loss and the new arrays publishes nothing that outlives their coming."""
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4)
+    transfer = TransferConfig(kv_owner="worker")
+    config = CacheConfig(block_size=4, num_gpu_blocks=8, transfer_client="inline", layout=layout, transfer=transfer)
+    array = {name: np.zeros((8, 4, 1, 4), np.float16) for name in ("key", "value")}
+    with PrefixCacheManager(config) as cache:
+        early = Request(request_id="early", prompt_token_ids=A[:16])
+        cache.match(early)
+        cache.allocate(early, 4)
+        cache.commit(early, 16)
+        cache.attach_kv(0, [array])
+        again = Request(request_id="again", prompt_token_ids=A[:16])
+        assert cache.match(again).num_tokens == 0
+        cache.commit(early, 16)
+        cache.release(early)
+        cache.release(again)
+        assert cache.prefetch(again).num_gpu_tokens == 0
+        cache.check_invariants()

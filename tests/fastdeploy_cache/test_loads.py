@@ -322,3 +322,20 @@ def refusal(model: CacheModel, num_blocks: int) -> tuple[int, int]:
     with pytest.raises(OutOfBlocksError) as refused:
         model.cache.allocate(live.request, num_blocks)
     return refused.value.missing, refused.value.coming
+
+
+def test_a_callback_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged; the load lands, others are called, and the next load works."""
+    model, calls = with_copies(), list[str]()
+    first, second = model.must_match(A[:41]), model.must_match(A[:41])
+
+    def broken() -> None:
+        raise RuntimeError("the user's own")
+
+    first.match.on_ready(broken)
+    second.match.on_ready(lambda: calls.append("called"))
+    model.client.land_all()
+    assert calls == ["called"] and "user_callback_failed" in caplog.text
+    first.match.on_ready(broken)
+    assert first.match.wait(0).num_tokens == second.match.wait(0).num_tokens == 40
+    model.finish()

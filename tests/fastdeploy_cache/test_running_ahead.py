@@ -55,7 +55,7 @@ def test_the_block_table_is_readable_then_coming_then_new() -> None:
     table = [*match.block_ids, *match.coming_block_ids, *new]
     assert len(set(table)) == 13
     model.client.land_all()
-    assert model.cache.confirm(live.request, 0)
+    assert model.cache.confirm(live.request, 0, arrived=True)
     assert live.match.poll().block_ids == table[:10]
     model.check_readable(live, table[:10])
     model.finish()
@@ -69,7 +69,7 @@ def test_nothing_is_published_before_the_loads_have_come() -> None:
     assert model.must_match(A[:40] + C[50:60]).match.num_coming_tokens <= 40
     assert not live.match.poll().ready
     model.client.land_all()
-    assert model.cache.confirm(live.request, 0)
+    assert model.cache.confirm(live.request, 0, arrived=True)
     model.cache.commit(live.request, 45)
     model.committed |= {model.prefix(live, n + 1) for n in range(11)}
     assert num_found(model, A[:40] + C[50:60]) == 44
@@ -80,11 +80,11 @@ def test_confirm_waits_for_a_load_and_is_true_for_who_runs_ahead_of_nothing() ->
     """Any number of times, before and after."""
     model = with_copies()
     plain = model.must_match(B[:5])
-    assert model.cache.confirm(plain.request, 0)
+    assert model.cache.confirm(plain.request, 0, arrived=True)
     live = start_ahead(model)
     model.client.land_all()
-    assert model.cache.confirm(live.request)
-    assert model.cache.confirm(live.request, 0)
+    assert model.cache.confirm(live.request, arrived=True)
+    assert model.cache.confirm(live.request, 0, arrived=True)
     live.num_assumed = 0
     model.finish()
 
@@ -96,7 +96,7 @@ def test_a_failed_load_voids_the_request() -> None:
     num_cached = model.cache.stats().gpu.num_cached
     model.client.land("rank 0 died")
     compute(model, live, 45)
-    assert not model.cache.confirm(live.request, 0)
+    assert not model.cache.confirm(live.request, 0, arrived=True)
     model.cache.commit(live.request, 45)
     assert model.cache.stats().gpu.num_cached == num_cached
     model.cache.check_invariants()
@@ -115,7 +115,7 @@ def test_a_deadline_voids_and_the_ids_stay_the_loads(released_first: bool, error
     model = with_copies()
     live = start_ahead(model)
     coming = set(live.match.poll().coming_block_ids)
-    assert not model.cache.confirm(live.request, 0)
+    assert not model.cache.confirm(live.request, 0, arrived=True)
     steps = [lambda: model.confirm(live), lambda: model.client.land(error)]
     for step in steps if released_first else steps[::-1]:
         other = model.must_match(B[60:70])
@@ -143,7 +143,7 @@ def test_ids_superseded_by_computed_blocks_are_not_reused_before_the_release() -
     model.compute(other, 41)
     model.client.land()
     model.cache.check_invariants()
-    assert model.cache.confirm(live.request, 0)
+    assert model.cache.confirm(live.request, 0, arrived=True)
     model.check_readable(live, list(live.table or ())[:10])
     model.release(other)
     hungry = model.must_match(B[60:70])
@@ -169,7 +169,7 @@ def test_a_reset_or_loss_while_ahead(event: str, when: str) -> None:
     model.client.land_all()
     model.cache.check_invariants()
     compute(model, live, 45)
-    model.cache.confirm(live.request, 0)
+    model.cache.confirm(live.request, 0, arrived=True)
     model.cache.commit(live.request, 45)
     assert num_found(model, A[:40] + C[50:60]) == 0
     other = model.must_match(B[60:70])
@@ -204,9 +204,9 @@ def test_two_requests_ahead_of_one_load() -> None:
     assert first.match.load_ids == second.match.load_ids
     model.client.land_all()
     for live in (first, second):
+        model.confirm(live)
         compute(model, live, 45)
         model.committed |= {model.prefix(live, n + 1) for n in range(11)}
-        model.confirm(live)
     model.release(first)
     model.cache.check_invariants()
     model.check_readable(second, list(second.table or ())[:10])
@@ -249,7 +249,7 @@ def test_with_nothing_coming_it_is_a_plain_allocate() -> None:
         match = live.match.poll()
         assert (match.ready, match.coming_block_ids) == (True, ())
         assert (match.num_tokens == 40) is (error is None)
-        assert model.cache.confirm(live.request, 0)
+        assert model.cache.confirm(live.request, 0, arrived=True)
         model.release(live)
     model.finish()
 
@@ -298,6 +298,6 @@ def test_a_copied_last_block_is_not_run_ahead_of(lands: bool) -> None:
     match = live.match.poll()
     assert (match.ready, match.num_tokens, len(match.block_ids)) == (True, 15 if lands else 12, 4 if lands else 3)
     live.table, live.num_computed = match.block_ids + new, match.num_tokens
-    assert model.cache.confirm(live.request, 0)
+    assert model.cache.confirm(live.request, 0, arrived=True)
     model.compute(live, 16)
     model.finish()

@@ -140,7 +140,8 @@ def test_selective_copies_a_prefix_that_several_requests_share(policy: str) -> N
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_write_back_copies_nothing_while_there_is_room(policy: str) -> None:
-    """As long as the reserve, a quarter of the pool, is free; then from the end of the coldest prompt on."""
+    """As long as the reserve, a quarter of the pool, is free; then the coldest prompt, whole: its end is worth nothing
+    without its beginning."""
     model = write_back(policy)
     model.serve(A[:20], stays=False, patient=True)
     model.serve(B[:10], stays=False, patient=True)
@@ -149,17 +150,30 @@ def test_write_back_copies_nothing_while_there_is_room(policy: str) -> None:
     live = model.must_match(C[:4])
     assert model.allocate(live, 4)
     model.client.land_all()
-    assert copied(model) == {(A[0], block) for block in range(16, 20)}
+    assert copied(model) == {(A[0], block) for block in range(20)}
+    model.finish()
+
+
+@pytest.mark.parametrize("num_gpu", [60, 90, 100])
+def test_prompts_larger_than_the_reserve_are_copied_whole_and_hit(num_gpu: int) -> None:
+    """Twelve prompts in turn, each larger than the reserve: in the second round every one hits the CPU tier."""
+    model = CacheModel(1, num_gpu, 400, write_policy="write_back")
+    prompts = [[1000 * number + i for i in range(30)] for number in range(12)]
+    for _ in range(2):
+        before = model.num_loaded_tokens
+        for tokens in prompts:
+            model.serve_and_copy(tokens)
+    assert model.num_loaded_tokens - before >= 29 * 11
     model.finish()
 
 
 def test_write_back_copies_no_more_than_the_reserve_is_short_of() -> None:
-    """A second look while the first one's blocks are on their way finds nothing more to copy."""
+    """A second look while the first one's blocks are on their way finds no more: the next prompt stays uncopied."""
     model = write_back()
     for tokens in (A[:20], B[:10], C[:4]):
         model.serve(tokens, stays=False, patient=True)
     model.client.land_all()
-    assert len(copied(model)) == 4
+    assert {token for token, _ in copied(model)} == {A[0]}
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)

@@ -62,8 +62,8 @@ def test_a_layer_is_in_when_its_wait_returns(worker: KVWorker) -> None:
         assert answers.wait(1)[0].error is None
         for task_id in range(2, 22):
             clear(client)
-            worker.tell("follow", task_id, SCATTERED, LONG)
             client.submit(task(task_id, IN, SCATTERED, sources))
+            worker.tell("follow", task_id, SCATTERED, LONG)
             assert worker.answer() == [[True, each] for each in wanted]
             assert answers.wait(task_id)[-1].error is None
         assert worker.ask("wait_all", 21, LONG) == "waiting" and worker.answer() == [True] * NUM_LAYERS
@@ -73,12 +73,12 @@ def test_waiters_of_a_failed_load_hear_it(worker: KVWorker) -> None:
     """A load that the device refuses: False for every layer; the next load is followed as ever."""
     with big_client() as (client, answers):
         attach(worker, client)
-        wait_in(worker, 1)
         client.submit(task(1, IN, [0], [NUM_CPU]))
+        wait_in(worker, 1)
         assert worker.answer() == NOTHING_CAME
         assert "DeviceError" in str(answers.wait(1)[0].error)
-        wait_in(worker, 2)
         client.submit(task(2, IN, [0], [0]))
+        wait_in(worker, 2)
         assert worker.answer() == [True] * NUM_LAYERS
 
 
@@ -98,8 +98,8 @@ def test_waiters_of_a_load_past_its_deadline_hear_it(worker: KVWorker) -> None:
     """The load's deadline ends their wait, not their own."""
     with big_client() as (client, answers):
         attach(worker, client)
-        wait_in(worker, 1)
         client.submit(task(1, IN, ALL, ALL, timeout_seconds=0.0))
+        wait_in(worker, 1)
         assert worker.answer() == NOTHING_CAME
         assert "deadline passed" in str(answers.wait(1)[0].error)
 
@@ -125,8 +125,8 @@ def test_a_killed_rank_wakes_all_waiters(worker: KVWorker) -> None:
         assert worker.answer() == NOTHING_CAME
         assert "exited with code -9" in str(answers.wait(1)[0].error)
         assert client.wait_ready(30)
-        wait_in(worker, 2)
         client.submit(task(2, IN, ALL, ALL))
+        wait_in(worker, 2)
         assert worker.answer() == [True] * NUM_LAYERS
 
 

@@ -204,6 +204,7 @@ def test_a_gpu_pool_is_the_largest_that_fits(
     layers: int, extra: int, ratio: float, head_dim: int, memory_bytes: int
 ) -> None:
     """The pool fits and one block more would not, whatever the extra layers' ratio rounds to."""
+    ratio = ratio if extra else 1.0
     fields = {"num_layers": layers, "num_extra_layers": extra, "extra_layer_block_ratio": ratio, "head_dim": head_dim}
     layout = layout_of(fields).for_rank(1, 4)
     num_blocks = layout.num_gpu_blocks_in(memory_bytes)
@@ -300,9 +301,9 @@ def test_places_may_be_roomier_than_the_pool() -> None:
         ({"device_order": "token_first"}, r"layout\.device_order is 'token_first'"),
         ({"extra_layer_block_ratio": 0.5}, r"layout\.extra_layer_block_ratio is 0\.5"),
         ({"extra_layer_block_ratio": float("nan")}, r"layout\.extra_layer_block_ratio is nan"),
-        ({"extra_layer_block_ratio": 1025}, r"layout\.extra_layer_block_ratio is 1025"),
+        ({"num_extra_layers": 1, "extra_layer_block_ratio": 1025}, r"layout\.extra_layer_block_ratio is 1025"),
         (
-            {"device_order": "block_first", "extra_layer_block_ratio": 1.5},
+            {"device_order": "block_first", "num_extra_layers": 1, "extra_layer_block_ratio": 1.5},
             r"layout\.extra_layer_block_ratio is 1\.5; .* 1 with block_first",
         ),
     ],

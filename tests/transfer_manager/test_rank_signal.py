@@ -45,12 +45,14 @@ def test_progress_answers_for_its_own_task_only(array: SharedArray) -> None:
 
 
 def test_a_load_whose_slot_was_taken_is_given_up_at_once(array: SharedArray) -> None:
-    """Of so many loads that the oldest one's word was overwritten, that one answers False without waiting."""
+    """Of so many loads that the oldest one's word was overwritten, that one answers False without waiting; so does one
+    that was never begun, however large its number."""
     signal = RankSignal(array)
     signal.set_layers_done(7, 12)
     signal.set_layers_done(7 + NUM_SLOTS, 1)
     assert not signal.wait_layers(7, 1, 3600)
     assert signal.wait_layers(7 + NUM_SLOTS, 1, 0)
+    assert not signal.wait_layers(600_000, 1, 3600)
 
 
 def test_a_failed_load_lets_its_waiters_go(array: SharedArray) -> None:
@@ -95,6 +97,7 @@ def test_a_waiter_wakes_layer_by_layer(array: SharedArray) -> None:
     """A thread asleep on one layer returns when that layer, not an earlier one, is in."""
     signal, rank = RankSignal(array), RankSignal(array)
     arrived: list[bool] = []
+    signal.set_begun(1)
     waiter = threading.Thread(target=lambda: arrived.append(signal.wait_layers(1, 3, 30)))
     waiter.start()
     rank.set_layers_done(1, 1)

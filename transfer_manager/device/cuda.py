@@ -225,6 +225,7 @@ def open_cuda(setup: RankSetup, images: Bytes) -> tuple[CudaDevice, KVHandle | N
         num_bytes = layout.gpu_bytes(num_gpu_blocks)
         base = cuda.call("cuMemAlloc", num_bytes)
         cuda.call("cuMemsetD8", base, 0, num_bytes)
+        cuda.call("cuCtxSynchronize")  # or late zeros could overwrite a first load: its stream waits for no other
         kv = KVHandle((_segment(cuda, base, num_bytes),), layout.places(num_gpu_blocks))
         return _device(setup, cuda, [int(base)], kv.places, images), kv
     layout.check_places(setup.kv.places, [segment.num_bytes for segment in setup.kv.segments], num_gpu_blocks)
