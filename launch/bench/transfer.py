@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import itertools
 import statistics
 import threading
@@ -44,6 +45,32 @@ CASES = (
     _case("256 KiB blocks, layer first, 2 layers", 2, 64, "layer_first", 0.85),
     _case("256 KiB blocks, layer first, 32 layers (4 KiB pieces)", 32, 4, "layer_first", None),
     _case("1 MiB blocks, layer first, 32 layers (16 KiB pieces)", 32, 16, "layer_first", None),
+    Case(
+        "MLA, 61 layers, FP8 with scales",
+        KVLayout(
+            num_layers=61,
+            num_kv_heads=1,
+            head_dim=576,
+            value_head_dim=0,
+            dtype="float8_e4m3",
+            scale_dtype="float32",
+            scale_elements=64,
+        ),
+        64,
+        None,
+    ),
+    Case(
+        "INT8 with scales, 32 layers, heads first",
+        KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="int8", scale_dtype="float16", heads_first=True),
+        64,
+        None,
+    ),
+    Case(
+        "INT4, 32 layers and 1 extra",
+        KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="int4", num_extra_layers=1),
+        64,
+        None,
+    ),
     _case("8 MiB blocks, layer first, 32 layers: an 8B model", 32, 128, "layer_first", 0.85),
 )
 
@@ -109,7 +136,8 @@ class Bandwidth(NamedTuple):
 def bandwidth(case: Case, num_ranks: int, counts: Sequence[int], memory_bytes: int, repeats: int) -> list[Bandwidth]:
     """Swaps of scattered blocks beside plain copies of as many bytes by as many threads, interleaved."""
     layout = case.layout.for_rank(1, case.block_size)  # each rank has a share of that size
-    whole = case.layout if num_ranks == 1 else _times(case.layout, num_ranks)
+    num_kv_heads = case.layout.num_kv_heads * num_ranks
+    whole = case.layout if num_ranks == 1 else dataclasses.replace(case.layout, num_kv_heads=num_kv_heads)
     num_pool = max(2, memory_bytes // layout.block_bytes)
     ranks = Ranks(num_ranks, whole.for_rank(num_ranks, case.block_size), num_pool, num_pool)
     source, target = (SharedArray.create(name, num_ranks * num_pool * layout.block_bytes) for name in ("a", "b"))
@@ -133,17 +161,6 @@ def bandwidth(case: Case, num_ranks: int, counts: Sequence[int], memory_bytes: i
         source.close()
         target.close()
     return found
-
-
-def _times(layout: KVLayout, num_ranks: int) -> KVLayout:
-    """A layout whose share for each of the ranks is `layout`."""
-    return KVLayout(
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads * num_ranks,
-        head_dim=layout.head_dim,
-        dtype=layout.dtype,
-        device_order=layout.device_order,
-    )
 
 
 def _plain_copy(

@@ -37,7 +37,8 @@ def show(console: Console, found: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print("hit: share of prompt tokens; evicted: blocks that left the GPU; to CPU, to GPU: blocks copied")
-    if any(0 < row["cpu_blocks"] <= row["gpu_blocks"] for row in found["results"]):
+    small = any(0 < row["cpu_blocks"] <= row["gpu_blocks"] for row in found["results"])
+    if small and found["write_policy"] != "write_back":
         console.print("The CPU tier holds copies of what is on the GPU: it adds what it is larger than the GPU")
     for bound in found["bounds"]:
         rate = bound["clairvoyant_token_hit_rate"]

@@ -301,3 +301,35 @@ def test_a_copied_last_block_is_not_run_ahead_of(lands: bool) -> None:
     assert model.cache.confirm(live.request, 0, arrived=True)
     model.compute(live, 16)
     model.finish()
+
+
+def test_a_worker_that_gave_up_voids_the_step_although_the_load_came() -> None:
+    """It has computed on a layer that was not in: not confirmed, nothing published, and the next match hits."""
+    model = with_copies()
+    live = start_ahead(model)
+    compute(model, live, 45)
+    model.client.land_all()
+    num_cached = model.cache.stats().gpu.num_cached
+    assert not model.cache.confirm(live.request, 0, arrived=False)
+    model.cache.commit(live.request, 45)
+    assert model.cache.stats().gpu.num_cached == num_cached
+    live.num_assumed = 0
+    live.table = None
+    model.release(live)
+    assert num_found(model, A[:41]) == 40
+    model.finish()
+
+
+def test_nothing_is_published_before_it_is_confirmed() -> None:
+    """The loads have come, and the engine commits without asking: the request stays ahead until it does."""
+    model = with_copies()
+    live = start_ahead(model)
+    model.client.land_all()
+    num_cached = model.cache.stats().gpu.num_cached
+    compute(model, live, 45)
+    assert model.cache.stats().gpu.num_cached == num_cached
+    model.confirm(live)
+    compute(model, live, 45)
+    assert model.cache.stats().gpu.num_cached > num_cached
+    model.committed |= {model.prefix(live, n + 1) for n in range(11)}
+    model.finish()
