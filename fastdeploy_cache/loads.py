@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.match import Match
 from fastdeploy_cache.matcher import Matcher
-from fastdeploy_cache.run import Transfer
+from fastdeploy_cache.run import Transfer, wait_done
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +73,7 @@ class MatchLoads:
     def wait(self, timeout_seconds: float | None) -> Match:
         if timeout_seconds is None:
             timeout_seconds = self.timeout_seconds
-        deadline = time.monotonic() + timeout_seconds
-        for transfer in self._transfers():
-            transfer.done.wait(max(0.0, deadline - time.monotonic()))
+        wait_done(self._transfers(), timeout_seconds)
         with self._lock:
             self._check(self._active)
             self._matcher.settle(self._active)

@@ -29,7 +29,7 @@ from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.rank_access import RankAccess
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import CPU, GPU, Tier
+from fastdeploy_cache.run import CPU, GPU, Tier, wait_done
 from fastdeploy_cache.stats import CacheStats, TierStats
 from metrics.cache_metrics import CacheMetrics
 from metrics.exporter import MetricsExporter
@@ -192,9 +192,7 @@ class PrefixCacheManager(RankAccess):
             active = self._active(request)
         if active.is_ahead and arrived:
             seconds = self.config.transfer.task_timeout_seconds if timeout_seconds is None else timeout_seconds
-            deadline = time.monotonic() + seconds
-            for transfer in active.ahead:
-                transfer.done.wait(max(0.0, deadline - time.monotonic()))
+            wait_done(active.ahead, seconds)
         with self._lock:
             self._active(request)
             if active.is_ahead:
@@ -255,10 +253,9 @@ class PrefixCacheManager(RankAccess):
 
         For an engine that has nothing to run while blocks are `coming`, and for tests.
         """
-        deadline = time.monotonic() + timeout_seconds
         with self._lock:
             transfers = list(self._mover.in_flight.values())
-        return all(transfer.done.wait(max(0.0, deadline - time.monotonic())) for transfer in transfers)
+        return wait_done(transfers, timeout_seconds)
 
     def wait_for_ranks(self, timeout_seconds: float) -> bool:
         """Wait until every rank is ready, after one has died; False when the time is over first."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -147,6 +148,12 @@ class Transfer:
     on_done: list[Callable[[], None]] = field(default_factory=list)  # called without the manager's lock
     num_ahead: int = 0  # requests that use the destinations before the load has ended
     kept_ids: array[int] = field(default_factory=lambda: array("i"))  # of those, what did not join the tree
+
+
+def wait_done(transfers: Iterable[Transfer], timeout_seconds: float) -> bool:
+    """Wait until all have ended; False when the time is over first. Not under the manager's lock."""
+    deadline = time.monotonic() + timeout_seconds
+    return all(transfer.done.wait(max(0.0, deadline - time.monotonic())) for transfer in transfers)
 
 
 class Segment(Pin):

@@ -192,9 +192,8 @@ class RankIO:
                 rank.kill(f"its KV arrays cannot be taken: {error}")
                 return
         rank.note_ready(ready.lane, time.monotonic())
-        if rank.phase is Phase.READY and kv.attaching is not None:
-            kv.attaching.done.set()
-            kv.attaching = None
+        if rank.phase is Phase.READY:
+            kv.end_attaching()
 
     def _note_done(self, rank: int, done: DoneMessage) -> None:
         flight = self._flights.get(done.task_id)
@@ -207,6 +206,12 @@ class RankIO:
         result = self._flights.answer(flight, answer, time.monotonic())
         if result is not None:
             self._finish(result)
+
+    def _fail(self, flight: Flight, rank: int, error: str) -> None:
+        """A rank is gone or never got the task: now the engine may write its words, and its waiters hear of it."""
+        if flight.task.direction is Direction.SWAP_IN:
+            self.memory[rank].signal.set_failed(flight.task.task_id)
+        self._answer(flight, RankResult(rank=rank, error=error))
 
     def _finish(self, result: TransferResult) -> None:
         with self.lock:
@@ -239,14 +244,10 @@ class RankIO:
     def _note_death(self, rank: RankSupervisor, blamed: bool) -> None:
         failure = rank.last_failure
         for flight in self._flights.of_rank(rank.rank):
-            if flight.task.direction is Direction.SWAP_IN:  # the engine may write the rank's words now: it is gone
-                self.memory[rank.rank].signal.set_failed(flight.task.task_id)
-            self._answer(flight, RankResult(rank=rank.rank, error=failure.splitlines()[0]))
+            self._fail(flight, rank.rank, failure.splitlines()[0])
         kv = self.kv[rank.rank]
-        if kv.attaching is not None and blamed:
-            kv.attaching.error = failure
-            kv.attaching.done.set()
-            kv.attaching = None
+        if blamed:
+            kv.end_attaching(failure)
         if self._config.owner_of_kv == "transfer" and kv.handle is not None:
             kv.drop()
             kv.sweep()
@@ -274,9 +275,7 @@ class RankIO:
                 except IPCError as error:
                     if isinstance(error, QueueDisconnectedError):  # alive or not, it can never be reached again
                         rank.kill("its queue is disconnected")
-                    if task.direction is Direction.SWAP_IN:
-                        self.memory[rank.rank].signal.set_failed(task.task_id)
-                    self._answer(flight, RankResult(rank=rank.rank, error=str(error)))
+                    self._fail(flight, rank.rank, str(error))
 
     def _take_outbox(self) -> Iterator[TransferTask]:
         while True:
@@ -299,9 +298,7 @@ class RankIO:
             self._finish(self.refused(task, "the client has stopped"))
         self._context.destroy(linger=0)
         for kv in self.kv:
-            if kv.attaching is not None:
-                kv.attaching.error = "the ranks have been stopped"
-                kv.attaching.done.set()
+            kv.end_attaching("the ranks have been stopped")
         self.started.set()
 
     def _ask_to_stop(self) -> None:

@@ -61,6 +61,13 @@ class RankKV:
         if memory is not None:
             self._dropped.append(memory)
 
+    def end_attaching(self, error: str | None = None) -> None:
+        """Tell whoever waits in `attach_kv`, if somebody does."""
+        waiting, self.attaching = self.attaching, None
+        if waiting is not None:
+            waiting.error = error
+            waiting.done.set()
+
     def sweep(self) -> None:
         """Close what was dropped. The I/O thread, or after its end."""
         while self._dropped:

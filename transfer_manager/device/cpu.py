@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from transfer_manager.device.base import check_ids
-from transfer_manager.device.strips import Step, Strip, load_steps, whole_step
+from transfer_manager.device.strips import Step, Strip, leading_strips, load_steps, whole_step
 from transfer_manager.layout import Places, RankLayout
 from transfer_manager.task import Direction, Int32Array
 
@@ -76,13 +76,10 @@ class CpuDevice:
     def _copy_leading(self, spans: Sequence[tuple[slice, slice]], num_tokens: int | None) -> int:
         """Within the GPU: whole blocks, or their first tokens. Returns the bytes of one block that were copied."""
         num_bytes = 0
-        for part_places in self._places:
-            for part, place in zip(self._layout.parts, part_places, strict=True):
-                piece = Strip(place.segment, place.offset_bytes, place.stride_bytes, 1, 0, part.num_bytes, 0)
-                stripes = self._pieces(piece).reshape(self._num_gpu_blocks, part.num_stripes, -1)
-                width = stripes.shape[-1] if num_tokens is None else part.leading_bytes(num_tokens)
-                num_bytes += part.num_stripes * width
-                _copy(stripes[..., :width], stripes[..., :width], spans)
+        for strip in leading_strips(self._layout, self._places, num_tokens):
+            pieces = self._pieces(strip)
+            _copy(pieces, pieces, spans)
+            num_bytes += strip.num_rows * strip.row_bytes
         return num_bytes
 
     def bind_thread(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from transfer_manager.device.base import check_ids
 from transfer_manager.device.cuda_driver import KERNEL_ALIGNMENT, TABLE_PIECES, Addresses, CopyKernel, Cuda
-from transfer_manager.device.strips import Strip, load_steps, whole_step
+from transfer_manager.device.strips import Strip, leading_strips, load_steps, whole_step
 from transfer_manager.errors import DeviceError, LayoutError
 from transfer_manager.kv_memory import KVHandle, SegmentHandle
 from transfer_manager.layout import Place, Places, RankLayout
@@ -130,13 +130,10 @@ class CudaDevice:
     def _copy_leading(self, sources: Int32Array, destinations: Int32Array, num_tokens: int | None) -> int:
         """Within the GPU: whole blocks, or their first tokens. Returns the bytes of one block that were copied."""
         moved, stream = 0, self._streams[Lane.IN]
-        for in_layer in self._places:
-            for part, place in zip(self._layout.parts, in_layer, strict=True):
-                stripe = part.num_bytes // part.num_stripes
-                width = stripe if num_tokens is None else part.leading_bytes(num_tokens)
-                strip = Strip(place.segment, place.offset_bytes, place.stride_bytes, part.num_stripes, stripe, width, 0)
-                self._cuda.copy_pieces(self._on_gpu(strip, destinations), self._on_gpu(strip, sources), width, stream)
-                moved += part.num_stripes * width
+        for strip in leading_strips(self._layout, self._places, num_tokens):
+            to, source = self._on_gpu(strip, destinations), self._on_gpu(strip, sources)
+            self._cuda.copy_pieces(to, source, strip.row_bytes, stream)
+            moved += strip.num_rows * strip.row_bytes
         self._cuda.call("cuEventRecord", self._events[Lane.IN][0], stream)
         self._cuda.call("cuEventSynchronize", self._events[Lane.IN][0])
         return moved

@@ -45,6 +45,18 @@ def whole_step(layout: RankLayout, places: Places) -> tuple[Step, ...]:
     return (_step(layout, places, 0, layout.num_layers),)
 
 
+def leading_strips(layout: RankLayout, places: Places, num_tokens: int | None) -> list[Strip]:
+    """Of each block in all layers and parts the first `num_tokens` tokens, or all of it; images are not concerned."""
+    strips = []
+    for in_layer in places:
+        for part, place in zip(layout.parts, in_layer, strict=True):
+            stripe = part.num_bytes // part.num_stripes
+            width = stripe if num_tokens is None else part.leading_bytes(num_tokens)
+            start, stride = place.offset_bytes, place.stride_bytes
+            strips.append(Strip(place.segment, start, stride, part.num_stripes, stripe, width, 0))
+    return strips
+
+
 def _step(layout: RankLayout, places: Places, first: int, end: int) -> Step:
     strips: list[Strip] = []
     for layer in range(first, end):
