@@ -9,6 +9,7 @@ from transfer_manager.config import TransferConfig
 from transfer_manager.kv_memory import KVHandle, KVMemory
 from transfer_manager.layout import KVLayout
 from transfer_manager.rank_signal import LayerProgress
+from transfer_manager.storage.config import StorageConfig
 
 __all__ = [
     "CacheConfig",
@@ -21,6 +22,7 @@ __all__ = [
     "Prefetch",
     "PrefixCacheManager",
     "Request",
+    "StorageConfig",
     "TierStats",
     "TransferConfig",
 ]

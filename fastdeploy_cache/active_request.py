@@ -10,6 +10,7 @@ from fastdeploy_cache.errors import CommitError
 from fastdeploy_cache.prefix_tree import BlockKeys
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import BlockCopy, Pin, Transfer
+from fastdeploy_cache.storage_tier import StoragePrefetch
 
 
 @dataclass(eq=False)
@@ -43,12 +44,21 @@ class ActiveRequest:
     num_readable_blocks: int = 0  # of one that runs ahead: those in front of what is coming
     num_kv_losses: int = 0  # of the cache, when it was matched
     is_void: bool = False  # of these one has failed: what was computed on it is worth nothing
+    prefetch: StoragePrefetch | None = None  # from storage: what may still come, and what came
+    stepped_at: float = 0.0  # when it was last given blocks or committed
     duplicates: array[int] = field(default_factory=lambda: array("i"))
 
     @property
     def is_ahead(self) -> bool:
         """Whether it runs on blocks that are not confirmed."""
         return bool(self.ahead) and not self.settled
+
+    def num_storage_blocks(self, num_gpu_blocks: int, num_blocks: int) -> int:
+        """Of the matched blocks [num_gpu_blocks, num_blocks) those that its prefetch has brought from storage."""
+        if self.prefetch is None:
+            return 0
+        end = self.prefetch.first + self.prefetch.num_landed
+        return max(0, min(num_blocks, end) - max(num_gpu_blocks, self.prefetch.first))
 
     def private_ids(self) -> array[int]:
         """Blocks that are the request's own: duplicates of cached ones, and those not committed yet."""

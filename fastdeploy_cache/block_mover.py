@@ -1,20 +1,24 @@
-"""Copies between tiers: reserve, submit, then land what came. All but `submit` runs under the manager's lock."""
+"""Copies between tiers: reserve, send, then land what came. All under the manager's lock."""
 
 from __future__ import annotations
 
-import threading
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from fastdeploy_cache.block_pool import REQUEST, TASK
+from fastdeploy_cache.outbox import Outbox
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, GPU, BlockCopy, Pin, Run, Segment, Tier, Transfer
 from transfer_manager.client import TransferClient
 from transfer_manager.task import Direction, TransferResult, TransferTask
+
+
+def ignore_copied(run: Run, num_blocks: int) -> None:
+    """Without storage nobody needs to know."""
+
 
 Part = tuple[Run, int, int]  # a run, its first block, number of blocks
 
@@ -30,12 +34,14 @@ class BlockMover:
         self._client = client
         self._timeout_seconds = task_timeout_seconds
         self._next_task_id = 1
-        self._submitting: set[int] = set()  # threads
-        self.outbox: deque[TransferTask] = deque()
+        self.outbox = Outbox(client)
+        self.on_copied: Callable[[Run, int], None] = ignore_copied  # a run has more blocks in the CPU tier
         self.in_flight: dict[int, Transfer] = {}
         self.num_storing = 0  # blocks on their way to the CPU tier
         self.num_landed = [0, 0]  # by destination: blocks that joined it since the start
-        self.num_refused = dict.fromkeys(Direction, 0)  # tasks that a full queue kept from starting
+        self.num_refused = dict.fromkeys(
+            (Direction.SWAP_IN, Direction.SWAP_OUT, Direction.COPY), 0
+        )  # tasks that a full queue kept from starting
 
     def can(self, direction: Direction) -> bool:
         """Whether a task can be started now; a full queue means "not now", and is counted."""
@@ -88,7 +94,7 @@ class BlockMover:
         destinations: array[int],
         num_tokens: int | None = None,
     ) -> None:
-        self.outbox.append(
+        self.outbox.put(
             TransferTask(
                 task_id=transfer.task_id,
                 direction=direction,
@@ -98,26 +104,6 @@ class BlockMover:
                 num_tokens=num_tokens,
             )
         )
-
-    def submit(self) -> None:
-        """Hand what was started to the client. Without the lock: its answer may come before this returns.
-
-        An answer may start more; the thread that is in here already takes that along, or each answer would go a level
-        deeper.
-        """
-        thread = threading.get_ident()
-        if thread in self._submitting:
-            return
-        self._submitting.add(thread)
-        try:
-            while self.outbox:
-                try:
-                    task = self.outbox.popleft()
-                except IndexError:  # another thread took it
-                    return
-                self._client.submit(task)
-        finally:
-            self._submitting.discard(thread)
 
     # -- waiting
 
@@ -153,6 +139,8 @@ class BlockMover:
             segment = transfer.segments.pop(0)
             num_joined = self._tree.land(segment, transfer.succeeded)
             self.num_landed[transfer.tier] += num_joined
+            if num_joined and transfer.tier is CPU:
+                self.on_copied(segment.run, num_joined)
             num_left = len(segment.ids) - num_joined
             if num_left:
                 self._send_home(transfer, segment.ids[:num_left])

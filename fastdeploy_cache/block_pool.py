@@ -39,6 +39,8 @@ class BlockPool:
         # ids from _next_unused on were never given out; a heap of all ids would cost microseconds per pop at a million
         self._next_unused = 0
         self._returned: list[int] = []  # a heap
+        self._num_readers: dict[int, int] = {}  # blocks that something reads which does not keep them from being freed
+        self._deferred: set[int] = set()  # of these, freed meanwhile: a task's until the last reader has gone
 
     @property
     def num_free(self) -> int:
@@ -109,8 +111,50 @@ class BlockPool:
             self._refuse(ids, giver)
         self._owner_array[values] = taker
 
+    # -- reading without pinning
+
+    @property
+    def num_read(self) -> int:
+        """Blocks that are being read and, if freed now, would not be free."""
+        return len(self._num_readers) - len(self._deferred)
+
+    @property
+    def deferred_ids(self) -> list[int]:
+        """Blocks that were freed and are still being read."""
+        return list(self._deferred)
+
+    def begin_reading(self, ids: array[int]) -> None:
+        """Something slow reads these: their owner may free them any time, but they are given out only after
+        `end_reading`."""
+        for block_id in ids:
+            self._num_readers[block_id] = self._num_readers.get(block_id, 0) + 1
+
+    def end_reading(self, ids: array[int]) -> None:
+        """Nobody reads them any more on behalf of that call."""
+        gone = array("i")
+        for block_id in ids:
+            self._num_readers[block_id] -= 1
+            if not self._num_readers[block_id]:
+                del self._num_readers[block_id]
+                if block_id in self._deferred:
+                    self._deferred.remove(block_id)
+                    gone.append(block_id)
+        if gone:
+            self.free(gone, TASK)
+
+    def _defer(self, ids: array[int], giver: Owner) -> array[int]:
+        """Keep those of `ids` that are being read; returns the others, which are all the task's now."""
+        self.hand_over(ids, giver, TASK)
+        read = [block_id for block_id in ids if block_id in self._num_readers]
+        self._deferred.update(read)
+        return array("i", [block_id for block_id in ids if block_id not in self._num_readers])
+
+    # -- ending
+
     def free(self, ids: array[int], giver: Owner) -> None:
         """Take `ids` back from their owner; all of them or, on `BlockOwnerError`, none."""
+        if self._num_readers and not self._num_readers.keys().isdisjoint(ids):
+            ids, giver = self._defer(ids, giver), TASK
         self.hand_over(ids, giver, FREE)
         returned = self._returned
         if len(ids) * 8 <= len(returned) + 8:

@@ -18,11 +18,15 @@ from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES, 
 from transfer_manager.config import TransferConfig, check_integers
 from transfer_manager.errors import LayoutError
 from transfer_manager.layout import KVLayout, RankLayout
+from transfer_manager.storage.config import StorageConfig
 
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
 ENVIRONMENT_PREFIX = "FASTDEPLOY_CACHE_"
 _ALTERNATIVES = (("num_gpu_blocks", "gpu_memory_bytes"), ("num_cpu_blocks", "cpu_memory_bytes", "cpu_to_gpu_ratio"))
-_TABLES: dict[str, type] = {"layout": KVLayout, "transfer": TransferConfig}
+_TABLES: dict[str, type] = {"layout": KVLayout, "transfer": TransferConfig, "storage": StorageConfig}
+_OPTIONAL_TABLES = ("layout", "storage")
+PREFETCH_POLICIES = ("timeout", "best_effort", "wait_complete")
+LOAD_POLICIES = ("auto", "always", "never")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,20 @@ class CacheConfig:
         cpu_write_high_water: share of the GPU pool above which `write_back` keeps no block that is neither free nor
             copied from being copied: the rest of the pool is for bursts of allocation.
         cpu_write_min_uses: the n of `write_through_selective`.
+        cache_outputs: False keeps blocks that hold output tokens out of the cache, and of storage.
+        storage_write_policy: which blocks of the CPU tier are written to storage: `write_through` all (they are copied
+            down at once, whatever `cpu_write_policy` says), `write_through_selective` those of the n-th use on,
+            `write_back` those that the CPU tier would evict next.
+        storage_write_min_uses: the n of `write_through_selective`.
+        prefetch_policy: how long a request may wait for storage, from its prefetch on: `best_effort` not at all,
+            `timeout` for the time below, `wait_complete` until the task ends.
+        prefetch_timeout_seconds: base of that time; and
+        prefetch_seconds_per_1024_tokens: as much again for so many tokens.
+        min_prefetch_tokens: fewer are not asked of storage.
+        max_prefetch_share: of the CPU pool that may be on its way from storage at a time.
+        load_policy: `auto` loads what is faster to load than to compute, by what both have been seen to take; `always`,
+            `never`.
+        prefill_tokens_per_second: of one request, for `auto`; None: learned from allocate and commit.
         min_load_tokens: fewer tokens than these are computed rather than loaded from the CPU tier.
         max_load_share: of the GPU pool; a longer prefix is not loaded.
         recompute_last_token: of a prompt of full blocks that are all cached on the GPU only the last token is computed,
@@ -52,6 +70,7 @@ class CacheConfig:
             caller's thread, or not at all where there is no layout (simulation, tests).
         layout: what a token's keys and values look like; needed by `processes`.
         transfer: ranks and their deadlines.
+        storage: a store below the CPU tier; None: none.
         hit_rate_window_seconds: how far back the hit-rate gauges look.
 
     Raises:
@@ -69,6 +88,16 @@ class CacheConfig:
     cpu_write_policy: Literal["write_back", "write_through", "write_through_selective"] = "write_back"
     cpu_write_high_water: float = 0.75
     cpu_write_min_uses: int = 2
+    cache_outputs: bool = True
+    storage_write_policy: Literal["write_back", "write_through", "write_through_selective"] = "write_through"
+    storage_write_min_uses: int = 2
+    prefetch_policy: Literal["timeout", "best_effort", "wait_complete"] = "timeout"
+    prefetch_timeout_seconds: float = 0.5
+    prefetch_seconds_per_1024_tokens: float = 0.25
+    min_prefetch_tokens: int = 256
+    max_prefetch_share: float = 0.5
+    load_policy: Literal["auto", "always", "never"] = "auto"
+    prefill_tokens_per_second: float | None = None
     min_load_tokens: int = 0
     max_load_share: float = 1.0
     recompute_last_token: bool = False
@@ -76,6 +105,7 @@ class CacheConfig:
     transfer_client: Literal["processes", "inline"] = "processes"
     layout: KVLayout | None = None
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    storage: StorageConfig | None = None
     hit_rate_window_seconds: float = 300.0
 
     def __post_init__(self) -> None:
@@ -104,7 +134,8 @@ class CacheConfig:
         """Each value by itself."""
         check_integers(self, ConfigError)
         for name, table in _TABLES.items():
-            if not isinstance(getattr(self, name), table) and not (name == "layout" and self.layout is None):
+            value = getattr(self, name)
+            if not isinstance(value, table) and not (name in _OPTIONAL_TABLES and value is None):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give a {table.__name__}")
         if not 1 <= self.block_size <= 1024:
             raise ConfigError(f"block_size is {self.block_size}; use 1 to 1024 tokens")
@@ -122,18 +153,41 @@ class CacheConfig:
                 f"eviction_history_bytes is {self.eviction_history_bytes}; use {MIN_HISTORY_BYTES} or more"
             )
         self._check_movement()
+        self._check_storage()
         if self.transfer_client not in ("processes", "inline"):
             raise ConfigError(f"transfer_client is {self.transfer_client!r}; use 'processes' or 'inline'")
 
     def _check_movement(self) -> None:
-        if self.cpu_write_policy not in WRITE_POLICIES:
-            raise ConfigError(f"cpu_write_policy is {self.cpu_write_policy!r}; use one of {', '.join(WRITE_POLICIES)}")
-        for name in ("cpu_write_high_water", "max_load_share"):
+        choices = (
+            ("cpu_write_policy", WRITE_POLICIES),
+            ("storage_write_policy", WRITE_POLICIES),
+            ("prefetch_policy", PREFETCH_POLICIES),
+            ("load_policy", LOAD_POLICIES),
+        )
+        for name, known in choices:
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; use one of {', '.join(known)}")
+        for name in ("cpu_write_high_water", "max_load_share", "max_prefetch_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it is a share, use 0 to 1")
-        for name, least in (("cpu_write_min_uses", 1), ("min_load_tokens", 0)):
+        limits = (
+            ("cpu_write_min_uses", 1),
+            ("storage_write_min_uses", 1),
+            ("min_load_tokens", 0),
+            ("min_prefetch_tokens", 0),
+            ("prefetch_timeout_seconds", 0),
+            ("prefetch_seconds_per_1024_tokens", 0),
+        )
+        for name, least in limits:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+
+    def _check_storage(self) -> None:
+        speed = self.prefill_tokens_per_second
+        if speed is not None and speed <= 0:
+            raise ConfigError(f"prefill_tokens_per_second is {speed}; it must be above 0")
+        if self.storage is not None and self.layout is None:
+            raise ConfigError("storage needs a layout: it keeps bytes")
 
     def load_limits(self) -> tuple[int, int]:
         """Blocks of the CPU tier below which, and above which, a prefix is not loaded."""
@@ -156,11 +210,18 @@ class CacheConfig:
             layout = self.rank_layout()
             assert layout is not None
             gpu = layout.num_gpu_blocks_in(self.gpu_memory_bytes)
+        return gpu, self._num_cpu_blocks(gpu) or self._num_staging_blocks()
+
+    def _num_cpu_blocks(self, num_gpu_blocks: int) -> int:
         if self.num_cpu_blocks is not None:
-            return gpu, self.num_cpu_blocks
+            return self.num_cpu_blocks
         if self.cpu_memory_bytes is not None:
-            return gpu, self.cpu_memory_bytes // self.block_bytes()
-        return gpu, int(gpu * (self.cpu_to_gpu_ratio or 0.0))
+            return self.cpu_memory_bytes // self.block_bytes()
+        return int(num_gpu_blocks * (self.cpu_to_gpu_ratio or 0.0))
+
+    def _num_staging_blocks(self) -> int:
+        """What storage goes through where there is no CPU tier: a small one."""
+        return 0 if self.storage is None else max(8, self.storage.staging_bytes // self.block_bytes())
 
     @classmethod
     def load(
@@ -228,7 +289,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _as_settings(value: Any) -> Any:
-    return dataclasses.asdict(value) if isinstance(value, (KVLayout, TransferConfig)) else value
+    return dataclasses.asdict(value) if isinstance(value, (KVLayout, TransferConfig, StorageConfig)) else value
 
 
 def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:

@@ -42,10 +42,20 @@ class CopyDown:
         num_gpu = tree.pools[GPU].num_blocks
         self._num_reserve = max(1, num_gpu - int(num_gpu * high_water))
         self._min_uses = min_uses
+        self._own = self._through, self._selective, self._min_uses  # without storage
         self._max_in_flight = max(1, min(self._num_reserve, _MAX_BYTES_IN_FLIGHT // max(1, block_bytes)))
         self._look_after = max(1, self._num_reserve // 4)
         self._num_moved = 0  # blocks that came or went since the cold zone was looked at
         self._has_more = False
+
+    def follow_storage(self, policy: str | None, min_uses: int) -> None:
+        """Storage is written through (or not any more): what goes there is copied to the CPU tier at once, too."""
+        self._through, self._selective, self._min_uses = self._own
+        if policy == "write_through":
+            self._through = True
+        elif policy == "write_through_selective" and not self._through:
+            self._min_uses = min(min_uses, self._min_uses) if self._selective else min_uses
+            self._selective = True
 
     # -- when
 

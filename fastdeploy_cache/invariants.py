@@ -11,12 +11,17 @@ from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, GPU, BlockCopy, Pin, Run, Segment, Tier, Transfer
 
 
-def check(tree: PrefixTree, requests: Sequence[ActiveRequest], transfers: Sequence[Transfer]) -> None:
-    """Raise `AssertionError` naming the first broken promise."""
+def check(
+    tree: PrefixTree,
+    requests: Sequence[ActiveRequest],
+    transfers: Sequence[Transfer],
+    storage_ids: Sequence[int] = (),
+) -> None:
+    """Raise `AssertionError` naming the first broken promise. `storage_ids`: CPU blocks that storage fills now."""
     runs = list(tree.runs())
     _check_pins(runs, requests, transfers)
     for tier in Tier:
-        _check_owners(tree.pools[tier], tier, runs, requests, transfers)
+        _check_owners(tree.pools[tier], tier, runs, requests, transfers, storage_ids=storage_ids)
         protected = sum(run.num_in(tier, run.num_held) for run in runs)
         assert tree.residency.num_protected[tier] == protected, (tier, "protected", protected)
     for run in runs:
@@ -37,6 +42,8 @@ def _check_owners(
     runs: Iterable[Run],
     requests: Iterable[ActiveRequest],
     transfers: Iterable[Transfer],
+    *,
+    storage_ids: Sequence[int],
 ) -> None:
     """free + runs + requests + tasks = all, and one owner each."""
     owned: dict[Owner, list[int]] = {
@@ -48,6 +55,9 @@ def _check_owners(
     if tier is GPU:
         owned[TASK] += [i for copy in _copies(transfers) for i in copy.ids]
         owned[TASK] += [i for transfer in transfers for i in transfer.kept_ids]
+    else:
+        owned[TASK] += storage_ids
+    owned[TASK] += pool.deferred_ids
     everything = sorted(i for ids in owned.values() for i in ids)
     assert everything == list(range(pool.num_blocks)), f"{pool.tier}: some block has no owner or two"
     for owner, ids in owned.items():
@@ -83,7 +93,7 @@ def _check_shape(tree: PrefixTree, run: Run) -> None:
     assert run.num_blocks >= 1 and len(run.tokens) == run.num_blocks * tree.block_bytes, "tokens and blocks differ"
     assert run.parent is not None and run.parent.children[tree.residency.key(run)] is run, "run not under its key"
     assert run.extras is None or all(0 <= block < run.num_blocks for block in run.extras), "extra key off its run"
-    assert len(run.hashes) == run.num_blocks * HASH_BYTES
+    assert len(run.hashes) == run.num_blocks * HASH_BYTES and 0 <= run.num_stored <= run.num_blocks
     hasher = BlockHasher(tree.block_size)
     hashes = hasher.extend(run.parent.last_hash, run.tokens, 0, run.num_blocks, run.extras)
     assert run.hashes == hashes, "hash chain broken"

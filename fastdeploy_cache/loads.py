@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from fastdeploy_cache.active_request import ActiveRequest
@@ -51,13 +52,14 @@ class MatchLoads:
         num_copying = size - 1 if active.copy is not None else 0
         num_blocks = len(ids) - (num_copied > 0)
         num_gpu = min(active.num_gpu_blocks, num_blocks)
+        num_storage = active.num_storage_blocks(num_gpu, num_blocks)
         coming, transfers = self._matcher.coming(active) if num_coming else ((), ())
         return Match(
             block_ids=ids.tolist(),
             num_tokens=num_blocks * size + num_copied,
             num_gpu_tokens=num_gpu * size + num_copied,
-            num_cpu_tokens=(num_blocks - num_gpu) * size,
-            num_storage_tokens=0,
+            num_cpu_tokens=(num_blocks - num_gpu - num_storage) * size,
+            num_storage_tokens=num_storage * size,
             num_coming_tokens=num_coming * size + num_copying,
             num_unloaded_tokens=active.num_unloaded_blocks * size,
             coming_block_ids=tuple(coming),
@@ -73,14 +75,34 @@ class MatchLoads:
     def wait(self, timeout_seconds: float | None) -> Match:
         if timeout_seconds is None:
             timeout_seconds = self.timeout_seconds
-        wait_done(self._transfers(), timeout_seconds)
+        self._wait_until_settled(time.monotonic() + timeout_seconds)
         with self._lock:
             self._check(self._active)
             self._matcher.settle(self._active)
             return self.describe()
 
+    def _wait_until_settled(self, deadline: float) -> None:
+        """Wait for storage, whose pieces bring new loads, and for the loads."""
+        while (now := time.monotonic()) < deadline:
+            with self._lock:
+                fetching = self._matcher.is_fetching(self._active)
+                transfers, prefetch = self._transfers(), self._active.prefetch
+            if not fetching or prefetch is None:
+                wait_done(transfers, deadline - now)
+                return
+            prefetch.done.wait(min(deadline, prefetch.deadline) - now)
+
+    @property
+    def fetch_seconds_left(self) -> float | None:
+        prefetch = self._active.prefetch
+        return prefetch.deadline - time.monotonic() if self._matcher.is_fetching(self._active) and prefetch else None
+
     def call_when_ready(self, call: Callable[[], None]) -> None:
         with self._lock:
+            prefetch = self._active.prefetch
+            if prefetch is not None and self._matcher.is_fetching(self._active):
+                prefetch.on_done.append(lambda: self.call_when_ready(call))
+                return
             pending = [transfer for transfer in self._transfers() if not transfer.done.is_set()]
             num_left = len(pending)
 

@@ -23,14 +23,16 @@ from fastdeploy_cache.errors import (
 from fastdeploy_cache.gpu_loss import drop_gpu
 from fastdeploy_cache.invariants import check
 from fastdeploy_cache.loads import MatchLoads, call_user
-from fastdeploy_cache.match import Match, Prefetch
-from fastdeploy_cache.parts import new_client, new_matcher, new_policy_of
+from fastdeploy_cache.match import Match
+from fastdeploy_cache.parts import new_client, new_matcher, new_policy_of, new_speeds
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.rank_access import RankAccess
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import CPU, GPU, Tier, wait_done
 from fastdeploy_cache.stats import CacheStats, TierStats
+from fastdeploy_cache.storage_access import StorageAccess
+from fastdeploy_cache.storage_tier import StorageTier
 from metrics.cache_metrics import CacheMetrics
 from metrics.exporter import MetricsExporter
 from transfer_manager.client import TransferClient
@@ -39,7 +41,7 @@ from transfer_manager.task import Direction, TransferResult
 logger = logging.getLogger(__name__)
 
 
-class PrefixCacheManager(RankAccess):
+class PrefixCacheManager(RankAccess, StorageAccess):
     """Keeps computed KV blocks findable by prefix, on the GPU and in the CPU tier below it.
 
     Every verb either happens or leaves no trace, and may be called from any thread; calls for one request come one at a
@@ -65,6 +67,7 @@ class PrefixCacheManager(RankAccess):
 
         Raises:
             RankStartError: a rank did not start within its deadline; none is left.
+            StorageRefusedError: the storage's settings are wrong.
             NotEnoughMemoryError: the pools do not fit; nothing was taken.
         """
         self.config = config
@@ -82,17 +85,16 @@ class PrefixCacheManager(RankAccess):
         self._tree = PrefixTree(config.block_size, pools, policy or new_policy_of(config, clock))
         self._requests: dict[str, ActiveRequest] = {}
         self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds)
-        self._copy_down, self._matcher = new_matcher(config, self._tree, self._mover)
+        self._speeds = new_speeds(config)
+        self._copy_down, self._matcher = new_matcher(config, self._tree, self._mover, self._speeds)
+        self._storage: StorageTier | None = None
+        self._detached: list[StorageTier] = []
         self._exporters: list[MetricsExporter] = []
         self._closed = False
         self._call_on_kv_lost = on_kv_lost
         self._client.start(self._on_result, self._on_kv_lost)
-        self.metrics.observe(
-            lambda: self.stats().block_counts(),
-            lambda: self.stats().eviction_counts(),
-            lambda: self.stats().rank_counts(),
-            lambda: self.stats().refused_counts(),
-        )
+        self._open_storage()
+        self._show_metrics()
 
     # -- the verbs
 
@@ -112,6 +114,8 @@ class PrefixCacheManager(RankAccess):
             keys = BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
             active = ActiveRequest(request, keys, self._tree.epoch, num_kv_losses=self._tree.num_kv_losses)
             if self.config.enable_prefix_caching:
+                if self._storage is not None and (prefetch := self._storage.take(request.request_id)) is not None:
+                    self._matcher.follow(active, prefetch)
                 self._matcher.find(active, num_blocks)
             self._requests[request.request_id] = active
             loads = MatchLoads(
@@ -124,19 +128,9 @@ class PrefixCacheManager(RankAccess):
             )
             if active.settled:
                 return loads.describe()
-        self._mover.submit()
+        self._submit()
         with self._lock:
             return loads.describe()
-
-    def prefetch(self, request: Request) -> Prefetch:
-        """A request has been queued: say what is cached of it, and keep that from being the next to be evicted.
-
-        It takes no blocks and pins nothing, so requests that wait never block each other.
-        """
-        with self._lock:
-            self._check_open()
-            keys = BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
-            return self._matcher.look(request, keys)
 
     def allocate(self, request: Request, num_blocks: int, *, ahead_of_loads: bool = False) -> list[int]:
         """Give the request `num_blocks` more GPU blocks behind those that it has; evicts what the policy names.
@@ -174,9 +168,9 @@ class PrefixCacheManager(RankAccess):
                 residency.evict(GPU, num_blocks - pool.num_free)
             ids = pool.allocate(num_blocks, REQUEST)
             active.block_ids += ids
+            active.stepped_at = time.monotonic()
             self._copy_down.moved(num_blocks)
-        if self._mover.outbox:
-            self._mover.submit()
+        self._submit()
         return ids.tolist()
 
     def confirm(self, request: Request, timeout_seconds: float | None = None, *, arrived: bool) -> bool:
@@ -218,11 +212,13 @@ class PrefixCacheManager(RankAccess):
             if not active.admitted:
                 self._admit(active)
             num_blocks = num_computed_tokens // self.config.block_size
+            self._note_prefill(active, num_blocks)
+            if not self.config.cache_outputs:
+                num_blocks = min(num_blocks, request.num_prompt_tokens // self.config.block_size)
             publishes = self.config.enable_prefix_caching and active.epoch == self._tree.epoch and active.settled
             if num_blocks > active.num_committed_blocks and publishes:
                 self._matcher.publish(active, num_blocks)
-        if self._mover.outbox:
-            self._mover.submit()
+        self._submit()
 
     def release(self, request: Request) -> None:
         """The engine has finished the last step that reads or writes the request's blocks: unpin, free what is its own.
@@ -243,8 +239,7 @@ class PrefixCacheManager(RankAccess):
             num_skipped = self._matcher.release(active)
             if loads:
                 self._mover.cancel_unwanted(loads)
-        if self._mover.outbox:
-            self._mover.submit()
+        self._submit()
         if num_skipped:
             self.metrics.record_skipped_writes(num_skipped)
 
@@ -290,7 +285,9 @@ class PrefixCacheManager(RankAccess):
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the books do not add up. Walks the whole tree: for tests and for doubt."""
         with self._lock:
-            check(self._tree, list(self._requests.values()), list(self._mover.in_flight.values()))
+            tiers = [*self._detached, *([self._storage] if self._storage is not None else [])]
+            held = [block_id for tier in tiers for block_id in tier.held_ids]
+            check(self._tree, list(self._requests.values()), list(self._mover.in_flight.values()), held)
 
     def serve_metrics(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Start the Prometheus endpoint of this cache; returns its URL. Port 0 takes a free one.
@@ -306,6 +303,7 @@ class PrefixCacheManager(RankAccess):
         """End the ranks and give the memory up; views that the engine holds stay valid. Safe to call twice."""
         with self._lock:
             self._closed = True
+        self.detach_storage()
         self._client.stop()
         while self._exporters:
             self._exporters.pop().close()
@@ -315,6 +313,15 @@ class PrefixCacheManager(RankAccess):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _show_metrics(self) -> None:
+        self.metrics.observe(
+            lambda: self.stats().block_counts(),
+            lambda: self.stats().eviction_counts(),
+            lambda: self.stats().rank_counts(),
+            lambda: self.stats().refused_counts(),
+            self._storage_counts,
+        )
 
     # -- steps of the verbs, under the lock
 
@@ -349,18 +356,27 @@ class PrefixCacheManager(RankAccess):
         request.counted = True
         num_gpu = min(active.num_gpu_blocks, active.num_matched_blocks)
         num_gpu_tokens = num_gpu * size + active.num_copied_tokens
-        num_cpu_tokens = (active.num_matched_blocks - num_gpu) * size
-        self.metrics.record_request(request.num_tokens, (num_gpu_tokens, num_cpu_tokens, 0))
+        num_storage = active.num_storage_blocks(num_gpu, active.num_matched_blocks)
+        num_cpu = active.num_matched_blocks - num_gpu - num_storage
+        self.metrics.record_request(request.num_tokens, (num_gpu_tokens, num_cpu * size, num_storage * size))
 
     # -- called back
 
+    def _submit(self) -> None:
+        """Hand over what was decided on. Without the lock."""
+        storage = self._storage
+        if self._mover.outbox:
+            self._mover.outbox.submit()
+        if storage is not None and storage.outbox:
+            storage.outbox.submit()
+
     def _on_result(self, result: TransferResult) -> None:
         with self._lock:
+            self._note_load(result)
             num_lost, calls = self._mover.finish(result)
             if result.task.direction is Direction.SWAP_OUT:
                 self._copy_down.stored(result.error is None)
-        if self._mover.outbox:
-            self._mover.submit()
+        self._submit()
         if num_lost:
             self.metrics.record_skipped_writes(num_lost)
         direction = result.task.direction.value

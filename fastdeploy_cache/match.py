@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -19,6 +21,20 @@ class Loads(Protocol):
     def wait(self, timeout_seconds: float | None) -> Match: ...
     def call_when_ready(self, call: Callable[[], None]) -> None: ...
 
+    @property
+    def fetch_seconds_left(self) -> float | None:
+        """How long storage may still take; None: nothing is on its way from there."""
+        ...
+
+
+class Fetch(Protocol):
+    """Blocks on their way from storage."""
+
+    deadline: float
+    done: threading.Event
+
+    def is_pending(self, now: float) -> bool: ...
+
 
 class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
     """What is cached of a queued request now; see `PrefixCacheManager.prefetch`. The three add up to its tokens."""
@@ -26,6 +42,24 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
     num_gpu_tokens: int
     num_cpu_tokens: int
     num_missing_tokens: int
+    _fetch: Fetch | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Nothing is worth waiting for any more: a match now finds what has come from storage."""
+        return self._fetch is None or not self._fetch.is_pending(time.monotonic())
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until ready, at most as long as the prefetch policy allows; False when `timeout_seconds` is over first.
+
+        Call it outside any lock that other cache calls need.
+        """
+        while not self.ready and self._fetch is not None:
+            left = self._fetch.deadline - time.monotonic()
+            if timeout_seconds is not None and timeout_seconds < left:
+                return self._fetch.done.wait(max(0.0, timeout_seconds))
+            self._fetch.done.wait(max(0.0, left))
+        return True
 
 
 class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -95,6 +129,13 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                 loop.call_soon_threadsafe(set_ready)
 
         self.on_ready(wake)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ready, self._loads.timeout_seconds if timeout_seconds is None else timeout_seconds)
+        seconds = self._loads.timeout_seconds if timeout_seconds is None else timeout_seconds
+        while seconds > 0 and not ready.done():
+            left = self._loads.fetch_seconds_left
+            started = loop.time()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(ready), seconds if left is None else min(seconds, max(left, 0.0)))
+            seconds -= max(loop.time() - started, 0.001)
+            if left is not None and self._loads.fetch_seconds_left is None and not ready.done():
+                self.on_ready(wake)  # storage was too late: what is left are the loads
         return self.wait(0)

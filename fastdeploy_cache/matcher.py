@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from array import array
+from collections.abc import Callable
 
 from fastdeploy_cache.active_request import ActiveRequest
-from fastdeploy_cache.block_mover import BlockMover, Part
+from fastdeploy_cache.block_mover import BlockMover, Part, ignore_copied
 from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.policies.eviction import Asked
+from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import GPU, Run, Transfer, segments_of
+from fastdeploy_cache.storage_tier import StoragePrefetch, StorageTier
+from fastdeploy_cache.write_out import WriteOut
 from transfer_manager.task import Direction
 
 
@@ -26,8 +31,12 @@ class Matcher:
         *,
         recompute_last_token: bool,
         load_limits: tuple[int, int],
+        speeds: LoadOrCompute,
     ) -> None:
         """`load_limits`: blocks below which, and above which, a chain of blocks is not loaded."""
+        self.storage: StorageTier | None = None
+        self.write_out: WriteOut | None = None
+        self._speeds = speeds
         self._tree = tree
         self._mover = mover
         self._copy_down = copy_down
@@ -44,14 +53,14 @@ class Matcher:
             num_found = request.whole_images(num_found, tree.block_size)
         if not num_found:
             if not self._copy_last(active, 0):
-                active.settled = True
+                self._settle_unless_fetching(active, array("i"))
             return
         self._pin(active, path, num_found)
         ids = _gpu_ids(path, num_found)
         active.num_gpu_blocks = len(ids)
         if len(ids) == num_found:
             if not self._copy_last(active, num_found):
-                self._settle_at(active, ids)
+                self._settle_unless_fetching(active, ids)
             return
         num_coming, parts = _coming_and_cold(path, num_found)
         num_cold = sum(n for _, _, n in parts)
@@ -78,6 +87,8 @@ class Matcher:
         if not self._min_load <= num_cold <= self._max_load or not num_cold:
             return False
         if num_cold + num_rest > self._tree.residency.num_available(GPU):
+            return False
+        if not self._speeds.is_worth_loading(num_cold):
             return False
         return self._mover.can(Direction.SWAP_IN)
 
@@ -129,7 +140,8 @@ class Matcher:
 
     def readable(self, active: ActiveRequest) -> tuple[array[int], int]:
         """The matched blocks that may be read now, and how many more are coming. Settles when none is."""
-        if not active.is_ahead and all(transfer.done.is_set() for transfer in active.loads):
+        fetching = self.is_fetching(active)
+        if not active.is_ahead and not fetching and all(transfer.done.is_set() for transfer in active.loads):
             self.settle(active)
         if active.settled:
             return active.block_ids[: active.num_matched_blocks + bool(active.num_copied_tokens)], 0
@@ -137,7 +149,63 @@ class Matcher:
             ids = active.block_ids[: active.num_readable_blocks]
         else:
             ids, _ = self._arrived(active)
-        return ids, active.num_pinned_blocks - len(ids)
+        num_coming = active.num_pinned_blocks - len(ids)
+        if fetching and active.prefetch is not None:
+            end = active.prefetch.first + active.prefetch.num_wanted  # at most: storage may have less
+            num_coming += max(1, end - active.num_pinned_blocks)
+        return ids, num_coming
+
+    # -- from storage
+
+    def on_copied(self, copied: Callable[[Run, int], None] | None) -> None:
+        """Call this whenever a run has more blocks in the CPU tier."""
+        self._mover.on_copied = copied or ignore_copied
+
+    def is_fetching(self, active: ActiveRequest) -> bool:
+        """Whether more may come from storage for a match that is not settled."""
+        prefetch = active.prefetch
+        return prefetch is not None and not active.settled and prefetch.is_pending(time.monotonic())
+
+    def follow(self, active: ActiveRequest, prefetch: StoragePrefetch) -> None:
+        """The request's prefetch: the match grows with what it brings until it is settled."""
+        active.prefetch = prefetch
+        if not prefetch.done.is_set():
+            prefetch.on_landed = lambda: self._grow(active)
+
+    def _grow(self, active: ActiveRequest) -> None:
+        """More of the prompt has come to the CPU tier: load it, while the rest is still being read."""
+        request, tree = active.request, self._tree
+        if active.settled or active.is_ahead or active.epoch != tree.epoch or active.num_unloaded_blocks:
+            self._end_prefetch(active)
+            return
+        max_blocks = (request.num_tokens - 1) // tree.block_size
+        path, num_found = tree.find(request.namespace, active.keys, max_blocks)
+        num_found = request.whole_images(num_found, tree.block_size)
+        if num_found <= active.num_pinned_blocks:
+            return
+        _, parts = _coming_and_cold(path, num_found)
+        num_cold = sum(n for _, _, n in parts)
+        num_rest = -(-request.num_tokens // tree.block_size) - num_found
+        if num_cold and num_cold + num_rest <= tree.residency.num_available(GPU) and self._mover.can(Direction.SWAP_IN):
+            self._pin(active, path, num_found)  # first: the eviction must not take what is to be loaded
+            tree.residency.evict(GPU, max(0, num_cold - tree.pools[0].num_free))
+            self._mover.load(parts)
+            self._copy_down.moved(num_cold)
+            segments = [s for run in path for s in segments_of(run, GPU)]
+            known = set(active.loads)
+            new = list(dict.fromkeys([s.transfer for s in segments if s.transfer not in known]))
+            active.loads += new
+            for transfer in new:
+                transfer.num_waiting += 1
+            active.num_found_blocks = max(active.num_found_blocks, num_found)
+        elif num_cold:
+            active.num_unloaded_blocks = num_cold
+            self._end_prefetch(active)
+
+    def _end_prefetch(self, active: ActiveRequest) -> None:
+        """What has not come from storage is no part of the match."""
+        if active.prefetch is not None and self.storage is not None:
+            self.storage.revoke(active.prefetch)
 
     def settle(self, active: ActiveRequest) -> None:
         """Fix the match at what is readable now; what has not arrived is no part of it.
@@ -146,6 +214,7 @@ class Matcher:
         """
         if active.settled or active.is_ahead:
             return
+        self._end_prefetch(active)
         ids, path = self._arrived(active)
         if len(ids) < active.num_pinned_blocks:
             self._pin(active, path, len(ids))
@@ -157,6 +226,10 @@ class Matcher:
         ids = _gpu_ids(path, active.num_pinned_blocks)
         del ids[active.request.whole_images(len(ids), self._tree.block_size) :]
         return ids, path
+
+    def _settle_unless_fetching(self, active: ActiveRequest, ids: array[int]) -> None:
+        if not self.is_fetching(active):
+            self._settle_at(active, ids)
 
     def _settle_at(self, active: ActiveRequest, ids: array[int]) -> None:
         self._stop_waiting(active)
@@ -206,6 +279,7 @@ class Matcher:
         if active.copy is not None or not coming or len(ids) + len(coming) < active.num_pinned_blocks:
             self.settle(active)
             return
+        self._end_prefetch(active)
         active.ahead = transfers
         for transfer in transfers:
             self._mover.use_ahead(transfer)
@@ -253,6 +327,7 @@ class Matcher:
         pin, tree, num_skipped = active.pin, self._tree, 0
         if active.ahead:
             self._leave_ahead(active)
+        self._end_prefetch(active)
         if pin is None:
             return 0
         if active.epoch == tree.epoch and active.admitted:
@@ -266,6 +341,8 @@ class Matcher:
                 asked = Asked(active.num_asked_blocks, active.num_found_blocks)
                 tree.policy.use(path, active.request, asked)
             num_skipped = self._copy_down.released(pin.run.path())  # the policy may have cut it
+            if self.write_out is not None:
+                self.write_out.released(pin.run.path())
         num_held = pin.run.num_held
         tree.unpin(pin)
         self._copy_down.moved(num_held - pin.run.num_held)

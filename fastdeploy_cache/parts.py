@@ -9,10 +9,15 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.matcher import Matcher
 from fastdeploy_cache.policies import new_policy
+from fastdeploy_cache.policies.breaker import Breaker
 from fastdeploy_cache.policies.eviction import EvictionPolicy
+from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.prefix_tree import PrefixTree
+from fastdeploy_cache.storage_tier import StorageLimits, StorageTier
 from transfer_manager.client import InlineClient, TransferClient
 from transfer_manager.rank_client import RankClient
+from transfer_manager.storage.client import StorageClient
+from transfer_manager.storage.config import StorageConfig
 
 
 def new_policy_of(config: CacheConfig, clock: Callable[[], float]) -> EvictionPolicy:
@@ -38,7 +43,30 @@ def new_client(config: CacheConfig) -> TransferClient:
     return InlineClient(layout, num_gpu_blocks, num_cpu_blocks, transfer.tp_size, own_kv)
 
 
-def new_matcher(config: CacheConfig, tree: PrefixTree, mover: BlockMover) -> tuple[CopyDown, Matcher]:
+def new_speeds(config: CacheConfig) -> LoadOrCompute:
+    """What decides between loading and computing."""
+    return LoadOrCompute(config.load_policy, config.prefill_tokens_per_second, config.block_bytes(), config.block_size)
+
+
+def new_storage(
+    config: CacheConfig, storage: StorageConfig, tree: PrefixTree, client: StorageClient, speeds: LoadOrCompute
+) -> StorageTier:
+    """The tier over an opened store."""
+    size = config.block_size
+    limits = StorageLimits.of(
+        config.pool_sizes()[1],
+        config.block_bytes(),
+        min_blocks=-(-config.min_prefetch_tokens // size),
+        max_share=config.max_prefetch_share,
+        task_timeout_seconds=storage.task_timeout_seconds,
+    )
+    reading, writing = (Breaker(storage.breaker_failures, storage.breaker_seconds) for _ in range(2))
+    return StorageTier(tree, client, limits, speeds, (reading, writing))
+
+
+def new_matcher(
+    config: CacheConfig, tree: PrefixTree, mover: BlockMover, speeds: LoadOrCompute
+) -> tuple[CopyDown, Matcher]:
     """The steps of the verbs, and the write policy that they tell."""
     copy_down = CopyDown(
         tree,
@@ -54,5 +82,6 @@ def new_matcher(config: CacheConfig, tree: PrefixTree, mover: BlockMover) -> tup
         copy_down,
         recompute_last_token=config.recompute_last_token,
         load_limits=config.load_limits(),
+        speeds=speeds,
     )
     return copy_down, matcher

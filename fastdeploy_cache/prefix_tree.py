@@ -76,7 +76,7 @@ class PrefixTree:
         tokens, size = keys.tokens, self.block_bytes
         run, position = self.roots.get(namespace), 0
         while run is not None and position < max_blocks:
-            child = run.children.get(self._key(keys, position))
+            child = run.children.get(self.key(keys, position))
             if child is None:
                 break
             num_blocks = child.num_blocks
@@ -94,7 +94,8 @@ class PrefixTree:
                 run = child
         return path, position
 
-    def _key(self, keys: BlockKeys, block: int) -> bytes:
+    def key(self, keys: BlockKeys, block: int) -> bytes:
+        """What a run that begins with this block is found under."""
         start = block * self.block_bytes
         tokens = memoryview(keys.tokens)[start : start + self.block_bytes].tobytes()
         return tokens if keys.extras is None else tokens + keys.extras.get(block, b"")
@@ -187,7 +188,7 @@ class PrefixTree:
         duplicates: array[int] = array("i")
         while position < end:
             if offset == run.num_blocks:
-                child = run.children.get(self._key(keys, first + position)) if run.children else None
+                child = run.children.get(self.key(keys, first + position)) if run.children else None
                 if child is None:
                     run = self._append(run, keys, first + position, ids[position:] if position else ids)
                     offset = run.num_blocks
@@ -210,12 +211,12 @@ class PrefixTree:
         if at.children or at.parent is None or at.usage.is_shared:
             at.usage.is_shared = at.parent is not None
             run = Run(at, self.epoch, Usage())
-            at.children[self._key(keys, first)] = run
-        self._extend(run, bytes(at.hashes[-HASH_BYTES:]), keys, first, len(ids))
+            at.children[self.key(keys, first)] = run
+        self.extend(run, bytes(at.hashes[-HASH_BYTES:]), keys, first, len(ids))
         self._adopt(run, ids, REQUEST)
         return run
 
-    def _extend(self, run: Run, parent_hash: bytes, keys: BlockKeys, first: int, num_blocks: int) -> None:
+    def extend(self, run: Run, parent_hash: bytes, keys: BlockKeys, first: int, num_blocks: int) -> None:
         """Add blocks' tokens, extra keys and hashes to the end of a run."""
         size = self.block_bytes
         run.hashes += self._hasher.extend(parent_hash, keys.tokens, first, num_blocks, keys.extras)
@@ -238,7 +239,7 @@ class PrefixTree:
         run = pin.run
         if pin.end != run.num_blocks or run.children or run.usage.is_shared:
             return False
-        self._extend(run, bytes(run.hashes[-HASH_BYTES:]), keys, first, len(ids))
+        self.extend(run, bytes(run.hashes[-HASH_BYTES:]), keys, first, len(ids))
         self.pools[0].hand_over(ids, REQUEST, RUN)
         run.ids[0].extend(ids)
         pin.end = run.num_held = run.num_blocks
@@ -309,6 +310,7 @@ class PrefixTree:
         del run.tokens[:cut_bytes], run.hashes[:cut_hashes]
         run.tokens, run.hashes = bytearray(run.tokens), bytearray(run.hashes)  # a cut front is not given back
         run.num_blocks -= num_blocks
+        upper.num_stored, run.num_stored = min(run.num_stored, num_blocks), max(0, run.num_stored - num_blocks)
         run.parent = upper
         upper.children[residency.key(run)] = run
         self._split_ids(run, upper)
@@ -367,6 +369,8 @@ class PrefixTree:
         num_above = upper.num_blocks
         upper.tokens += lower.tokens
         upper.hashes += lower.hashes
+        if upper.num_stored == num_above:
+            upper.num_stored += lower.num_stored
         upper.num_blocks += lower.num_blocks
         if lower.extras is not None:
             upper.extras = {**(upper.extras or {}), **{b + num_above: x for b, x in lower.extras.items()}}

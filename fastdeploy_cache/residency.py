@@ -30,7 +30,10 @@ class Residency:
     def num_available(self, tier: Tier) -> int:
         """Blocks of a tier that are free or can be evicted now."""
         pool = self.pools[tier]
-        return pool.num_free + pool.count(RUN) - self.num_protected[tier]
+        num_evictable = pool.count(RUN) - self.num_protected[tier]
+        if pool.num_read:  # what is being read frees nothing yet; some of it may be held, too
+            num_evictable = max(0, num_evictable - pool.num_read)
+        return pool.num_free + num_evictable
 
     def is_leaf(self, run: Run, tier: Tier) -> bool:
         """Whether the run may lose its tail in that tier: blocks there, not held, none beneath, still in the tree."""
@@ -145,12 +148,15 @@ class Residency:
                 if taken > at_most:  # noqa: PLR1730 (min() would be a tenth of a one-block call)
                     taken = at_most
                 num_kept = self._evict_gpu_tail(run, taken)
+                num_freed = taken
             else:
                 taken = min(at_most, run.cpu_end - max(run.num_held, run.cpu_start))
+                num_free = self.pools[1].num_free
                 num_kept = self._evict_cpu_tail(run, taken)
+                num_freed = min(taken, self.pools[1].num_free - num_free)  # what is being read is not free yet
             evicted[0] += num_kept
             evicted[1] += taken - num_kept
-            num_blocks -= taken
+            num_blocks -= num_freed
 
     def _evict_gpu_tail(self, run: Run, num_blocks: int) -> int:
         """Returns of how many blocks a CPU copy remains."""
@@ -200,6 +206,7 @@ class Residency:
         if run.extras is not None:
             run.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
         run.num_blocks = num_blocks
+        run.num_stored = min(run.num_stored, num_blocks)
 
     def _remove_subtree(self, run: Run) -> None:
         below = [run]

@@ -61,6 +61,7 @@ class Run:
         "num_children_in",
         "num_held",
         "num_held_children",
+        "num_stored",
         "parent",
         "pins",
         "queued",
@@ -83,6 +84,7 @@ class Run:
         self.pins: list[Pin] = []
         self.num_held_children = 0  # children with a pin in or beneath them
         self.num_held = 0  # blocks from the front that a pin, here or beneath, keeps where they are
+        self.num_stored = 0  # blocks from the front that have been given to storage; it may have dropped them since
         self.queued: list[object] = [None, None]  # by Tier: a policy's mark of the entry that stands for this run
 
     @property

@@ -17,13 +17,21 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from metrics.hit_rate import HitRateWindow
 
 TIERS = ("gpu", "cpu", "storage")
-DIRECTIONS = ("swap_in", "swap_out", "copy")
+SWAPS = ("swap_in", "swap_out", "copy")
+DIRECTIONS = (*SWAPS, "lookup", "prefetch", "write", "probe")  # the last four are of storage
 EVICTION_KINDS = ("copy_kept", "dropped")
+STORAGE_OPERATIONS = ("read", "write")
+STORAGE_FATES = ("fetched", "written", "skipped")
 
 BlockCounts = Iterable[tuple[str, str, int]]  # tier, state, blocks
 EvictionCounts = Iterable[tuple[str, str, int]]  # tier, kind, blocks
 RefusedCounts = Iterable[tuple[str, int]]  # direction, tasks
+StorageCounts = tuple[Mapping[str, int], Mapping[str, int]]  # breaker state by operation, blocks by what became of them
 RankCounts = Iterable[tuple[int, bool, int]]  # rank, up, restarts
+
+
+def _no_storage() -> StorageCounts:
+    return {}, {}
 
 
 @dataclass(slots=True)
@@ -63,6 +71,7 @@ class CacheMetrics:
         self._evictions: Callable[[], EvictionCounts] = tuple
         self._rank_counts: Callable[[], RankCounts] | None = None
         self._refused: Callable[[], RefusedCounts] = tuple
+        self._storage: Callable[[], StorageCounts] = _no_storage
 
     def observe(
         self,
@@ -70,9 +79,11 @@ class CacheMetrics:
         evictions: Callable[[], EvictionCounts],
         ranks: Callable[[], RankCounts],
         refused: Callable[[], RefusedCounts] = tuple,
+        storage: Callable[[], StorageCounts] | None = None,
     ) -> None:
         """Read these at every scrape: blocks by tier and state, blocks evicted so far, ranks up and restarted, tasks
-        that a full queue kept from starting."""
+        that a full queue kept from starting; storage's breakers and blocks."""
+        self._storage = storage or _no_storage
         self._blocks, self._evictions, self._rank_counts, self._refused = blocks, evictions, ranks, refused
 
     def record_request(self, num_tokens: int, hit_tokens: tuple[int, ...]) -> None:
@@ -163,10 +174,11 @@ class CacheMetrics:
             ("tier", "kind"),
             evictions,
         )
-        refused: dict[tuple[str, ...], float] = {(direction,): 0 for direction in DIRECTIONS}
+        refused: dict[tuple[str, ...], float] = {(direction,): 0 for direction in SWAPS}
         refused |= {(direction,): n for direction, n in self._refused()}
         text = "Swap tasks that were not started because the ranks' queue was full"
         yield self._counter("refused_swaps", text, ("direction",), refused)
+        yield from self._storage_families()
         if self._rank_counts is None:
             ranks = dict.fromkeys(self._ranks, (False, 0))
         else:  # none where the cache runs without rank processes: nothing is down then
@@ -185,6 +197,15 @@ class CacheMetrics:
             ("tier",),
             {(t,): rates[t] for t in TIERS},
         )
+
+    def _storage_families(self) -> Iterator[Metric]:
+        breakers, blocks = self._storage()
+        states: dict[tuple[str, ...], float] = {(name,): breakers.get(name, 0) for name in STORAGE_OPERATIONS}
+        text = "0: storage is used, 1: it is being probed, 2: it has failed too often and is left alone"
+        yield self._gauge("storage_breaker_state", text, ("operation",), states)
+        fates: dict[tuple[str, ...], float] = {(fate,): blocks.get(fate, 0) for fate in STORAGE_FATES}
+        text = "Blocks that came from storage, are in it after a write, and were to be written and were not"
+        yield self._counter("storage_blocks", text, ("fate",), fates)
 
     def _counter(
         self, name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]

@@ -89,6 +89,8 @@ class CacheModel:
         live = LiveRequest(request, match, self.epoch)
         self.check_readable(live, match.block_ids)
         found = match.num_tokens + match.num_coming_tokens
+        if self.cache._storage is not None:  # what may still come from there is not known
+            found = match.num_tokens
         assert found < len(tokens), "one token is left to compute"
         if found:
             assert self.prefix(live, -(-found // self.size)) in self.committed, "hit on what nobody committed"
@@ -225,7 +227,8 @@ class CacheModel:
     def reset(self) -> None:
         self.cache.reset()
         self.epoch += 1
-        self.committed.clear()
+        if self.cache._storage is None:  # which forgets nothing
+            self.committed.clear()
 
     def kv_lost(self) -> None:
         """The bytes of the GPU are gone; what the CPU tier has may still be found."""

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fastdeploy_cache import CacheConfig, KVLayout, TransferConfig
+from fastdeploy_cache import CacheConfig, KVLayout, StorageConfig, TransferConfig
 from metrics.cache_metrics import CacheMetrics
 
 ROOT = Path(__file__).parent.parent
@@ -53,9 +53,10 @@ def test_the_documented_toml_is_valid(tmp_path: Path) -> None:
 def test_every_setting_is_documented() -> None:
     """docs/configuration.md has a row for every key, with its true default, and none for others."""
     rows = dict(re.findall(r"^\| `([\w.]+)` \|([^|]*)\|", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE))
-    fields = {f.name: f for f in dataclasses.fields(CacheConfig) if f.name not in ("layout", "transfer")}
+    fields = {f.name: f for f in dataclasses.fields(CacheConfig) if f.name not in ("layout", "transfer", "storage")}
     fields |= {f"layout.{f.name}": f for f in dataclasses.fields(KVLayout)}
     fields |= {f"transfer.{f.name}": f for f in dataclasses.fields(TransferConfig)}
+    fields |= {f"storage.{f.name}": f for f in dataclasses.fields(StorageConfig)}
     assert rows.keys() == fields.keys()
     for name, field in fields.items():
         if isinstance(field.default, int | float) and not isinstance(field.default, bool):

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ipc.shared_array import SharedArray
 from transfer_manager.device.cpu import CpuDevice
 from transfer_manager.errors import DeviceError, LayoutError
 from transfer_manager.kv_memory import KVHandle, KVMemory, KVViews
@@ -103,6 +104,10 @@ class TransferClient(Protocol):
 
     def layer_progress(self, rank: int) -> LayerProgress | None:
         """How far the rank's loads are, for its worker; None where loads have ended when `submit` returns."""
+        ...
+
+    def cpu_segments(self) -> list[SharedArray]:
+        """By rank: the memory of its CPU blocks, one image after the other, as long as the client is not stopped."""
         ...
 
     def stop(self) -> None:
@@ -207,6 +212,9 @@ class InlineClient:
 
     def layer_progress(self, rank: int) -> LayerProgress | None:  # noqa: ARG002
         return None
+
+    def cpu_segments(self) -> list[SharedArray]:
+        return [memory.cpu for memory in self._memory]
 
     def stop(self) -> None:
         self._open = False

@@ -15,3 +15,15 @@ class RankStartError(TransferError):
 
 class DeviceError(TransferError):
     """A copy cannot be done as asked: an id outside its pool, lists of different length."""
+
+
+class StorageError(TransferError):
+    """A store could not do what was asked; nothing of it counts."""
+
+
+class StorageGoneError(StorageError):
+    """A store cannot go on as it was opened (its folder has vanished, its client is dead): it has to be opened anew."""
+
+
+class StorageRefusedError(StorageError):
+    """A store cannot be opened as configured, and trying again will not help: the message says what to change."""

@@ -2,105 +2,60 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import threading
 
-from transfer_manager.client import KVArrays, OnKVLost, OnResult, RankStatus, ignore_kv_lost
+from ipc.errors import IPCError
+from ipc.shared_array import SharedArray
+from transfer_manager.client import KVArrays, OnKVLost, OnResult, ignore_kv_lost
 from transfer_manager.config import TransferConfig
 from transfer_manager.errors import LayoutError, RankStartError
-from transfer_manager.flights import failed
 from transfer_manager.kv_memory import KVHandle, KVViews
 from transfer_manager.layout import RankLayout
+from transfer_manager.process_client import ProcessClient
 from transfer_manager.rank_io import RankIO
 from transfer_manager.rank_kv import Attaching, RankKV
 from transfer_manager.rank_memory import create_rank_memory
+from transfer_manager.rank_process import RankProcess
 from transfer_manager.rank_signal import LayerProgress
 from transfer_manager.supervisor import Phase, RankSupervisor
-from transfer_manager.task import Direction, TransferTask
-
-logger = logging.getLogger(__name__)
+from transfer_manager.task import RankSetup
 
 
-class RankClient:
+class RankClient(ProcessClient):
     """See `transfer_manager.client.TransferClient`.
 
     The memory is taken by the constructor and given up by `stop`. Everything else is done by the thread of `RankIO`.
     """
 
     def __init__(self, config: TransferConfig, layout: RankLayout, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-        self._config = config
+        super().__init__(config)
         self._layout = layout
         self._num_blocks = (num_gpu_blocks, num_cpu_blocks)
         owns_kv = config.owner_of_kv == "engine"
         self._memory = create_rank_memory(config.tp_size, layout, num_gpu_blocks, num_cpu_blocks, owns_kv)
         self._kv = [RankKV(rank, layout, num_gpu_blocks, memory.kv) for rank, memory in enumerate(self._memory)]
-        self._io: RankIO | None = None
-        self._stop_lock = threading.Lock()
         self._attach_lock = threading.Lock()
-        self._thread: threading.Thread | None = None
 
     def start(self, on_result: OnResult, on_kv_lost: OnKVLost = ignore_kv_lost) -> None:
         config = self._config
         io = RankIO(
             config,
-            layout=self._layout,
-            num_blocks=self._num_blocks,
+            spawn=self._spawn,
             memory=self._memory,
             kv=self._kv,
             on_result=on_result,
             on_kv_lost=on_kv_lost,
         )
-        self._io, self._on_result = io, on_result
-        self._thread = threading.Thread(target=io.run, name="transfer-io", daemon=True)
-        self._thread.start()
         # the thread ends the start itself at its deadline and then needs time to reap
-        try:
-            io.started.wait(config.start_timeout_seconds + config.stop_timeout_seconds + 5)
-        except BaseException:  # Ctrl-C: nobody will get to call stop
-            self.stop()
-            raise
+        self._start_io(io, on_result, config.start_timeout_seconds + config.stop_timeout_seconds + 5)
         if io.start_failure is not None or not io.open or not io.started.is_set():
             self.stop()
             raise RankStartError(io.start_failure or "the ranks did not start within their deadline")
 
-    def submit(self, task: TransferTask) -> None:
-        io = self._io
-        assert io is not None, "submit before start"
-        with io.lock:
-            accepted = self.has_room(task.direction) and io.take_slot(task)
-            if accepted:
-                io.num_tasks[task.direction.lane] += 1
-                io.outbox.append(task)
-        if accepted:
-            io.wakeup.set()
-        else:
-            self._on_result(failed(task, self._config.tp_size, "the ranks cannot take a task now"))
-
     def cancel(self, task_id: int) -> None:
         for memory in self._memory:
             memory.signal.cancel(task_id)
-
-    @property
-    def available(self) -> bool:
-        return self._io is not None and self._io.open and self._io.all_ready.is_set()
-
-    def has_room(self, direction: Direction) -> bool:
-        io = self._io
-        return io is not None and self.available and io.num_tasks[direction.lane] < self._config.max_tasks_in_flight
-
-    def wait_ready(self, timeout_seconds: float) -> bool:
-        return self._io is not None and self._io.all_ready.wait(timeout_seconds)
-
-    def statuses(self) -> list[RankStatus]:
-        return [
-            RankStatus(
-                rank=r.rank,
-                up=r.phase is Phase.READY,
-                num_restarts=r.num_restarts,
-                pid=process.pid if (process := r.process) is not None else None,
-            )
-            for r in (self._io.ranks if self._io is not None else [])
-        ]
 
     def kv_views(self, rank: int) -> KVViews:
         return self._kv[rank].mapped().views()
@@ -158,22 +113,34 @@ class RankClient:
     def layer_progress(self, rank: int) -> LayerProgress | None:
         return LayerProgress(self._memory[rank].signal)
 
-    def stop(self) -> None:
-        if self._io is not None:
-            self._io.stopping = True
-            self._io.wakeup.set()
-        if threading.current_thread() is self._thread:
-            return  # by a callback: the thread ends once that has returned, and whoever stops it next clears up
-        with self._stop_lock:  # of two callers the second waits for the first
-            if self._thread is not None:
-                self._thread.join(self._config.stop_timeout_seconds + 10)
-                if self._thread.is_alive():
-                    logger.error("event=io_thread_stuck action=leave_it_what_it_uses")  # in the caller's callback
-                    return
-                self._thread = None
-            if self._io is not None:
-                self._io.wakeup.close()
-            for memory, kv in zip(self._memory, self._kv, strict=True):
-                memory.close()
-                kv.drop()
-                kv.sweep()
+    def _spawn(self, rank: int, incarnation: int, queue_address: str) -> RankProcess:
+        config, memory, (kv, kv_fds) = self._config, self._memory[rank], self._kv[rank].for_process()
+        if kv is None and config.owner_of_kv != "transfer":
+            raise IPCError("its KV arrays are gone")
+        num_gpu_blocks, num_cpu_blocks = self._num_blocks
+        setup = RankSetup(
+            rank=rank,
+            incarnation=incarnation,
+            engine_pid=os.getpid(),
+            queue_address=queue_address,
+            device=config.device,
+            device_id=config.device_id(rank),
+            layout=self._layout,
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            kv=kv,
+            cpu_fd=memory.cpu.fd,
+            signal_fd=memory.signal_array.fd,
+            heartbeat_seconds=config.heartbeat_seconds,
+            max_tasks_in_flight=config.max_tasks_in_flight,
+        )
+        return RankProcess(setup, config, (*kv_fds, memory.cpu.fd, memory.signal_array.fd))
+
+    def cpu_segments(self) -> list[SharedArray]:
+        return [memory.cpu for memory in self._memory]
+
+    def _close_memory(self) -> None:
+        for memory, kv in zip(self._memory, self._kv, strict=True):
+            memory.close()
+            kv.drop()
+            kv.sweep()

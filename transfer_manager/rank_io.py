@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from ipc.codec import decode, encode
 from ipc.errors import CodecError, IPCError, QueueDisconnectedError
@@ -16,19 +16,16 @@ from transfer_manager.client import OnKVLost, OnResult
 from transfer_manager.config import TransferConfig
 from transfer_manager.errors import LayoutError
 from transfer_manager.flights import Flight, Flights, failed
-from transfer_manager.layout import RankLayout
 from transfer_manager.rank_kv import RankKV
-from transfer_manager.rank_memory import RankMemory
 from transfer_manager.rank_process import RankProcess
-from transfer_manager.rank_signal import NUM_SLOTS
-from transfer_manager.supervisor import Phase, RankSupervisor
+from transfer_manager.rank_signal import NUM_SLOTS, RankSignal
+from transfer_manager.supervisor import EXIT_REFUSED, Phase, RankSupervisor
 from transfer_manager.task import (
     Direction,
     DoneMessage,
     FromRank,
     Lane,
     RankResult,
-    RankSetup,
     ReadyMessage,
     StopMessage,
     SwapMessage,
@@ -37,6 +34,12 @@ from transfer_manager.task import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+class ProcessMemory(Protocol):
+    """What a process and its engine share, as far as the engine's thread is concerned."""
+
+    signal: RankSignal
 
 
 class RankIO:
@@ -50,19 +53,22 @@ class RankIO:
         self,
         config: TransferConfig,
         *,
-        layout: RankLayout,
-        num_blocks: tuple[int, int],
-        memory: list[RankMemory],
+        spawn: Callable[[int, int, str], RankProcess],
+        memory: Sequence[ProcessMemory],
         kv: list[RankKV],
         on_result: OnResult,
         on_kv_lost: OnKVLost,
+        optional: bool = False,
     ) -> None:
-        self._config, self._layout, self._num_blocks = config, layout, num_blocks
+        """`spawn(rank, incarnation, queue address)` starts a process. Those that are `optional` may come later: then a
+        failed start ends nothing, but for one that refuses its settings."""
+        self._config, self._optional = config, optional
         self.memory, self.kv = memory, kv
+        self.needs_token_ids = False
         self._on_result, self._on_kv_lost = on_result, on_kv_lost
         self._context = new_context()
         self.ranks = [
-            RankSupervisor(rank, config, each.signal, self._new_queue, self._spawn) for rank, each in enumerate(memory)
+            RankSupervisor(rank, config, each.signal, self._new_queue, spawn) for rank, each in enumerate(memory)
         ]
         self.lock = threading.Lock()
         self.open = True
@@ -129,7 +135,8 @@ class RankIO:
             self._reap(now)
         self._kill_stuck(now)
         for rank in self.ranks:
-            if rank.phase in (Phase.DOWN, Phase.OFF) and not self.started.is_set():
+            failed_start = rank.phase in (Phase.DOWN, Phase.OFF) and not self.started.is_set()
+            if failed_start and (not self._optional or rank.exit_code == EXIT_REFUSED):
                 self._fail_start(rank)
             else:
                 had_process = rank.process is not None
@@ -183,6 +190,7 @@ class RankIO:
 
     def _note_ready(self, rank: RankSupervisor, ready: ReadyMessage) -> None:
         kv = self.kv[rank.rank]
+        self.needs_token_ids |= ready.needs_token_ids
         if ready.kv is not None and kv.handle is None:  # its own arrays; the other lane tells them, too
             try:
                 kv.take(ready.kv)
@@ -198,7 +206,9 @@ class RankIO:
     def _note_done(self, rank: int, done: DoneMessage) -> None:
         flight = self._flights.get(done.task_id)
         if flight is not None:
-            result = RankResult(rank=rank, num_bytes=done.num_bytes, seconds=done.seconds, error=done.error)
+            result = RankResult(
+                rank=rank, num_bytes=done.num_bytes, num_blocks=done.num_blocks, seconds=done.seconds, error=done.error
+            )
             self._answer(flight, result)
 
     def _answer(self, flight: Flight, answer: RankResult) -> None:
@@ -332,26 +342,3 @@ class RankIO:
 
     def _new_queue(self) -> TaskQueue:
         return TaskQueue(self._context, self._config.max_tasks_in_flight)
-
-    def _spawn(self, rank: int, incarnation: int, queue_address: str) -> RankProcess:
-        memory, (kv, kv_fds) = self.memory[rank], self.kv[rank].for_process()
-        if kv is None and self._config.owner_of_kv != "transfer":
-            raise IPCError("its KV arrays are gone")
-        num_gpu_blocks, num_cpu_blocks = self._num_blocks
-        setup = RankSetup(
-            rank=rank,
-            incarnation=incarnation,
-            engine_pid=os.getpid(),
-            queue_address=queue_address,
-            device=self._config.device,
-            device_id=self._config.device_id(rank),
-            layout=self._layout,
-            num_gpu_blocks=num_gpu_blocks,
-            num_cpu_blocks=num_cpu_blocks,
-            kv=kv,
-            cpu_fd=memory.cpu.fd,
-            signal_fd=memory.signal_array.fd,
-            heartbeat_seconds=self._config.heartbeat_seconds,
-            max_tasks_in_flight=self._config.max_tasks_in_flight,
-        )
-        return RankProcess(setup, self._config, kv_fds)

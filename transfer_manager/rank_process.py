@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import IO
 
 from transfer_manager.config import TransferConfig
-from transfer_manager.task import RankSetup
-from transfer_manager.worker import write_setup
+from transfer_manager.lanes import write_setup
+from transfer_manager.task import ProcessSetup
 
 _TAIL_BYTES = 2000
 
@@ -24,15 +24,21 @@ class RankProcess:
     That thread must live as long as the process may: the kernel kills the rank when the spawning thread ends.
     """
 
-    def __init__(self, setup: RankSetup, config: TransferConfig, kv_fds: tuple[int, ...]) -> None:
-        """Spawn it and hand over its set-up; it inherits `kv_fds`.
+    def __init__(
+        self,
+        setup: ProcessSetup,
+        config: TransferConfig,
+        fds: tuple[int, ...],
+        program: str = "transfer_manager",
+    ) -> None:
+        """Spawn the module `program` and hand over its set-up; it inherits `fds`.
 
         Raises:
             OSError: the interpreter or the log folder cannot be used.
         """
-        self._log = _open_log(config, setup.rank)
+        self._log = _open_log(config, setup.rank, program)
         self._log_start = os.fstat(self._log.fileno()).st_size
-        command = [sys.executable, "-P", "-m", "transfer_manager"]
+        command = [sys.executable, "-P", "-m", program]
         command += ["--rank", str(setup.rank), "--incarnation", str(setup.incarnation)]  # for whoever reads `ps`
         try:
             self._popen = subprocess.Popen(
@@ -40,7 +46,7 @@ class RankProcess:
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
-                pass_fds=(*kv_fds, setup.cpu_fd, setup.signal_fd),
+                pass_fds=fds,
             )
         except BaseException:
             self._log.close()
@@ -76,9 +82,10 @@ class RankProcess:
         self._log.close()
 
 
-def _open_log(config: TransferConfig, rank: int) -> IO[bytes]:
+def _open_log(config: TransferConfig, rank: int, program: str) -> IO[bytes]:
     if config.log_dir is None:
         return tempfile.TemporaryFile()
     directory = Path(config.log_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    return open(directory / f"transfer_dp{config.data_parallel_id}_rank{rank}.log", "a+b")
+    kind = program.removeprefix("transfer_manager.").removesuffix("_manager")
+    return open(directory / f"{kind}_dp{config.data_parallel_id}_rank{rank}.log", "a+b")

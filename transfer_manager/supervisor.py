@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 _MAX_DOUBLINGS = 30  # of the pause before a restart; more would overflow after a thousand deaths
 
 
+EXIT_REFUSED = 3  # the process cannot start as configured, and trying again will not help
+
+
 class Phase(Enum):
     """Where a rank is in its life.
 
@@ -85,6 +88,7 @@ class RankSupervisor:
         self.process: Process | None = None
         self.queue: TaskQueue | None = None
         self.last_failure = ""
+        self.exit_code: int | None = None  # of the last process
         self.num_restarts = 0
         self.blamed = True  # for its death, if it dies now: it counts against it
         self.parked = False  # it has no KV arrays: not started (again) until it has
@@ -150,6 +154,7 @@ class RankSupervisor:
         """True when the process was there and is now gone; plans the restart."""
         if self.process is None or (code := self.process.reap()) is None:
             return False
+        self.exit_code = code
         reason = f"rank {self.rank} exited with code {code}"
         if self._killed_for:
             reason += f", killed because {self._killed_for}"

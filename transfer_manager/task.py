@@ -14,21 +14,26 @@ import numpy as np
 
 from transfer_manager.kv_memory import KVHandle
 from transfer_manager.layout import RankLayout
+from transfer_manager.storage.keys import KeySpace
 
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Direction(Enum):
-    """Which way blocks go."""
+    """Which way blocks go; the last four are a storage process's."""
 
     SWAP_IN = "swap_in"
     SWAP_OUT = "swap_out"
     COPY = "copy"  # within the GPU
+    LOOKUP = "lookup"  # how many leading blocks storage has
+    PREFETCH = "prefetch"  # storage to CPU tier
+    WRITE = "write"  # CPU tier to storage
+    PROBE = "probe"  # a block of noise there and back: whether the store works, and how fast
 
     @property
     def lane(self) -> Lane:
         """Which of a rank's two threads does it: what requests wait for never queues behind copies down."""
-        return Lane.OUT if self is Direction.SWAP_OUT else Lane.IN
+        return Lane.OUT if self in (Direction.SWAP_OUT, Direction.WRITE) else Lane.IN
 
 
 class Lane(IntEnum):
@@ -43,7 +48,8 @@ class TransferTask:
     """Copy block `source_ids[i]` to block `destination_ids[i]`, in all layers, on every rank.
 
     Which tiers the ids are of follows from `direction`. Of a COPY `num_tokens` may be given: so many leading tokens of
-    each block are copied.
+    each block are copied. A task of storage has the blocks' hashes, joined, in the order of the prompt, where the
+    store asks for them the prompt's tokens up to there (int32, little-endian), and the ids of one tier only.
 
     `deadline` is on the clock of `time.monotonic()`, which all processes of a machine share.
     """
@@ -54,14 +60,21 @@ class TransferTask:
     destination_ids: Int32Array
     deadline: float
     num_tokens: int | None = None
+    hashes: bytes = b""
+    token_ids: bytes = b""
+    priority: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """One rank's part in a task: bytes moved in `seconds`, or why it failed."""
+    """One rank's part in a task: bytes moved in `seconds`, or why it failed.
+
+    `num_blocks`: of a task of storage, how many leading blocks it came to.
+    """
 
     rank: int
     num_bytes: int = 0
+    num_blocks: int = 0
     seconds: float = 0.0
     error: str | None = None
 
@@ -78,6 +91,11 @@ class TransferResult:
         """None when all ranks succeeded, else the first failure."""
         return next((f"rank {r.rank}: {r.error}" for r in self.ranks if r.error is not None), None)
 
+    @property
+    def num_blocks(self) -> int:
+        """Leading blocks that a task of storage came to on all ranks."""
+        return min((r.num_blocks for r in self.ranks), default=0)
+
 
 class SwapMessage(msgspec.Struct, frozen=True, tag="swap"):
     """Engine to rank: one task."""
@@ -89,6 +107,9 @@ class SwapMessage(msgspec.Struct, frozen=True, tag="swap"):
     destination_ids: bytes
     deadline: float
     num_tokens: int | None = None
+    hashes: bytes = b""
+    token_ids: bytes = b""
+    priority: float | None = None
 
     @classmethod
     def of(cls, task: TransferTask, incarnation: int) -> SwapMessage:
@@ -101,6 +122,9 @@ class SwapMessage(msgspec.Struct, frozen=True, tag="swap"):
             destination_ids=pack_ids(task.destination_ids),
             deadline=task.deadline,
             num_tokens=task.num_tokens,
+            hashes=task.hashes,
+            token_ids=task.token_ids,
+            priority=task.priority,
         )
 
 
@@ -114,6 +138,7 @@ class ReadyMessage(msgspec.Struct, frozen=True, tag="ready"):
     incarnation: int
     lane: Lane
     kv: KVHandle | None = None
+    needs_token_ids: bool = False  # of a store
 
 
 class DoneMessage(msgspec.Struct, frozen=True, tag="done"):
@@ -122,6 +147,7 @@ class DoneMessage(msgspec.Struct, frozen=True, tag="done"):
     task_id: int
     incarnation: int
     num_bytes: int
+    num_blocks: int
     seconds: float
     error: str | None
 
@@ -130,23 +156,36 @@ ToRank = SwapMessage | StopMessage
 FromRank = ReadyMessage | DoneMessage
 
 
-class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank reads from its standard input before anything else; descriptors are inherited."""
+class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process reads from its standard input before anything else; descriptors are inherited."""
 
     rank: int
     incarnation: int
     engine_pid: int
     queue_address: str
-    device: str
-    device_id: int
-    layout: RankLayout
-    num_gpu_blocks: int
     num_cpu_blocks: int
-    kv: KVHandle | None  # None: the rank makes the KV arrays
     cpu_fd: int
     signal_fd: int
     heartbeat_seconds: float
     max_tasks_in_flight: int
+
+
+class RankSetup(ProcessSetup, frozen=True, kw_only=True):
+    """Of a rank's transfer process."""
+
+    device: str
+    device_id: int
+    layout: RankLayout
+    num_gpu_blocks: int
+    kv: KVHandle | None  # None: the rank makes the KV arrays
+
+
+class StorageSetup(ProcessSetup, frozen=True, kw_only=True):
+    """Of a rank's storage process."""
+
+    kind: str
+    options: dict[str, Any]
+    space: KeySpace
 
 
 def pack_ids(ids: Int32Array) -> bytes:

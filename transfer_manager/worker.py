@@ -1,187 +1,52 @@
-"""The rank's process: attach, say ready, copy what the queue asks for, end with the engine."""
+"""The rank's transfer process: copies blocks between the tiers of its machine."""
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import os
-import signal
-import struct
-import sys
-import threading
-import time
-from typing import BinaryIO
-
-from ipc.codec import decode, encode
 from ipc.errors import IPCError
 from ipc.shared_array import SharedArray
-from ipc.task_queue import RankQueue
 from transfer_manager.device import open_device
-from transfer_manager.errors import TransferError
-from transfer_manager.rank_signal import RankSignal, RankState
-from transfer_manager.task import (
-    Direction,
-    DoneMessage,
-    Lane,
-    RankSetup,
-    ReadyMessage,
-    StopMessage,
-    SwapMessage,
-    ToRank,
-    unpack_ids,
-)
-
-logger = logging.getLogger(__name__)
-
-EXIT_ENGINE_GONE = 4
-_PR_SET_PDEATHSIG = 1
-_SETUP_HEADER = struct.Struct("<I")
+from transfer_manager.lanes import Moved, serve_process
+from transfer_manager.rank_signal import RankSignal
+from transfer_manager.task import Direction, RankSetup, SwapMessage, unpack_ids
 
 
-def write_setup(pipe: BinaryIO, setup: RankSetup) -> None:
-    """Engine side: send the set-up down a rank's standard input, which stays open as long as the engine lives."""
-    data = encode(setup)
-    pipe.write(_SETUP_HEADER.pack(len(data)) + data)
-    pipe.flush()
+class CopyExecutor:
+    """See `transfer_manager.lanes.Executor`. CPU blocks, and KV arrays of others, are never initialised here."""
 
+    needs_token_ids = False
 
-def read_setup(fd: int) -> RankSetup:
-    """Rank side of `write_setup`."""
-    (num_bytes,) = _SETUP_HEADER.unpack(_read_exactly(fd, _SETUP_HEADER.size))
-    setup: RankSetup = decode(_read_exactly(fd, num_bytes), RankSetup)
-    return setup
-
-
-def _read_exactly(fd: int, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        piece = os.read(fd, num_bytes - len(data))
-        if not piece:
-            os._exit(EXIT_ENGINE_GONE)
-        data += piece
-    return data
-
-
-def end_with_engine(engine_pid: int, fd: int) -> None:
-    """End this process when the engine does, by two independent ways.
-
-    The kernel kills it when the engine thread that spawned it ends, which reaches even a stopped process. It reads end
-    of file when the last copy of the engine's pipe end is gone, which also covers an engine that died before the
-    first way was set up.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        logger.warning("event=no_parent_death_signal errno=%d", ctypes.get_errno())
-    if os.getppid() != engine_pid:
-        os._exit(EXIT_ENGINE_GONE)
-
-    def watch() -> None:
-        while os.read(fd, 1):  # the bare descriptor: a buffered reader's lock would block the interpreter's own end
-            pass
-        os._exit(EXIT_ENGINE_GONE)  # not sys.exit: the main thread may be inside a copy or asleep on the queue
-
-    threading.Thread(target=watch, name="engine-watch", daemon=True).start()
-
-
-class Worker:
-    """One rank. A thread for each lane copies; a timer thread beats, so that a long copy does not look like death.
-
-    Each lane has its own connection, so that a task changes threads nowhere on its way.
-    """
-
-    def __init__(self, setup: RankSetup) -> None:
-        """Attach to the engine's segments; CPU blocks, and KV arrays of others, are never initialised here.
+    def __init__(self, setup: RankSetup, cpu: SharedArray, signal: RankSignal) -> None:
+        """Attach to the engine's segments.
 
         Raises:
             IPCError: a segment is smaller than the set-up says.
             DeviceError: the device cannot be used.
         """
-        self._setup = setup
-        self._signal = RankSignal(SharedArray(setup.signal_fd, RankSignal.NUM_BYTES))
-        cpu = SharedArray(setup.cpu_fd, setup.num_cpu_blocks * setup.layout.block_bytes)
+        if cpu.num_bytes < setup.num_cpu_blocks * setup.layout.block_bytes:
+            raise IPCError(f"the CPU blocks have {cpu.num_bytes} bytes, too few for {setup.num_cpu_blocks} blocks")
+        self._signal = signal
         self._opened = open_device(setup, cpu)
+        self.new_kv = self._opened.new_kv
 
-    def run(self) -> None:
-        """Serve tasks until told to stop."""
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-        self._signal.state = RankState.READY
-        out = threading.Thread(target=self._serve_lane, args=(Lane.OUT,), name="lane-out")
-        out.start()
-        self._serve_lane(Lane.IN)
-        self._signal.state = RankState.STOPPING
-        out.join()
-        self._opened.device.close()
-        logger.info("event=stopped rank=%d", self._setup.rank)
+    @property
+    def is_lost(self) -> bool:
+        return self._opened.device.is_lost
 
-    def _serve_lane(self, lane: Lane) -> None:
-        setup = self._setup
-        try:
-            self._opened.device.bind_thread()
-            queue = RankQueue(setup.queue_address, setup.max_tasks_in_flight, lane)
-            queue.put(encode(ReadyMessage(setup.incarnation, lane, self._opened.new_kv)))
-            logger.info("event=ready rank=%d incarnation=%d lane=%s", setup.rank, setup.incarnation, lane.name)
-            while True:
-                message: ToRank = decode(queue.get(), ToRank)
-                if isinstance(message, StopMessage):
-                    break
-                self._signal.set_busy(lane, True)
-                done = self._serve(message)
-                if self._opened.device.is_lost:  # unanswered: its blocks are free once this process is reaped
-                    raise SystemExit("the device is lost for this process; a new one begins afresh")
-                self._signal.set_busy(lane, False)
-                queue.put(encode(done))
-            queue.close()
-        except BaseException:
-            logger.exception("event=lane_failed lane=%s", lane.name)
-            os._exit(1)  # one lane without the other serves nobody: the engine sees the death and starts anew
+    def bind_thread(self) -> None:
+        self._opened.device.bind_thread()
 
-    def _serve(self, task: SwapMessage) -> DoneMessage:
-        started = time.monotonic()
-        num_bytes, error = 0, self._refusal(task, started)
-        if error is None:
-            try:
-                num_bytes = self._swap(task)
-            except Exception as failure:  # the task boundary: any failure is this task's, never the rank's
-                logger.exception("event=task_failed task_id=%d", task.task_id)
-                error = f"{type(failure).__name__}: {failure}"
-        if error is not None and task.direction is Direction.SWAP_IN:
-            self._signal.set_failed(task.task_id)
-        seconds = time.monotonic() - started
-        logger.debug("event=task task_id=%d bytes=%d seconds=%.6f error=%s", task.task_id, num_bytes, seconds, error)
-        return DoneMessage(task.task_id, task.incarnation, num_bytes, seconds, error)
-
-    def _refusal(self, task: SwapMessage, now: float) -> str | None:
-        if task.incarnation != self._setup.incarnation:
-            return f"task is for incarnation {task.incarnation}, this is {self._setup.incarnation}"
-        if self._signal.is_cancelled(task.task_id):
-            return "cancelled before the rank began"
-        return "deadline passed before the rank began" if now > task.deadline else None
-
-    def _swap(self, task: SwapMessage) -> int:
+    def do(self, task: SwapMessage) -> Moved:
         def on_layer(num_layers: int) -> None:
             if task.direction is Direction.SWAP_IN:
                 self._signal.set_layers_done(task.task_id, num_layers)
 
         sources, destinations = unpack_ids(task.source_ids), unpack_ids(task.destination_ids)
-        return self._opened.device.copy(task.direction, sources, destinations, on_layer, task.num_tokens)
+        return Moved(self._opened.device.copy(task.direction, sources, destinations, on_layer, task.num_tokens))
 
-    def _beat(self) -> None:
-        timer = threading.Event()
-        while not timer.wait(self._setup.heartbeat_seconds):
-            self._signal.beat()
+    def close(self) -> None:
+        self._opened.device.close()
 
 
 def main() -> int:
-    """The process's entry: set-up from standard input, log to standard error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides when ranks end
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    lifeline = sys.stdin.fileno()
-    setup = read_setup(lifeline)
-    end_with_engine(setup.engine_pid, lifeline)
-    try:
-        worker = Worker(setup)
-    except (TransferError, IPCError) as error:  # what is missing, for the engine's message: no traceback
-        logger.error("event=cannot_start rank=%d reason=%s", setup.rank, error)
-        return 1
-    worker.run()
-    return 0
+    """The process's entry."""
+    return serve_process(RankSetup, CopyExecutor)

@@ -40,7 +40,7 @@ def in_cold_zone(model: CacheModel) -> set[Block]:
 def look_ahead(model: CacheModel) -> None:
     """What every few moved blocks lead to."""
     model.cache._copy_down.look_ahead()
-    model.cache._mover.submit()
+    model.cache._submit()
 
 
 def write_back(policy: str = "lru", num_gpu: int = 40, num_cpu: int = 100, **settings: object) -> CacheModel:

@@ -6,7 +6,15 @@ from itertools import product
 
 import pytest
 
-from metrics.cache_metrics import DIRECTIONS, EVICTION_KINDS, TIERS, CacheMetrics
+from metrics.cache_metrics import (
+    DIRECTIONS,
+    EVICTION_KINDS,
+    STORAGE_FATES,
+    STORAGE_OPERATIONS,
+    SWAPS,
+    TIERS,
+    CacheMetrics,
+)
 
 PREFIX = "fastdeploy_cache_"
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -32,7 +40,9 @@ def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]
     keys |= {key("evicted_blocks_total", tier=t, kind=k) for t in ("gpu", "cpu") for k in EVICTION_KINDS}
     for name in ("swaps_total", "swap_bytes_total", "swap_seconds_total", "swap_failures_total"):
         keys |= {key(name, direction=d, rank=r) for d, r in product(DIRECTIONS, ranks)}
-    keys |= {key("refused_swaps_total", direction=d) for d in DIRECTIONS}
+    keys |= {key("refused_swaps_total", direction=d) for d in SWAPS}
+    keys |= {key("storage_breaker_state", operation=o) for o in STORAGE_OPERATIONS}
+    keys |= {key("storage_blocks_total", fate=f) for f in STORAGE_FATES}
     return keys | {key(name, rank=r) for name in ("rank_up", "rank_restarts_total") for r in ranks}
 
 
@@ -51,8 +61,12 @@ def test_no_series_appears_later() -> None:
     evictions = [(tier, kind, 1) for tier, kind in product(("gpu", "cpu"), EVICTION_KINDS)]
     for direction, rank in product(DIRECTIONS, range(2)):
         metrics.record_swap(direction, rank, 1, 1.0, failed=True)
-    refused = [(direction, 1) for direction in DIRECTIONS]
-    metrics.observe(tuple, lambda: evictions, lambda: [(0, True, 1), (1, True, 1)], lambda: refused)
+    refused = [(direction, 1) for direction in SWAPS]
+
+    def storage() -> tuple[dict[str, int], dict[str, int]]:
+        return dict.fromkeys(STORAGE_OPERATIONS, 1), dict.fromkeys(STORAGE_FATES, 1)
+
+    metrics.observe(tuple, lambda: evictions, lambda: [(0, True, 1), (1, True, 1)], lambda: refused, storage)
     samples = scrape(metrics)
     assert set(samples) == expected_keys(2)
     assert all(samples.values()), "and each was counted"

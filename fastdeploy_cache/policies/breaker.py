@@ -1,0 +1,60 @@
+"""A circuit breaker: whether something that fails is to be left alone for a while. Pure: the caller brings the time."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+_MAX_PAUSE_SECONDS = 60.0
+
+
+class BreakerState(IntEnum):
+    """As the metric shows it."""
+
+    CLOSED = 0
+    HALF_OPEN = 1
+    OPEN = 2
+
+
+class Breaker:
+    """Opens after so many failures in a row; after a pause one probe decides. One thread at a time.
+
+    ::
+
+        CLOSED --failures in a row--> OPEN --pause over, probe begun--> HALF_OPEN --success--> CLOSED
+                                        ^------------failure (pause doubles)--------+
+    """
+
+    def __init__(self, max_failures: int, pause_seconds: float) -> None:
+        self.state = BreakerState.CLOSED
+        self._max_failures = max_failures
+        self._first_pause_seconds = self._pause_seconds = pause_seconds
+        self._num_failures = 0
+        self._probe_at = 0.0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether to use it."""
+        return self.state is BreakerState.CLOSED
+
+    def is_probe_due(self, now: float) -> bool:
+        """Whether to probe it now; the caller does so and tells `succeeded` or `failed`."""
+        return self.state is BreakerState.OPEN and now >= self._probe_at
+
+    def begin_probe(self) -> None:
+        """The probe is on its way; until it has ended there is no other."""
+        self.state = BreakerState.HALF_OPEN
+
+    def succeeded(self) -> None:
+        """It works. A success that began before it opened closes nothing: only a probe does."""
+        if self.state is not BreakerState.OPEN:
+            self.state = BreakerState.CLOSED
+            self._num_failures, self._pause_seconds = 0, self._first_pause_seconds
+
+    def failed(self, now: float) -> None:
+        """It does not."""
+        self._num_failures += 1
+        if self.state is BreakerState.HALF_OPEN:
+            self._pause_seconds = min(2 * self._pause_seconds, max(_MAX_PAUSE_SECONDS, self._first_pause_seconds))
+        elif self.state is BreakerState.OPEN or self._num_failures < self._max_failures:
+            return
+        self.state, self._probe_at = BreakerState.OPEN, now + self._pause_seconds

@@ -1,0 +1,33 @@
+"""How blocks that came from storage join the tree."""
+
+from __future__ import annotations
+
+from array import array
+
+from fastdeploy_cache.block_pool import RUN, TASK
+from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.run import CPU, Run, Usage
+
+
+def insert_copies(tree: PrefixTree, namespace: str, keys: BlockKeys, first: int, ids: array[int]) -> int:
+    """Put blocks [first, first + len(ids)) of `keys`, which a task has brought into CPU blocks `ids`, behind what is
+    cached of them.
+
+    Returns how many joined: the last ones; none where what they continue has gone. The other ids are still the task's.
+    """
+    path, num_found = tree.find(namespace, keys, first + len(ids))
+    joined = ids[max(0, num_found - first) :]
+    if num_found < first or not joined:
+        return 0
+    above, end = tree.place(path, num_found)
+    if above is None:
+        above = tree.root(namespace)
+    elif end < above.num_blocks:
+        above = tree.split(above, end)
+    run = Run(above, tree.epoch, Usage())
+    above.children[tree.key(keys, num_found)] = run
+    tree.extend(run, above.last_hash, keys, num_found, len(joined))
+    run.num_stored = run.num_blocks
+    tree.pools[CPU].hand_over(joined, TASK, RUN)
+    tree.residency.add_ids(run, CPU, joined)
+    return len(joined)

@@ -1,0 +1,206 @@
+"""What a manager offers of storage: prefetch, write, attach and detach."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from fastdeploy_cache.active_request import ActiveRequest
+from fastdeploy_cache.block_hash import HASH_BYTES, BlockHasher, root_hash
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.copy_down import CopyDown
+from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.match import Prefetch
+from fastdeploy_cache.matcher import Matcher
+from fastdeploy_cache.parts import new_storage
+from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
+from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.storage_tier import StoragePrefetch, StorageTier
+from fastdeploy_cache.write_out import WriteOut
+from metrics.cache_metrics import CacheMetrics
+from transfer_manager.client import TransferClient
+from transfer_manager.storage.client import StorageClient, StorageProcesses
+from transfer_manager.storage.config import StorageConfig
+from transfer_manager.task import Direction, TransferResult
+
+logger = logging.getLogger(__name__)
+
+_FOREVER_SECONDS = 1e9
+
+
+class StorageAccess:
+    """The part of `PrefixCacheManager` that is about storage; any thread."""
+
+    config: CacheConfig
+    metrics: CacheMetrics
+    _client: TransferClient
+    _copy_down: CopyDown
+    _detached: list[StorageTier]  # whose last answers are still to come
+    _lock: threading.Lock
+    _matcher: Matcher
+    _requests: dict[str, ActiveRequest]
+    _speeds: LoadOrCompute
+    _storage: StorageTier | None
+    _tree: PrefixTree
+
+    def prefetch(self, request: Request) -> Prefetch:
+        """A request has been queued: fetch from storage, to the CPU tier, what no tier here has of it.
+
+        It takes no GPU blocks and pins nothing, so requests that wait never block each other; what is cached of it is
+        not the next to be evicted. A `match` meanwhile grows with what comes; `release` or `end_prefetch` ends it.
+        """
+        size, keys = self.config.block_size, BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
+        with self._lock:
+            self._check_open()
+            found = self._matcher.look(request, keys)
+            first = (found.num_gpu_tokens + found.num_cpu_tokens) // size
+            num_missing = (request.num_tokens - 1) // size - first
+            storage, now, epoch = self._storage, time.monotonic(), self._tree.epoch
+            wanted = storage is not None and self.config.enable_prefix_caching and storage.wants(num_missing, now)
+            above = self._hash_before(request.namespace, keys, first) if wanted else b""
+        self._submit()  # it may be a probe
+        if storage is None or not wanted:
+            return found
+        hashes = BlockHasher(size).extend(above, keys.tokens, first, num_missing, keys.extras)  # not under the lock
+        prefetch = StoragePrefetch(request.namespace, keys, first, hashes, epoch, now + self._patience(num_missing))
+        with self._lock:
+            if request.request_id in self._requests or self._storage is not storage:  # a match, a detach was faster
+                return found
+            storage.start(request.request_id, prefetch)
+        self._submit()
+        return Prefetch(
+            num_gpu_tokens=found.num_gpu_tokens,
+            num_cpu_tokens=found.num_cpu_tokens,
+            num_missing_tokens=found.num_missing_tokens,
+            _fetch=prefetch,
+        )
+
+    def _hash_before(self, namespace: str, keys: BlockKeys, first: int) -> bytes:
+        """What block `first` has as its parent; the blocks before it are cached."""
+        path, _ = self._tree.find(namespace, keys, first)
+        run, end = self._tree.place(path, first)
+        if run is None:
+            return root_hash(namespace, self.config.block_size)
+        return bytes(run.hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES])
+
+    def _patience(self, num_blocks: int) -> float:
+        """Seconds that a request may wait for so many blocks from storage."""
+        config = self.config
+        if config.prefetch_policy == "best_effort":
+            return 0.0
+        if config.prefetch_policy == "wait_complete":
+            return _FOREVER_SECONDS  # every task has a deadline, and after it an answer
+        num_tokens = num_blocks * config.block_size
+        return config.prefetch_timeout_seconds + config.prefetch_seconds_per_1024_tokens * num_tokens / 1024
+
+    def end_prefetch(self, request: Request) -> None:
+        """A queued request has gone without ever being matched: what has not come yet is not wanted."""
+        with self._lock:
+            if self._storage is not None:
+                self._storage.forget(request.request_id)
+
+    # -- what loading and computing take
+
+    def _note_prefill(self, active: ActiveRequest, num_blocks: int) -> None:
+        """Under the lock: a commit up to `num_blocks` blocks."""
+        now, num_new = time.monotonic(), num_blocks - active.num_committed_blocks
+        if num_new > 0 and active.stepped_at:
+            self._speeds.note_prefill(num_new * self.config.block_size, now - active.stepped_at)
+        active.stepped_at = now
+
+    def _note_load(self, result: TransferResult) -> None:
+        """Under the lock: a task has ended."""
+        if result.task.direction is Direction.SWAP_IN and result.error is None:
+            slowest = max(r.seconds for r in result.ranks)
+            self._speeds.cpu.note(max(r.num_bytes for r in result.ranks), slowest)
+
+    # -- attaching
+
+    def _open_storage(self) -> None:
+        """At the end of the constructor: the configured store, if there is one; nothing stays where it is refused."""
+        try:
+            if self.config.storage is not None:
+                self.attach_storage(self.config.storage)
+        except BaseException:
+            self.close()
+            raise
+
+    def attach_storage(self, storage: StorageConfig, *, client: StorageClient | None = None) -> None:
+        """Open a store below the CPU tier; one that cannot be reached yet is tried again and again.
+
+        `client` replaces the storage processes (tests, simulation).
+
+        Raises:
+            ConfigError: there is one already, no layout, or no CPU block to go through.
+            StorageRefusedError: its settings are wrong.
+        """
+        config, layout = self.config, self.config.rank_layout()
+        if self._storage is not None:
+            raise ConfigError(f"a store is attached ({config.storage}); detach_storage first")
+        if not config.pool_sizes()[1] or (layout is None and client is None):
+            raise ConfigError("storage goes through the CPU tier and needs a layout; give the cache num_cpu_blocks")
+        if client is None:
+            assert layout is not None
+            segments = self._client.cpu_segments()
+            client = StorageProcesses(
+                storage, config.transfer, layout=layout, block_size=config.block_size, segments=segments
+            )
+        tier = new_storage(config, storage, self._tree, client, self._speeds)
+        client.start(lambda result: self._on_storage_result(tier, result))
+        write_out = WriteOut(self._tree, tier, config.storage_write_policy, config.storage_write_min_uses)
+        with self._lock:
+            self._storage = self._matcher.storage = tier
+            self._matcher.write_out = write_out
+            self._matcher.on_copied(write_out.copied)
+            self._copy_down.follow_storage(config.storage_write_policy, config.storage_write_min_uses)
+            tier.probe()
+        tier.outbox.submit()
+
+    def detach_storage(self) -> None:
+        """End the storage processes; what is on its way is answered as failed. Safe without a store."""
+        with self._lock:
+            tier, self._storage, self._matcher.storage, self._matcher.write_out = self._storage, None, None, None
+            if tier is None:
+                return
+            self._matcher.on_copied(None)
+            self._copy_down.follow_storage(None, 1)
+            self._detached.append(tier)
+        tier.client.stop()
+        with self._lock:
+            self._detached.remove(tier)
+
+    def _storage_counts(self) -> tuple[dict[str, int], dict[str, int]]:
+        """For the metrics: breaker states, and blocks by what became of them."""
+        tier = self._storage
+        if tier is None:
+            return {}, {}
+        fates = {
+            "fetched": tier.num_fetched_blocks,
+            "written": tier.num_written_blocks,
+            "skipped": tier.num_skipped_blocks,
+        }
+        return {"read": int(tier.reading.state), "write": int(tier.writing.state)}, fates
+
+    def _on_storage_result(self, tier: StorageTier, result: TransferResult) -> None:
+        with self._lock:
+            calls = tier.finish(result)
+        direction = result.task.direction.value
+        for r in result.ranks:
+            self.metrics.record_swap(direction, r.rank, r.num_bytes, r.seconds, failed=r.error is not None)
+        if result.error is not None:
+            logger.info("event=storage_task_failed kind=%s error=%r", direction, result.error)
+        self._submit()
+        tier.outbox.submit()
+        for call in calls:
+            call()
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def _submit(self) -> None:
+        raise NotImplementedError

@@ -1,0 +1,235 @@
+"""Prefixes go to storage and come back, on simulated memory: what is found, when, and what is given up."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_cache import StorageConfig
+from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.policies.breaker import BreakerState
+from fastdeploy_cache.request import Request
+from tests.cache_model import CacheModel, LiveRequest
+from tests.simulated_storage import SimulatedStorage
+from transfer_manager.task import Direction
+
+A = list(range(100, 141))  # ten full blocks of four and one token
+STORE = StorageConfig(kind="tests.memory_storage:MemoryStorage", weights_id="w1")
+
+
+class Rig:
+    """A model with a store below it."""
+
+    def __init__(self, objects: dict[bytes, object] | None = None, num_cpu: int = 32, **settings: object) -> None:
+        settings = {"min_prefetch_tokens": 4, "load_policy": "always", "prefetch_policy": "wait_complete"} | settings
+        self.model = CacheModel(4, 24, num_cpu, **settings)  # type: ignore[arg-type]
+        self.store = SimulatedStorage(self.model.client, objects)
+        self.model.cache.attach_storage(STORE, client=self.store)
+        self.store.land_all()  # the probe
+
+    def prefetch(self, tokens: list[int]) -> Request:
+        """Queue the request that the next `match` of these tokens will be."""
+        request = Request(request_id=f"r{self.model.num_requests + 1}", prompt_token_ids=tokens)
+        self.model.cache.prefetch(request)
+        return request
+
+    def match(self, tokens: list[int]) -> LiveRequest:
+        return self.model.must_match(tokens)
+
+    def know(self, tokens: list[int]) -> None:
+        """Another process has committed these."""
+        for num_blocks in range(len(tokens) // 4 + 1):
+            self.model.committed.add(("", tuple(tokens[: 4 * num_blocks]), ()))
+
+    def land_all(self) -> None:
+        while self.store.tasks or self.model.client.tasks:
+            self.store.land_all()
+            self.model.client.land_all()
+
+    def finish(self) -> None:
+        self.land_all()
+        self.model.finish()
+
+
+def stored(tokens: list[int], **settings: object) -> dict[bytes, object]:
+    """What an engine that served these leaves in a store."""
+    rig = Rig(**settings)
+    rig.model.serve_and_copy(tokens)
+    rig.land_all()
+    objects = rig.store.objects
+    rig.finish()
+    return objects
+
+
+def test_what_one_engine_wrote_another_finds() -> None:
+    """Written at release, found by a prefetch of an empty cache, counted as storage hits, right in every block."""
+    objects = stored(A)
+    assert len(objects) == 10
+    rig = Rig(objects)
+    rig.know(A)
+    rig.prefetch(A)
+    rig.store.land_all()
+    live = rig.match(A)
+    rig.model.client.land_all()
+    assert len(rig.model.settle(live)) == 10
+    match = live.match.poll()
+    assert (match.num_storage_tokens, match.num_cpu_tokens, match.num_gpu_tokens) == (40, 0, 0)
+    assert rig.model.allocate(live, 1)
+    assert rig.model.cache.stats().hit_rates["storage"] == pytest.approx(40 / 41)
+    rig.finish()
+
+
+def test_only_what_is_missing_is_written() -> None:
+    """A longer prompt over a stored prefix writes its own blocks alone."""
+    rig = Rig()
+    rig.model.serve_and_copy(A[:21])
+    rig.land_all()
+    written: list[int] = []
+    land = rig.store.land
+
+    def note(error: str | None = None) -> None:
+        task = rig.store.tasks[0]
+        written.append(len(task.source_ids) if task.direction is Direction.WRITE else 0)
+        land(error)
+
+    rig.store.land = note  # type: ignore[method-assign]
+    rig.model.serve_and_copy(A)
+    rig.land_all()
+    assert sum(written) == 5
+    rig.finish()
+
+
+def test_a_match_grows_while_storage_reads() -> None:
+    """Each piece is loaded to the GPU while the next is read, and the match waits for all of it."""
+    objects = stored(A)
+    rig = Rig(objects, num_cpu=12, max_prefetch_share=1.0)
+    rig.know(A)
+    rig.prefetch(A)
+    rig.store.land()  # the look-up
+    assert len(rig.store.tasks) == 4  # pieces of three blocks: a quarter of the CPU pool
+    live = rig.match(A)
+    assert not live.match.ready
+    rig.store.land()
+    assert [task.direction for task in rig.model.client.tasks] == [Direction.SWAP_IN]
+    assert live.match.poll().num_coming_tokens == 40
+    rig.land_all()
+    assert live.match.poll().num_tokens == 40
+    rig.finish()
+
+
+def test_best_effort_waits_for_nothing() -> None:
+    """A match takes what has landed; the rest is cancelled."""
+    rig = Rig(stored(A), num_cpu=12, max_prefetch_share=1.0, prefetch_policy="best_effort")
+    rig.know(A)
+    rig.prefetch(A)
+    rig.store.land()
+    rig.store.land()
+    live = rig.match(A)
+    rig.model.client.land_all()
+    assert (live.match.poll().ready, live.match.poll().num_tokens) == (True, 12)
+    assert len(rig.store.cancelled) == 3
+    rig.finish()
+
+
+@pytest.mark.parametrize("num_whole", [0, 4])
+def test_what_does_not_come_whole_is_a_miss(num_whole: int) -> None:
+    """A store that lied about existence, or whose object is damaged: the blocks before count, none behind."""
+    rig = Rig(stored(A))
+    rig.know(A)
+    rig.store.max_read = num_whole
+    rig.prefetch(A)
+    rig.store.land_all()
+    live = rig.match(A)
+    rig.model.client.land_all()
+    assert live.match.poll().num_tokens == 4 * num_whole
+    rig.finish()
+
+
+def test_an_empty_store_costs_no_room() -> None:
+    """Room in the CPU tier is taken only for what exists."""
+    rig = Rig()
+    rig.prefetch(A)
+    assert rig.model.cache.stats().cpu.num_in_flight == 0
+    rig.store.land_all()
+    assert rig.model.cache.stats().cpu.num_in_flight == 0
+    assert rig.match(A).match.ready
+    rig.finish()
+
+
+def test_failures_open_the_breaker_and_a_probe_closes_it() -> None:
+    """After three failures in a row nothing is asked; once the pause is over a probe goes first, and all is well."""
+    rig = Rig(stored(A))
+    tier = rig.model.cache._storage
+    assert tier is not None
+    for _ in range(3):
+        rig.model.cache.end_prefetch(rig.prefetch(A))
+        rig.prefetch(A)
+        rig.store.land("timed out")
+        rig.store.land("timed out")
+    assert tier.reading.state is BreakerState.OPEN
+    rig.prefetch(A)
+    assert not rig.store.tasks
+    tier.reading._probe_at = 0.0
+    rig.prefetch(A)
+    assert [task.direction for task in rig.store.tasks] == [Direction.PROBE]
+    rig.store.land_all()
+    assert tier.reading.state is BreakerState.CLOSED
+    rig.prefetch(A)
+    assert [task.direction for task in rig.store.tasks] == [Direction.LOOKUP]
+    rig.finish()
+
+
+def test_a_write_keeps_nobody_from_evicting() -> None:
+    """While a slow store reads CPU blocks they may be evicted; their ids are given out only when it has ended."""
+    rig = Rig(num_cpu=16)
+    rig.model.serve_and_copy(A)
+    assert rig.store.tasks
+    stats = rig.model.cache.stats()
+    assert stats.gpu.num_protected == stats.cpu.num_protected == 0
+    rig.model.reset()
+    rig.model.cache.check_invariants()
+    assert rig.model.cache.stats().cpu.num_in_flight == len(rig.store.tasks[0].source_ids)
+    rig.land_all()
+    assert rig.model.cache.stats().cpu.num_free == 16
+    rig.finish()
+
+
+def test_outputs_may_be_kept_out() -> None:
+    """Without `cache_outputs` blocks that hold output tokens are neither found nor stored."""
+    rig = Rig(cache_outputs=False)
+    live = rig.match(A[:9])
+    live.request.append_output(A[9:21])
+    assert rig.model.allocate(live, 6)
+    rig.model.compute(live, 20)
+    rig.model.release(live)
+    rig.land_all()
+    assert len(rig.store.objects) == 2
+    rig.finish()
+
+
+def test_a_store_slower_than_computing_is_not_asked() -> None:
+    """With `auto`, a prefetch starts only where loading has been seen to be faster than computing."""
+    rig = Rig(stored(A), load_policy="auto", prefill_tokens_per_second=1000.0)
+    tier = rig.model.cache._storage
+    assert tier is not None
+    tier._speeds.storage.per_second, tier._speeds._block_bytes = 10.0, 1000
+    rig.prefetch(A)
+    assert not rig.store.tasks
+    tier._speeds.storage.per_second = 1e9
+    rig.prefetch(A)
+    assert rig.store.tasks
+    rig.finish()
+
+
+def test_a_store_is_attached_once_and_detached_at_any_time() -> None:
+    """What is on its way ends as failed, blocks go home, and the cache goes on without."""
+    rig = Rig(stored(A))
+    with pytest.raises(ConfigError, match="detach_storage first"):
+        rig.model.cache.attach_storage(STORE, client=rig.store)
+    rig.prefetch(A)
+    rig.store.land()
+    rig.model.cache.detach_storage()
+    rig.model.cache.check_invariants()
+    assert rig.model.cache.stats().cpu.num_in_flight == 0
+    live = rig.match(A)
+    assert live.match.ready
+    rig.model.finish()

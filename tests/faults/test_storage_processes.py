@@ -1,0 +1,157 @@
+"""Real storage processes below real ranks: bytes survive the engine; stores that hang or die cost misses only."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request, StorageConfig
+from tests.faults.engine import BLOCK_SIZE, Engine, new_config
+from transfer_manager.errors import StorageRefusedError
+
+PROMPT = list(range(50, 50 + 6 * BLOCK_SIZE + 1))
+SECONDS = 30.0
+
+
+def storage_config(tp_size: int, storage: StorageConfig, num_cpu: int = 16, **settings: object) -> CacheConfig:
+    settings = {
+        "storage": storage,
+        "min_prefetch_tokens": 1,
+        "load_policy": "always",
+        "prefetch_policy": "wait_complete",
+    } | settings
+    return dataclasses.replace(new_config(tp_size, 12, num_cpu), **settings)  # type: ignore[arg-type]
+
+
+def file_storage(folder: Path, weights_id: str = "w1") -> StorageConfig:
+    return StorageConfig(
+        folder=str(folder), weights_id=weights_id, admission="all", capacity_bytes=2**24, slab_bytes=2**20
+    )
+
+
+def drained(cache: PrefixCacheManager) -> None:
+    """Wait until nothing is being written."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        tier = cache._storage
+        assert tier is not None and time.monotonic() < deadline
+        with cache._lock:
+            if not tier._writes and not tier._queue and not tier._probes:
+                return
+        time.sleep(0.005)
+
+
+def fetched(cache: PrefixCacheManager, engine: Engine, tokens: list[int]) -> tuple[int, int]:
+    """Prefetch, match and check the bytes; tokens that came from storage, and all that were found."""
+    request = Request(request_id="fetched", prompt_token_ids=tokens)
+    assert cache.prefetch(request).wait(SECONDS)
+    match = cache.match(request).wait(SECONDS)
+    engine.check(tokens, match.block_ids)
+    cache.release(request)
+    return match.num_storage_tokens, match.num_tokens
+
+
+@pytest.mark.parametrize(("tp_size", "num_cpu"), [(1, 16), (2, 16), (2, 0)])
+def test_a_new_engine_finds_what_the_last_one_computed(tmp_path: Path, tp_size: int, num_cpu: int) -> None:
+    """Written through the ranks' CPU blocks (or staging), closed, started anew: every byte of every rank is right."""
+    config = storage_config(tp_size, file_storage(tmp_path), num_cpu)
+    with PrefixCacheManager(config) as cache:
+        Engine(cache, tp_size).serve(PROMPT)
+        drained(cache)
+    with PrefixCacheManager(config) as cache:
+        assert fetched(cache, Engine(cache, tp_size), PROMPT) == (6 * BLOCK_SIZE, 6 * BLOCK_SIZE)
+        cache.check_invariants()
+
+
+def test_other_weights_find_nothing(tmp_path: Path) -> None:
+    """What older weights wrote never hits, nor once the newer ones have written; the old ones find their own."""
+    for weights_id, expected in (("w1", 0), ("w2", 0), ("w1", 24)):
+        with PrefixCacheManager(storage_config(1, file_storage(tmp_path, weights_id))) as cache:
+            engine = Engine(cache, 1)
+            assert fetched(cache, engine, PROMPT)[0] == expected
+            engine.serve(PROMPT)
+            drained(cache)
+
+
+def test_a_second_engine_on_one_folder_is_refused(tmp_path: Path) -> None:
+    """With a clear error, at its start, and nothing stays behind."""
+    config = storage_config(1, file_storage(tmp_path))
+    with (
+        PrefixCacheManager(config),
+        pytest.raises(StorageRefusedError, match="folder of its own"),
+        PrefixCacheManager(config),
+    ):
+        pass
+
+
+def test_a_killed_storage_process_costs_a_miss(tmp_path: Path) -> None:
+    """SIGKILL: the ranks go on, the process comes back, and what was durable is found again."""
+    config = storage_config(2, file_storage(tmp_path))
+    with PrefixCacheManager(config) as cache:
+        engine = Engine(cache, 2)
+        engine.serve(PROMPT)
+        drained(cache)
+        tier = cache._storage
+        assert tier is not None
+        pid = tier.client.statuses()[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert engine.serve(PROMPT).num_gpu_tokens == 6 * BLOCK_SIZE
+        assert all(status.up for status in cache.stats().ranks)
+        deadline = time.monotonic() + SECONDS
+        while tier.client.statuses()[1].num_restarts == 0 or not tier.client.available:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        cache.check_invariants()
+
+
+def test_a_hung_store_delays_nobody_beyond_the_policy(tmp_path: Path) -> None:
+    """Its process is killed at the task's deadline; the match waits no longer than the prefetch policy, and the rank
+    of the CPU tier never stops."""
+    hang = tmp_path / "hang"
+    storage = StorageConfig(
+        kind="tests.slow_store:HangingStore",
+        weights_id="w1",
+        options={"hang": str(hang)},
+        task_timeout_seconds=1.0,
+    )
+    config = storage_config(
+        1, storage, prefetch_policy="timeout", prefetch_timeout_seconds=0.2, prefetch_seconds_per_1024_tokens=0.0
+    )
+    with PrefixCacheManager(config) as cache:
+        engine = Engine(cache, 1)
+        drained(cache)
+        tier = cache._storage
+        assert tier is not None
+        pid = tier.client.statuses()[0].pid
+        hang.touch()
+        request = Request(request_id="waits", prompt_token_ids=PROMPT)
+        prefetch = cache.prefetch(request)
+        match = cache.match(request)
+        assert not match.ready
+        assert match.wait(SECONDS).num_tokens == 0
+        assert not prefetch._fetch.done.is_set()  # type: ignore[union-attr]  # it was the policy that ended the wait
+        cache.release(request)
+        engine.serve(PROMPT)
+        assert prefetch._fetch.done.wait(SECONDS)  # type: ignore[union-attr]  # the process was killed and reaped
+        hang.unlink()
+        assert engine.serve(PROMPT).num_gpu_tokens == 6 * BLOCK_SIZE
+        assert tier.client.statuses()[0].pid != pid
+        cache.check_invariants()
+
+
+def test_a_store_that_is_not_there_yet_keeps_no_engine_from_starting(tmp_path: Path) -> None:
+    """The engine starts without it, at the deadline."""
+    (tmp_path / "file").touch()
+    storage = dataclasses.replace(file_storage(tmp_path / "file" / "below"), start_timeout_seconds=0.5)
+    with PrefixCacheManager(storage_config(1, storage)) as cache:
+        engine = Engine(cache, 1)
+        engine.serve(PROMPT)
+        assert fetched(cache, engine, PROMPT) == (0, 24)
+        tier = cache._storage
+        assert tier is not None and not tier.client.available

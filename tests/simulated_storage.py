@@ -1,0 +1,92 @@
+"""A store whose tasks end when the test says so, beside `SimulatedClient`: markers instead of bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tests.simulated_client import SimulatedClient
+from transfer_manager.client import OnResult, RankStatus
+from transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
+
+_HASH_BYTES = 32
+
+
+class SimulatedStorage:
+    """`objects` maps a block hash to the marker of its content; `present` says what look-ups answer where that lies."""
+
+    needs_token_ids = False
+
+    def __init__(self, memory: SimulatedClient, objects: dict[bytes, object] | None = None) -> None:
+        self.memory = memory
+        self.objects: dict[bytes, object] = objects if objects is not None else {}
+        self.tasks: deque[TransferTask] = deque()
+        self.up = True
+        self.lies = False  # look-ups find everything
+        self.max_read = 10**9  # leading blocks of a read that come whole
+        self.cancelled: set[int] = set()
+        self.seconds = 0.001  # that each task is said to have taken
+        self._on_result: OnResult | None = None
+
+    def start(self, on_result: OnResult) -> None:
+        self._on_result = on_result
+
+    def submit(self, task: TransferTask) -> None:
+        if self.up:
+            self.tasks.append(task)
+        else:
+            self._answer(task, 0, "the store is down")
+
+    def land(self, error: str | None = None) -> None:
+        """End the oldest task; what a failed read leaves is garbage."""
+        task = self.tasks.popleft()
+        if task.task_id in self.cancelled:
+            error = "cancelled"
+        hashes = [task.hashes[i : i + _HASH_BYTES] for i in range(0, len(task.hashes), _HASH_BYTES)]
+        there = [self.lies or h in self.objects for h in hashes]
+        num_there = there.index(False) if False in there else len(there)
+        if task.direction is Direction.LOOKUP:
+            self._answer(task, num_there, error)
+            return
+        if task.direction is Direction.PROBE:
+            self.memory.cpu[int(task.destination_ids[0])] = "noise"
+            self._answer(task, 1, error)
+            return
+        if task.direction is Direction.WRITE:
+            for key, block in zip(hashes, task.source_ids.tolist(), strict=True):
+                if error is None:
+                    self.objects.setdefault(key, self.memory.cpu[block])
+            self._answer(task, len(hashes), error)
+            return
+        num_whole = 0
+        for i, (key, block) in enumerate(zip(hashes, task.destination_ids.tolist(), strict=True)):
+            whole = error is None and i == num_whole < self.max_read and key in self.objects
+            self.memory.cpu[block] = self.objects[key] if whole else "garbage"
+            num_whole += whole
+        self._answer(task, num_whole, error)
+
+    def land_all(self) -> None:
+        while self.tasks:
+            self.land()
+
+    def _answer(self, task: TransferTask, num_blocks: int, error: str | None) -> None:
+        assert self._on_result is not None
+        result = RankResult(rank=0, num_bytes=num_blocks, num_blocks=num_blocks, seconds=self.seconds, error=error)
+        self._on_result(TransferResult(task=task, ranks=(result,)))
+
+    def cancel(self, task_id: int) -> None:
+        self.cancelled.add(task_id)
+
+    def has_room(self, direction: Direction) -> bool:
+        return self.up
+
+    @property
+    def available(self) -> bool:
+        return self.up
+
+    def statuses(self) -> list[RankStatus]:
+        return [RankStatus(rank=0, up=self.up, num_restarts=0)]
+
+    def stop(self) -> None:
+        self.up = False
+        while self.tasks:
+            self.land("stopped")

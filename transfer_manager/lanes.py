@@ -1,0 +1,208 @@
+"""A process of a rank: takes tasks from its lanes, answers each, ends with the engine. What a task is, others know."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import BinaryIO, NamedTuple, Protocol, TypeVar
+
+from ipc.codec import decode, encode
+from ipc.errors import IPCError
+from ipc.shared_array import SharedArray
+from ipc.task_queue import RankQueue
+from transfer_manager.errors import StorageRefusedError, TransferError
+from transfer_manager.kv_memory import KVHandle
+from transfer_manager.rank_signal import RankSignal, RankState
+from transfer_manager.supervisor import EXIT_REFUSED
+from transfer_manager.task import (
+    Direction,
+    DoneMessage,
+    Lane,
+    ProcessSetup,
+    ReadyMessage,
+    StopMessage,
+    SwapMessage,
+    ToRank,
+)
+
+logger = logging.getLogger(__name__)
+
+EXIT_ENGINE_GONE = 4
+_PR_SET_PDEATHSIG = 1
+S = TypeVar("S", bound=ProcessSetup)
+_SETUP_HEADER = struct.Struct("<I")
+
+
+def write_setup(pipe: BinaryIO, setup: ProcessSetup) -> None:
+    """Engine side: send the set-up down a process's standard input, which stays open as long as the engine lives."""
+    data = encode(setup)
+    pipe.write(_SETUP_HEADER.pack(len(data)) + data)
+    pipe.flush()
+
+
+def read_setup(fd: int, setup_type: type[S]) -> S:
+    """Process side of `write_setup`."""
+    (num_bytes,) = _SETUP_HEADER.unpack(_read_exactly(fd, _SETUP_HEADER.size))
+    setup: S = decode(_read_exactly(fd, num_bytes), setup_type)
+    return setup
+
+
+def _read_exactly(fd: int, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        piece = os.read(fd, num_bytes - len(data))
+        if not piece:
+            os._exit(EXIT_ENGINE_GONE)
+        data += piece
+    return data
+
+
+def end_with_engine(engine_pid: int, fd: int) -> None:
+    """End this process when the engine does, by two independent ways.
+
+    The kernel kills it when the engine thread that spawned it ends, which reaches even a stopped process. It reads end
+    of file when the last copy of the engine's pipe end is gone, which also covers an engine that died before the
+    first way was set up.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        logger.warning("event=no_parent_death_signal errno=%d", ctypes.get_errno())
+    if os.getppid() != engine_pid:
+        os._exit(EXIT_ENGINE_GONE)
+
+    def watch() -> None:
+        while os.read(fd, 1):  # the bare descriptor: a buffered reader's lock would block the interpreter's own end
+            pass
+        os._exit(EXIT_ENGINE_GONE)  # not sys.exit: the main thread may be inside a copy or asleep on the queue
+
+    threading.Thread(target=watch, name="engine-watch", daemon=True).start()
+
+
+class Moved(NamedTuple):
+    """What a task came to."""
+
+    num_bytes: int
+    num_blocks: int = 0
+
+
+class Executor(Protocol):
+    """Does the tasks of a process; one of each lane at a time."""
+
+    new_kv: KVHandle | None  # KV arrays that it has made
+    needs_token_ids: bool
+
+    @property
+    def is_lost(self) -> bool:
+        """It can do nothing any more: the process has to be replaced."""
+        ...
+
+    def bind_thread(self) -> None:
+        """Called once by the thread of each lane."""
+        ...
+
+    def do(self, task: SwapMessage) -> Moved:
+        """One task; whatever it raises is that task's failure."""
+        ...
+
+    def close(self) -> None:
+        """After the last task."""
+        ...
+
+
+class LaneServer:
+    """A thread for each lane works; a timer thread beats, so that a long task does not look like death.
+
+    Each lane has its own connection, so that a task changes threads nowhere on its way.
+    """
+
+    def __init__(self, setup: ProcessSetup, signal_: RankSignal, executor: Executor) -> None:
+        self._setup, self._signal, self._executor = setup, signal_, executor
+
+    def run(self) -> None:
+        """Serve tasks until told to stop."""
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        self._signal.state = RankState.READY
+        out = threading.Thread(target=self._serve_lane, args=(Lane.OUT,), name="lane-out")
+        out.start()
+        self._serve_lane(Lane.IN)
+        self._signal.state = RankState.STOPPING
+        out.join()
+        self._executor.close()
+        logger.info("event=stopped rank=%d", self._setup.rank)
+
+    def _serve_lane(self, lane: Lane) -> None:
+        setup, executor = self._setup, self._executor
+        try:
+            executor.bind_thread()
+            queue = RankQueue(setup.queue_address, setup.max_tasks_in_flight, lane)
+            queue.put(encode(ReadyMessage(setup.incarnation, lane, executor.new_kv, executor.needs_token_ids)))
+            logger.info("event=ready rank=%d incarnation=%d lane=%s", setup.rank, setup.incarnation, lane.name)
+            while True:
+                message: ToRank = decode(queue.get(), ToRank)
+                if isinstance(message, StopMessage):
+                    break
+                self._signal.set_busy(lane, True)
+                done = self._serve(message)
+                if executor.is_lost:  # unanswered: its blocks are free once this process is reaped
+                    raise SystemExit("what this process works on is lost to it; a new one begins afresh")
+                self._signal.set_busy(lane, False)
+                queue.put(encode(done))
+            queue.close()
+        except BaseException:
+            logger.exception("event=lane_failed lane=%s", lane.name)
+            os._exit(1)  # one lane without the other serves nobody: the engine sees the death and starts anew
+
+    def _serve(self, task: SwapMessage) -> DoneMessage:
+        started = time.monotonic()
+        moved, error = Moved(0), self._refusal(task, started)
+        if error is None:
+            try:
+                moved = self._executor.do(task)
+            except Exception as failure:  # the task boundary: any failure is this task's, never the process's
+                logger.exception("event=task_failed task_id=%d", task.task_id)
+                error = f"{type(failure).__name__}: {failure}"
+        if error is not None and task.direction is Direction.SWAP_IN:
+            self._signal.set_failed(task.task_id)
+        seconds = time.monotonic() - started
+        logger.debug("event=task task_id=%d %s seconds=%.6f error=%s", task.task_id, moved, seconds, error)
+        return DoneMessage(task.task_id, task.incarnation, moved.num_bytes, moved.num_blocks, seconds, error)
+
+    def _refusal(self, task: SwapMessage, now: float) -> str | None:
+        if task.incarnation != self._setup.incarnation:
+            return f"task is for incarnation {task.incarnation}, this is {self._setup.incarnation}"
+        if self._signal.is_cancelled(task.task_id):
+            return "cancelled before the rank began"
+        return "deadline passed before the rank began" if now > task.deadline else None
+
+    def _beat(self) -> None:
+        timer = threading.Event()
+        while not timer.wait(self._setup.heartbeat_seconds):
+            self._signal.beat()
+
+
+def serve_process(setup_type: type[S], open_executor: Callable[[S, SharedArray, RankSignal], Executor]) -> int:
+    """A process's main: set-up from standard input, log to standard error; returns the exit status.
+
+    `open_executor` gets the set-up, the rank's CPU blocks and its signal words.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides when ranks end
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    lifeline = sys.stdin.fileno()
+    setup = read_setup(lifeline, setup_type)
+    end_with_engine(setup.engine_pid, lifeline)
+    try:
+        words = RankSignal(SharedArray(setup.signal_fd, RankSignal.NUM_BYTES))
+        cpu = SharedArray(setup.cpu_fd, os.fstat(setup.cpu_fd).st_size)
+        executor = open_executor(setup, cpu, words)
+    except (TransferError, IPCError) as error:  # what is missing, for the engine's message: no traceback
+        logger.error("event=cannot_start rank=%d reason=%s", setup.rank, error)
+        return EXIT_REFUSED if isinstance(error, StorageRefusedError) else 1
+    LaneServer(setup, words, executor).run()
+    return 0

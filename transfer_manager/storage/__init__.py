@@ -1,0 +1,34 @@
+"""Stores below the CPU tier: one protocol, and how one is opened by its name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from transfer_manager.errors import StorageRefusedError
+from transfer_manager.storage.base import OpenStorage, Segment, Storage
+from transfer_manager.storage.keys import KeySpace
+
+_CLASSES = {
+    "file": "transfer_manager.storage.file_store:FileStorage",
+    "mooncake": "transfer_manager.storage.mooncake:MooncakeStorage",
+    "valkey": "transfer_manager.storage.valkey:ValkeyStorage",
+}
+
+
+def open_storage(kind: str, options: Mapping[str, Any], space: KeySpace, segment: Segment) -> Storage:
+    """Open a store: a built-in one, or `module:Class`, imported here and now.
+
+    Raises:
+        StorageRefusedError: it cannot be found, a package is missing, or its settings are wrong.
+        StorageError: it cannot be reached now.
+    """
+    module, _, name = _CLASSES.get(kind, kind).partition(":")
+    try:
+        opener: OpenStorage = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise StorageRefusedError(
+            f"storage.kind is {kind!r}, and {module}:{name} cannot be imported: {error}"
+        ) from error
+    return opener(options, space, segment)

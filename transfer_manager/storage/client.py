@@ -1,0 +1,159 @@
+"""The door to the storage processes, one beside each rank's transfer process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+from ipc.shared_array import SharedArray
+from transfer_manager.client import OnResult, RankStatus, ignore_kv_lost
+from transfer_manager.config import TransferConfig
+from transfer_manager.errors import StorageRefusedError
+from transfer_manager.layout import RankLayout
+from transfer_manager.process_client import ProcessClient
+from transfer_manager.rank_io import RankIO
+from transfer_manager.rank_kv import RankKV
+from transfer_manager.rank_process import RankProcess
+from transfer_manager.rank_signal import RankSignal
+from transfer_manager.storage.config import StorageConfig
+from transfer_manager.storage.keys import KeySpace
+from transfer_manager.task import Direction, StorageSetup, TransferTask
+
+logger = logging.getLogger(__name__)
+
+_RESTART_BACKOFF_SECONDS = 0.5  # doubles with each death in a minute, so up to half a minute: a store may come back
+_NEVER_GIVE_UP = 10**6
+
+
+class StorageClient(Protocol):
+    """Takes tasks of storage, answers each exactly once: the part of `TransferClient` that storage has."""
+
+    def start(self, on_result: OnResult) -> None:
+        """Open the stores. One that cannot be reached in time is tried again and again, and tasks fail until then.
+
+        Raises:
+            StorageRefusedError: the settings are wrong; everything is gone again.
+        """
+        ...
+
+    def submit(self, task: TransferTask) -> None:
+        """See `TransferClient`."""
+        ...
+
+    def cancel(self, task_id: int) -> None:
+        """See `TransferClient`."""
+        ...
+
+    def has_room(self, direction: Direction) -> bool:
+        """See `TransferClient`."""
+        ...
+
+    @property
+    def available(self) -> bool:
+        """Whether every rank's store is open."""
+        ...
+
+    @property
+    def needs_token_ids(self) -> bool:
+        """Whether the store wants the prompt's tokens beside the hashes; known once it is open."""
+        ...
+
+    def statuses(self) -> list[RankStatus]:
+        """See `TransferClient`."""
+        ...
+
+    def stop(self) -> None:
+        """See `TransferClient`."""
+        ...
+
+
+class _Words:
+    """The signal words of one storage process."""
+
+    def __init__(self, rank: int) -> None:
+        self.array = SharedArray.create(f"storage-signal-rank{rank}", RankSignal.NUM_BYTES)
+        self.signal = RankSignal(self.array)
+
+
+class StorageProcesses(ProcessClient):
+    """See `StorageClient`. The CPU blocks are the transfer client's, which has to live longer."""
+
+    def __init__(
+        self,
+        config: StorageConfig,
+        transfer: TransferConfig,
+        *,
+        layout: RankLayout,
+        block_size: int,
+        segments: Sequence[SharedArray],
+    ) -> None:
+        """`segments`: the CPU blocks of each rank. `block_size` in tokens."""
+        super().__init__(
+            TransferConfig(
+                tp_size=transfer.tp_size,
+                data_parallel_id=transfer.data_parallel_id,
+                log_dir=transfer.log_dir,
+                start_timeout_seconds=config.start_timeout_seconds,
+                task_timeout_seconds=config.task_timeout_seconds,
+                heartbeat_seconds=transfer.heartbeat_seconds,
+                heartbeat_timeout_seconds=transfer.heartbeat_timeout_seconds,
+                stop_timeout_seconds=transfer.stop_timeout_seconds,
+                max_restarts=_NEVER_GIVE_UP,
+                restart_backoff_seconds=_RESTART_BACKOFF_SECONDS,
+            )
+        )
+        self._storage, self._layout, self._segments = config, layout, segments
+        ranks = range(transfer.tp_size)
+        self._spaces = [KeySpace.of(config.weights_id, layout, block_size, rank, transfer.tp_size) for rank in ranks]
+        self._words = [_Words(rank) for rank in ranks]
+
+    def start(self, on_result: OnResult) -> None:
+        kv = [RankKV(rank, self._layout, 0, None) for rank in range(self._config.tp_size)]
+        io = RankIO(
+            self._config,
+            spawn=self._spawn,
+            memory=self._words,
+            kv=kv,
+            on_result=on_result,
+            on_kv_lost=ignore_kv_lost,
+            optional=True,
+        )
+        self._start_io(io, on_result, self._storage.start_timeout_seconds)
+        if io.start_failure is not None:
+            self.stop()
+            raise StorageRefusedError(io.start_failure)
+        if not io.all_ready.is_set():
+            logger.warning("event=storage_late kind=%s action=go_on_without", self._storage.kind)
+
+    def cancel(self, task_id: int) -> None:
+        for words in self._words:
+            words.signal.cancel(task_id)
+
+    @property
+    def needs_token_ids(self) -> bool:
+        return self._io is not None and self._io.needs_token_ids
+
+    def _spawn(self, rank: int, incarnation: int, queue_address: str) -> RankProcess:
+        segment, words, space = self._segments[rank], self._words[rank], self._spaces[rank]
+        setup = StorageSetup(
+            rank=rank,
+            incarnation=incarnation,
+            engine_pid=os.getpid(),
+            queue_address=queue_address,
+            num_cpu_blocks=segment.num_bytes // space.object_bytes,
+            cpu_fd=segment.fd,
+            signal_fd=words.array.fd,
+            heartbeat_seconds=self._config.heartbeat_seconds,
+            max_tasks_in_flight=self._config.max_tasks_in_flight,
+            kind=self._storage.kind,
+            options=self._storage.store_options(self._config.tp_size),
+            space=space,
+        )
+        program = "transfer_manager.storage"
+        return RankProcess(setup, self._config, (segment.fd, words.array.fd), program)
+
+    def _close_memory(self) -> None:
+        for words in self._words:
+            words.array.close()

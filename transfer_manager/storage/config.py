@@ -1,0 +1,116 @@
+"""How storage is reached: settings of the engine's side, handed to the storage processes as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from transfer_manager.config import check_integers
+from transfer_manager.errors import LayoutError
+
+STORES = ("file", "mooncake", "valkey")
+ADMISSIONS = ("second_use", "all", "priority")
+_OF_STORE = {
+    "file": ("folder", "capacity_bytes", "slab_bytes", "admission", "min_priority", "num_io_threads"),
+    "mooncake": (
+        "master_address", "metadata_server", "protocol", "device_name", "local_hostname", "segment_bytes",
+    ),
+    "valkey": ("server_url", "password_file", "tls_ca_file", "time_to_live_seconds"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageConfig:
+    """A store below the CPU tier.
+
+    Args:
+        kind: `file`, `mooncake`, `valkey`, or `module:Class` of a store of your own (`transfer_manager.storage.base`).
+        weights_id: names the model's weights: a revision, or `weights_id_of(files)`. Needed: a prefix that other
+            weights have computed must never be found. New weights, new id.
+        staging_bytes: of a rank's CPU memory that storage goes through where there is no CPU tier.
+        start_timeout_seconds: how long the engine's start waits for the store; after that it starts without.
+        task_timeout_seconds: a read or write that takes longer is given up, and its process replaced.
+        breaker_failures: so many failures in a row and the store is left alone
+        breaker_seconds: for so long, then it is probed; the pause doubles with each failed probe, up to 60 s.
+        options: for a store of your own.
+
+        folder: (file) where it lives; made where it is missing.
+        capacity_bytes: (file) of all ranks together.
+        slab_bytes: (file) size of its files.
+        admission: (file) which blocks are written: `second_use` those that are offered again, `priority` those of
+            requests with at least `min_priority`, or `all`.
+        min_priority: (file) see there.
+        num_io_threads: (file) reads and writes in flight at a time, each.
+        master_address, metadata_server, protocol, device_name, local_hostname: (mooncake) as Mooncake's own set-up.
+        segment_bytes: (mooncake) memory that each rank lends to the cluster; 0 lends none.
+        server_url: (valkey) `unix:///path`, `valkey://host:port/db`, `valkeys://` or `rediss://` with TLS.
+        password_file: (valkey) a file that holds the password, or user:password.
+        tls_ca_file: (valkey) a certificate authority to trust beside the system's.
+        time_to_live_seconds: (valkey) after which unused objects go; 0: never.
+    """
+
+    kind: str = "file"
+    weights_id: str
+    staging_bytes: int = 256 * 2**20
+    start_timeout_seconds: float = 10.0
+    task_timeout_seconds: float = 5.0
+    breaker_failures: int = 3
+    breaker_seconds: float = 5.0
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    folder: str | None = None
+    capacity_bytes: int = 10 * 10**9
+    slab_bytes: int = 2**30
+    admission: Literal["second_use", "all", "priority"] = "second_use"
+    min_priority: float = 50.0
+    num_io_threads: int = 4
+
+    master_address: str = "127.0.0.1:50051"
+    metadata_server: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    device_name: str = ""
+    local_hostname: str = "127.0.0.1"
+    segment_bytes: int = 2**30
+
+    server_url: str = "valkey://127.0.0.1:6379/0"
+    password_file: str | None = None
+    tls_ca_file: str | None = None
+    time_to_live_seconds: int = 0
+
+    def __post_init__(self) -> None:
+        check_integers(self, LayoutError, prefix="storage.")
+        if self.kind not in STORES and ":" not in self.kind:
+            raise LayoutError(f"storage.kind is {self.kind!r}; use one of {', '.join(STORES)}, or module:Class")
+        if not isinstance(self.weights_id, str) or not self.weights_id.strip():
+            raise LayoutError(
+                f"storage.weights_id is {self.weights_id!r}; name the weights (a revision, or weights_id_of(files)): "
+                "what other weights have computed must never be found"
+            )
+        if self.kind == "file" and not self.folder:
+            raise LayoutError("storage.folder is missing; a store of kind 'file' needs a folder of its own")
+        if self.admission not in ADMISSIONS:
+            raise LayoutError(f"storage.admission is {self.admission!r}; use one of {', '.join(ADMISSIONS)}")
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        for name in ("capacity_bytes", "slab_bytes", "staging_bytes", "breaker_failures", "num_io_threads"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"storage.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("start_timeout_seconds", "task_timeout_seconds", "breaker_seconds"):
+            if not 0 < getattr(self, name) < 86400:
+                raise LayoutError(f"storage.{name} is {getattr(self, name)}; it must be above 0 and below a day")
+        for name in ("segment_bytes", "time_to_live_seconds"):
+            if getattr(self, name) < 0:
+                raise LayoutError(f"storage.{name} is {getattr(self, name)}; it must not be negative")
+
+    def store_options(self, tp_size: int) -> dict[str, Any]:
+        """What the store of one rank is opened with: its own settings only; of `capacity_bytes` the rank's share."""
+        if self.kind not in STORES:
+            return dict(self.options)
+        values = dataclasses.asdict(self)
+        found = {name: values[name] for name in _OF_STORE[self.kind]}
+        if "capacity_bytes" in found:
+            found["capacity_bytes"] = self.capacity_bytes // tp_size
+        return found

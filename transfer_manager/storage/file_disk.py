@@ -1,0 +1,125 @@
+"""All that the file store asks of the operating system, in one place: a test puts a disk that loses writes here."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+_MAX_BUFFERS = 1024  # IOV_MAX of Linux
+Identity = tuple[int, int]
+
+
+class Disk:
+    """Files by descriptor. Every method may raise OSError; any thread may call. What is written survives a loss
+    of power from `sync` of its file on, a name in a folder from `sync_folder` on."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make it and what is missing above; for the owner's eyes, as blocks tell of prompts."""
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def open(self, path: Path, *, create: bool = False) -> int:
+        """A descriptor for reading and writing."""
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+
+    def open_to_read(self, path: Path) -> int:
+        """A descriptor for reading."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self, fd: int) -> None:
+        """Give a descriptor back, and the lock that it holds."""
+        os.close(fd)
+
+    def size(self, fd: int) -> int:
+        """Bytes of an open file."""
+        return os.fstat(fd).st_size
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill the buffers from there on, one behind the other. A file that ends before is an EIO."""
+        left = list(buffers)
+        while left:
+            num = os.preadv(fd, left[:_MAX_BUFFERS], offset)
+            if not num:
+                raise OSError(errno.EIO, f"the file ends at {offset}")
+            offset += num
+            left = _behind(left, num)
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write the buffers from there on, one behind the other."""
+        left = list(buffers)
+        while left:
+            num = os.pwritev(fd, left[:_MAX_BUFFERS], offset)
+            offset += num
+            left = _behind(left, num)
+
+    def allocate(self, fd: int, size: int) -> None:
+        """Give a file this size, with room on the disk for all of it."""
+        os.posix_fallocate(fd, 0, size)
+
+    def truncate(self, fd: int, size: int) -> None:
+        """Cut a file."""
+        os.ftruncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        """Make a file's bytes and size durable."""
+        os.fdatasync(fd)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Put a file in another's place."""
+        old.replace(new)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, where it is there."""
+        path.unlink(missing_ok=True)
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder."""
+        path.rmdir()
+
+    def lock(self, fd: int) -> bool:
+        """Take a file for this descriptor alone, if nobody has it; its end gives it back, however it comes."""
+        return _flock(fd, fcntl.LOCK_EX)
+
+    def lock_shared(self, fd: int) -> bool:
+        """Whether nobody has taken the file; holds off who would take it until the descriptor is closed."""
+        return _flock(fd, fcntl.LOCK_SH)
+
+    def identity(self, path: Path) -> Identity | None:
+        """Which file a path leads to now; None: to none."""
+        try:
+            found = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_dev, found.st_ino
+
+    def identity_of(self, fd: int) -> Identity:
+        """Which file a descriptor is of."""
+        found = os.fstat(fd)
+        return found.st_dev, found.st_ino
+
+
+def _flock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _behind(buffers: list[memoryview], num: int) -> list[memoryview]:
+    """What is left of the buffers behind their first `num` bytes."""
+    for i, buffer in enumerate(buffers):
+        if num < buffer.nbytes:
+            return [buffer[num:], *buffers[i + 1 :]]
+        num -= buffer.nbytes
+    return []

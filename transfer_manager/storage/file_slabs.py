@@ -1,0 +1,207 @@
+"""The file store's slabs: files of whole slots, made when they are needed, and the way of bytes into them and out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from transfer_manager.storage.base import seal
+from transfer_manager.storage.file_disk import Disk
+from transfer_manager.storage.file_journal import Geometry, Put
+from transfer_manager.storage.file_space import SLAB_GLOB, slab_path
+
+PAGE_BYTES = 4096
+_INLINE_BYTES = 256 * 2**10  # so little is moved faster than handed to a thread
+_RUN_BYTES = 2**20
+_T = TypeVar("_T")
+
+
+def slot_bytes_of(object_bytes: int) -> int:
+    """What an object takes: whole pages, unless it is smaller than one."""
+    return object_bytes if object_bytes < PAGE_BYTES else -(-object_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class Slabs:
+    """Slots 0 to `num_slots`, in files of `slots_per_slab`. One thread writes and grows, one reads, one syncs."""
+
+    def __init__(self, disk: Disk, path: Path, geometry: Geometry, num_slots: int) -> None:
+        self._disk = disk
+        self._path = path
+        self._geometry = geometry
+        self._num_slots = num_slots
+        self._fds: list[int] = []
+        self._sizes: list[int] = []  # in slots
+
+    def open(self) -> list[range]:
+        """Open the slabs that are there; returns the slots that they really have. Raises OSError."""
+        slab = 0
+        while slab * self._geometry.slots_per_slab < self._num_slots:
+            path = slab_path(self._path, slab)
+            if self._disk.identity(path) is None:
+                break
+            self._fds.append(self._disk.open(path))
+            size = self._disk.size(self._fds[slab]) // self._geometry.slot_bytes
+            self._sizes.append(min(size, self._target(slab)))
+            slab += 1
+        return [range(first, first + size) for first, size in zip(self._firsts(), self._sizes, strict=False)]
+
+    def cut(self) -> None:
+        """Give back what is beyond the capacity, now that the journal names none of it. Raises OSError."""
+        kept = {slab_path(self._path, slab) for slab in range(len(self._fds))}
+        for path in set(self._path.glob(SLAB_GLOB)) - kept:
+            self._disk.remove(path)
+        for slab, fd in enumerate(self._fds):
+            if self._disk.size(fd) > self._target(slab) * self._geometry.slot_bytes:
+                self._disk.truncate(fd, self._target(slab) * self._geometry.slot_bytes)
+
+    def _target(self, slab: int) -> int:
+        return min(self._geometry.slots_per_slab, self._num_slots - slab * self._geometry.slots_per_slab)
+
+    def _firsts(self) -> range:
+        return range(0, self._num_slots, self._geometry.slots_per_slab)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that there are on the disk now."""
+        return sum(self._sizes)
+
+    def grow(self, has_room: Callable[[int], bool]) -> range:
+        """Make the next slab, or the missing end of a short one, if there is room; returns its slots: none, when all
+        are there or `has_room` (which gets the bytes more) says no. Raises OSError, of a full disk too."""
+        slab = next((i for i, size in enumerate(self._sizes) if size < self._target(i)), len(self._fds))
+        first = slab * self._geometry.slots_per_slab
+        if first >= self._num_slots:
+            return range(0)
+        old, new = self._sizes[slab] if slab < len(self._fds) else 0, self._target(slab)
+        if not has_room((new - old) * self._geometry.slot_bytes):
+            return range(0)
+        path = slab_path(self._path, slab)
+        fd = self._fds[slab] if slab < len(self._fds) else self._disk.open(path, create=True)
+        try:
+            self._disk.allocate(fd, new * self._geometry.slot_bytes)
+            # Another engine with another space here grew at the same moment, and both had seen room: both go back.
+            if not has_room(0):
+                self._shrink(slab, fd, old)
+                return range(0)
+            self._disk.sync_folder(self._path)
+        except OSError:
+            self._shrink(slab, fd, old)
+            raise
+        if slab == len(self._fds):
+            self._fds.append(fd)
+            self._sizes.append(0)
+        self._sizes[slab] = new
+        return range(first + old, first + new)
+
+    def _shrink(self, slab: int, fd: int, size: int) -> None:
+        if slab < len(self._fds):
+            self._disk.truncate(fd, size * self._geometry.slot_bytes)
+        else:
+            self._disk.close(fd)
+            self._disk.remove(slab_path(self._path, slab))
+
+    def place(self, slot: int) -> tuple[int, int]:
+        """A slot's file and offset."""
+        slab, at = divmod(slot, self._geometry.slots_per_slab)
+        return self._fds[slab], at * self._geometry.slot_bytes
+
+    def sync(self, slots: Iterable[int]) -> None:
+        """Make what is in these slots durable. Raises OSError."""
+        for slab in sorted({slot // self._geometry.slots_per_slab for slot in slots}):
+            self._disk.sync(self._fds[slab])
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for fd in self._fds:
+            self._disk.close(fd)
+        self._fds.clear()
+
+
+class Mover:
+    """Moves objects between memory and slots in one direction, several at a time. One thread calls."""
+
+    def __init__(self, disk: Disk, slabs: Slabs, geometry: Geometry, object_bytes: int, num_threads: int) -> None:
+        self._disk = disk
+        self._slabs = slabs
+        self._slots_per_slab = geometry.slots_per_slab
+        self._object_bytes = object_bytes
+        # Small objects in neighbouring slots go in one call, where no padding is between them.
+        self._max_run = max(_RUN_BYTES // object_bytes, 1) if geometry.slot_bytes == object_bytes else 1
+        self._num_threads = num_threads
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-file")
+
+    def write(self, hashes: Sequence[bytes], slots: Sequence[int], buffers: Sequence[memoryview]) -> list[Put]:
+        """Write objects to slots. Raises OSError; then what the slots hold is undefined."""
+
+        def write_part(start: int, end: int) -> list[Put]:
+            seals: list[bytes] = []
+            for first, last in self._runs(slots, start, end):
+                seals += map(seal, hashes[first:last], buffers[first:last])
+                self._disk.write(*self._call(slots[first], buffers[first:last]))
+            return list(map(Put, slots[start:end], seals, hashes[start:end]))
+
+        return [put for part in self._in_parts(len(slots), write_part) for put in part]
+
+    def read(self, puts: Sequence[Put], buffers: Sequence[memoryview]) -> list[int]:
+        """Read objects; returns the positions, in no order, of those whose bytes are not what was written."""
+        slots = [put.slot for put in puts]
+
+        def read_part(start: int, end: int) -> list[int]:
+            bad: list[int] = []
+            for first, last in self._runs(slots, start, end):
+                unread = self._read_run(slots, buffers, first, last)
+                bad += unread
+                bad += [
+                    i
+                    for i in range(first, last)
+                    if i not in unread and seal(puts[i].block_hash, buffers[i]) != puts[i].seal
+                ]
+            return bad
+
+        return [i for part in self._in_parts(len(puts), read_part) for i in part]
+
+    def _read_run(self, slots: Sequence[int], buffers: Sequence[memoryview], first: int, last: int) -> list[int]:
+        """Read neighbours; returns the positions of those that cannot be read."""
+        try:
+            self._disk.read(*self._call(slots[first], buffers[first:last]))
+        except OSError:
+            if last - first == 1:
+                return [first]
+            return [bad for i in range(first, last) for bad in self._read_run(slots, buffers, i, i + 1)]
+        return []
+
+    def _call(self, slot: int, buffers: Sequence[memoryview]) -> tuple[int, Sequence[memoryview], int]:
+        fd, offset = self._slabs.place(slot)
+        return fd, buffers, offset
+
+    def _runs(self, slots: Sequence[int], start: int, end: int) -> Iterator[tuple[int, int]]:
+        """First and behind the last of neighbours within one slab."""
+        first = start
+        for i in range(start + 1, end + 1):
+            if (
+                i == end
+                or i - first == self._max_run
+                or slots[i] != slots[i - 1] + 1
+                or not slots[i] % self._slots_per_slab
+            ):
+                yield first, i
+                first = i
+
+    def _in_parts(self, num: int, do_part: Callable[[int, int], _T]) -> list[_T]:
+        """Have the threads do a part each, of objects in a row; returns when all have ended. Raises what one raised."""
+        if num * self._object_bytes <= _INLINE_BYTES or num == 1:
+            return [do_part(0, num)]
+        num_parts = min(self._num_threads, num)
+        bounds = [num * i // num_parts for i in range(num_parts + 1)]
+        parts: list[Future[_T]] = [self._pool.submit(do_part, bounds[i], bounds[i + 1]) for i in range(num_parts)]
+        errors = [part.exception() for part in parts]
+        for error in errors:
+            if error is not None:
+                raise error
+        return [part.result() for part in parts]
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()

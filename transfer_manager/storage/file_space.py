@@ -1,0 +1,156 @@
+"""The folders of key spaces: what they are called, who has them, and how room is made among them.
+
+A space's folder has `space.json`, `lock`, `journal` and slabs. Whoever holds the lock owns the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from transfer_manager.errors import StorageError, StorageRefusedError
+from transfer_manager.storage.file_disk import Disk
+from transfer_manager.storage.file_journal import JOURNAL_NAME, TEMPORARY_SUFFIX
+from transfer_manager.storage.keys import KeySpace
+
+SPACE_NAME, LOCK_NAME = "space.json", "lock"
+SLAB_GLOB = "slab-*"
+
+
+def slab_path(path: Path, slab: int) -> Path:
+    """Where a space's slab is."""
+    return path / f"slab-{slab:05}"
+
+
+def find_spaces(folder: Path) -> Iterator[tuple[Path, KeySpace]]:
+    """All spaces of a store's folder. Raises OSError."""
+    for path in sorted(folder.glob(f"*/{SPACE_NAME}")):
+        try:
+            yield path.parent, msgspec.json.decode(path.read_bytes(), type=KeySpace)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            continue  # removed meanwhile, or not ours
+
+
+def slab_bytes(path: Path) -> int:
+    """What the slabs of a space take on the disk. Raises OSError."""
+    total = 0
+    for slab in path.glob(SLAB_GLOB):
+        try:
+            total += slab.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def last_written(path: Path) -> float:
+    """When the journal of a space was written, in seconds; 0 where it has none."""
+    try:
+        return (path / JOURNAL_NAME).stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def open_space(disk: Disk, folder: Path, space: KeySpace) -> tuple[Path, int]:
+    """Make and take a space's folder; returns it and the descriptor that holds its lock. Raises OSError,
+    `StorageRefusedError` while another engine has it, `StorageError` when a passer-by holds it for a moment."""
+    path = folder / space.digest
+    if not folder.exists():
+        disk.make_folder(folder)
+        disk.sync_folder(folder.parent)
+    disk.make_folder(path)
+    fd = _lock(disk, path)
+    if fd is None:
+        if is_locked(disk, path):
+            raise StorageRefusedError(f"{path} is in use by another engine; give each engine a folder of its own")
+        raise StorageError(f"{path} was being looked at or removed by another process; try again")
+    try:
+        for temporary in path.glob(f"*{TEMPORARY_SUFFIX}"):
+            disk.remove(temporary)
+        _describe(disk, path, space)
+        disk.sync_folder(folder)
+    except OSError:
+        disk.close(fd)
+        raise
+    return path, fd
+
+
+def _describe(disk: Disk, path: Path, space: KeySpace) -> None:
+    data = msgspec.json.format(msgspec.json.encode(space), indent=2)
+    name = path / SPACE_NAME
+    if name.exists() and name.read_bytes() == data:
+        return
+    temporary = name.with_suffix(TEMPORARY_SUFFIX)
+    fd = disk.open(temporary, create=True)
+    try:
+        disk.write(fd, [memoryview(data)], 0)
+        disk.sync(fd)
+    finally:
+        disk.close(fd)
+    disk.rename(temporary, name)
+    disk.sync_folder(path)
+
+
+def _lock(disk: Disk, path: Path) -> int | None:
+    fd = disk.open(path / LOCK_NAME, create=True)
+    try:
+        # A: opens the file. B: holds its lock, removes the space and with it the file, lets go. A: gets the lock of a
+        # file that no one will ever open again, beside C, who makes a new one.
+        if disk.lock(fd) and disk.identity(path / LOCK_NAME) == disk.identity_of(fd):
+            return fd
+    except OSError:
+        disk.close(fd)
+        raise
+    disk.close(fd)
+    return None
+
+
+def is_locked(disk: Disk, path: Path) -> bool:
+    """Whether a living process has the space. Raises OSError."""
+    try:
+        fd = disk.open_to_read(path / LOCK_NAME)
+    except FileNotFoundError:
+        return False
+    try:
+        return not disk.lock_shared(fd)
+    finally:
+        disk.close(fd)
+
+
+def remove_space(disk: Disk, path: Path) -> bool:
+    """Remove a space with all that is in it, unless somebody has it; returns whether. Raises OSError.
+
+    The journal goes first and the name last: a crash leaves a space without objects that still is found and removed.
+    """
+    try:
+        fd = _lock(disk, path)
+    except FileNotFoundError:  # someone else has removed it
+        return False
+    if fd is None:
+        return False
+    try:
+        for name in (JOURNAL_NAME, *sorted(file.name for file in path.glob(SLAB_GLOB)), SPACE_NAME):
+            disk.remove(path / name)
+        for temporary in path.glob(f"*{TEMPORARY_SUFFIX}"):
+            disk.remove(temporary)
+        disk.remove(path / LOCK_NAME)
+    finally:
+        disk.close(fd)
+    with suppress(OSError):  # an engine may be opening it again: not empty
+        disk.remove_folder(path)
+    return True
+
+
+def make_room(disk: Disk, own: Path, rank: int, capacity_bytes: int, num_bytes: int) -> bool:
+    """Whether a rank's own space may grow by so much; removes the rank's other spaces for it that no one has, those
+    first that were written to the longest time ago. Raises OSError."""
+    others = [path for path, space in find_spaces(own.parent) if space.rank == rank and path != own]
+    sizes = {path: slab_bytes(path) for path in (*others, own)}
+    for path in sorted(others, key=last_written):
+        if sum(sizes.values()) + num_bytes <= capacity_bytes:
+            break
+        if remove_space(disk, path):
+            del sizes[path]
+    return sum(sizes.values()) + num_bytes <= capacity_bytes

@@ -1,0 +1,72 @@
+"""What objects in storage are called: a name is met again only by a cache that would compute the same bytes.
+
+A key is the key space's digest and the block hash. The space holds all that decides a block's bytes beside its tokens:
+weights, layout, block size, rank and world size; the block hash has tokens, extra keys and namespace in it
+(`fastdeploy_cache.block_hash`). Digests are SHA-256 over msgpack of fixed fields, cut to 16 bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Self
+
+import msgspec
+
+from transfer_manager.layout import RankLayout
+
+KEY_VERSION = 1
+
+
+class KeySpace(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's corner of a store. `layout` is `describe_image` of its blocks."""
+
+    weights_id: str
+    layout: str
+    object_bytes: int
+    block_size: int
+    rank: int
+    tp_size: int
+    version: int = KEY_VERSION
+
+    @classmethod
+    def of(cls, weights_id: str, layout: RankLayout, block_size: int, rank: int, tp_size: int) -> Self:
+        """The space of one rank's blocks."""
+        return cls(
+            weights_id=weights_id,
+            layout=describe_image(layout),
+            object_bytes=layout.block_bytes,
+            block_size=block_size,
+            rank=rank,
+            tp_size=tp_size,
+        )
+
+    @property
+    def weights_digest(self) -> str:
+        """32 hexadecimal digits for the weights alone: what all spaces of these weights have in common."""
+        return _digest(self.weights_id.encode())
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits for the whole space."""
+        return _digest(msgspec.msgpack.encode(self))
+
+    def key(self, block_hash: bytes) -> str:
+        """The name of a block's object in a store of strings."""
+        return f"{self.prefix}{block_hash.hex()}"
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of this space begin with."""
+        return f"fdc{self.version}:{self.weights_digest}:{self.digest}:"
+
+
+def describe_image(layout: RankLayout) -> str:
+    """How a block's image in the CPU tier is made up; where the pieces lie on a device does not matter."""
+    parts = ", ".join(
+        f"{part.name} {part.dtype}{list(part.shape)} tokens at {part.token_axis}" for part in layout.parts
+    )
+    return f"{layout.num_layers} layers of {parts}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]

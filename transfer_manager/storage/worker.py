@@ -1,0 +1,109 @@
+"""The rank's storage process: moves blocks between its CPU tier and a store, apart from the copies of other tiers.
+
+A process of its own, because a call into a store may hang, crash or go on for half a minute whatever time-out it was
+given: it is killed then, and loads from the CPU tier never notice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+
+from ipc.errors import IPCError
+from ipc.shared_array import SharedArray
+from transfer_manager.errors import StorageError, StorageGoneError
+from transfer_manager.kv_memory import KVHandle
+from transfer_manager.lanes import Moved, serve_process
+from transfer_manager.rank_signal import RankSignal
+from transfer_manager.storage import open_storage
+from transfer_manager.storage.base import Blocks
+from transfer_manager.task import Direction, StorageSetup, SwapMessage, unpack_ids
+
+_HASH_BYTES = 32
+
+
+class StorageExecutor:
+    """See `transfer_manager.lanes.Executor`."""
+
+    new_kv: KVHandle | None = None
+
+    def __init__(self, setup: StorageSetup, cpu: SharedArray, signal: RankSignal) -> None:  # noqa: ARG002
+        """Open the store over the rank's CPU blocks, which are never initialised here.
+
+        Raises:
+            StorageRefusedError, StorageError: it cannot be opened.
+        """
+        size = setup.space.object_bytes
+        if cpu.num_bytes < setup.num_cpu_blocks * size:
+            raise IPCError(f"the CPU blocks have {cpu.num_bytes} bytes, too few for {setup.num_cpu_blocks} blocks")
+        self._segment = cpu.view(np.uint8, (setup.num_cpu_blocks, size))
+        self._base = self._segment.__array_interface__["data"][0]
+        self._size = size
+        self._store = open_storage(setup.kind, setup.options, setup.space, self._segment)
+        self.needs_token_ids = self._store.needs_token_ids
+        self.is_lost = False
+        self._one_writer = threading.Lock()  # probes write, too, and come on the lane of reads
+
+    def bind_thread(self) -> None:
+        pass
+
+    def do(self, task: SwapMessage) -> Moved:
+        try:
+            return self._do(task)
+        except StorageGoneError:
+            self.is_lost = True
+            raise
+
+    def _do(self, task: SwapMessage) -> Moved:
+        store, direction = self._store, task.direction
+        if direction is Direction.LOOKUP:
+            return Moved(0, store.count_leading(self._blocks(task, b"")))
+        if direction is Direction.PREFETCH:
+            num_whole = store.read(self._blocks(task, task.destination_ids))
+            return Moved(num_whole * self._size, num_whole)
+        if direction is Direction.WRITE:
+            with self._one_writer:
+                written = store.write(self._blocks(task, task.source_ids))
+            return Moved(written.num_bytes, written.num_leading)
+        if direction is Direction.PROBE:
+            return self._probe(task)
+        raise StorageError(f"a storage process does not {direction.value}")
+
+    def _blocks(self, task: SwapMessage, packed_ids: bytes) -> Blocks:
+        hashes = [task.hashes[i : i + _HASH_BYTES] for i in range(0, len(task.hashes), _HASH_BYTES)]
+        ids = unpack_ids(packed_ids).tolist()
+        if packed_ids and (len(ids) != len(hashes) or not all(0 <= i < len(self._segment) for i in ids)):
+            raise StorageError(f"{len(hashes)} hashes with {len(ids)} blocks, or an id outside the CPU pool")
+        return Blocks(
+            hashes=hashes,
+            buffers=[memoryview(self._segment[i]) for i in ids],
+            addresses=[self._base + i * self._size for i in ids],
+            token_ids=np.frombuffer(task.token_ids, "<i4") if task.token_ids else None,
+            priority=task.priority,
+        )
+
+    def _probe(self, task: SwapMessage) -> Moved:
+        """Write, read and remove the block that the task lends: `num_bytes` is what a second of reading would move."""
+        blocks = self._blocks(task, task.destination_ids)
+        noise = np.random.default_rng().bytes(self._size)
+        blocks.buffers[0][:] = noise
+        with self._one_writer:
+            num_written = max(self._store.write(blocks).num_leading for _ in range(2))  # twice: a filter may want that
+        started = time.monotonic()
+        num_whole = self._store.read(blocks) if num_written else 0
+        seconds = time.monotonic() - started
+        if num_written and (not num_whole or bytes(blocks.buffers[0]) != noise):
+            raise StorageError("a block that was just written cannot be read back")
+        with self._one_writer:
+            self._store.remove(blocks.hashes)
+        return Moved(int(self._size / max(seconds, 1e-6)) if num_written else 0, num_whole)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def main() -> int:
+    """The process's entry."""
+    return serve_process(StorageSetup, StorageExecutor)
