@@ -9,7 +9,7 @@ import threading
 
 from fastdeploy_cache import PrefixCacheManager
 from tests.faults.engine import Engine, new_config
-from transfer_manager import rank_io
+from transfer_manager import rank_client
 from transfer_manager.rank_process import RankProcess
 from transfer_manager.task import RankSetup
 
@@ -49,5 +49,5 @@ class DeadlySpawn(RankProcess):
 
 if __name__ == "__main__":
     if sys.argv[1] == "dies-in-start":
-        rank_io.RankProcess = DeadlySpawn  # type: ignore[misc]
+        rank_client.RankProcess = DeadlySpawn  # type: ignore[misc]
     run(busy=sys.argv[1] == "busy")
