@@ -24,6 +24,7 @@ from transfer_manager.task import Direction, TransferResult, TransferTask
 
 _CHUNK_BYTES = 16 * 2**20  # of a task: small enough that loads to the GPU follow soon, large enough for a disk
 _MAX_REMEMBERED = 4096  # prefetches of requests that were never matched
+_PROBE_SECONDS = 30.0  # between probes of a store that is slower than computing
 _NO_IDS = np.empty(0, np.int32)
 
 
@@ -127,6 +128,7 @@ class StorageTier:
         self._lookups: dict[int, StoragePrefetch] = {}
         self._writes: dict[int, _Write] = {}
         self._probes: dict[int, array[int]] = {}
+        self._probed_at = 0.0
         self._queue: OrderedDict[Run, None] = OrderedDict()
         self._num_fetching = self._num_writing = 0  # blocks
         self._by_request: OrderedDict[str, StoragePrefetch] = OrderedDict()
@@ -145,7 +147,11 @@ class StorageTier:
         """Whether to ask for so many blocks at all."""
         if not self._is_usable(self.reading, Direction.LOOKUP, now) or num_missing_blocks < self._limits.min_blocks:
             return False
-        return self._speeds.is_worth_fetching(num_missing_blocks)
+        if self._speeds.is_worth_fetching(num_missing_blocks):
+            return True
+        if now - self._probed_at > _PROBE_SECONDS and not self._probes:  # it may have become faster
+            self.probe()
+        return False
 
     def start(self, request_id: str, prefetch: StoragePrefetch) -> None:
         """Ask how much of it is there; `finish` goes on from the answer."""
@@ -255,6 +261,7 @@ class StorageTier:
         """Find out whether the store works and how fast it is, with one block lent to it."""
         if not self._tree.residency.num_available(CPU) or not self.client.available:
             return
+        self._probed_at = time.monotonic()
         self._tree.residency.evict(CPU, max(0, 1 - self._pool.num_free))
         ids = self._pool.allocate(1, TASK)
         for breaker in (self.reading, self.writing):

@@ -49,6 +49,7 @@ class CacheModel:
         self.size, self.num_gpu, self.num_cpu = block_size, num_gpu, num_cpu
         self.client = SimulatedClient(num_gpu, num_cpu)
         config = CacheConfig(
+            **{"load_policy": "always", **settings},
             block_size=block_size,
             num_gpu_blocks=num_gpu,
             num_cpu_blocks=num_cpu,
@@ -56,7 +57,6 @@ class CacheModel:
             eviction_policy=policy,
             recompute_last_token=recompute_last_token,
             cpu_write_policy=write_policy,  # type: ignore[arg-type]
-            **settings,
         )
         self.cache = PrefixCacheManager(config, client=self.client, clock=clock)
         self.live: list[LiveRequest] = []

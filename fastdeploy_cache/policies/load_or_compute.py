@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _WEIGHT = 0.2  # of the newest sample in a moving mean
+_TRY_AGAIN = 16  # of so many prefixes that would be slower to load one is loaded
 _MIN_SAMPLE_TOKENS = 32  # fewer say more about the step around them
 
 
@@ -32,6 +33,7 @@ class LoadOrCompute:
         self.cpu = Speed()  # bytes of a rank, CPU tier to GPU
         self.storage = Speed()  # bytes of a rank, storage to CPU tier
         self._block_bytes, self._block_size = block_bytes, block_size
+        self._num_computed = 0  # prefixes that were not loaded
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine has computed so many tokens of one request in so long."""
@@ -44,8 +46,14 @@ class LoadOrCompute:
         return None if speed is None else num_blocks * self._block_size / speed
 
     def is_worth_loading(self, num_blocks: int) -> bool:
-        """Whether loading from the CPU tier is faster than computing; where one is not known, loading finds out."""
-        return self._decide(num_blocks, self._seconds(self.cpu, num_blocks))
+        """Whether loading from the CPU tier is faster than computing; where one is not known, loading finds out.
+
+        Now and then it loads all the same: what was slow once would else stay so for ever.
+        """
+        if self._decide(num_blocks, self._seconds(self.cpu, num_blocks)):
+            return True
+        self._num_computed += 1
+        return self._policy == "auto" and self._num_computed % _TRY_AGAIN == 0
 
     def is_worth_fetching(self, num_blocks: int) -> bool:
         """The same for storage, from where blocks go through the CPU tier."""

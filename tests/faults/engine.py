@@ -24,6 +24,7 @@ def new_config(tp_size: int, num_gpu: int, num_cpu: int, kind: str = "processes"
         num_cpu_blocks=num_cpu,
         transfer_client=kind,  # type: ignore[arg-type]
         cpu_write_policy="write_through",
+        load_policy="always",  # what is computed here takes no time
         layout=LAYOUT,
         transfer=TransferConfig(**settings),  # type: ignore[arg-type]
     )

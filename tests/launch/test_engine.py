@@ -76,6 +76,7 @@ def make(
     num_gpu: int, num_cpu: int, max_running: int = 4, client_type: type[InlineClient] = InlineClient
 ) -> tuple[PrefixCacheManager, Engine, EchoModel]:
     config = CacheConfig(
+        load_policy="always",  # this model computes in no time
         block_size=SIZE,
         num_gpu_blocks=num_gpu,
         num_cpu_blocks=num_cpu,

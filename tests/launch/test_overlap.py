@@ -94,6 +94,7 @@ def serving(overlap: bool = True, tp_size: int = 2, num_gpu: int = NUM_GPU, **tr
     """Pools with room for two prompts on the GPU and many in the CPU tier; all that is computed is copied down."""
     settings = {"tp_size": tp_size, "restart_backoff_seconds": 0.01} | transfer
     config = CacheConfig(
+        load_policy="always",  # this model computes in no time
         block_size=SIZE,
         num_gpu_blocks=num_gpu,
         num_cpu_blocks=NUM_CPU,

@@ -57,9 +57,11 @@ def open_space(disk: Disk, folder: Path, space: KeySpace) -> tuple[Path, int]:
     """Make and take a space's folder; returns it and the descriptor that holds its lock. Raises OSError,
     `StorageRefusedError` while another engine has it, `StorageError` when a passer-by holds it for a moment."""
     path = folder / space.digest
-    if not folder.exists():
-        disk.make_folder(folder)
-        disk.sync_folder(folder.parent)
+    disk.make_folder(folder)
+    if not any(folder.glob(f"*/{SPACE_NAME}")):
+        # Not only when we have just made it: whoever did may have been killed before it got here.
+        with suppress(PermissionError):  # we may enter what is above, but not read it; then we have not made it either
+            disk.sync_folder(folder.parent)
     disk.make_folder(path)
     fd = _lock(disk, path)
     if fd is None:

@@ -257,6 +257,23 @@ def test_a_slab_cut_short(tmp_path: Path) -> None:
         assert rig.store.stats().num_damaged == 0
 
 
+def test_a_kill_after_a_slab_was_cut_short(tmp_path: Path) -> None:
+    """What the journal said of the lost part is not believed again when other objects are there."""
+    with Rig(tmp_path, num_slots=4) as rig:
+        rig.write(1, 2, 3, 4)
+    with (rig.path / "slab-00000").open("r+b") as file:
+        file.truncate(2 * rig.slot_bytes)
+    disk = LossyDisk()
+    rig = Rig(tmp_path, num_slots=4, disk=disk)
+    assert rig.write(5, 6)[0] == 2
+    rig.abandon()
+    disk.end_process()
+    with Rig(tmp_path, num_slots=4) as rig:
+        for number in range(1, 7):
+            rig.read(number)
+        assert rig.store.stats().num_damaged == 0
+
+
 def test_a_slab_cut_short_under_an_open_store(tmp_path: Path) -> None:
     """What can no longer be read is a miss, counted, and can be written again elsewhere."""
     with Rig(tmp_path, num_slots=4) as rig:
