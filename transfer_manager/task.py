@@ -36,6 +36,9 @@ class Direction(Enum):
         return Lane.OUT if self in (Direction.SWAP_OUT, Direction.WRITE) else Lane.IN
 
 
+SWAPS = (Direction.SWAP_IN, Direction.SWAP_OUT, Direction.COPY)  # what a device does
+
+
 class Lane(IntEnum):
     """A rank's threads, each with its own connection to the queue; tasks of one lane are done in order."""
 

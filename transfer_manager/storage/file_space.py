@@ -60,7 +60,7 @@ def open_space(disk: Disk, folder: Path, space: KeySpace) -> tuple[Path, int]:
     disk.make_folder(folder)
     if not any(folder.glob(f"*/{SPACE_NAME}")):
         # Not only when we have just made it: whoever did may have been killed before it got here.
-        with suppress(PermissionError):  # we may enter what is above, but not read it; then we have not made it either
+        with suppress(PermissionError):  # we may enter what is above, but not read it
             disk.sync_folder(folder.parent)
     disk.make_folder(path)
     fd = _lock(disk, path)
