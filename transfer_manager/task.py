@@ -189,6 +189,7 @@ class StorageSetup(ProcessSetup, frozen=True, kw_only=True):
     kind: str
     options: dict[str, Any]
     space: KeySpace
+    import_paths: list[str]  # where the engine finds its modules; a store of its own is found there
 
 
 def pack_ids(ids: Int32Array) -> bytes:

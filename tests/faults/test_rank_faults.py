@@ -140,7 +140,7 @@ def test_a_task_while_a_rank_is_down_is_refused_at_once(new_client: NewClient, e
     eventually(lambda: not client.available)
     client.submit(task(1, OUT, [0], [0], timeout_seconds=1000.0))
     assert [result.error for result in answers.now()] == ["rank 0: the ranks cannot take a task now"]
-    assert [status.up for status in client.statuses()] == [False, True]
+    eventually(lambda: [status.up for status in client.statuses()] == [False, True])
 
 
 def test_too_many_deaths_switch_the_client_off(new_client: NewClient, eventually: Callable[..., None]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from ipc.shared_array import SharedArray
@@ -150,6 +152,7 @@ class StorageProcesses(ProcessClient):
             kind=self._storage.kind,
             options=self._storage.store_options(self._config.tp_size),
             space=space,
+            import_paths=[str(Path(entry).absolute()) for entry in sys.path] if self._storage.is_own_store else [],
         )
         program = "transfer_manager.storage"
         return RankProcess(setup, self._config, (segment.fd, words.array.fd), program)

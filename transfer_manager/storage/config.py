@@ -26,7 +26,8 @@ class StorageConfig:
     """A store below the CPU tier.
 
     Args:
-        kind: `file`, `mooncake`, `valkey`, or `module:Class` of a store of your own (`transfer_manager.storage.base`).
+        kind: `file`, `mooncake`, `valkey`, or `module:Class` of a store of your own (`transfer_manager.storage.base`),
+            which is looked for where the engine finds its modules.
         weights_id: names the model's weights: a revision, or `weights_id_of(files)`. Needed: a prefix that other
             weights have computed must never be found. New weights, new id.
         staging_bytes: of a rank's CPU memory that storage goes through where there is no CPU tier.
@@ -105,9 +106,14 @@ class StorageConfig:
             if getattr(self, name) < 0:
                 raise LayoutError(f"storage.{name} is {getattr(self, name)}; it must not be negative")
 
+    @property
+    def is_own_store(self) -> bool:
+        """Whether the store is the user's, named by its import path."""
+        return self.kind not in STORES
+
     def store_options(self, tp_size: int) -> dict[str, Any]:
         """What the store of one rank is opened with: its own settings only; of `capacity_bytes` the rank's share."""
-        if self.kind not in STORES:
+        if self.is_own_store:
             return dict(self.options)
         values = dataclasses.asdict(self)
         found = {name: values[name] for name in _OF_STORE[self.kind]}

@@ -6,6 +6,7 @@ given: it is killed then, and loads from the CPU tier never notice.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -41,6 +42,7 @@ class StorageExecutor:
         self._segment = cpu.view(np.uint8, (setup.num_cpu_blocks, size))
         self._base = self._segment.__array_interface__["data"][0]
         self._size = size
+        sys.path += [path for path in setup.import_paths if path not in sys.path]  # behind: it replaces nothing of ours
         self._store = open_storage(setup.kind, setup.options, setup.space, self._segment)
         self.needs_token_ids = self._store.needs_token_ids
         self.is_lost = False

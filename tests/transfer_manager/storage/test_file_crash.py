@@ -242,6 +242,21 @@ def test_journal_cut_short(tmp_path: Path, kept: int) -> None:
         assert rig.read(1, 2, 3) == 3
 
 
+def test_a_bad_bit_in_the_journal(tmp_path: Path) -> None:
+    """A frame with a changed bit, and all behind it, is not believed."""
+    with Rig(tmp_path) as rig:
+        rig.write(1)
+        rig.commit()
+        rig.write(2, 3)
+    journal = rig.path / JOURNAL_NAME
+    data = bytearray(journal.read_bytes())
+    data[-1] ^= 1
+    journal.write_bytes(data)
+    with Rig(tmp_path) as rig:
+        assert rig.store.stats().num_objects == 1
+        assert rig.there(1, 2, 3) == [1]
+
+
 def test_a_slab_cut_short(tmp_path: Path) -> None:
     """Objects in the lost part of a slab are gone, the others stay, and the slab is made whole again."""
     with Rig(tmp_path, num_slots=4) as rig:
