@@ -10,6 +10,7 @@ from transfer_manager.kv_memory import KVHandle, KVMemory
 from transfer_manager.layout import KVLayout
 from transfer_manager.rank_signal import LayerProgress
 from transfer_manager.storage.config import StorageConfig
+from transfer_manager.storage.weights import weights_id_of
 
 __all__ = [
     "CacheConfig",
@@ -25,4 +26,5 @@ __all__ = [
     "StorageConfig",
     "TierStats",
     "TransferConfig",
+    "weights_id_of",
 ]

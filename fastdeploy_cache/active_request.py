@@ -10,7 +10,7 @@ from fastdeploy_cache.errors import CommitError
 from fastdeploy_cache.prefix_tree import BlockKeys
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import BlockCopy, Pin, Transfer
-from fastdeploy_cache.storage_tier import StoragePrefetch
+from fastdeploy_cache.storage_prefetch import StoragePrefetch
 
 
 @dataclass(eq=False)
@@ -38,6 +38,7 @@ class ActiveRequest:
     block_ids: array[int] = field(default_factory=lambda: array("i"))
     num_matched_blocks: int = 0
     num_committed_blocks: int = 0
+    num_computed_blocks: int = 0  # of the last commit; not in the tree where nothing is published
     copy: BlockCopy | None = None  # of the last block of a whole-prompt hit, while the match is not settled
     num_copied_tokens: int = 0  # in the private block that such a copy has filled
     ahead: list[Transfer] = field(default_factory=list)  # loads whose destinations it uses before they have ended

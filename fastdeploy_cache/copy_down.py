@@ -62,13 +62,13 @@ class CopyDown:
     def committed(self, run: Run) -> None:
         """A run has grown: much that is new is copied at once, for a long answer."""
         if self._through and _num_uncopied(run) >= MIN_STORE_BLOCKS:
-            self._store((run,), MIN_STORE_BLOCKS)
+            self.store((run,), MIN_STORE_BLOCKS)
 
     def released(self, path: Sequence[Run]) -> int:
         """A path was used and is still pinned. Returns how many blocks should have been copied and could not be."""
         if self._selective:
             path = [run for run in path if run.usage.num_uses >= self._min_uses]
-        return self._store(path) if self._through or self._selective else 0
+        return self.store(path) if self._through or self._selective else 0
 
     def moved(self, num_blocks: int) -> None:
         """So many GPU blocks were taken, or may be evicted from now on."""
@@ -86,14 +86,17 @@ class CopyDown:
 
     # -- write through
 
-    def _store(self, path: Sequence[Run], min_blocks: int = 1) -> int:
-        """Start copying down what of a pinned path is neither copied nor on its way, if it is `min_blocks` or more.
+    def store(self, path: Sequence[Run], min_blocks: int = 1, *, unstored: bool = False) -> int:
+        """Start copying down what of a path is neither copied nor on its way, if it is `min_blocks` or more.
+
+        With `unstored` only what storage has not been given yet.
 
         Of each run it begins where the copies end, not at the newest blocks: what an earlier store failed to bring is
         copied again, or its gap would keep out every later copy of the run. Evicts older copies where there is no room.
         Returns how many blocks should have been copied and could not be.
         """
-        parts = [part for run in path if _num_uncopied(run) > 0 for part in _uncopied(run, 0)]
+        firsts = [(run, run.num_stored if unstored else 0) for run in path if _num_uncopied(run) > 0]
+        parts = [part for run, first in firsts if first < run.num_gpu for part in _uncopied(run, first)]
         wanted = sum([length for _, _, length in parts])
         if wanted < min_blocks or not parts:
             return 0

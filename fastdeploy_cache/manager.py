@@ -215,6 +215,7 @@ class PrefixCacheManager(RankAccess, StorageAccess):
             self._note_prefill(active, num_blocks)
             if not self.config.cache_outputs:
                 num_blocks = min(num_blocks, request.num_prompt_tokens // self.config.block_size)
+            active.num_computed_blocks = num_blocks
             publishes = self.config.enable_prefix_caching and active.epoch == self._tree.epoch and active.settled
             if num_blocks > active.num_committed_blocks and publishes:
                 self._matcher.publish(active, num_blocks)

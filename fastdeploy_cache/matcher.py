@@ -15,7 +15,8 @@ from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import GPU, Run, Transfer, segments_of
-from fastdeploy_cache.storage_tier import StoragePrefetch, StorageTier
+from fastdeploy_cache.storage_prefetch import StoragePrefetch
+from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.write_out import WriteOut
 from transfer_manager.task import Direction
 

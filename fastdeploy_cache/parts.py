@@ -13,7 +13,8 @@ from fastdeploy_cache.policies.breaker import Breaker
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.storage_tier import StorageLimits, StorageTier
+from fastdeploy_cache.storage_prefetch import StorageLimits
+from fastdeploy_cache.storage_tier import StorageTier
 from transfer_manager.client import InlineClient, TransferClient
 from transfer_manager.rank_client import RankClient
 from transfer_manager.storage.client import StorageClient

@@ -8,6 +8,7 @@ import time
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_hash import HASH_BYTES, BlockHasher, root_hash
+from fastdeploy_cache.block_mover import BlockMover
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.errors import ConfigError
@@ -17,7 +18,9 @@ from fastdeploy_cache.parts import new_storage
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.storage_tier import StoragePrefetch, StorageTier
+from fastdeploy_cache.run import CPU, Run, wait_done
+from fastdeploy_cache.storage_prefetch import StoragePrefetch
+from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.write_out import WriteOut
 from metrics.cache_metrics import CacheMetrics
 from transfer_manager.client import TransferClient
@@ -40,6 +43,7 @@ class StorageAccess:
     _detached: list[StorageTier]  # whose last answers are still to come
     _lock: threading.Lock
     _matcher: Matcher
+    _mover: BlockMover
     _requests: dict[str, ActiveRequest]
     _speeds: LoadOrCompute
     _storage: StorageTier | None
@@ -100,6 +104,70 @@ class StorageAccess:
         with self._lock:
             if self._storage is not None:
                 self._storage.forget(request.request_id)
+
+    # -- write
+
+    def write_to_storage(self, request: Request) -> None:
+        """Write what of a matched request is committed to storage now, whatever the policies say; returns at once.
+
+        For an engine without a prefix cache (`enable_prefix_caching=False`), such as a decode instance: the blocks are
+        cached then, under the keys that any other instance computes, until the room is needed; nothing here matches
+        them. Best effort: `storage_blocks_total` counts what was written and what was skipped.
+
+        Raises:
+            UnknownRequestError: not matched, or released already.
+        """
+        with self._lock:
+            active = self._active(request)
+            write_out = self._matcher.write_out
+            self._matcher.settle(active)
+            if write_out is None or active.epoch != self._tree.epoch or not active.settled:
+                return
+            num_blocks = min(active.num_computed_blocks, len(active.block_ids))
+            if num_blocks > active.num_committed_blocks:
+                self._matcher.publish(active, num_blocks)
+            if active.pin is not None:
+                path = active.pin.run.path()
+                write_out.ask(path)
+                self._copy_down.store(path, unstored=True)
+        self._submit()
+
+    def flush_storage(self, timeout_seconds: float) -> bool:
+        """Write all that is cached to storage and wait for it: before a planned end. True when storage has it all.
+
+        What is on the GPU only goes through the CPU tier, in as many rounds as that takes. An admission filter decides
+        as ever. False: no store, one that fails or declines, or the time is over.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        num_before: int | None = None
+        with self._lock:
+            tier, write_out = self._storage, self._matcher.write_out
+            if tier is None or write_out is None:
+                return False
+            write_out.ask(self._unstored_runs())  # once: what is declined stays out
+        self._submit()
+        while tier.wait_drained(deadline - time.monotonic()):
+            with self._lock:
+                # only now: copies make room for themselves among what is written
+                runs = self._unstored_runs()
+                num_left = sum(run.num_blocks - run.num_stored for run in runs)
+                if not runs or (num_before is not None and num_left >= num_before):
+                    return not runs
+                num_before = num_left
+                num_room = self._tree.residency.num_available(CPU)
+                for run in runs:
+                    if num_room > 0:
+                        num_room -= max(0, run.num_gpu - run.num_stored)
+                        self._copy_down.store((run,), unstored=True)
+                copies = list(self._mover.in_flight.values())
+            self._submit()
+            if not wait_done(copies, deadline - time.monotonic()):
+                return False
+        return False
+
+    def _unstored_runs(self) -> list[Run]:
+        epoch = self._tree.epoch
+        return [run for run in self._tree.runs() if run.epoch == epoch and run.num_stored < run.num_blocks]
 
     # -- what loading and computing take
 
@@ -195,6 +263,9 @@ class StorageAccess:
         tier.outbox.submit()
         for call in calls:
             call()
+
+    def _active(self, request: Request) -> ActiveRequest:
+        raise NotImplementedError
 
     def _check_open(self) -> None:
         raise NotImplementedError

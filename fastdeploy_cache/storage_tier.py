@@ -7,7 +7,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,71 +17,15 @@ from fastdeploy_cache.outbox import Outbox
 from fastdeploy_cache.policies.breaker import Breaker
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.prefetched import insert_copies
-from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, Run
+from fastdeploy_cache.storage_prefetch import StorageLimits, StoragePrefetch
 from transfer_manager.storage.client import StorageClient
 from transfer_manager.task import Direction, TransferResult, TransferTask
 
-_CHUNK_BYTES = 16 * 2**20  # of a task: small enough that loads to the GPU follow soon, large enough for a disk
 _MAX_REMEMBERED = 4096  # prefetches of requests that were never matched
 _PROBE_SECONDS = 30.0  # between probes of a store that is slower than computing
 _NO_IDS = np.empty(0, np.int32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StorageLimits:
-    """See the settings of `CacheConfig` with these names."""
-
-    task_timeout_seconds: float
-    min_blocks: int
-    max_blocks: int  # on their way from storage at a time
-    max_writing_blocks: int
-    chunk_blocks: int
-
-    @classmethod
-    def of(
-        cls, num_cpu_blocks: int, block_bytes: int, *, min_blocks: int, max_share: float, task_timeout_seconds: float
-    ) -> StorageLimits:
-        """By the size of the CPU pool."""
-        chunk = max(1, min(_CHUNK_BYTES // max(1, block_bytes), num_cpu_blocks // 4))
-        return cls(
-            task_timeout_seconds=task_timeout_seconds,
-            min_blocks=max(1, min_blocks),
-            max_blocks=int(num_cpu_blocks * max_share),
-            max_writing_blocks=max(1, min(2 * chunk, num_cpu_blocks // 4)),
-            chunk_blocks=chunk,
-        )
-
-
-@dataclass(eq=False)
-class StoragePrefetch:
-    """Blocks [first, first + num_wanted) of a prompt on their way from storage to the CPU tier.
-
-    They land from the first on, in pieces; what lands behind a gap does not count.
-    """
-
-    namespace: str
-    keys: BlockKeys
-    first: int
-    hashes: bytes
-    epoch: int
-    deadline: float  # until which somebody may wait for it
-    num_landed: int = 0
-    num_in_flight: int = 0  # tasks
-    revoked: bool = False  # nobody wants what has not come yet
-    done: threading.Event = field(default_factory=threading.Event)
-    on_done: list[Callable[[], None]] = field(default_factory=list)  # called without the manager's lock
-    on_landed: Callable[[], None] | None = None  # called under it, when more has joined the CPU tier
-    task_ids: set[int] = field(default_factory=set)
-
-    @property
-    def num_wanted(self) -> int:
-        """Blocks that were asked for."""
-        return len(self.hashes) // HASH_BYTES
-
-    def is_pending(self, now: float) -> bool:
-        """Whether more may come in time."""
-        return not self.done.is_set() and not self.revoked and now < self.deadline
 
 
 @dataclass(eq=False)
@@ -132,6 +76,8 @@ class StorageTier:
         self._queue: OrderedDict[Run, None] = OrderedDict()
         self._num_fetching = self._num_writing = 0  # blocks
         self._by_request: OrderedDict[str, StoragePrefetch] = OrderedDict()
+        self._drained = threading.Event()  # nothing is queued or being written
+        self._drained.set()
         self.num_fetched_blocks = self.num_written_blocks = self.num_skipped_blocks = 0
 
     @property
@@ -219,9 +165,19 @@ class StorageTier:
         """Blocks of this run may have to be written."""
         if run.num_stored < run.cpu_end:
             self._queue[run] = None
+            self._drained.clear()
+
+    def wait_drained(self, timeout_seconds: float) -> bool:
+        """Wait until nothing is queued or being written; False when the time is over first. Not under the lock."""
+        return self._drained.wait(max(0.0, timeout_seconds))
 
     def pump(self) -> None:
         """Start writing what is queued, as far as there is room in flight."""
+        self._start_writes()
+        if not self._queue and not self._writes:
+            self._drained.set()
+
+    def _start_writes(self) -> None:
         while self._queue and self._is_usable(self.writing, Direction.WRITE, time.monotonic()):
             num_room = self._limits.max_writing_blocks - self._num_writing
             if num_room <= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from fastdeploy_cache.prefix_tree import PrefixTree
@@ -10,6 +11,7 @@ from fastdeploy_cache.run import CPU, Run
 from fastdeploy_cache.storage_tier import StorageTier
 
 _RESERVE_SHARE = 8  # of the CPU pool, as a fraction: so much is kept written ahead of its eviction
+_MAX_ASKED = 65536  # runs that are waited for; a copy that fails brings none
 
 
 class WriteOut:
@@ -23,10 +25,15 @@ class WriteOut:
         self._min_uses = min_uses if policy == "write_through_selective" else 1
         self._num_reserve = max(1, tree.pools[CPU].num_blocks // _RESERVE_SHARE)
         self._num_copied = 0  # blocks since the cold end was looked at
+        self._asked: OrderedDict[Run, None] = OrderedDict()  # to be written once they are copied, by any policy
 
     def copied(self, run: Run, num_blocks: int) -> None:
         """A run has more blocks in the CPU tier."""
-        if self._back:
+        if run in self._asked:
+            self._storage.queue(run)
+            if run.num_in(CPU, run.num_gpu) == run.num_gpu:
+                del self._asked[run]
+        elif self._back:
             self._num_copied += num_blocks
             if 4 * self._num_copied >= self._num_reserve:
                 self._look_ahead()
@@ -44,6 +51,15 @@ class WriteOut:
         for run in path:
             self._storage.queue(run)
         self._storage.pump()
+
+    def ask(self, runs: Sequence[Run]) -> None:
+        """Offer these, what has no copy yet as soon as it has one."""
+        for run in runs:
+            if run.num_in(CPU, run.num_gpu) < run.num_gpu:
+                self._asked[run] = None
+        while len(self._asked) > _MAX_ASKED:
+            self._asked.popitem(last=False)
+        self.write(runs)
 
     def _look_ahead(self) -> None:
         """Queue what the CPU tier would evict next."""

@@ -19,7 +19,7 @@ ALLOWED = {
 }
 # Of transfer_manager, the engine side uses the parent's half only.
 PARENT_SIDE = {"task", "config", "layout", "client", "rank_client", "rank_signal", "kv_memory", "errors"}
-PARENT_SIDE_OF_STORAGE = {"config", "client"}
+PARENT_SIDE_OF_STORAGE = {"config", "client", "weights"}
 HOMES = {
     "zmq": {"ipc/task_queue.py", "launch/bench/ping_pong.py"},
     "msgspec": {

@@ -90,7 +90,12 @@ class Engine:
                 raise GenerationError("the engine has stopped")
             self._num_submitted += 1
             request = Request(request_id=f"request-{self._num_submitted}", prompt_token_ids=prompt_token_ids)
-            generation = Generation(request, max_new_tokens)
+        generation = Generation(request, max_new_tokens)
+        self.cache.prefetch(request)  # before anybody can match it
+        with self._changed:
+            if self._stopping:
+                self.cache.end_prefetch(request)
+                raise GenerationError("the engine has stopped")
             self._waiting.append(generation)
             self._changed.notify()
         return generation
@@ -128,6 +133,8 @@ class Engine:
         for generation in cancelled:
             if generation in self._running or generation.match is not None:
                 self.cache.release(generation.request)
+            else:
+                self.cache.end_prefetch(generation.request)
             with self._changed:
                 (self._running if generation in self._running else self._waiting).remove(generation)
             generation.finish("cancelled")
@@ -233,7 +240,7 @@ class Engine:
         """Give everything back; it is matched again later, over its prompt and what it has said so far."""
         self.cache.release(generation.request)
         self._running.remove(generation)
-        generation.block_ids, generation.is_ahead, generation.load_ids = [], False, ()
+        generation.block_ids, generation.is_ahead, generation.load_ids, generation.match = [], False, (), None
         with self._changed:
             self._waiting.appendleft(generation)
 
@@ -273,6 +280,7 @@ class Engine:
         """After a step ahead of loads: False where one did not come; the step was for nothing, and it starts over."""
         generation.is_ahead, generation.load_ids = False, ()
         if self.cache.confirm(generation.request, _LOAD_SECONDS, arrived=arrived):
+            generation.note_confirmed()
             return True
         self._preempt(generation)
         return False
@@ -291,10 +299,13 @@ class Engine:
             self._stopping = True
             unfinished = [*self._running, *self._waiting]
             holders = [*self._running, *(generation for generation in self._waiting if generation.match is not None)]
+            others = [generation for generation in self._waiting if generation.match is None]
             self._waiting.clear()
         self._running = []
         for generation in holders:
             self.cache.release(generation.request)
+        for generation in others:
+            self.cache.end_prefetch(generation.request)
         for generation in unfinished:
             generation.finish("error", "the engine has stopped")
 

@@ -33,10 +33,11 @@ class Generation:
     # of its first admission
     num_gpu_tokens: int = 0
     num_cpu_tokens: int = 0
+    num_storage_tokens: int = 0
     matched: float | None = None
     first_token: float | None = None
     # of the engine
-    match: Match | None = None  # while its loads are on their way
+    match: Match | None = None  # while it waits for its loads, or runs ahead of them
     load_deadline: float = 0.0
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -65,13 +66,23 @@ class Generation:
 
     def note_admission(self, match: Match) -> None:
         """It got its blocks; a preempted one keeps the figures of its first admission."""
-        self.match = None
+        self.match = match if self.is_ahead else None
         self.block_ids = [*match.block_ids, *match.coming_block_ids]
         self.num_computed_tokens = match.num_tokens + match.num_coming_tokens
         self.load_ids = match.load_ids
+        self._note_hits(match)
+
+    def note_confirmed(self) -> None:
+        """It ran ahead of its loads, and they have come."""
+        assert self.match is not None
+        self._note_hits(self.match.poll())
+        self.match = None
+
+    def _note_hits(self, match: Match) -> None:
         if not self.output:
             self.num_gpu_tokens = match.num_gpu_tokens
-            self.num_cpu_tokens = match.num_cpu_tokens + match.num_coming_tokens
+            self.num_cpu_tokens = match.num_cpu_tokens
+            self.num_storage_tokens = match.num_storage_tokens
 
     def push(self, token_id: int) -> None:
         """A sampled token."""

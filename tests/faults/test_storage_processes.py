@@ -155,3 +155,85 @@ def test_a_store_that_is_not_there_yet_keeps_no_engine_from_starting(tmp_path: P
         assert fetched(cache, engine, PROMPT) == (0, 24)
         tier = cache._storage
         assert tier is not None and not tier.client.available
+
+
+@pytest.mark.parametrize(("num_cpu", "policy"), [(16, "write_back"), (4, "write_back"), (0, "write_through")])
+def test_a_planned_end_leaves_everything_in_storage(tmp_path: Path, num_cpu: int, policy: str) -> None:
+    """Flushed in as many rounds as the CPU tier needs; the next engine finds every block, also what was on the GPU
+    only."""
+    config = storage_config(
+        2,
+        file_storage(tmp_path),
+        num_cpu,
+        storage_write_policy=policy,
+        cpu_write_policy="write_back",
+        max_prefetch_share=1.0,
+    )
+    prompts = [PROMPT[:17], list(range(300, 300 + 5 * BLOCK_SIZE + 1))]
+    with PrefixCacheManager(config) as cache:
+        for prompt in prompts:
+            Engine(cache, 2).serve(prompt)
+        assert cache.flush_storage(SECONDS)
+        cache.check_invariants()
+    with PrefixCacheManager(config) as cache:
+        for prompt in prompts:
+            num_tokens = min(len(prompt) - 1, (num_cpu or 99) * BLOCK_SIZE)  # all pass through the CPU tier at a time
+            assert fetched(cache, Engine(cache, 2), prompt) == (num_tokens, num_tokens)
+
+
+def test_flush_says_when_storage_has_not_all(tmp_path: Path) -> None:
+    """No store; one whose filter declines what it sees for the first time."""
+    with PrefixCacheManager(new_config(1, 12, 16)) as cache:
+        assert not cache.flush_storage(SECONDS)
+    storage = dataclasses.replace(file_storage(tmp_path), admission="second_use")
+    with PrefixCacheManager(storage_config(1, storage, storage_write_policy="write_back")) as cache:
+        engine = Engine(cache, 1)
+        engine.serve(PROMPT)
+        assert not cache.flush_storage(SECONDS)
+        cache.check_invariants()
+
+
+@pytest.mark.parametrize("num_cpu", [16, 0])
+def test_an_instance_without_a_prefix_cache_writes_for_others(tmp_path: Path, num_cpu: int) -> None:
+    """A decode instance matches nothing itself, and writes under the keys by which a mixed one finds prompt and
+    answer."""
+    config = storage_config(1, file_storage(tmp_path), num_cpu, enable_prefix_caching=False)
+    answer = [900, 901, 902, 903]
+    with PrefixCacheManager(config) as cache:
+        engine = Engine(cache, 1)
+        for number in range(2):
+            request = Request(request_id=f"decode-{number}", prompt_token_ids=PROMPT)
+            assert cache.match(request).wait().num_tokens == 0
+            table = cache.allocate(request, 8)
+            request.append_output(answer)
+            engine.compute(PROMPT + answer, table, 0)
+            cache.commit(request, request.num_tokens)
+            cache.write_to_storage(request)
+            cache.check_invariants()
+            cache.release(request)
+            assert cache.wait_for_transfers(SECONDS)  # before the next one needs the room
+        drained(cache)
+        cache.check_invariants()
+        tier = cache._storage
+        assert tier is not None and tier.num_written_blocks == 7
+    with PrefixCacheManager(storage_config(1, file_storage(tmp_path), num_cpu)) as cache:
+        longer = PROMPT + answer + [5]
+        assert fetched(cache, Engine(cache, 1), longer) == (28, 28)
+
+
+def test_write_to_storage_now_whatever_the_policy(tmp_path: Path) -> None:
+    """Under `write_back` nothing would be written of a small cache; a request's own blocks are, when asked for."""
+    config = storage_config(1, file_storage(tmp_path), storage_write_policy="write_back", cpu_write_policy="write_back")
+    with PrefixCacheManager(config) as cache:
+        engine = Engine(cache, 1)
+        engine.serve(list(range(600, 613)))
+        request, _ = engine.match(PROMPT)
+        engine.compute(PROMPT, cache.allocate(request, 7), 0)
+        cache.commit(request, len(PROMPT))
+        cache.write_to_storage(request)
+        assert cache.wait_for_transfers(SECONDS)
+        drained(cache)
+        tier = cache._storage
+        assert tier is not None and tier.num_written_blocks == 6
+        cache.release(request)
+        cache.check_invariants()

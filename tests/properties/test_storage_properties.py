@@ -16,7 +16,7 @@ PROMPTS = [[p % 3, 7, 8, *range(10 * (p % 4), 10 * (p % 4) + 14 + p % 5)] for p 
 OPERATIONS = (
     "prefetch", "prefetch", "match", "match", "match", "serve", "serve", "finish", "finish", "land", "land", "land",
     "store", "store", "store", "fail", "store_fails", "reset", "kv_lost", "lie", "part", "down", "end", "reattach",
-    "come_back", "come_back", "come_back", "forget",
+    "come_back", "come_back", "come_back", "forget", "write_now", "flush",
 )  # fmt: skip
 STORE = StorageConfig(kind="tests.memory_storage:MemoryStorage", weights_id="w1", breaker_seconds=1e-6)
 
@@ -92,6 +92,14 @@ class Walk:
     def do_finish(self, number: int) -> None:
         if self.model.live:
             self.model.release(self.model.live[number % len(self.model.live)])
+
+    def do_write_now(self, number: int) -> None:
+        if self.model.live:
+            self.model.cache.write_to_storage(self.model.live[number % len(self.model.live)].request)
+
+    def do_flush(self, number: int) -> None:
+        """As far as it goes without waiting."""
+        self.model.cache.flush_storage(0.0)
 
     def do_land(self, number: int) -> None:
         self.model.land(None, 1 + number % 3)
