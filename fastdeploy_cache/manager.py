@@ -80,8 +80,7 @@ class PrefixCacheManager(RankAccess, StorageAccess):
             clock=clock,
         )
         self._lock = threading.Lock()
-        pools = (BlockPool("GPU", num_gpu_blocks), BlockPool("CPU", num_cpu_blocks))
-        self._pools = pools
+        self._pools = pools = (BlockPool("GPU", num_gpu_blocks), BlockPool("CPU", num_cpu_blocks))
         self._tree = PrefixTree(config.block_size, pools, policy or new_policy_of(config, clock))
         self._requests: dict[str, ActiveRequest] = {}
         self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds)
@@ -273,6 +272,7 @@ class PrefixCacheManager(RankAccess, StorageAccess):
             return CacheStats(
                 gpu=gpu,
                 cpu=cpu,
+                storage=self._storage.stats() if self._storage is not None else None,
                 num_requests=len(self._requests),
                 num_transfers_in_flight=sum(not t.done.is_set() for t in self._mover.in_flight.values()),
                 num_swapped_in_blocks=self._mover.num_landed[GPU],
@@ -321,7 +321,7 @@ class PrefixCacheManager(RankAccess, StorageAccess):
             lambda: self.stats().eviction_counts(),
             lambda: self.stats().rank_counts(),
             lambda: self.stats().refused_counts(),
-            self._storage_counts,
+            lambda: self.stats().storage_counts(),
         )
 
     # -- steps of the verbs, under the lock

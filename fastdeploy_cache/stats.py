@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fastdeploy_cache.block_pool import REQUEST, RUN, TASK, BlockPool
+from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.residency import Residency
 from fastdeploy_cache.run import Tier
 from metrics.cache_metrics import EVICTION_KINDS
@@ -54,11 +55,27 @@ class TierStats:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StorageTierStats:
+    """The store below the CPU tier, as this engine sees it. Counts of blocks are since it was attached."""
+
+    is_available: bool  # the processes of every rank have it open
+    reading: BreakerState
+    writing: BreakerState
+    num_fetched_blocks: int
+    num_written_blocks: int
+    num_skipped_blocks: int  # not written: declined, failed, or gone before
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheStats:
-    """See `PrefixCacheManager.stats`. `hit_rates` are of the sliding window: request, token, gpu, cpu, storage."""
+    """See `PrefixCacheManager.stats`. `hit_rates` are of the sliding window: request, token, gpu, cpu, storage.
+
+    `storage` is None where no store is attached.
+    """
 
     gpu: TierStats
     cpu: TierStats
+    storage: StorageTierStats | None
     num_requests: int
     num_transfers_in_flight: int
     num_swapped_in_blocks: int
@@ -90,3 +107,15 @@ class CacheStats:
     def refused_counts(self) -> list[tuple[str, int]]:
         """Direction, tasks that a full queue kept from starting."""
         return list(self.num_refused_transfers.items())
+
+    def storage_counts(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Breaker states, and blocks by what became of them; both empty without a store."""
+        tier = self.storage
+        if tier is None:
+            return {}, {}
+        fates = {
+            "fetched": tier.num_fetched_blocks,
+            "written": tier.num_written_blocks,
+            "skipped": tier.num_skipped_blocks,
+        }
+        return {"read": int(tier.reading), "write": int(tier.writing)}, fates

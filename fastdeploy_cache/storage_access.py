@@ -216,15 +216,13 @@ class StorageAccess:
                 storage, config.transfer, layout=layout, block_size=config.block_size, segments=segments
             )
         tier = new_storage(config, storage, self._tree, client, self._speeds)
-        client.start(lambda result: self._on_storage_result(tier, result))
+        client.start(lambda result: self._on_storage_result(tier, result), lambda: self._on_storage_ready(tier))
         write_out = WriteOut(self._tree, tier, config.storage_write_policy, config.storage_write_min_uses)
         with self._lock:
             self._storage = self._matcher.storage = tier
             self._matcher.write_out = write_out
             self._matcher.on_copied(write_out.copied)
             self._copy_down.follow_storage(config.storage_write_policy, config.storage_write_min_uses)
-            tier.probe()
-        tier.outbox.submit()
 
     def detach_storage(self) -> None:
         """End the storage processes; what is on its way is answered as failed. Safe without a store."""
@@ -239,17 +237,10 @@ class StorageAccess:
         with self._lock:
             self._detached.remove(tier)
 
-    def _storage_counts(self) -> tuple[dict[str, int], dict[str, int]]:
-        """For the metrics: breaker states, and blocks by what became of them."""
-        tier = self._storage
-        if tier is None:
-            return {}, {}
-        fates = {
-            "fetched": tier.num_fetched_blocks,
-            "written": tier.num_written_blocks,
-            "skipped": tier.num_skipped_blocks,
-        }
-        return {"read": int(tier.reading.state), "write": int(tier.writing.state)}, fates
+    def _on_storage_ready(self, tier: StorageTier) -> None:
+        with self._lock:
+            tier.resume()
+        tier.outbox.submit()
 
     def _on_storage_result(self, tier: StorageTier, result: TransferResult) -> None:
         with self._lock:

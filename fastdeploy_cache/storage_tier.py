@@ -19,10 +19,12 @@ from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.prefetched import insert_copies
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, Run
+from fastdeploy_cache.stats import StorageTierStats
 from fastdeploy_cache.storage_prefetch import StorageLimits, StoragePrefetch
 from transfer_manager.storage.client import StorageClient
 from transfer_manager.task import Direction, TransferResult, TransferTask
 
+_MIN_SWEEP = 256  # queued runs
 _MAX_REMEMBERED = 4096  # prefetches of requests that were never matched
 _PROBE_SECONDS = 30.0  # between probes of a store that is slower than computing
 _NO_IDS = np.empty(0, np.int32)
@@ -78,6 +80,7 @@ class StorageTier:
         self._by_request: OrderedDict[str, StoragePrefetch] = OrderedDict()
         self._drained = threading.Event()  # nothing is queued or being written
         self._drained.set()
+        self._sweep_above = _MIN_SWEEP
         self.num_fetched_blocks = self.num_written_blocks = self.num_skipped_blocks = 0
 
     @property
@@ -86,6 +89,17 @@ class StorageTier:
         return [i for fetch in self._fetches.values() for i in fetch.ids] + [
             i for ids in self._probes.values() for i in ids
         ]
+
+    def stats(self) -> StorageTierStats:
+        """How it goes."""
+        return StorageTierStats(
+            is_available=self.client.available,
+            reading=self.reading.state,
+            writing=self.writing.state,
+            num_fetched_blocks=self.num_fetched_blocks,
+            num_written_blocks=self.num_written_blocks,
+            num_skipped_blocks=self.num_skipped_blocks,
+        )
 
     # -- prefetch
 
@@ -166,6 +180,19 @@ class StorageTier:
         if run.num_stored < run.cpu_end:
             self._queue[run] = None
             self._drained.clear()
+            if len(self._queue) > self._sweep_above:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Forget what has left the CPU tier unwritten: while a store is away the queue is no longer than the tier."""
+        for run in [run for run in self._queue if not self._is_there(run)]:
+            del self._queue[run]
+        self._sweep_above = max(_MIN_SWEEP, 2 * len(self._queue))
+
+    def _is_there(self, run: Run) -> bool:
+        """Whether what comes next to be written of a run has a copy."""
+        alive = run.parent is not None and run.epoch == self._tree.epoch
+        return alive and run.cpu_start <= run.num_stored < run.cpu_end
 
     def wait_drained(self, timeout_seconds: float) -> bool:
         """Wait until nothing is queued or being written; False when the time is over first. Not under the lock."""
@@ -183,11 +210,10 @@ class StorageTier:
             if num_room <= 0:
                 return
             run = next(iter(self._queue))
-            start, end = run.num_stored, run.cpu_end
-            is_there = run.parent is not None and run.epoch == self._tree.epoch and run.cpu_start <= start < end
-            if not is_there:
+            if not self._is_there(run):
                 del self._queue[run]
                 continue
+            start, end = run.num_stored, run.cpu_end
             num_blocks = min(end - start, num_room, self._limits.chunk_blocks)
             self._write(run, start, num_blocks)
             if start + num_blocks == end:
@@ -212,6 +238,12 @@ class StorageTier:
         self.outbox.put(task)
 
     # -- probing
+
+    def resume(self) -> None:
+        """The store has been opened, perhaps again: go on with what was queued for it."""
+        if not self._probed_at:
+            self.probe()
+        self.pump()
 
     def probe(self) -> None:
         """Find out whether the store works and how fast it is, with one block lent to it."""

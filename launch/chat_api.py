@@ -114,5 +114,5 @@ def _usage(generation: Generation) -> dict[str, Any]:
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": generation.num_gpu_tokens + generation.num_cpu_tokens},
+        "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
     }

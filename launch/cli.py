@@ -43,6 +43,9 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = 8000,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of /metrics.")] = 9400,
+    storage: Annotated[
+        Path | None, typer.Option(help="Folder of a store on disk: what is cached is there after a restart.")
+    ] = None,
     log_dir: LogDir = None,
 ) -> None:
     """Serve SmolLM2 over HTTP (POST /v1/chat/completions) until SIGTERM or Ctrl-C."""
@@ -54,7 +57,7 @@ def serve(
     given += [f"transfer.tp_size={ranks}"] if ranks is not None else []
     given += [f"transfer.log_dir={log_dir}"] if log_dir is not None else []
     given += device_settings(device, given)
-    run(config, given, host=host, port=port, metrics_port=metrics_port)
+    run(config, given, host=host, port=port, metrics_port=metrics_port, storage_folder=storage)
 
 
 @app.command()

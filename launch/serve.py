@@ -15,6 +15,7 @@ import msgspec
 
 from fastdeploy_cache import CacheConfig, CacheStats
 from fastdeploy_cache.errors import ConfigError, RequestError
+from fastdeploy_cache.policies.breaker import BreakerState
 from launch.chat_api import MODEL_NAME, ChatApi, ChatRequest
 from launch.errors import LaunchError
 from launch.reference_engine.engine import Engine
@@ -28,11 +29,22 @@ logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 4 * 2**20
 _READ_TIMEOUT_SECONDS = 30.0
+_FLUSH_SECONDS = 10.0
 _DEFAULT_FILE = Path(__file__).with_name("serve.toml")
 
 
-def serve(config_file: Path | None, settings: Sequence[str], *, host: str, port: int, metrics_port: int) -> None:
+def serve(
+    config_file: Path | None,
+    settings: Sequence[str],
+    *,
+    host: str,
+    port: int,
+    metrics_port: int,
+    storage_folder: Path | None,
+) -> None:
     """Run until SIGTERM or SIGINT. `settings` are KEY=VALUE and win over file and environment.
+
+    `storage_folder` is short for a file store there, named by the digest of the model's weights.
 
     Raises:
         LaunchError, PortInUseError: a port is taken.
@@ -40,6 +52,9 @@ def serve(config_file: Path | None, settings: Sequence[str], *, host: str, port:
     """
     import_paddle()  # before the signal handlers below, which its own would replace
     files = load_model_files()
+    if storage_folder is not None:
+        store = {"kind": "file", "folder": str(storage_folder), "weights_id": files.digest}
+        settings = [*(f"storage.{key}={value}" for key, value in store.items()), *settings]
     config = _config(files, config_file, settings)
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -96,6 +111,9 @@ def _run_until(endings: queue.SimpleQueue[str], engine: Engine, server: _Server)
         server.shutdown()
         for thread in threads:
             thread.join()
+        if engine.cache.config.storage is not None:
+            flushed = engine.cache.flush_storage(_FLUSH_SECONDS)
+            logger.info("event=storage_flushed all=%s", flushed)
 
 
 def _config(files: ModelFiles, path: Path | None, settings: Sequence[str]) -> CacheConfig:
@@ -214,7 +232,16 @@ def _status(stats: CacheStats) -> dict[str, Any]:
     return {
         "ranks": [msgspec.to_builtins(status) for status in stats.ranks],
         "tiers": {"gpu": stats.gpu.by_state(), "cpu": stats.cpu.by_state()},
+        "storage": _storage_status(stats),
         "hit_rates": dict(stats.hit_rates),
         "requests": stats.num_requests,
         "transfers_in_flight": stats.num_transfers_in_flight,
     }
+
+
+def _storage_status(stats: CacheStats) -> dict[str, Any] | None:
+    if stats.storage is None:
+        return None
+    breakers, blocks = stats.storage_counts()
+    names = {operation: BreakerState(state).name.lower() for operation, state in breakers.items()}
+    return {"available": stats.storage.is_available, "breakers": names, "blocks": blocks}

@@ -17,6 +17,11 @@ for rank in status["ranks"]:
     print("rank {rank}: {state}, pid {pid}, restarts {num_restarts}".format(state=state, **rank))
 for tier, states in status["tiers"].items():
     print(tier.upper() + ": " + ", ".join(f"{count} {state}" for state, count in states.items()))
+if storage := status["storage"]:
+    state = "open" if storage["available"] else "NOT OPEN"
+    counts = ", ".join(f"{count} blocks {fate}" for fate, count in storage["blocks"].items())
+    breakers = ", ".join(f"{operation} breaker {state}" for operation, state in storage["breakers"].items())
+    print(f"storage: {state}; {counts}; {breakers}")
 rates = status["hit_rates"]
 print("hit rates, recently: " + ", ".join(f"{name} {rate:.0%}" for name, rate in rates.items()))
 '

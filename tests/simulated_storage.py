@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from tests.simulated_client import SimulatedClient
 from transfer_manager.client import OnResult, RankStatus
@@ -27,8 +28,14 @@ class SimulatedStorage:
         self.seconds = 0.001  # that each task is said to have taken
         self._on_result: OnResult | None = None
 
-    def start(self, on_result: OnResult) -> None:
-        self._on_result = on_result
+    def start(self, on_result: OnResult, on_ready: Callable[[], None]) -> None:
+        self._on_result, self._on_ready = on_result, on_ready
+        on_ready()
+
+    def come_back(self) -> None:
+        """Its processes are ready again."""
+        self.up = True
+        self._on_ready()
 
     def submit(self, task: TransferTask) -> None:
         if self.up:

@@ -42,11 +42,15 @@ class ProcessMemory(Protocol):
     signal: RankSignal
 
 
+def _ignore_ready() -> None:
+    """Tasks are told apart by their answers; who sends none needs this."""
+
+
 class RankIO:
     """`run` is the thread; `lock` guards what others touch: `open`, `num_tasks`, `outbox` and `changed_kv`.
 
     It spawns the ranks, so that its end (which is the client's, or the engine's) is theirs. It never takes a lock of
-    the caller except inside `on_result`.
+    the caller except inside its callbacks.
     """
 
     def __init__(
@@ -58,14 +62,16 @@ class RankIO:
         kv: list[RankKV],
         on_result: OnResult,
         on_kv_lost: OnKVLost,
+        on_ready: Callable[[], None] = _ignore_ready,
         optional: bool = False,
     ) -> None:
         """`spawn(rank, incarnation, queue address)` starts a process. Those that are `optional` may come later: then a
-        failed start ends nothing, but for one that refuses its settings."""
+        failed start ends nothing, but for one that refuses its settings. `on_ready` is called each time that all have
+        become ready."""
         self._config, self._optional = config, optional
         self.memory, self.kv = memory, kv
         self.needs_token_ids = False
-        self._on_result, self._on_kv_lost = on_result, on_kv_lost
+        self._on_result, self._on_kv_lost, self._on_ready = on_result, on_kv_lost, on_ready
         self._context = new_context()
         self.ranks = [
             RankSupervisor(rank, config, each.signal, self._new_queue, spawn) for rank, each in enumerate(memory)
@@ -143,10 +149,17 @@ class RankIO:
                 rank.tick(now)
                 if not had_process:
                     self._watch(rank)
+        self._note_all_ready()
+
+    def _note_all_ready(self) -> None:
         with self.lock:
-            if not self.changed_kv and all(rank.is_usable for rank in self.ranks):
+            is_ready = not self.changed_kv and all(rank.is_usable for rank in self.ranks)
+            is_new = is_ready and not self.all_ready.is_set()
+            if is_new:
                 self.all_ready.set()
                 self.started.set()
+        if is_new:
+            self._call_back(self._on_ready)
 
     def _follow_kv(self) -> None:
         """Start ranks whose KV arrays have come; end those whose arrays are gone, so that nothing writes there."""

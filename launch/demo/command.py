@@ -1,25 +1,30 @@
-"""The demo as a program: play with the cache, play without, compare."""
+"""The demo as a program: play with the cache, go on after a restart, play without, compare."""
 
 from __future__ import annotations
 
+import dataclasses
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fastdeploy_cache import CacheConfig, TransferConfig
+from fastdeploy_cache import CacheConfig, StorageConfig, TransferConfig
 from launch.demo.conversations import CONVERSATIONS
-from launch.demo.report import facts, show
-from launch.demo.scenario import Played, play
+from launch.demo.report import BLOCK_TOKENS, facts, show
+from launch.demo.scenario import Played, play, play_again
 from launch.errors import LaunchError
 from launch.findings import check_target, console_beside, write_json
 from launch.reference_engine.serving import layout_of
 from launch.reference_engine.tokenizer import ChatTokenizer
 from launch.reference_engine.weights import ModelFiles, load_model_files
 
-_BLOCK_TOKENS = 16
 # Two answers at a time fit; all conversations together need twice the room, so the rest waits in the CPU tier.
 _PROMPT_BLOCKS, _TURNS = 32, 2
 _NUM_CPU_BLOCKS = 256
+_STORAGE_BYTES, _SLAB_BYTES = 1536 * 2**20, 64 * 2**20
+_MIN_PREFETCH_TOKENS = 32  # the prompts here are short
 
 
 def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: Path | None, kill: bool) -> bool:
@@ -30,40 +35,12 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
     check_target(json_file)
     console.print("Loading SmolLM2-135M-Instruct (the first time its weights are converted, about 10 s) ...")
     files = load_model_files()
-    tokenizer = ChatTokenizer(files)
-    num_gpu_blocks = _PROMPT_BLOCKS + max_new_tokens * _TURNS * 4 // _BLOCK_TOKENS
-    config = _config(files, num_ranks, num_gpu_blocks, log_dir)
-    plain_config = CacheConfig(
-        layout=config.layout,
-        block_size=config.block_size,
-        num_gpu_blocks=config.num_gpu_blocks,
-        enable_prefix_caching=False,
-        transfer=config.transfer,
-    )
-    num_turns = len(CONVERSATIONS[0].turns)
-    console.print(
-        f"{len(CONVERSATIONS)} conversations of {num_turns} turns; {num_ranks} transfer ranks, whose model shards "
-        f"one compute process holds.\nGPU pool: {num_gpu_blocks} blocks of {_BLOCK_TOKENS} tokens (in shared memory "
-        f"on this CPU). CPU pool: {_NUM_CPU_BLOCKS} blocks."
-    )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-
-        def run(title: str, chosen: CacheConfig, kill_rank: int | None) -> Played:
-            bar = progress.add_task(title, total=len(CONVERSATIONS) * num_turns)
-            return play(
-                files,
-                tokenizer,
-                chosen,
-                CONVERSATIONS,
-                max_new_tokens=max_new_tokens,
-                kill_rank=kill_rank,
-                on_answer=lambda: progress.advance(bar),
-            )
-
-        cached = run("with the cache   ", config, num_ranks - 1 if kill else None)
-        plain = run("with the cache off", plain_config, None)
-    found = facts(cached, plain)
+    num_gpu_blocks = _PROMPT_BLOCKS + max_new_tokens * _TURNS * 4 // BLOCK_TOKENS
+    console.print(_introduction(num_ranks, num_gpu_blocks))
+    with tempfile.TemporaryDirectory(prefix="fastdeploy-cache-demo-") as folder:
+        config = _config(files, num_ranks, num_gpu_blocks, log_dir, folder)
+        cached, again, plain = _run(console, files, config, max_new_tokens, num_ranks - 1 if kill else None)
+    found = facts(cached, again, plain)
     show(console, found)
     write_json(json_file, found)
     if json_file is not None:
@@ -71,11 +48,60 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
     return all(found["checks"].values())
 
 
-def _config(files: ModelFiles, num_ranks: int, num_gpu_blocks: int, log_dir: Path | None) -> CacheConfig:
+def _run(
+    console: Console, files: ModelFiles, config: CacheConfig, max_new_tokens: int, kill_rank: int | None
+) -> tuple[Played, Played, Played]:
+    """With the cache; the last turns again, after a restart; all with the cache off."""
+    num_turns, tokenizer = len(CONVERSATIONS[0].turns), ChatTokenizer(files)
+    plain_config = dataclasses.replace(config, enable_prefix_caching=False, num_cpu_blocks=None, storage=None)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+
+        def bar(title: str, num_turns: int) -> Callable[[], None]:
+            task = progress.add_task(title, total=len(CONVERSATIONS) * num_turns)
+            return lambda: progress.advance(task)
+
+        def run(title: str, chosen: CacheConfig, kill_rank: int | None) -> Played:
+            shown = bar(title, num_turns)
+            return play(
+                files,
+                tokenizer,
+                chosen,
+                CONVERSATIONS,
+                max_new_tokens=max_new_tokens,
+                kill_rank=kill_rank,
+                on_answer=shown,
+            )
+
+        cached = run("with the cache     ", config, kill_rank)
+        shown = bar("after a restart    ", 1)
+        again = play_again(
+            files, config, cached.last_prompts, turn=num_turns - 1, max_new_tokens=max_new_tokens, on_answer=shown
+        )
+        return cached, again, run("with the cache off ", plain_config, None)
+
+
+def _introduction(num_ranks: int, num_gpu_blocks: int) -> str:
+    return (
+        f"{len(CONVERSATIONS)} conversations of {len(CONVERSATIONS[0].turns)} turns; {num_ranks} transfer ranks, whose "
+        f"model shards one compute process holds.\nGPU pool: {num_gpu_blocks} blocks of {BLOCK_TOKENS} tokens (in "
+        f"shared memory on this CPU). CPU pool: {_NUM_CPU_BLOCKS} blocks. Below them a folder on disk."
+    )
+
+
+def _config(files: ModelFiles, num_ranks: int, num_gpu_blocks: int, log_dir: Path | None, folder: str) -> CacheConfig:
     return CacheConfig(
         layout=layout_of(files.spec),
-        block_size=_BLOCK_TOKENS,
+        block_size=BLOCK_TOKENS,
         num_gpu_blocks=num_gpu_blocks,
         num_cpu_blocks=_NUM_CPU_BLOCKS,
+        min_prefetch_tokens=_MIN_PREFETCH_TOKENS,
         transfer=TransferConfig(tp_size=num_ranks, log_dir=str(log_dir) if log_dir else None),
+        storage=StorageConfig(
+            folder=folder,
+            weights_id=files.digest,
+            admission="all",
+            capacity_bytes=_STORAGE_BYTES,
+            slab_bytes=_SLAB_BYTES,
+        ),
     )

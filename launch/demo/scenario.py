@@ -1,7 +1,8 @@
-"""Plays the conversations, with the cache or without, and kills a rank in the middle."""
+"""Plays the conversations, with the cache or without, kills a rank in the middle, and goes on after a restart."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 OnAnswer = Callable[[], None]
 _RANK_RETURN_SECONDS = 20.0
+_FLUSH_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,20 @@ class Answer:
     num_prompt_tokens: int
     num_gpu_tokens: int
     num_cpu_tokens: int
+    num_storage_tokens: int
     seconds_to_first_token: float
+    after_restart: bool = False
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, in any tier."""
+        return self.num_gpu_tokens + self.num_cpu_tokens + self.num_storage_tokens
 
     @property
     def kind(self) -> str:
         """By the lowest tier that it took from."""
+        if self.num_storage_tokens or (self.after_restart and self.num_cached_tokens):
+            return "storage hit"  # of a new engine's, also what an earlier match of this one had loaded already
         return "CPU hit" if self.num_cpu_tokens else "GPU hit" if self.num_gpu_tokens else "cold"
 
 
@@ -47,12 +58,14 @@ class Played:
     """All answers, in the order of (turn, conversation), and the cache's state at the end."""
 
     answers: tuple[Answer, ...]
+    last_prompts: tuple[np.ndarray, ...]  # of the last turn, by conversation
     stats: CacheStats
     swap_bytes: dict[str, int]
     load_seconds: float  # of all loads that the model ran ahead of
     waited_seconds: float  # of these, how long the model stood still, waiting for a layer
     killed_rank: int | None = None
     rank_returned: bool = False
+    flushed: bool = False  # storage had everything when the engine ended
 
 
 def play(
@@ -87,18 +100,43 @@ def play(
                 for prompt, g in zip(prompts, generations, strict=True)
             ]
             answers += [_noted(i, turn, g) for i, g in enumerate(generations)]
-        engine.cache.wait_for_transfers(config.transfer.task_timeout_seconds)
-        returned = kill_rank is not None and engine.cache.wait_for_ranks(_RANK_RETURN_SECONDS)
-        engine.cache.check_invariants()
-        return Played(
-            answers=tuple(answers),
-            stats=engine.cache.stats(),
-            swap_bytes=engine.cache.metrics.swap_bytes(),
-            load_seconds=engine.load_seconds,
-            waited_seconds=engine.waited_for_layers_seconds,
-            killed_rank=kill_rank,
-            rank_returned=returned,
-        )
+        return _ended(engine, answers, prompts, kill_rank)
+
+
+def play_again(
+    files: ModelFiles,
+    config: CacheConfig,
+    prompts: Sequence[np.ndarray],
+    *,
+    turn: int,
+    max_new_tokens: int,
+    on_answer: OnAnswer = lambda: None,
+) -> Played:
+    """Answer these prompts, one of each conversation, with an engine that has just been started. Raises as `play`."""
+    with running_engine(files, config, max_running=2) as engine:
+        generations = _answer_all(engine, prompts, max_new_tokens, on_answer)
+        answers = [dataclasses.replace(_noted(i, turn, g), after_restart=True) for i, g in enumerate(generations)]
+        return _ended(engine, answers, prompts, None)
+
+
+def _ended(engine: Engine, answers: list[Answer], prompts: Sequence[np.ndarray], kill_rank: int | None) -> Played:
+    """Wait for what is on its way, write to storage what is cached, and look at the books."""
+    cache = engine.cache
+    cache.wait_for_transfers(cache.config.transfer.task_timeout_seconds)
+    returned = kill_rank is not None and cache.wait_for_ranks(_RANK_RETURN_SECONDS)
+    flushed = cache.flush_storage(_FLUSH_SECONDS)
+    cache.check_invariants()
+    return Played(
+        answers=tuple(answers),
+        last_prompts=tuple(prompts),
+        stats=cache.stats(),
+        swap_bytes=cache.metrics.swap_bytes(),
+        load_seconds=engine.load_seconds,
+        waited_seconds=engine.waited_for_layers_seconds,
+        killed_rank=kill_rank,
+        rank_returned=returned,
+        flushed=flushed,
+    )
 
 
 def _prompt(tokenizer: ChatTokenizer, conversation: Conversation, turn: int, history: np.ndarray) -> np.ndarray:
@@ -139,5 +177,6 @@ def _noted(conversation: int, turn: int, generation: Generation) -> Answer:
         num_prompt_tokens=generation.request.num_prompt_tokens,
         num_gpu_tokens=generation.num_gpu_tokens,
         num_cpu_tokens=generation.num_cpu_tokens,
+        num_storage_tokens=generation.num_storage_tokens,
         seconds_to_first_token=generation.seconds_to_first_token,
     )

@@ -46,6 +46,11 @@ class Generation:
     _tokens: queue.SimpleQueue[int | None] = field(default_factory=queue.SimpleQueue)
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, in any tier."""
+        return self.num_gpu_tokens + self.num_cpu_tokens + self.num_storage_tokens
+
+    @property
     def seconds_to_first_token(self) -> float:
         """From its match (so loads count; its wait in the queue does not) to the first token."""
         if self.matched is None or self.first_token is None:

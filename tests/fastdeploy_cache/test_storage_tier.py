@@ -233,3 +233,31 @@ def test_a_store_is_attached_once_and_detached_at_any_time() -> None:
     live = rig.match(A)
     assert live.match.ready
     rig.model.finish()
+
+
+def test_what_was_queued_while_the_store_was_away_is_written_when_it_is_back() -> None:
+    """Without a further request: its processes say that they are ready."""
+    rig = Rig()
+    rig.store.up = False
+    rig.model.serve_and_copy(A)
+    assert not rig.store.tasks and not rig.store.objects
+    tier = rig.model.cache._storage
+    assert tier is not None and not tier.wait_drained(0)
+    rig.store.come_back()
+    rig.land_all()
+    assert len(rig.store.objects) == 10 and tier.wait_drained(0)
+    rig.finish()
+
+
+def test_a_store_that_is_away_for_long_costs_no_memory() -> None:
+    """What leaves the CPU tier unwritten leaves the queue, too."""
+    rig = Rig()
+    rig.store.up = False
+    for number in range(700):
+        rig.model.serve_and_copy([1000 + number] * 9)
+    tier = rig.model.cache._storage
+    assert tier is not None and len(tier._queue) <= 256
+    rig.store.come_back()
+    rig.land_all()
+    assert 0 < len(rig.store.objects) <= 32
+    rig.finish()

@@ -78,7 +78,7 @@ def test_the_demo_holds_what_it_promises(tmp_path: Path, ranks: int) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     facts = json.loads(path.read_text())
     assert all(facts["checks"].values())
-    assert len(facts["checks"]) == 4
+    assert len(facts["checks"]) == 5
     assert facts["different_answers"] == []
-    assert facts["num_answers"] == sum(kind["requests"] for kind in facts["kinds"].values()) == 15
+    assert facts["num_answers"] == sum(kind["requests"] for kind in facts["kinds"].values()) == 20
     assert facts["rank_restarts"] == [0] * (ranks - 1) + [1]

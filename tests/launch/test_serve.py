@@ -139,6 +139,28 @@ def test_the_end_of_the_server_is_the_end_of_its_ranks(tmp_path: Path, number: i
     assert ended, "the rank outlived its engine by 3 seconds"
 
 
+def test_what_was_asked_before_a_restart_hits_from_disk(tmp_path: Path) -> None:
+    """SIGTERM writes all that is cached; the server that comes after finds it, says the same, and its status shows the
+    store."""
+    arguments = ["--ranks", "3", "--storage", str(tmp_path / "store")]
+    for setting in ("storage.admission=all", "storage.capacity_bytes=300000000", "storage.slab_bytes=67108864"):
+        arguments += ["--set", setting]
+    arguments += ["--set", "min_prefetch_tokens=16", "--set", "load_policy=always"]
+    texts, cached = [], []
+    for number in range(2):
+        server = Server(tmp_path / f"log{number}", *arguments)
+        answer = json.loads(server.post(CHAT)[1])
+        texts.append(answer["choices"][0]["message"]["content"])
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        storage = json.loads(server.get(f"{server.url}/status"))["storage"]
+        assert storage["available"] and storage["breakers"] == {"read": "closed", "write": "closed"}
+        assert server.end(signal.SIGTERM) == 0, server.rest
+        assert "event=storage_flushed all=True" in server.rest
+    assert texts[0] == texts[1]
+    assert cached[0] == 0 < cached[1]
+    assert storage["blocks"]["fetched"] * 16 == cached[1]
+
+
 def test_a_taken_port_is_one_line(server: Server) -> None:
     """A second server on the same port says so in one line, without a traceback, with status 1."""
     port = server.url.rpartition(":")[2]

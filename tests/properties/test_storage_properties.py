@@ -130,7 +130,10 @@ class Walk:
         self.store.max_read = number % 12 or 10**9
 
     def do_down(self, number: int) -> None:
-        self.store.up = number % 8 != 0
+        if number % 8:
+            self.store.come_back()
+        else:
+            self.store.up = False
 
     def do_reattach(self, number: int) -> None:
         if number % 4 == 0:

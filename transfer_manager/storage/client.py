@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -32,8 +32,10 @@ _NEVER_GIVE_UP = 10**6
 class StorageClient(Protocol):
     """Takes tasks of storage, answers each exactly once: the part of `TransferClient` that storage has."""
 
-    def start(self, on_result: OnResult) -> None:
+    def start(self, on_result: OnResult, on_ready: Callable[[], None]) -> None:
         """Open the stores. One that cannot be reached in time is tried again and again, and tasks fail until then.
+
+        `on_ready` is called whenever all ranks' stores have been opened, also after one was lost; it may submit.
 
         Raises:
             StorageRefusedError: the settings are wrong; everything is gone again.
@@ -111,7 +113,7 @@ class StorageProcesses(ProcessClient):
         self._spaces = [KeySpace.of(config.weights_id, layout, block_size, rank, transfer.tp_size) for rank in ranks]
         self._words = [_Words(rank) for rank in ranks]
 
-    def start(self, on_result: OnResult) -> None:
+    def start(self, on_result: OnResult, on_ready: Callable[[], None]) -> None:
         kv = [RankKV(rank, self._layout, 0, None) for rank in range(self._config.tp_size)]
         io = RankIO(
             self._config,
@@ -120,6 +122,7 @@ class StorageProcesses(ProcessClient):
             kv=kv,
             on_result=on_result,
             on_kv_lost=ignore_kv_lost,
+            on_ready=on_ready,
             optional=True,
         )
         self._start_io(io, on_result, self._storage.start_timeout_seconds)
