@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fastdeploy_cache.block_hash import HASH_BYTES
 from fastdeploy_cache.prefix_tree import BlockKeys
 
-_CHUNK_BYTES = 16 * 2**20  # of a task: small enough that loads to the GPU follow soon, large enough for a disk
+_CHUNK_BYTES = 32 * 2**20  # of a task: small enough that loads to the GPU follow soon, large enough for a disk
 
 
 @dataclass(frozen=True, kw_only=True)

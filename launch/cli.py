@@ -8,11 +8,14 @@ from typing import Annotated
 
 import typer
 
+from launch.storage_command import storage_app
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
 app.add_typer(config_app, name="config")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the cache beside its floors, in one run.")
 app.add_typer(bench_app, name="bench")
+app.add_typer(storage_app, name="storage")
 
 Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer process each: 1 or 3.")]
 LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank.")]
@@ -127,6 +130,37 @@ def transfer(
     from launch.bench.transfer_command import bench_transfer as run
 
     raise typer.Exit(0 if run(json, repeats, memory_mib, idle_seconds) else 1)
+
+
+@bench_app.command()
+def storage(
+    json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where the file store is measured: a folder of the disk in question.")
+    ] = None,
+    server_url: Annotated[str | None, typer.Option(help="Also measure this Valkey server (it is filled).")] = None,
+    master_address: Annotated[
+        str | None, typer.Option(help="Also measure the Mooncake cluster of this master.")
+    ] = None,
+    memory_mib: Annotated[int, typer.Option(min=16, help="What is written and read in a round.")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 5,
+    reopen_gb: Annotated[float, typer.Option(min=0, help="Size of the folder that is opened again; 0: none.")] = 10.0,
+    model: Annotated[bool, typer.Option(help="Also load a prompt of the demo's model, and compute it.")] = True,
+) -> None:
+    """What stores reach beside plain files, and what one costs that hangs. Status 1: a figure missed."""
+    from launch.bench.storage_command import StorageBench
+    from launch.bench.storage_command import bench_storage as run
+
+    wanted = StorageBench(
+        folder=folder,
+        server_url=server_url,
+        master_address=master_address,
+        memory_mib=memory_mib,
+        repeats=repeats,
+        reopen_gb=reopen_gb,
+        with_model=model,
+    )
+    raise typer.Exit(0 if run(wanted, json) else 1)
 
 
 @config_app.command()

@@ -105,4 +105,13 @@ class OpenStorage(Protocol):
 
 def seal(block_hash: bytes, data: memoryview | bytes) -> bytes:
     """The checksum of an object: XXH3-64 of its bytes, seeded by its hash: one object never passes for another."""
-    return xxhash.xxh3_64_digest(data, seed=int.from_bytes(block_hash[:8], "little"))
+    return xxhash.xxh3_64_digest(data, seed=_seed(block_hash))
+
+
+def new_seal(block_hash: bytes) -> xxhash.xxh3_64:
+    """The same piece by piece: `update` with each, then `digest`."""
+    return xxhash.xxh3_64(seed=_seed(block_hash))
+
+
+def _seed(block_hash: bytes) -> int:
+    return int.from_bytes(block_hash[:8], "little")
