@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -41,6 +42,16 @@ def test_the_layout_sample_prints_what_it_says() -> None:
     result = subprocess.run([sys.executable, "-c", sample], capture_output=True, text=True, timeout=60, check=True)
     promised = [re.sub(r" per rank.*", "", comment) for comment in re.findall(r"# (.*)", sample)]
     assert result.stdout.splitlines() == promised
+
+
+def test_the_storage_sample_hits_from_disk(tmp_path: Path) -> None:
+    """The sample of docs/storage.md runs as it stands, and prints what its last lines say."""
+    sample = blocks("docs/storage.md", "python")[0]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", sample], capture_output=True, text=True, timeout=60, check=True, env=environment
+    )
+    assert result.stdout.splitlines() == re.findall(r"^# (.*)", sample, re.MULTILINE)
 
 
 def test_the_documented_toml_is_valid(tmp_path: Path) -> None:
