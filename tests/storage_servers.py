@@ -125,6 +125,7 @@ class MooncakeMaster(Server):
 
     def __init__(self) -> None:
         port, metrics_port = free_port(), free_port()
+        self.metrics_url = f"http://127.0.0.1:{metrics_port}"
         super().__init__(
             f"{_mooncake_binary()} -rpc_address 127.0.0.1 -rpc_port {port} "
             f"-metrics_host 127.0.0.1 -metrics_port {metrics_port}".split(),

@@ -23,7 +23,9 @@ PARENT_SIDE_OF_STORAGE = {"config", "client", "weights"}
 HOMES = {
     "zmq": {"ipc/task_queue.py", "launch/bench/ping_pong.py"},
     "msgspec": {
+        "transfer_manager/storage/file_admin.py",
         "transfer_manager/storage/file_space.py",
+        "transfer_manager/storage/mooncake_admin.py",
         "transfer_manager/storage/valkey.py",
         "transfer_manager/storage/valkey_admin.py",
         "fastdeploy_cache/match.py",
@@ -43,16 +45,19 @@ HOMES = {
     "cuda": {"transfer_manager/device/cuda_driver.py"},
     "gguf": {"launch/reference_engine/gguf_file.py"},
     "tokenizers": {"launch/reference_engine/tokenizer.py"},
-    "typer": {"launch/cli.py"},
+    "typer": {"launch/cli.py", "launch/storage_command.py"},
     "rich": {
         "launch/bench/command.py",
         "launch/bench/reach.py",
+        "launch/bench/storage_command.py",
         "launch/bench/transfer_command.py",
         "launch/demo/command.py",
         "launch/demo/report.py",
         "launch/findings.py",
         "launch/simulator/command.py",
         "launch/simulator/report.py",
+        "launch/storage_report.py",
+        "launch/storage_tasks.py",
     },
     "matplotlib": {"launch/simulator/plot.py"},
 }

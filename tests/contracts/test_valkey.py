@@ -1,4 +1,4 @@
-"""What a Valkey server's faults come to, and its passwords, certificates and operators."""
+"""What a Valkey server's faults come to, and its passwords and certificates."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from tests.contracts.places import Prompt, ValkeyPlace
+from tests.contracts.places import Prompt
 from tests.storage_servers import TlsRelay, ValkeyServer, free_port
 from transfer_manager.errors import StorageError, StorageRefusedError
-from transfer_manager.storage import open_storage, valkey_admin
+from transfer_manager.storage import open_storage
 from transfer_manager.storage.base import Storage
 from transfer_manager.storage.config import StorageConfig
 from transfer_manager.storage.keys import KeySpace
@@ -225,27 +225,3 @@ def test_the_package_is_missing(open_store: Opener, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "valkey", None)
     with pytest.raises(StorageRefusedError, match=r"pip install 'valkey\[libvalkey\]'"):
         open_store(server_url=f"valkey://127.0.0.1:{free_port()}")
-
-
-def test_operators_see_spaces(new_server: Callable[..., ValkeyServer], open_store: Opener) -> None:
-    """Spaces are listed with their objects; damaged ones are found; one kind of weights is cleared."""
-    server = new_server()
-    options = options_of(server_url=server.unix_url)
-    other_space = replace(SPACE, weights_id="others")
-    (store, prompt), (other, other_prompt) = (
-        open_store(space, server_url=server.unix_url) for space in (SPACE, other_space)
-    )
-    store.write(prompt.blocks())
-    other.write(other_prompt.blocks(0, 5))
-    assert dict(valkey_admin.list_spaces(options)) == {SPACE: 12, other_space: 5}
-    assert valkey_admin.verify(options) == (17, 0)
-    place = ValkeyPlace(server)
-    place.change("flip", SPACE, prompt, 3)
-    place.change("cut", SPACE, prompt, 7)
-    assert valkey_admin.verify(options) == (17, 2)
-    assert valkey_admin.verify(options) == (15, 0)
-    assert valkey_admin.clear(options, "tests") == 10
-    assert valkey_admin.list_spaces(options) == [(other_space, 5)]
-    server.kill()
-    with pytest.raises(StorageError, match="valkey server"):
-        valkey_admin.list_spaces(options)

@@ -1,167 +1,227 @@
 """What an operator does to a folder of file stores, also while engines have them open: list, verify, remove.
 
-Nothing here opens a space for writing: what a living engine has is read only. All may raise OSError.
+Nothing here opens a space for writing: what a living engine has is read only. Only real folders that are named as
+spaces are looked at: what else lies in the folder, and what links lead to, is not the store's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from transfer_manager.errors import StorageError, StorageRefusedError
+from transfer_manager.storage.admin import Checked, Cleared, Space, SpaceSummary
 from transfer_manager.storage.base import seal
 from transfer_manager.storage.file_disk import Disk
-from transfer_manager.storage.file_journal import JOURNAL_NAME, TEMPORARY_SUFFIX, Geometry, Put, read_journal
+from transfer_manager.storage.file_journal import JOURNAL_NAME, TEMPORARY_SUFFIX, Geometry, Put, Replay, read_journal
 from transfer_manager.storage.file_space import (
     SLAB_GLOB,
     SPACE_NAME,
-    find_spaces,
     is_locked,
     last_written,
     remove_space,
     slab_bytes,
     slab_path,
 )
-from transfer_manager.storage.keys import KeySpace
+from transfer_manager.storage.keys import DIGEST, KeySpace
 
 _NUM_LOOKS = 3
+_SLAB = re.compile(r"slab-\d{5,}")
+_TEMPORARIES = {str(Path(name).with_suffix(TEMPORARY_SUFFIX)) for name in (JOURNAL_NAME, SPACE_NAME)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpaceInfo:
-    """A space of a folder.
+class FileAdmin:
+    """See `StorageAdmin`. A space is its folder."""
 
-    Attributes:
-        num_objects, num_bytes: as far as they are durable.
-        allocated_bytes: what its files take on the disk.
-        is_locked: a living engine has it.
-    """
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """Options: `folder`. Raises `StorageRefusedError` where that is no store's folder, nor an empty one."""
+        self._folder = Path(options["folder"])
+        self._disk = Disk()
+        self.where = f"folder {str(self._folder)!r}"
+        with self._failures():
+            if not self._folder.is_dir():
+                raise StorageRefusedError(f"there is no {self.where}")
+            if any(self._folder.iterdir()) and not self._folders():
+                raise StorageRefusedError(f"{self.where} is no store: nothing in it is one's")
 
-    path: Path
-    space: KeySpace
-    num_objects: int
-    num_bytes: int
-    allocated_bytes: int
-    is_locked: bool
+    def spaces(self) -> list[SpaceSummary]:
+        """See `StorageAdmin`; those first that were written to the longest time ago."""
+        with self._failures():
+            found = [self._summary(path, key_space) for path, key_space in self._spaces()]
+        return sorted(found, key=lambda summary: summary.last_written_seconds or 0.0)
+
+    def verify(self, weights_id: str | None = None) -> list[Checked]:
+        """See `StorageAdmin`."""
+        with self._failures():
+            return [
+                self._verify(path, key_space)
+                for path, key_space in self._spaces()
+                if weights_id is None or key_space.weights_id == weights_id
+            ]
+
+    def clear(self, weights_id: str) -> Cleared:
+        """See `StorageAdmin`."""
+        with self._failures():
+            return self._remove(
+                [summary for summary in self.spaces() if summary.space.weights_id == weights_id], surplus_bytes=math.inf
+            )
+
+    def gc(self, capacity_bytes: int) -> Cleared:
+        """See `StorageAdmin`. The size of the slabs counts."""
+        with self._failures():
+            nameless_bytes = sum(map(self._remove_nameless, self._folders()))
+            surplus_bytes = sum(map(slab_bytes, self._folders())) - capacity_bytes
+            cleared = self._remove(self.spaces(), surplus_bytes)
+            return dataclasses.replace(cleared, freed_bytes=nameless_bytes + (cleared.freed_bytes or 0))
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"{self.where} cannot be looked after: {error}") from error
+
+    def _folders(self) -> list[Path]:
+        """What is called as spaces are."""
+        return sorted(
+            path
+            for path in self._folder.iterdir()
+            if DIGEST.fullmatch(path.name) and not path.is_symlink() and path.is_dir()
+        )
+
+    def _spaces(self) -> Iterator[tuple[Path, KeySpace]]:
+        for path in self._folders():
+            name = path / SPACE_NAME
+            try:
+                key_space = msgspec.json.decode(name.read_bytes(), type=KeySpace) if name.is_file() else None
+            except (FileNotFoundError, msgspec.MsgspecError):
+                continue  # removed meanwhile, or not ours
+            if key_space is not None and key_space.digest == path.name:
+                yield path, key_space
+
+    def _summary(self, path: Path, key_space: KeySpace) -> SpaceSummary:
+        replay = self._replay(path)
+        num_objects = len(replay.live) if replay else 0
+        return SpaceSummary(
+            space=_space(path, key_space),
+            num_objects=num_objects,
+            num_bytes=num_objects * key_space.object_bytes,
+            allocated_bytes=_allocated_bytes(path),
+            last_written_seconds=last_written(path) or None,
+            is_open=is_locked(self._disk, path),
+        )
+
+    def _replay(self, path: Path) -> Replay | None:
+        return read_journal(self._disk, path / JOURNAL_NAME)
+
+    def _objects(self, path: Path) -> tuple[Geometry, list[Put]]:
+        replay = self._replay(path)
+        return (replay.geometry, replay.puts()) if replay else (Geometry(1, 1), [])
+
+    def _verify(self, path: Path, key_space: KeySpace) -> Checked:
+        """An engine journals the end of an object before it writes to its slot: what was bad and is in the journal no
+        more has been overwritten. If it is there, it may have been written anew, in full, since we read its bytes; so
+        look again."""
+        geometry, puts = self._objects(path)
+        num_objects, num_gone = len(puts), 0
+        for _ in range(_NUM_LOOKS):
+            if not puts:
+                break
+            doubtful = self._mismatched(path, geometry, key_space.object_bytes, puts)
+            geometry, named = self._objects(path)
+            puts = sorted(doubtful.intersection(named))
+            num_gone += len(doubtful) - len(puts)
+        return Checked(space=_space(path, key_space), num_objects=num_objects, num_damaged=len(puts), num_gone=num_gone)
+
+    def _mismatched(self, path: Path, geometry: Geometry, object_bytes: int, puts: list[Put]) -> set[Put]:
+        """Those of the objects that are not what was written. There may be more slabs than descriptors."""
+        bad: set[Put] = set()
+        buffer = memoryview(bytearray(object_bytes))
+        for slab, of_slab in groupby(sorted(puts), key=lambda put: put.slot // geometry.slots_per_slab):
+            try:
+                fd = self._disk.open_to_read(slab_path(path, slab))
+            except FileNotFoundError:
+                bad.update(of_slab)
+                continue
+            try:
+                bad.update(put for put in of_slab if not self._is_whole(fd, put, geometry, buffer))
+            finally:
+                self._disk.close(fd)
+        return bad
+
+    def _is_whole(self, fd: int, put: Put, geometry: Geometry, buffer: memoryview) -> bool:
+        try:
+            self._disk.read(fd, [buffer], put.slot % geometry.slots_per_slab * geometry.slot_bytes)
+        except OSError:  # the slab is cut short, or a bad spot of the disk
+            return False
+        return seal(put.block_hash, buffer) == put.seal
+
+    def _remove(self, chosen: list[SpaceSummary], surplus_bytes: float) -> Cleared:
+        """Remove one after the other until the surplus is gone."""
+        num_objects = freed_bytes = 0
+        removed, kept = list[Space](), list[Space]()
+        for summary in chosen:
+            if freed_bytes >= surplus_bytes:
+                break
+            path = Path(summary.space.where)
+            num_bytes = slab_bytes(path)
+            if self._is_removed(path):
+                removed.append(summary.space)
+                num_objects += summary.num_objects
+                freed_bytes += num_bytes
+            else:
+                kept.append(summary.space)
+        return Cleared(
+            num_objects=num_objects,
+            removed=tuple(removed),
+            kept=tuple(kept) if freed_bytes < surplus_bytes else (),
+            freed_bytes=freed_bytes,
+        )
+
+    def _is_removed(self, path: Path) -> bool:
+        """Remove a space unless an engine has it. Who only looks whether it is locked holds the lock for a moment."""
+        for _ in range(_NUM_LOOKS):
+            if self._remove_space(path) or not (path / SPACE_NAME).exists():
+                return True
+            if is_locked(self._disk, path):
+                break
+        return False
+
+    def _remove_nameless(self, path: Path) -> int:
+        """Remove what is left of a space that got no name, or lost it; returns the size of its slabs. An engine that
+        makes a new one has nothing in it before it has the lock."""
+        if (path / SPACE_NAME).exists() or not _files_by_pattern(path):
+            return 0
+        num_bytes = slab_bytes(path)
+        return num_bytes if not is_locked(self._disk, path) and self._remove_space(path) else 0
+
+    def _remove_space(self, path: Path) -> bool:
+        """As `remove_space`, which takes every file that is called so for the store's."""
+        for file in _files_by_pattern(path):
+            if file.name not in _TEMPORARIES and not _SLAB.fullmatch(file.name):
+                raise StorageRefusedError(f"{str(file)!r} is not the store's; move it away, and try again")
+        return remove_space(self._disk, path)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verified:
-    """What came of looking at every object of a space."""
-
-    space: KeySpace
-    num_checked: int
-    num_damaged: int
+def _files_by_pattern(path: Path) -> list[Path]:
+    return [*path.glob(SLAB_GLOB), *path.glob(f"*{TEMPORARY_SUFFIX}")]
 
 
-def list_spaces(folder: Path) -> list[SpaceInfo]:
-    """All spaces, those first that were written to the longest time ago."""
-    found = sorted(find_spaces(folder), key=lambda item: last_written(item[0]))
-    return [_info(path, space) for path, space in found]
-
-
-def _info(path: Path, space: KeySpace) -> SpaceInfo:
-    disk = Disk()
-    num_objects = len(_objects(disk, path)[1])
-    return SpaceInfo(
-        path=path,
-        space=space,
-        num_objects=num_objects,
-        num_bytes=num_objects * space.object_bytes,
-        allocated_bytes=_allocated_bytes(path),
-        is_locked=is_locked(disk, path),
-    )
+def _space(path: Path, key_space: KeySpace) -> Space:
+    return Space(where=str(path), weights_digest=key_space.weights_digest, key_space=key_space)
 
 
 def _allocated_bytes(path: Path) -> int:
     total = 0
-    for file in path.iterdir():
-        try:
-            total += file.stat().st_blocks * 512
-        except FileNotFoundError:
-            continue
+    for file in path.glob("*"):
+        with suppress(FileNotFoundError):  # an engine has put another in its place
+            total += file.lstat().st_blocks * 512
     return total
-
-
-def _objects(disk: Disk, path: Path) -> tuple[Geometry, list[Put]]:
-    replay = read_journal(disk, path / JOURNAL_NAME)
-    return (replay.geometry, replay.puts()) if replay else (Geometry(1, 1), [])
-
-
-def verify(folder: Path, weights_id: str | None = None) -> list[Verified]:
-    """Read every durable object of these weights, or of all, and compare it with its checksum."""
-    return [
-        _verify(Disk(), path, space)
-        for path, space in find_spaces(folder)
-        if weights_id is None or space.weights_id == weights_id
-    ]
-
-
-def _verify(disk: Disk, path: Path, space: KeySpace) -> Verified:
-    """An engine journals the end of an object before it writes to its slot: what was bad and is in the journal no more
-    has been overwritten. If it is there, it may have been written anew, in full, since we read its bytes; so look
-    again."""
-    geometry, puts = _objects(disk, path)
-    num_checked = len(puts)
-    for _ in range(_NUM_LOOKS):
-        if not puts:
-            break
-        doubtful = _mismatched(disk, path, geometry, space.object_bytes, puts)
-        geometry, named = _objects(disk, path)
-        puts = sorted(doubtful.intersection(named))
-    return Verified(space=space, num_checked=num_checked, num_damaged=len(puts))
-
-
-def _mismatched(disk: Disk, path: Path, geometry: Geometry, object_bytes: int, puts: list[Put]) -> set[Put]:
-    buffer = memoryview(bytearray(object_bytes))
-    bad: set[Put] = set()
-    fds: dict[int, int] = {}
-    try:
-        for put in puts:
-            slab, at = divmod(put.slot, geometry.slots_per_slab)
-            try:
-                if slab not in fds:
-                    fds[slab] = disk.open_to_read(slab_path(path, slab))
-                disk.read(fds[slab], [buffer], at * geometry.slot_bytes)
-            except OSError:  # no such slab, cut short, or a bad spot of the disk
-                bad.add(put)
-                continue
-            if seal(put.block_hash, buffer) != put.seal:
-                bad.add(put)
-    finally:
-        for fd in fds.values():
-            disk.close(fd)
-    return bad
-
-
-def remove_spaces(folder: Path, weights_id: str) -> list[SpaceInfo]:
-    """Remove all spaces of these weights that no engine has open; returns them."""
-    return [
-        info for info in list_spaces(folder) if info.space.weights_id == weights_id and remove_space(Disk(), info.path)
-    ]
-
-
-def gc(folder: Path, capacity_bytes: int) -> list[SpaceInfo]:
-    """Remove what crashes left, and then spaces that no engine has open until the folder's slabs fit; returns them.
-    Those go first that were written to the longest time ago."""
-    disk = Disk()
-    for path in sorted(path for path in folder.glob("*") if path.is_dir()):
-        _remove_leavings(disk, path)
-    infos = list_spaces(folder)
-    sizes = {info.path: slab_bytes(info.path) for info in infos}
-    removed = []
-    for info in infos:
-        if sum(sizes.values()) <= capacity_bytes:
-            break
-        if remove_space(disk, info.path):
-            del sizes[info.path]
-            removed.append(info)
-    return removed
-
-
-def _remove_leavings(disk: Disk, path: Path) -> None:
-    """Temporary files, and slabs of a space without a name. An engine that has the space may be about to rename one."""
-    is_named = (path / SPACE_NAME).exists()
-    leavings = [*path.glob(f"*{TEMPORARY_SUFFIX}"), *(() if is_named else path.glob(SLAB_GLOB))]
-    if leavings and not is_locked(disk, path):
-        for file in leavings:
-            disk.remove(file)

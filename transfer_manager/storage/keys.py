@@ -8,13 +8,18 @@ weights, layout, block size, rank and world size; the block hash has tokens, ext
 from __future__ import annotations
 
 import hashlib
-from typing import Self
+import re
+from typing import NamedTuple, Self
 
 import msgspec
 
 from transfer_manager.layout import RankLayout
 
 KEY_VERSION = 1
+DIGEST = re.compile(r"[0-9a-f]{32}")
+_KEY = re.compile(
+    rf"(?P<prefix>fdc{KEY_VERSION}:(?P<weights>{DIGEST.pattern}):{DIGEST.pattern}:)(?P<hash>[0-9a-f]{{64}})"
+)
 
 
 class KeySpace(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +48,7 @@ class KeySpace(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def weights_digest(self) -> str:
         """32 hexadecimal digits for the weights alone: what all spaces of these weights have in common."""
-        return _digest(self.weights_id.encode())
+        return weights_digest_of(self.weights_id)
 
     @property
     def digest(self) -> str:
@@ -58,6 +63,25 @@ class KeySpace(msgspec.Struct, frozen=True, kw_only=True):
     def prefix(self) -> str:
         """What the keys of this space begin with."""
         return f"fdc{self.version}:{self.weights_digest}:{self.digest}:"
+
+
+class ObjectKey(NamedTuple):
+    """A key of a store of strings, taken apart: what the keys of its space begin with, and what it is about."""
+
+    prefix: str
+    weights_digest: str
+    block_hash: bytes
+
+    @classmethod
+    def parse(cls, key: str) -> Self | None:
+        """None: the key is not an object's."""
+        found = _KEY.fullmatch(key)
+        return cls(found["prefix"], found["weights"], bytes.fromhex(found["hash"])) if found else None
+
+
+def weights_digest_of(weights_id: str) -> str:
+    """See `KeySpace.weights_digest`."""
+    return _digest(weights_id.encode())
 
 
 def describe_image(layout: RankLayout) -> str:

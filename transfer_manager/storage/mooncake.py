@@ -13,7 +13,7 @@ import numpy as np
 
 from transfer_manager.errors import StorageError, StorageGoneError, StorageRefusedError
 from transfer_manager.storage.base import SEAL_BYTES, Blocks, Segment, StorageStats, Written, seal
-from transfer_manager.storage.keys import KeySpace
+from transfer_manager.storage.keys import KEY_VERSION, KeySpace, weights_digest_of
 
 # Mooncake reads these when it is loaded. Without them a master that hangs holds a call for 30 s, and one that is not
 # there a set-up for a minute and more.
@@ -21,7 +21,7 @@ _ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "800",
     "MC_RPC_CONNECT_TIMEOUT_MS": "300",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-    "GLOG_minloglevel": "1",  # it writes to stderr, a dozen lines each time a client starts
+    "MC_LOG_LEVEL": "WARNING",  # it writes to stderr, else a dozen lines each time a client starts
 }
 _OK = 0
 _NO_SPACE = -200
@@ -51,34 +51,19 @@ class MooncakeStorage:
         seals = np.frombuffer(self._seal_pages, np.uint8).reshape(2, _SEALS_PER_CALL, SEAL_BYTES)
         self._read_seals, self._write_seals = seals  # one for each thread
         self._segment = segment
-        self._store: Any = _new_client()
-        self._set_up(options)
-
-    def _set_up(self, options: Mapping[str, Any]) -> None:
-        address = options["master_address"]
-        code = self._store.setup(
-            options["local_hostname"],
-            options["metadata_server"],
-            int(options["segment_bytes"]),
-            _LOCAL_BUFFER_BYTES,
-            options["protocol"],
-            options["device_name"],
-            address,
-        )
-        if code != _OK:
-            self._store.close()
-            raise StorageError(f"Mooncake's set-up with the master at {address} returned {code}; is it running?")
-        for memory in (self._segment, self._read_seals, self._write_seals):
-            code = self._store.register_buffer(memory.ctypes.data, memory.nbytes) if memory.nbytes else _OK
-            if code != _OK:
-                self.close()
-                raise StorageError(f"Mooncake did not register {memory.nbytes} bytes of memory: {code}")
+        self._store: Any = connect(options, int(options["segment_bytes"]))
+        try:
+            for memory in (self._segment, self._read_seals, self._write_seals):
+                register(self._store, memory)
+        except StorageError:
+            self.close()
+            raise
 
     def count_leading(self, blocks: Blocks) -> int:
         """See `Storage`. One call to the master."""
         if not blocks.hashes:
             return 0
-        codes = self._answered("batch_is_exist", self._client().batch_is_exist(self._keys(blocks.hashes)))
+        codes = answered("batch_is_exist", self._client().batch_is_exist(self._keys(blocks.hashes)))
         return [*(code == 1 for code in codes), False].index(False)
 
     def read(self, blocks: Blocks) -> int:
@@ -89,7 +74,7 @@ class MooncakeStorage:
             codes = self._client().batch_get_into_multi_buffers(
                 self._keys(hashes), self._pointers(blocks, start, self._read_seals), self._sizes(len(hashes))
             )
-            self._answered("batch_get_into_multi_buffers", codes)
+            answered("batch_get_into_multi_buffers", codes)
             for index, code in enumerate(codes):
                 block_hash = hashes[index]
                 sealed = code == whole and self._read_seals[index].tobytes() == seal(
@@ -105,7 +90,7 @@ class MooncakeStorage:
         if not blocks.hashes:
             return Written(0, 0)
         whole, num_bytes = self._space.object_bytes + SEAL_BYTES, 0
-        known = self._answered("batch_is_exist", self._client().batch_is_exist(self._keys(blocks.hashes)))
+        known = answered("batch_is_exist", self._client().batch_is_exist(self._keys(blocks.hashes)))
         missing = [index for index, code in enumerate(known) if code != 1]
         for start in range(0, len(missing), _SEALS_PER_CALL):
             batch = missing[start : start + _SEALS_PER_CALL]
@@ -122,17 +107,12 @@ class MooncakeStorage:
         """See `Storage`. Leases of readers do not hold it up: their reads fail, or find a wrong seal."""
         if not hashes:
             return 0
-        codes = self._answered("batch_remove", self._client().batch_remove(self._keys(hashes), True))
+        codes = answered("batch_remove", self._client().batch_remove(self._keys(hashes), True))
         return codes.count(_OK)
 
     def clear(self, weights_id: str) -> int:
         """See `Storage`."""
-        any_space = KeySpace(weights_id=weights_id, layout="", object_bytes=0, block_size=0, rank=0, tp_size=0)
-        pattern = f"^fdc{any_space.version}:{any_space.weights_digest}:.*"
-        count = int(self._client().remove_by_regex(pattern, True))
-        if count < 0:
-            raise StorageError(f"Mooncake's remove_by_regex returned {count}")
-        return count
+        return remove_weights(self._client(), weights_id)
 
     def stats(self) -> StorageStats:
         """See `StorageStats`; sizes are the cluster's affair."""
@@ -159,7 +139,7 @@ class MooncakeStorage:
             self._write_seals[row] = np.frombuffer(seal(blocks.hashes[index], blocks.buffers[index]), np.uint8)
             pointers.append([blocks.addresses[index], self._write_seals[row].ctypes.data])
         codes = self._client().batch_put_from_multi_buffers(self._keys(hashes), pointers, self._sizes(len(batch)))
-        return self._answered("batch_put_from_multi_buffers", codes)
+        return answered("batch_put_from_multi_buffers", codes)
 
     def _drop_damaged(self, block_hash: bytes, code: int) -> None:
         """Remove what cannot be read, unless it is the transfer that failed."""
@@ -184,12 +164,52 @@ class MooncakeStorage:
         addresses, first = blocks.addresses[start : start + _SEALS_PER_CALL], seals.ctypes.data
         return [[address, first + row * SEAL_BYTES] for row, address in enumerate(addresses)]
 
-    def _answered(self, call: str, codes: list[int]) -> list[int]:
-        """The codes, or the error that the whole call came to."""
-        for code in codes:
-            if code in _MASTER_GONE:
-                raise StorageError(f"Mooncake's {call} returned {code}: its master does not answer")
-        return codes
+
+def connect(options: Mapping[str, Any], segment_bytes: int) -> Any:
+    """A `MooncakeDistributedStore` that lends so much to the cluster; whoever calls closes it.
+
+    Raises:
+        StorageRefusedError: the package is missing.
+        StorageError: the master does not take it.
+    """
+    client, address = _new_client(), options["master_address"]
+    code = client.setup(
+        options["local_hostname"],
+        options["metadata_server"],
+        segment_bytes,
+        _LOCAL_BUFFER_BYTES,
+        options["protocol"],
+        options["device_name"],
+        address,
+    )
+    if code != _OK:
+        client.close()
+        raise StorageError(f"Mooncake's set-up with the master at {address} returned {code}; is it running?")
+    return client
+
+
+def register(client: Any, memory: Segment) -> None:
+    """Let Mooncake read from and write to this memory; raises `StorageError`."""
+    code = client.register_buffer(memory.ctypes.data, memory.nbytes) if memory.nbytes else _OK
+    if code != _OK:
+        raise StorageError(f"Mooncake did not register {memory.nbytes} bytes of memory: {code}")
+
+
+def answered(call: str, codes: list[int]) -> list[int]:
+    """The codes, or the error that the whole call came to."""
+    for code in codes:
+        if code in _MASTER_GONE:
+            raise StorageError(f"Mooncake's {call} returned {code}: its master does not answer")
+    return codes
+
+
+def remove_weights(client: Any, weights_id: str) -> int:
+    """Remove all objects of these weights; returns how many there were. Raises `StorageError`."""
+    pattern = f"^fdc{KEY_VERSION}:{weights_digest_of(weights_id)}:.*"
+    (count,) = answered("remove_by_regex", [int(client.remove_by_regex(pattern, True))])
+    if count < 0:
+        raise StorageError(f"Mooncake's remove_by_regex returned {count}")
+    return count
 
 
 def _new_client() -> Any:

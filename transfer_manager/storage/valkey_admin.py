@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import msgspec
 
 from transfer_manager.errors import StorageError, StorageRefusedError
+from transfer_manager.storage.admin import Checked, Cleared, Outcome, Space, SpaceSummary
 from transfer_manager.storage.base import SEAL_BYTES, seal
-from transfer_manager.storage.keys import KeySpace
+from transfer_manager.storage.keys import KEY_VERSION, KeySpace, ObjectKey
 from transfer_manager.storage.valkey import (
     SPACES_KEY,
     connect,
@@ -24,91 +27,121 @@ from transfer_manager.storage.valkey import (
 _NUM_SCANNED = 1000
 
 
-class Verified(NamedTuple):
-    """Objects that were read, and how many of them were damaged and have been removed."""
+class ValkeyAdmin:
+    """See `StorageAdmin`. A space is what its keys begin with; nobody knows whether an engine has it open.
 
-    num_objects: int
-    num_damaged: int
-
-
-def list_spaces(options: Mapping[str, Any]) -> list[tuple[KeySpace, int]]:
-    """The spaces that caches have opened, each with the number of its objects (a change meanwhile may miscount some).
-
-    Options are those of the store: `server_url`, `password_file`, `tls_ca_file`.
-
-    Raises:
-        StorageRefusedError: as at opening the store.
-        StorageError: the server cannot be reached or does not answer.
+    Caches enter their spaces in `SPACES_KEY`. Objects of one that is not there (after `clear`, of an engine that went
+    on) are counted and checked all the same. What changes meanwhile may be counted twice or not at all.
     """
-    with _server(options) as client:
-        spaces = _spaces(client)
-        counts = dict.fromkeys((space.prefix for space in spaces), 0)
-        for key in client.scan_iter(match="fdc*", count=_NUM_SCANNED):
-            prefix = _prefix(key)
-            if prefix in counts:
-                counts[prefix] += 1
-        return [(space, counts[space.prefix]) for space in spaces]
 
-
-def clear(options: Mapping[str, Any], weights_id: str) -> int:
-    """Remove all objects of these weights, and their spaces from the list; returns how many objects there were."""
-    with _server(options) as client:
-        gone = [space.digest for space in _spaces(client) if space.weights_id == weights_id]
-        if gone:
-            client.hdel(SPACES_KEY, *gone)
-        return unlink_all(client, weights_prefix(weights_id))
-
-
-def verify(options: Mapping[str, Any]) -> Verified:
-    """Read every object of the listed spaces; the damaged ones are removed."""
-    num_objects = num_damaged = 0
-    with _server(options) as client:
-        spaces = {space.prefix: space for space in _spaces(client)}
-        for key in client.scan_iter(match="fdc*", count=_NUM_SCANNED, _type="string"):
-            space = spaces.get(_prefix(key))
-            value = client.get(key) if space else None
-            if space is None or value is None:
-                continue
-            num_objects += 1
-            if not _is_whole(space, key, value):
-                num_damaged += 1
-                client.unlink(key)
-    return Verified(num_objects, num_damaged)
-
-
-@contextmanager
-def _server(options: Mapping[str, Any]) -> Iterator[Any]:
-    client = connect(options)
-    try:
-        with failures(describe_server(options["server_url"])):
-            yield client
-    except StorageError as error:
-        raise (StorageRefusedError(str(error)) if is_refusal(error) else error) from error
-    finally:
-        client.close()
-        client.connection_pool.disconnect()
-
-
-def _spaces(client: Any) -> list[KeySpace]:
-    """The listed spaces; entries that another version has written are left out."""
-    found = []
-    for value in client.hvals(SPACES_KEY):
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """Options: `server_url`, `password_file`, `tls_ca_file`. Connects at each call."""
+        self._options = options
         try:
-            found.append(msgspec.json.decode(value, type=KeySpace))
-        except msgspec.MsgspecError:
-            continue
+            self.where = describe_server(options["server_url"])
+        except ValueError as error:
+            raise StorageRefusedError(f"storage.server_url is not understood: {error}") from error
+
+    def spaces(self) -> list[SpaceSummary]:
+        """See `StorageAdmin`."""
+        with self._server() as client:
+            listed = _listed(client)
+            last_keys, counts = dict[Space, bytes](), Counter[Space]()
+            for name, key in _keys(client, f"fdc{KEY_VERSION}:"):
+                space = _space(name, listed)
+                last_keys[space] = key
+                counts[space] += 1
+            found = {_space_of(key_space) for key_space in listed.values()} | counts.keys()
+            return [
+                SpaceSummary(
+                    space=space,
+                    num_objects=counts[space],
+                    num_bytes=_object_bytes(client, space, last_keys) * counts[space],
+                )
+                for space in sorted(found, key=lambda space: space.where)
+            ]
+
+    def verify(self, weights_id: str | None = None) -> list[Checked]:
+        """See `StorageAdmin`. The server is asked not to take these reads for use."""
+        prefix = f"fdc{KEY_VERSION}:" if weights_id is None else weights_prefix(weights_id)
+        with self._server() as client:
+            listed = _listed(client)
+            outcomes: dict[Space, Counter[Outcome]] = {
+                _space_of(key_space): Counter()
+                for key_space in listed.values()
+                if weights_id in (None, key_space.weights_id)
+            }
+            with suppress(importlib.import_module("valkey").exceptions.ResponseError):  # Valkey and Redis 7.2 know it
+                client.client_no_touch("ON")
+            for name, key in _keys(client, prefix):
+                space = _space(name, listed)
+                outcomes.setdefault(space, Counter())[_outcome(space, name, client.get(key))] += 1
+        return [Checked.of(space, outcomes[space]) for space in sorted(outcomes, key=lambda space: space.where)]
+
+    def clear(self, weights_id: str) -> Cleared:
+        """See `StorageAdmin`. Also takes their spaces from the list."""
+        with self._server() as client:
+            gone = [key_space for key_space in _listed(client).values() if key_space.weights_id == weights_id]
+            if gone:
+                client.hdel(SPACES_KEY, *(key_space.digest for key_space in gone))
+            return Cleared(
+                num_objects=unlink_all(client, weights_prefix(weights_id)), removed=tuple(map(_space_of, gone))
+            )
+
+    def gc(self, capacity_bytes: int) -> Cleared:
+        """See `StorageAdmin`."""
+        del capacity_bytes  # of folders
+        raise StorageRefusedError(f"{self.where} evicts by itself (its maxmemory); gc is for folders")
+
+    @contextmanager
+    def _server(self) -> Iterator[Any]:
+        """A connection of one's own, so that what it is told holds."""
+        client = connect(self._options)
+        try:
+            with failures(self.where):
+                yield client.client()
+        except StorageError as error:
+            raise (StorageRefusedError(str(error)) if is_refusal(error) else error) from error
+        finally:
+            client.close()
+            client.connection_pool.disconnect()
+
+
+def _listed(client: Any) -> dict[str, KeySpace]:
+    """The listed spaces by what their keys begin with; entries that another version has written are left out."""
+    found = {}
+    for value in client.hvals(SPACES_KEY):
+        with suppress(msgspec.MsgspecError):
+            key_space = msgspec.json.decode(value, type=KeySpace)
+            found[key_space.prefix] = key_space
     return found
 
 
-def _prefix(key: bytes) -> str:
-    """Of an object's key: all but the block hash; empty where it is no such key."""
-    return key.rpartition(b":")[0].decode("utf-8", "replace") + ":"
+def _keys(client: Any, prefix: str) -> Iterator[tuple[ObjectKey, bytes]]:
+    for key in client.scan_iter(match=f"{prefix}*", count=_NUM_SCANNED, _type="string"):
+        name = ObjectKey.parse(key.decode("utf-8", "replace"))
+        if name is not None:
+            yield name, key
 
 
-def _is_whole(space: KeySpace, key: bytes, value: bytes) -> bool:
-    try:
-        block_hash = bytes.fromhex(key.rpartition(b":")[2].decode())
-    except ValueError:
-        return False
+def _space_of(key_space: KeySpace) -> Space:
+    return Space(where=key_space.prefix, weights_digest=key_space.weights_digest, key_space=key_space)
+
+
+def _space(name: ObjectKey, listed: Mapping[str, KeySpace]) -> Space:
+    return Space(where=name.prefix, weights_digest=name.weights_digest, key_space=listed.get(name.prefix))
+
+
+def _object_bytes(client: Any, space: Space, last_keys: Mapping[Space, bytes]) -> int:
+    """Of each object; where the space is not listed, one is asked for its length."""
+    if space.key_space is not None:
+        return space.key_space.object_bytes
+    return max(0, int(client.strlen(last_keys[space])) - SEAL_BYTES)
+
+
+def _outcome(space: Space, name: ObjectKey, value: bytes | None) -> Outcome:
+    if value is None:
+        return "gone"
     data = memoryview(value)[SEAL_BYTES:]
-    return len(data) == space.object_bytes and value[:SEAL_BYTES] == seal(block_hash, data)
+    is_whole = space.key_space is None or len(data) == space.key_space.object_bytes
+    return "whole" if is_whole and value[:SEAL_BYTES] == seal(name.block_hash, data) else "damaged"

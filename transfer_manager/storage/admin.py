@@ -1,0 +1,140 @@
+"""What an operator does with a store from outside, also while engines have it open: one protocol for every kind."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from transfer_manager.errors import StorageRefusedError
+from transfer_manager.storage.keys import KeySpace
+
+_CLASSES = {
+    "file": "transfer_manager.storage.file_admin:FileAdmin",
+    "mooncake": "transfer_manager.storage.mooncake_admin:MooncakeAdmin",
+    "valkey": "transfer_manager.storage.valkey_admin:ValkeyAdmin",
+}
+Outcome = Literal["whole", "damaged", "gone"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """One rank's corner of a store.
+
+    Attributes:
+        where: its folder, or what the keys of its objects begin with.
+        weights_digest: `KeySpace.weights_digest`.
+        key_space: what it is for; None where the store has its digest alone.
+    """
+
+    where: str
+    weights_digest: str
+    key_space: KeySpace | None
+
+    @property
+    def weights_id(self) -> str | None:
+        """None: not known."""
+        return self.key_space.weights_id if self.key_space else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpaceSummary:
+    """What is in a space.
+
+    Attributes:
+        num_objects: as far as they are durable.
+        num_bytes: of them, without checksums; None: the store could not tell.
+        allocated_bytes: what its files take on the disk; None: it has no files.
+        last_written_seconds: since the epoch; None: not known.
+        is_open: whether a living engine has it; None: the store cannot tell.
+    """
+
+    space: Space
+    num_objects: int
+    num_bytes: int | None
+    allocated_bytes: int | None = None
+    last_written_seconds: float | None = None
+    is_open: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What came of reading every object of a space.
+
+    Attributes:
+        num_objects: that there were when it began.
+        num_damaged: of them, whose bytes are not those that were written. They are left where they are.
+        num_gone: of them, that could not be looked at: evicted meanwhile, or their memory's owner does not answer.
+    """
+
+    space: Space
+    num_objects: int
+    num_damaged: int
+    num_gone: int
+
+    @classmethod
+    def of(cls, space: Space, outcomes: Counter[Outcome]) -> Checked:
+        """From what came of each object."""
+        return cls(
+            space=space,
+            num_objects=outcomes.total(),
+            num_damaged=outcomes["damaged"],
+            num_gone=outcomes["gone"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cleared:
+    """What was removed.
+
+    Attributes:
+        removed: spaces that are gone, as far as the store knew them.
+        kept: spaces that should have gone, but engines have them open.
+        freed_bytes: of the disk; None: the store has no files.
+    """
+
+    num_objects: int
+    removed: tuple[Space, ...] = ()
+    kept: tuple[Space, ...] = ()
+    freed_bytes: int | None = None
+
+
+class StorageAdmin(Protocol):
+    """Looks after one store. It holds nothing open between calls. One thread at a time.
+
+    Every call may raise `StorageRefusedError` for what the user has to change, and `StorageError` for what may pass.
+    """
+
+    where: str  # the store, for messages
+
+    def spaces(self) -> list[SpaceSummary]:
+        """Every space."""
+        ...
+
+    def verify(self, weights_id: str | None = None) -> list[Checked]:
+        """Read every object of these weights, or of all, and compare it with its checksum. Changes nothing."""
+        ...
+
+    def clear(self, weights_id: str) -> Cleared:
+        """Remove all objects of these weights that no engine is known to have open."""
+        ...
+
+    def gc(self, capacity_bytes: int) -> Cleared:
+        """Remove what crashes left, then whole spaces that no engine has open until the rest takes no more than this,
+        those first that were written to the longest time ago. Servers evict by themselves and refuse."""
+        ...
+
+
+def open_admin(kind: str, options: Mapping[str, Any]) -> StorageAdmin:
+    """Look after a built-in store; options are `StorageConfig.store_options`, and `metrics_url` of a Mooncake master.
+
+    Raises:
+        StorageRefusedError: there is none of that kind, or not there, or a setting is wrong.
+    """
+    if kind not in _CLASSES:
+        raise StorageRefusedError(f"storage.kind is {kind!r}; {', '.join(_CLASSES)} are what can be looked after here")
+    module, _, name = _CLASSES[kind].partition(":")
+    admin: StorageAdmin = getattr(importlib.import_module(module), name)(options)
+    return admin
