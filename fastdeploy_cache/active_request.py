@@ -38,7 +38,7 @@ class ActiveRequest:
     block_ids: array[int] = field(default_factory=lambda: array("i"))
     num_matched_blocks: int = 0
     num_committed_blocks: int = 0
-    num_computed_blocks: int = 0  # of the last commit; not in the tree where nothing is published
+    num_computed_tokens: int = 0  # of the last commit
     copy: BlockCopy | None = None  # of the last block of a whole-prompt hit, while the match is not settled
     num_copied_tokens: int = 0  # in the private block that such a copy has filled
     ahead: list[Transfer] = field(default_factory=list)  # loads whose destinations it uses before they have ended
@@ -60,6 +60,10 @@ class ActiveRequest:
             return 0
         end = self.prefetch.first + self.prefetch.num_landed
         return max(0, min(num_blocks, end) - max(num_gpu_blocks, self.prefetch.first))
+
+    def num_matched_tokens(self, block_size: int) -> int:
+        """Tokens that it did not have to compute."""
+        return self.num_matched_blocks * block_size + self.num_copied_tokens
 
     def private_ids(self) -> array[int]:
         """Blocks that are the request's own: duplicates of cached ones, and those not committed yet."""

@@ -11,8 +11,11 @@ from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.match import Match
 from fastdeploy_cache.matcher import Matcher
 from fastdeploy_cache.run import Transfer, wait_done
+from fastdeploy_cache.storage_prefetch import StoragePrefetch
 
 logger = logging.getLogger(__name__)
+
+_TIMER_SECONDS = 3600.0
 
 
 def call_user(call: Callable[[], object]) -> None:
@@ -26,7 +29,7 @@ def call_user(call: Callable[[], object]) -> None:
 class MatchLoads:
     """See `fastdeploy_cache.match.Loads`. Any thread; takes the manager's lock itself."""
 
-    __slots__ = ("_active", "_check", "_lock", "_matcher", "_size", "timeout_seconds")
+    __slots__ = ("_active", "_check", "_lock", "_matcher", "_size", "_submit", "timeout_seconds")
 
     def __init__(
         self,
@@ -35,12 +38,14 @@ class MatchLoads:
         *,
         lock: threading.Lock,
         check: Callable[[ActiveRequest], object],
+        submit: Callable[[], None],
         size: int,
         timeout_seconds: float,
     ) -> None:
-        """`check` raises where the request was released or the cache is closed."""
+        """`check` raises where the request was released or the cache is closed; `submit` hands over, without the lock,
+        what was decided on."""
         self._active, self._matcher, self._lock, self._check = active, matcher, lock, check
-        self._size, self.timeout_seconds = size, timeout_seconds
+        self._submit, self._size, self.timeout_seconds = submit, size, timeout_seconds
 
     def describe(self) -> Match:
         """The match as it stands. Under the lock."""
@@ -79,7 +84,9 @@ class MatchLoads:
         with self._lock:
             self._check(self._active)
             self._matcher.settle(self._active)
-            return self.describe()
+            match = self.describe()
+        self._submit()
+        return match
 
     def _wait_until_settled(self, deadline: float) -> None:
         """Wait for storage, whose pieces bring new loads, and for the loads."""
@@ -101,7 +108,7 @@ class MatchLoads:
         with self._lock:
             prefetch = self._active.prefetch
             if prefetch is not None and self._matcher.is_fetching(self._active):
-                prefetch.on_done.append(lambda: self.call_when_ready(call))
+                self._look_again(prefetch, lambda: self.call_when_ready(call))
                 return
             pending = [transfer for transfer in self._transfers() if not transfer.done.is_set()]
             num_left = len(pending)
@@ -118,6 +125,25 @@ class MatchLoads:
                 transfer.on_done.append(one_less)
         if not pending:
             call_user(call)
+
+    @staticmethod
+    def _look_again(prefetch: StoragePrefetch, look: Callable[[], None]) -> None:
+        """Once, when storage is through or nobody may wait for it any more. Under the lock."""
+        pending = threading.Lock()
+        timer: threading.Timer | None = None
+
+        def once() -> None:
+            if pending.acquire(blocking=False):
+                if timer is not None:
+                    timer.cancel()
+                look()
+
+        seconds = prefetch.deadline - time.monotonic()
+        if seconds < _TIMER_SECONDS:  # else every task's own deadline ends it
+            timer = threading.Timer(max(0.0, seconds), once)
+            timer.daemon = True
+            timer.start()
+        prefetch.on_done.append(once)
 
     def _transfers(self) -> list[Transfer]:
         active = self._active

@@ -113,15 +113,18 @@ class PrefixCacheManager(RankAccess, StorageAccess):
             keys = BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
             active = ActiveRequest(request, keys, self._tree.epoch, num_kv_losses=self._tree.num_kv_losses)
             if self.config.enable_prefix_caching:
-                if self._storage is not None and (prefetch := self._storage.take(request.request_id)) is not None:
+                if self._storage is not None and (prefetch := self._storage.reads.take(request.request_id)) is not None:
                     self._matcher.follow(active, prefetch)
                 self._matcher.find(active, num_blocks)
+                if self._storage is not None:
+                    self._storage.reads.advance()
             self._requests[request.request_id] = active
             loads = MatchLoads(
                 active,
                 self._matcher,
                 lock=self._lock,
                 check=lambda waiting: self._active(waiting.request),
+                submit=self._submit,
                 size=self.config.block_size,
                 timeout_seconds=self.config.transfer.task_timeout_seconds,
             )
@@ -210,11 +213,8 @@ class PrefixCacheManager(RankAccess, StorageAccess):
                 active.refuse_commit(num_computed_tokens, num_held)
             if not active.admitted:
                 self._admit(active)
-            num_blocks = num_computed_tokens // self.config.block_size
-            self._note_prefill(active, num_blocks)
-            if not self.config.cache_outputs:
-                num_blocks = min(num_blocks, request.num_prompt_tokens // self.config.block_size)
-            active.num_computed_blocks = num_blocks
+            self._note_prefill(active, num_computed_tokens)
+            num_blocks = self._num_cacheable(active)
             publishes = self.config.enable_prefix_caching and active.epoch == self._tree.epoch and active.settled
             if num_blocks > active.num_committed_blocks and publishes:
                 self._matcher.publish(active, num_blocks)
@@ -255,13 +255,6 @@ class PrefixCacheManager(RankAccess, StorageAccess):
     def wait_for_ranks(self, timeout_seconds: float) -> bool:
         """Wait until every rank is ready, after one has died; False when the time is over first."""
         return self._client.wait_ready(timeout_seconds)
-
-    def reset(self) -> None:
-        """Forget every cached prefix. Running requests keep their blocks; what they commit later is not published."""
-        with self._lock:
-            self._check_open()
-            self._tree.reset()
-            logger.info("event=reset epoch=%d", self._tree.epoch)
 
     # -- looking in
 
@@ -368,8 +361,8 @@ class PrefixCacheManager(RankAccess, StorageAccess):
         storage = self._storage
         if self._mover.outbox:
             self._mover.outbox.submit()
-        if storage is not None and storage.outbox:
-            storage.outbox.submit()
+        if storage is not None and (storage.link.outbox or storage.link.calls):
+            storage.link.submit()
 
     def _on_result(self, result: TransferResult) -> None:
         with self._lock:
@@ -377,6 +370,8 @@ class PrefixCacheManager(RankAccess, StorageAccess):
             num_lost, calls = self._mover.finish(result)
             if result.task.direction is Direction.SWAP_OUT:
                 self._copy_down.stored(result.error is None)
+            if self._storage is not None:
+                self._storage.reads.advance()
         self._submit()
         if num_lost:
             self.metrics.record_skipped_writes(num_lost)

@@ -10,6 +10,7 @@ from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover, Part, ignore_copied
 from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.match import Prefetch
+from fastdeploy_cache.path import coming_and_cold, gpu_ids
 from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
@@ -57,22 +58,21 @@ class Matcher:
                 self._settle_unless_fetching(active, array("i"))
             return
         self._pin(active, path, num_found)
-        ids = _gpu_ids(path, num_found)
+        ids = gpu_ids(path, num_found)
         active.num_gpu_blocks = len(ids)
         if len(ids) == num_found:
             if not self._copy_last(active, num_found):
                 self._settle_unless_fetching(active, ids)
             return
-        num_coming, parts = _coming_and_cold(path, num_found)
+        num_coming, parts = coming_and_cold(path, num_found)
         num_cold = sum(n for _, _, n in parts)
         num_near = active.num_gpu_blocks + num_coming
-        num_loaded = num_cold if self._is_loadable(num_cold, num_blocks - num_found) else 0
+        worth = self._min_load <= num_cold <= self._max_load and num_cold and self._speeds.is_worth_loading(num_cold)
+        num_loaded = num_cold if worth and self._start_load(parts, num_cold, num_blocks - num_found) else 0
         num_pinned = request.whole_images(num_near + num_loaded, tree.block_size)
-        if num_loaded:
-            tree.residency.evict(GPU, max(0, num_loaded - tree.pools[0].num_free))
-            self._mover.load(parts)
-            self._copy_down.moved(num_loaded)
         active.num_unloaded_blocks = num_cold - num_loaded
+        if active.num_unloaded_blocks:  # what storage has lies behind these
+            self._end_prefetch(active)
         if num_pinned < num_found:
             self._pin(active, path, num_pinned)
         if active.pin is not None:
@@ -80,18 +80,18 @@ class Matcher:
             segments = [s for run in last.path() for s in segments_of(run, GPU) if run is not last or s.start < end]
             self._wait_for(active, list(dict.fromkeys([segment.transfer for segment in segments])))
 
-    def _is_loadable(self, num_cold: int, num_rest: int) -> bool:
-        """Whether to load `num_cold` blocks, all or nothing, for a prompt that needs `num_rest` others.
+    def _start_load(self, parts: list[Part], num_cold: int, num_rest: int) -> bool:
+        """Load parts of a pinned path, `num_cold` blocks, for a prompt that needs `num_rest` others: all or nothing.
 
         Where they do not fit, they would not fit as computed blocks either.
         """
-        if not self._min_load <= num_cold <= self._max_load or not num_cold:
+        room = self._tree.residency.num_available(GPU)
+        if num_cold + num_rest > room or not self._mover.can(Direction.SWAP_IN):
             return False
-        if num_cold + num_rest > self._tree.residency.num_available(GPU):
-            return False
-        if not self._speeds.is_worth_loading(num_cold):
-            return False
-        return self._mover.can(Direction.SWAP_IN)
+        self._tree.residency.evict(GPU, max(0, num_cold - self._tree.pools[0].num_free))
+        self._mover.load(parts)
+        self._copy_down.moved(num_cold)
+        return True
 
     def _wait_for(self, active: ActiveRequest, transfers: list[Transfer]) -> None:
         active.loads = transfers
@@ -107,7 +107,7 @@ class Matcher:
         if request.ends_inside_image(request.num_tokens - 1):
             return False
         whole, found = self._tree.find(request.namespace, active.keys, num_blocks)
-        if found < num_blocks or len(_gpu_ids(whole, found)) < found or not self._mover.can(Direction.COPY):
+        if found < num_blocks or len(gpu_ids(whole, found)) < found or not self._mover.can(Direction.COPY):
             return False
         run, end = self._tree.place(whole, num_blocks)
         assert run is not None
@@ -126,7 +126,7 @@ class Matcher:
         size = self._tree.block_size
         path, num_found = self._tree.find(request.namespace, keys, (request.num_tokens - 1) // size)
         num_found = request.whole_images(num_found, size)
-        num_gpu = len(_gpu_ids(path, num_found))
+        num_gpu = len(gpu_ids(path, num_found))
         if path:
             self._tree.policy.touch(path)
         return Prefetch(
@@ -170,43 +170,43 @@ class Matcher:
     def follow(self, active: ActiveRequest, prefetch: StoragePrefetch) -> None:
         """The request's prefetch: the match grows with what it brings until it is settled."""
         active.prefetch = prefetch
-        if not prefetch.done.is_set():
-            prefetch.on_landed = lambda: self._grow(active)
+        if not prefetch.done.is_set() or (self.storage is not None and self.storage.reads.resume(prefetch)):
+            prefetch.follower = _Follower(self, active)
 
-    def _grow(self, active: ActiveRequest) -> None:
+    def grow(self, active: ActiveRequest) -> None:
         """More of the prompt has come to the CPU tier: load it, while the rest is still being read."""
-        request, tree = active.request, self._tree
+        request, tree, before = active.request, self._tree, active.num_pinned_blocks
         if active.settled or active.is_ahead or active.epoch != tree.epoch or active.num_unloaded_blocks:
             self._end_prefetch(active)
             return
         max_blocks = (request.num_tokens - 1) // tree.block_size
         path, num_found = tree.find(request.namespace, active.keys, max_blocks)
         num_found = request.whole_images(num_found, tree.block_size)
-        if num_found <= active.num_pinned_blocks:
+        if num_found <= before:
             return
-        _, parts = _coming_and_cold(path, num_found)
+        self._pin(
+            active, path, num_found
+        )  # first: what is held counts, and eviction must not take what is to be loaded
+        _, parts = coming_and_cold(path, num_found)
         num_cold = sum(n for _, _, n in parts)
         num_rest = -(-request.num_tokens // tree.block_size) - num_found
-        if num_cold and num_cold + num_rest <= tree.residency.num_available(GPU) and self._mover.can(Direction.SWAP_IN):
-            self._pin(active, path, num_found)  # first: the eviction must not take what is to be loaded
-            tree.residency.evict(GPU, max(0, num_cold - tree.pools[0].num_free))
-            self._mover.load(parts)
-            self._copy_down.moved(num_cold)
-            segments = [s for run in path for s in segments_of(run, GPU)]
-            known = set(active.loads)
-            new = list(dict.fromkeys([s.transfer for s in segments if s.transfer not in known]))
-            active.loads += new
-            for transfer in new:
-                transfer.num_waiting += 1
-            active.num_found_blocks = max(active.num_found_blocks, num_found)
-        elif num_cold:
+        fits = num_found - active.num_gpu_blocks <= self._max_load
+        if num_cold and not (fits and self._start_load(parts, num_cold, num_rest)):
+            num_near = request.whole_images(num_found - num_cold, tree.block_size)  # others have computed or load these
+            self._pin(active, path, max(before, num_near))
             active.num_unloaded_blocks = num_cold
             self._end_prefetch(active)
+        known = set(active.loads)
+        new = dict.fromkeys([s.transfer for run in path for s in segments_of(run, GPU) if s.transfer not in known])
+        for transfer in new:
+            transfer.num_waiting += 1
+        active.loads += new
+        active.num_found_blocks = max(active.num_found_blocks, num_found)
 
     def _end_prefetch(self, active: ActiveRequest) -> None:
         """What has not come from storage is no part of the match."""
         if active.prefetch is not None and self.storage is not None:
-            self.storage.revoke(active.prefetch)
+            self.storage.reads.revoke(active.prefetch)
 
     def settle(self, active: ActiveRequest) -> None:
         """Fix the match at what is readable now; what has not arrived is no part of it.
@@ -224,7 +224,7 @@ class Matcher:
     def _arrived(self, active: ActiveRequest) -> tuple[array[int], list[Run]]:
         """Of the pinned blocks those that may be read, and the pinned path."""
         path = active.pin.run.path() if active.pin is not None else []
-        ids = _gpu_ids(path, active.num_pinned_blocks)
+        ids = gpu_ids(path, active.num_pinned_blocks)
         del ids[active.request.whole_images(len(ids), self._tree.block_size) :]
         return ids, path
 
@@ -321,6 +321,8 @@ class Matcher:
             active.duplicates += duplicates
         active.num_pinned_blocks = active.num_committed_blocks = num_blocks
         assert pin is not None
+        if active.request.priority is not None:
+            pin.run.usage.store_priority = active.request.priority
         self._copy_down.committed(pin.run)
 
     def release(self, active: ActiveRequest) -> int:
@@ -341,9 +343,13 @@ class Matcher:
                 active.request.used = True
                 asked = Asked(active.num_asked_blocks, active.num_found_blocks)
                 tree.policy.use(path, active.request, asked)
-            num_skipped = self._copy_down.released(pin.run.path())  # the policy may have cut it
+            path = pin.run.path()  # the policy may have cut it
+            if active.request.priority is not None:
+                for run in path:
+                    run.usage.store_priority = active.request.priority
+            num_skipped = self._copy_down.released(path)
             if self.write_out is not None:
-                self.write_out.released(pin.run.path())
+                self.write_out.released(path, has_uncopied=num_skipped > 0)
         num_held = pin.run.num_held
         tree.unpin(pin)
         self._copy_down.moved(num_held - pin.run.num_held)
@@ -355,31 +361,14 @@ class Matcher:
         active.num_pinned_blocks = num_blocks
 
 
-def _gpu_ids(path: list[Run], num_blocks: int) -> array[int]:
-    """Of a path's first `num_blocks` those on the GPU: the first ones, as residency is prefix-closed."""
-    ids = array("i")
-    for run in path:
-        ids += run.ids[0]
-    del ids[num_blocks:]
-    return ids
+class _Follower:
+    """See `storage_prefetch.Follower`."""
 
+    def __init__(self, matcher: Matcher, active: ActiveRequest) -> None:
+        self._matcher, self._active = matcher, active
 
-def _coming_and_cold(path: list[Run], num_blocks: int) -> tuple[int, list[Part]]:
-    """Behind the blocks on the GPU, up to `num_blocks`: how many are being loaded by others, and what nobody loads yet.
+    def landed(self) -> None:
+        self._matcher.grow(self._active)
 
-    Behind the first part that nobody loads, everything counts as such: a load in flight there lands before ours, finds
-    its parent missing, and is dropped.
-    """
-    num_coming, parts = 0, list[Part]()
-    for run in path:
-        length = min(num_blocks, run.num_blocks)
-        num_blocks -= length
-        end = min(run.num_gpu, length)
-        if not parts:
-            for segment in sorted(segments_of(run, GPU), key=lambda s: s.start):
-                if segment.start <= end:
-                    end = min(max(end, segment.end), length)
-            num_coming += end - min(run.num_gpu, length)
-        if end < length:
-            parts.append((run, end, length - end))
-    return num_coming, parts
+    def is_loading(self) -> bool:
+        return not self._active.settled and not all(transfer.done.is_set() for transfer in self._active.loads)

@@ -21,7 +21,7 @@ class Outbox:
     def __init__(self, client: TakesTasks) -> None:
         self._client = client
         self._tasks: deque[TransferTask] = deque()
-        self._submitting: set[int] = set()  # threads
+        self._submitting = threading.Lock()  # one thread at a time, or tasks would overtake each other
 
     def __bool__(self) -> bool:
         return bool(self._tasks)
@@ -33,19 +33,12 @@ class Outbox:
     def submit(self) -> None:
         """Hand over what is there.
 
-        An answer may start more; the thread that is in here already takes that along, or each answer would go a level
-        deeper.
+        Whoever is in here already, this thread below an answer or another one, takes along what comes meanwhile. It
+        looks once more after it has let go: a task put between its last look and that would lie here else.
         """
-        thread = threading.get_ident()
-        if thread in self._submitting:
-            return
-        self._submitting.add(thread)
-        try:
-            while self._tasks:
-                try:
-                    task = self._tasks.popleft()
-                except IndexError:  # another thread took it
-                    return
-                self._client.submit(task)
-        finally:
-            self._submitting.discard(thread)
+        while self._tasks and self._submitting.acquire(blocking=False):
+            try:
+                while self._tasks:
+                    self._client.submit(self._tasks.popleft())
+            finally:
+                self._submitting.release()

@@ -13,6 +13,7 @@ from fastdeploy_cache.policies.breaker import Breaker
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.prefix_tree import PrefixTree
+from fastdeploy_cache.storage_link import StorageLink
 from fastdeploy_cache.storage_prefetch import StorageLimits
 from fastdeploy_cache.storage_tier import StorageTier
 from transfer_manager.client import InlineClient, TransferClient
@@ -59,10 +60,11 @@ def new_storage(
         config.block_bytes(),
         min_blocks=-(-config.min_prefetch_tokens // size),
         max_share=config.max_prefetch_share,
-        task_timeout_seconds=storage.task_timeout_seconds,
     )
+    speeds.forget_storage()
     reading, writing = (Breaker(storage.breaker_failures, storage.breaker_seconds) for _ in range(2))
-    return StorageTier(tree, client, limits, speeds, (reading, writing))
+    link = StorageLink(tree, client, speeds, (reading, writing), storage.task_timeout_seconds)
+    return StorageTier(tree, link, limits)
 
 
 def new_matcher(

@@ -27,7 +27,8 @@ def insert_copies(tree: PrefixTree, namespace: str, keys: BlockKeys, first: int,
     run = Run(above, tree.epoch, Usage())
     above.children[tree.key(keys, num_found)] = run
     tree.extend(run, above.last_hash, keys, num_found, len(joined))
-    run.num_stored = run.num_blocks
+    run.num_stored = run.num_offered = run.num_blocks
+    tree.policy.touch(run.path())  # or it would be the coldest
     tree.pools[CPU].hand_over(joined, TASK, RUN)
     tree.residency.add_ids(run, CPU, joined)
     return len(joined)

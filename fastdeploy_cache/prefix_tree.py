@@ -310,7 +310,7 @@ class PrefixTree:
         del run.tokens[:cut_bytes], run.hashes[:cut_hashes]
         run.tokens, run.hashes = bytearray(run.tokens), bytearray(run.hashes)  # a cut front is not given back
         run.num_blocks -= num_blocks
-        upper.num_stored, run.num_stored = min(run.num_stored, num_blocks), max(0, run.num_stored - num_blocks)
+        run.cut_marks(upper)
         run.parent = upper
         upper.children[residency.key(run)] = run
         self._split_ids(run, upper)
@@ -369,8 +369,7 @@ class PrefixTree:
         num_above = upper.num_blocks
         upper.tokens += lower.tokens
         upper.hashes += lower.hashes
-        if upper.num_stored == num_above:
-            upper.num_stored += lower.num_stored
+        upper.join_marks(lower)
         upper.num_blocks += lower.num_blocks
         if lower.extras is not None:
             upper.extras = {**(upper.extras or {}), **{b + num_above: x for b, x in lower.extras.items()}}

@@ -7,7 +7,7 @@ from array import array
 from fastdeploy_cache.block_hash import HASH_BYTES
 from fastdeploy_cache.block_pool import RUN, BlockPool
 from fastdeploy_cache.policies.eviction import EvictionPolicy
-from fastdeploy_cache.run import CPU, GPU, TIERS, Run, Tier
+from fastdeploy_cache.run import CPU, GPU, TIERS, Run, Segment, Tier
 
 
 class Residency:
@@ -77,6 +77,15 @@ class Residency:
         run.cpu_start = 0
         self.count_child(run, CPU, -1)
         return ids
+
+    def drop_spare_copies(self, run: Run) -> None:
+        """Free the copies of a run that is on the GPU as far as it was copied, and of which nothing is on its way: also
+        of one that is held, since what is held stays readable."""
+        is_spare = run.ids[1] and run.cpu_end <= run.num_gpu and run.epoch == self.epoch
+        if is_spare and not any(isinstance(pin, Segment) for pin in run.pins):
+            ids = self.take_copies(run)
+            self.num_evicted[CPU][0] += len(ids)
+            self.pools[CPU].free(ids, RUN)
 
     def _free_tail(self, run: Run, tier: Tier, num_left: int) -> None:
         """Give the run's ids in a tier behind the first `num_left` back; none of them is held."""
@@ -206,7 +215,7 @@ class Residency:
         if run.extras is not None:
             run.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
         run.num_blocks = num_blocks
-        run.num_stored = min(run.num_stored, num_blocks)
+        run.num_stored, run.num_offered = min(run.num_stored, num_blocks), min(run.num_offered, num_blocks)
 
     def _remove_subtree(self, run: Run) -> None:
         below = [run]

@@ -37,6 +37,7 @@ class Usage:
     is_shared: bool = False  # prompts have parted behind it
     priority: float = DEFAULT_PRIORITY
     keep_until: float = 0.0  # in seconds; how long priority or pin is in force
+    store_priority: float | None = None  # of the last request that used it and had one: for storage
 
 
 class Run:
@@ -61,7 +62,9 @@ class Run:
         "num_children_in",
         "num_held",
         "num_held_children",
+        "num_offered",
         "num_stored",
+        "offered_use",
         "parent",
         "pins",
         "queued",
@@ -84,7 +87,9 @@ class Run:
         self.pins: list[Pin] = []
         self.num_held_children = 0  # children with a pin in or beneath them
         self.num_held = 0  # blocks from the front that a pin, here or beneath, keeps where they are
-        self.num_stored = 0  # blocks from the front that have been given to storage; it may have dropped them since
+        self.num_stored = 0  # blocks from the front that storage has taken; it may have dropped them since
+        self.num_offered = 0  # blocks from the front that storage was offered, in the use of that number
+        self.offered_use = 1
         self.queued: list[object] = [None, None]  # by Tier: a policy's mark of the entry that stands for this run
 
     @property
@@ -105,6 +110,21 @@ class Run:
     def last_hash(self) -> bytes:
         """The hash of the last block (of a root: the parent of its first blocks)."""
         return bytes(self.hashes[-HASH_BYTES:])
+
+    def cut_marks(self, upper: Run) -> None:
+        """Storage's marks of a run whose first `upper.num_blocks` blocks are another's now."""
+        cut = upper.num_blocks
+        upper.num_stored, self.num_stored = min(self.num_stored, cut), max(0, self.num_stored - cut)
+        upper.num_offered, self.num_offered = min(self.num_offered, cut), max(0, self.num_offered - cut)
+        upper.offered_use = self.offered_use
+
+    def join_marks(self, lower: Run) -> None:
+        """The reverse, before `num_blocks` has grown."""
+        if self.num_stored == self.num_blocks:
+            self.num_stored += lower.num_stored
+        if self.num_offered == self.num_blocks:
+            self.num_offered += lower.num_offered
+        self.offered_use = lower.offered_use
 
     def path(self) -> list[Run]:
         """The runs from below the root down to this one."""

@@ -64,6 +64,9 @@ class StorageTierStats:
     num_fetched_blocks: int
     num_written_blocks: int
     num_skipped_blocks: int  # not written: declined, failed, or gone before
+    num_evicted_objects: int  # by the stores themselves, of all ranks; these three since a rank's process began
+    num_declined_objects: int  # kept out by admission, or for want of room
+    num_damaged_objects: int  # whose bytes were not those that were written: never served, and removed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -11,7 +12,7 @@ from fastdeploy_cache.block_hash import HASH_BYTES, BlockHasher, root_hash
 from fastdeploy_cache.block_mover import BlockMover
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.copy_down import CopyDown
-from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.errors import ClosedError, ConfigError
 from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.matcher import Matcher
 from fastdeploy_cache.parts import new_storage
@@ -46,8 +47,11 @@ class StorageAccess:
     _mover: BlockMover
     _requests: dict[str, ActiveRequest]
     _speeds: LoadOrCompute
+    _is_attaching = False
+    _reopen: StorageConfig | None = None  # the attached store's settings
     _storage: StorageTier | None
     _tree: PrefixTree
+    _weights_id: str | None = None  # of what is cached, as far as a store has told
 
     def prefetch(self, request: Request) -> Prefetch:
         """A request has been queued: fetch from storage, to the CPU tier, what no tier here has of it.
@@ -62,17 +66,18 @@ class StorageAccess:
             first = (found.num_gpu_tokens + found.num_cpu_tokens) // size
             num_missing = (request.num_tokens - 1) // size - first
             storage, now, epoch = self._storage, time.monotonic(), self._tree.epoch
-            wanted = storage is not None and self.config.enable_prefix_caching and storage.wants(num_missing, now)
+            wanted = storage is not None and self.config.enable_prefix_caching and storage.reads.wants(num_missing)
             above = self._hash_before(request.namespace, keys, first) if wanted else b""
         self._submit()  # it may be a probe
         if storage is None or not wanted:
             return found
         hashes = BlockHasher(size).extend(above, keys.tokens, first, num_missing, keys.extras)  # not under the lock
-        prefetch = StoragePrefetch(request.namespace, keys, first, hashes, epoch, now + self._patience(num_missing))
+        deadline = now + self._patience(num_missing)
+        prefetch = StoragePrefetch(request.namespace, keys, first, hashes, epoch, deadline, request.priority)
         with self._lock:
             if request.request_id in self._requests or self._storage is not storage:  # a match, a detach was faster
                 return found
-            storage.start(request.request_id, prefetch)
+            storage.reads.start(request.request_id, prefetch)
         self._submit()
         return Prefetch(
             num_gpu_tokens=found.num_gpu_tokens,
@@ -97,13 +102,16 @@ class StorageAccess:
         if config.prefetch_policy == "wait_complete":
             return _FOREVER_SECONDS  # every task has a deadline, and after it an answer
         num_tokens = num_blocks * config.block_size
-        return config.prefetch_timeout_seconds + config.prefetch_seconds_per_1024_tokens * num_tokens / 1024
+        seconds = config.prefetch_timeout_seconds + config.prefetch_seconds_per_1024_tokens * num_tokens / 1024
+        worth = self._speeds.patience_seconds(num_blocks)
+        return seconds if worth is None else min(seconds, worth)
 
     def end_prefetch(self, request: Request) -> None:
         """A queued request has gone without ever being matched: what has not come yet is not wanted."""
         with self._lock:
             if self._storage is not None:
-                self._storage.forget(request.request_id)
+                self._storage.reads.forget(request.request_id)
+        self._submit()
 
     # -- write
 
@@ -123,12 +131,12 @@ class StorageAccess:
             self._matcher.settle(active)
             if write_out is None or active.epoch != self._tree.epoch or not active.settled:
                 return
-            num_blocks = min(active.num_computed_blocks, len(active.block_ids))
+            num_blocks = min(self._num_cacheable(active), len(active.block_ids))
             if num_blocks > active.num_committed_blocks:
                 self._matcher.publish(active, num_blocks)
             if active.pin is not None:
                 path = active.pin.run.path()
-                write_out.ask(path)
+                write_out.write(path)
                 self._copy_down.store(path, unstored=True)
         self._submit()
 
@@ -140,13 +148,15 @@ class StorageAccess:
         """
         deadline = time.monotonic() + timeout_seconds
         num_before: int | None = None
-        with self._lock:
-            tier, write_out = self._storage, self._matcher.write_out
-            if tier is None or write_out is None:
+        while True:
+            with self._lock:
+                tier, write_out = self._storage, self._matcher.write_out
+                if tier is None or write_out is None:
+                    return False
+                write_out.write(self._unstored_runs())
+            self._submit()
+            if not tier.writes.wait_drained(deadline - time.monotonic()):
                 return False
-            write_out.ask(self._unstored_runs())  # once: what is declined stays out
-        self._submit()
-        while tier.wait_drained(deadline - time.monotonic()):
             with self._lock:
                 # only now: copies make room for themselves among what is written
                 runs = self._unstored_runs()
@@ -163,7 +173,6 @@ class StorageAccess:
             self._submit()
             if not wait_done(copies, deadline - time.monotonic()):
                 return False
-        return False
 
     def _unstored_runs(self) -> list[Run]:
         epoch = self._tree.epoch
@@ -171,12 +180,22 @@ class StorageAccess:
 
     # -- what loading and computing take
 
-    def _note_prefill(self, active: ActiveRequest, num_blocks: int) -> None:
-        """Under the lock: a commit up to `num_blocks` blocks."""
-        now, num_new = time.monotonic(), num_blocks - active.num_committed_blocks
-        if num_new > 0 and active.stepped_at:
-            self._speeds.note_prefill(num_new * self.config.block_size, now - active.stepped_at)
-        active.stepped_at = now
+    def _num_cacheable(self, active: ActiveRequest) -> int:
+        """Full blocks of what is computed that may be published."""
+        num_tokens = active.num_computed_tokens
+        if not self.config.cache_outputs:
+            num_tokens = min(num_tokens, active.request.num_prompt_tokens)
+        return num_tokens // self.config.block_size
+
+    def _note_prefill(self, active: ActiveRequest, num_computed_tokens: int) -> None:
+        """Under the lock: a commit."""
+        now, before = (
+            time.monotonic(),
+            max(active.num_computed_tokens, active.num_matched_tokens(self.config.block_size)),
+        )
+        if active.stepped_at:
+            self._speeds.note_prefill(num_computed_tokens - before, now - active.stepped_at)
+        active.num_computed_tokens, active.stepped_at = num_computed_tokens, now
 
     def _note_load(self, result: TransferResult) -> None:
         """Under the lock: a task has ended."""
@@ -198,17 +217,28 @@ class StorageAccess:
     def attach_storage(self, storage: StorageConfig, *, client: StorageClient | None = None) -> None:
         """Open a store below the CPU tier; one that cannot be reached yet is tried again and again.
 
+        With other weights than those of the store before, everything that is cached is forgotten, as by `reset`.
         `client` replaces the storage processes (tests, simulation).
 
         Raises:
             ConfigError: there is one already, no layout, or no CPU block to go through.
             StorageRefusedError: its settings are wrong.
         """
+        with self._lock:
+            self._check_open()
+            if self._storage is not None or self._is_attaching:
+                raise ConfigError("a store is attached; detach_storage first")
+            self._is_attaching = True
+        try:
+            self._attach(storage, client)
+        finally:
+            self._is_attaching = False
+
+    def _attach(self, storage: StorageConfig, client: StorageClient | None) -> None:
         config, layout = self.config, self.config.rank_layout()
-        if self._storage is not None:
-            raise ConfigError(f"a store is attached ({config.storage}); detach_storage first")
         if not config.pool_sizes()[1] or (layout is None and client is None):
             raise ConfigError("storage goes through the CPU tier and needs a layout; give the cache num_cpu_blocks")
+        self._reopen = storage if client is None else None
         if client is None:
             assert layout is not None
             segments = self._client.cpu_segments()
@@ -217,12 +247,29 @@ class StorageAccess:
             )
         tier = new_storage(config, storage, self._tree, client, self._speeds)
         client.start(lambda result: self._on_storage_result(tier, result), lambda: self._on_storage_ready(tier))
-        write_out = WriteOut(self._tree, tier, config.storage_write_policy, config.storage_write_min_uses)
-        with self._lock:
-            self._storage = self._matcher.storage = tier
-            self._matcher.write_out = write_out
-            self._matcher.on_copied(write_out.copied)
-            self._copy_down.follow_storage(config.storage_write_policy, config.storage_write_min_uses)
+        try:
+            with self._lock:
+                self._check_open()
+                self._follow(tier, storage.weights_id)
+        except ClosedError:
+            client.stop()
+            raise
+        tier.link.submit()
+
+    def _follow(self, tier: StorageTier, weights_id: str) -> None:
+        config = self.config
+        if self._weights_id not in (None, weights_id):
+            self._tree.reset()
+            logger.info("event=reset reason=other_weights epoch=%d", self._tree.epoch)
+        self._weights_id = weights_id
+        tier.writes.forget_stored()
+        self._storage = self._matcher.storage = tier
+        write_out = WriteOut(
+            self._tree, tier.writes, self._copy_down, config.storage_write_policy, config.storage_write_min_uses
+        )
+        self._matcher.write_out = write_out
+        self._matcher.on_copied(write_out.copied)
+        self._copy_down.follow_storage(config.storage_write_policy, config.storage_write_min_uses)
 
     def detach_storage(self) -> None:
         """End the storage processes; what is on its way is answered as failed. Safe without a store."""
@@ -232,28 +279,50 @@ class StorageAccess:
                 return
             self._matcher.on_copied(None)
             self._copy_down.follow_storage(None, 1)
+            tier.reads.stop()
             self._detached.append(tier)
-        tier.client.stop()
+        tier.link.client.stop()
+        tier.link.submit()
         with self._lock:
             self._detached.remove(tier)
 
+    def reset(self, *, weights_id: str | None = None) -> None:
+        """Forget every cached prefix. Running requests keep their blocks; what they commit later is not published.
+
+        What is in storage stays, and is found again: after the weights have changed give the new `weights_id`, under
+        which alone this cache reads and writes from then on.
+
+        Raises:
+            ConfigError: `weights_id` without a store.
+            StorageRefusedError: it cannot be opened again; the cache goes on without.
+        """
+        storage = self._reopen
+        if weights_id is not None:
+            if storage is None or self._storage is None:
+                raise ConfigError(f"reset with weights_id {weights_id!r}, but no store is attached")
+            self.detach_storage()
+        with self._lock:
+            self._check_open()
+            self._tree.reset()
+            logger.info("event=reset epoch=%d", self._tree.epoch)
+        if weights_id is not None and storage is not None:
+            self.attach_storage(dataclasses.replace(storage, weights_id=weights_id))
+
     def _on_storage_ready(self, tier: StorageTier) -> None:
         with self._lock:
-            tier.resume()
-        tier.outbox.submit()
+            tier.opened()
+        tier.link.submit()
 
     def _on_storage_result(self, tier: StorageTier, result: TransferResult) -> None:
         with self._lock:
-            calls = tier.finish(result)
+            tier.finish(result)
         direction = result.task.direction.value
         for r in result.ranks:
             self.metrics.record_swap(direction, r.rank, r.num_bytes, r.seconds, failed=r.error is not None)
         if result.error is not None:
             logger.info("event=storage_task_failed kind=%s error=%r", direction, result.error)
         self._submit()
-        tier.outbox.submit()
-        for call in calls:
-            call()
+        tier.link.submit()
 
     def _active(self, request: Request) -> ActiveRequest:
         raise NotImplementedError

@@ -6,12 +6,13 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, Run
-from fastdeploy_cache.storage_tier import StorageTier
+from fastdeploy_cache.storage_writes import StorageWrites
 
 _RESERVE_SHARE = 8  # of the CPU pool, as a fraction: so much is kept written ahead of its eviction
-_MAX_ASKED = 65536  # runs that are waited for; a copy that fails brings none
+_MAX_ASKED = 1024  # runs that are waited for; a copy that fails brings none
 
 
 class WriteOut:
@@ -19,47 +20,62 @@ class WriteOut:
     `write_back` what the CPU tier would evict next, each with all that leads to it: a tail without its beginning is
     never found."""
 
-    def __init__(self, tree: PrefixTree, storage: StorageTier, policy: str, min_uses: int) -> None:
-        self._tree, self._storage = tree, storage
+    def __init__(
+        self, tree: PrefixTree, writes: StorageWrites, copy_down: CopyDown, policy: str, min_uses: int
+    ) -> None:
+        self._tree, self._writes, self._copy_down = tree, writes, copy_down
         self._back = policy == "write_back"
         self._min_uses = min_uses if policy == "write_through_selective" else 1
         self._num_reserve = max(1, tree.pools[CPU].num_blocks // _RESERVE_SHARE)
         self._num_copied = 0  # blocks since the cold end was looked at
-        self._asked: OrderedDict[Run, None] = OrderedDict()  # to be written once they are copied, by any policy
+        self._asked: OrderedDict[Run, None] = OrderedDict()  # to be written whole, copied in as many steps as it takes
+        writes.on_written = self._go_on
 
     def copied(self, run: Run, num_blocks: int) -> None:
         """A run has more blocks in the CPU tier."""
-        if run in self._asked:
-            self._storage.queue(run)
-            if run.num_in(CPU, run.num_gpu) == run.num_gpu:
-                del self._asked[run]
-        elif self._back:
+        if run in self._asked or (not self._back and self._is_due(run)):
+            self._writes.queue(run)
+        if self._back:
             self._num_copied += num_blocks
             if 4 * self._num_copied >= self._num_reserve:
                 self._look_ahead()
-        elif run.usage.num_uses >= self._min_uses or self._min_uses == 1:
-            self._storage.queue(run)
-        self._storage.pump()
+        self._writes.pump()
 
-    def released(self, path: Sequence[Run]) -> None:
-        """A path was used: what of it is copied and was not written, or was declined, is offered."""
+    def released(self, path: Sequence[Run], *, has_uncopied: bool) -> None:
+        """A path was used: what of it is copied and was not written, or was declined, is offered. `has_uncopied`: the
+        CPU tier has no room for all of it at a time."""
         if not self._back:
-            self.write([run for run in path if self._min_uses == 1 or run.usage.num_uses >= self._min_uses])
+            due = [run for run in path if self._is_due(run)]
+            if has_uncopied:
+                self._ask(due)
+            for run in due:
+                self._writes.offer(run)
+            self._writes.pump()
 
-    def write(self, path: Sequence[Run]) -> None:
-        """Offer what of a path has a copy."""
-        for run in path:
-            self._storage.queue(run)
-        self._storage.pump()
+    def _is_due(self, run: Run) -> bool:
+        return self._min_uses == 1 or run.usage.num_uses >= self._min_uses
 
-    def ask(self, runs: Sequence[Run]) -> None:
+    def write(self, runs: Sequence[Run]) -> None:
         """Offer these, what has no copy yet as soon as it has one."""
+        self._ask([run for run in runs if run.num_in(CPU, run.num_gpu) < run.num_gpu])
         for run in runs:
-            if run.num_in(CPU, run.num_gpu) < run.num_gpu:
-                self._asked[run] = None
+            self._writes.queue(run)
+        self._writes.pump()
+
+    def _ask(self, runs: Sequence[Run]) -> None:
+        self._asked.update(dict.fromkeys(runs))
         while len(self._asked) > _MAX_ASKED:
             self._asked.popitem(last=False)
-        self.write(runs)
+
+    def _go_on(self, run: Run) -> None:
+        """Blocks of a run are in storage: where the rest waits for room in the CPU tier, their copies make it."""
+        if run not in self._asked:
+            return
+        if run.num_stored >= run.num_gpu:
+            del self._asked[run]
+        elif run.num_stored >= run.cpu_end:
+            self._tree.residency.drop_spare_copies(run)
+            self._copy_down.store((run,), unstored=True)
 
     def _look_ahead(self) -> None:
         """Queue what the CPU tier would evict next."""
@@ -70,5 +86,5 @@ class WriteOut:
                 if num_left <= 0:
                     return
                 for run in leaf.path():
-                    self._storage.queue(run)
+                    self._writes.offer(run)
                 num_left -= len(leaf.ids[CPU])

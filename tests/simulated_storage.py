@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from tests.simulated_client import SimulatedClient
@@ -25,6 +25,9 @@ class SimulatedStorage:
         self.lies = False  # look-ups find everything
         self.max_read = 10**9  # leading blocks of a read that come whole
         self.cancelled: set[int] = set()
+        self.declines = False  # writes, as an admission filter does
+        self.probes_write = True
+        self.num_offers: Counter[bytes] = Counter()
         self.seconds = 0.001  # that each task is said to have taken
         self._on_result: OnResult | None = None
 
@@ -41,43 +44,49 @@ class SimulatedStorage:
         if self.up:
             self.tasks.append(task)
         else:
-            self._answer(task, 0, "the store is down")
+            self._answer(task, 0, "the store is down", was_tried=False)
 
     def land(self, error: str | None = None) -> None:
         """End the oldest task; what a failed read leaves is garbage."""
         task = self.tasks.popleft()
-        if task.task_id in self.cancelled:
-            error = "cancelled"
+        was_tried = task.task_id not in self.cancelled and error != "stopped"
+        if not was_tried:
+            error = error or "cancelled"
         hashes = [task.hashes[i : i + _HASH_BYTES] for i in range(0, len(task.hashes), _HASH_BYTES)]
         there = [self.lies or h in self.objects for h in hashes]
         num_there = there.index(False) if False in there else len(there)
         if task.direction is Direction.LOOKUP:
-            self._answer(task, num_there, error)
+            self._answer(task, num_there, error, was_tried)
             return
         if task.direction is Direction.PROBE:
-            self.memory.cpu[int(task.destination_ids[0])] = "noise"
-            self._answer(task, 1, error)
+            for block in task.destination_ids.tolist():
+                self.memory.cpu[block] = "noise"
+            self._answer(task, int(self.probes_write), error, was_tried)
             return
         if task.direction is Direction.WRITE:
-            for key, block in zip(hashes, task.source_ids.tolist(), strict=True):
+            self.num_offers.update(hashes)
+            num_taken = 0 if self.declines else len(hashes)
+            for key, block in zip(hashes[:num_taken], task.source_ids.tolist(), strict=False):
                 if error is None:
                     self.objects.setdefault(key, self.memory.cpu[block])
-            self._answer(task, len(hashes), error)
+            self._answer(task, num_taken, error, was_tried)
             return
         num_whole = 0
         for i, (key, block) in enumerate(zip(hashes, task.destination_ids.tolist(), strict=True)):
             whole = error is None and i == num_whole < self.max_read and key in self.objects
             self.memory.cpu[block] = self.objects[key] if whole else "garbage"
             num_whole += whole
-        self._answer(task, num_whole, error)
+        self._answer(task, num_whole, error, was_tried)
 
     def land_all(self) -> None:
         while self.tasks:
             self.land()
 
-    def _answer(self, task: TransferTask, num_blocks: int, error: str | None) -> None:
+    def _answer(self, task: TransferTask, num_blocks: int, error: str | None, was_tried: bool = True) -> None:
         assert self._on_result is not None
-        result = RankResult(rank=0, num_bytes=num_blocks, num_blocks=num_blocks, seconds=self.seconds, error=error)
+        result = RankResult(
+            rank=0, num_bytes=num_blocks, num_blocks=num_blocks, seconds=self.seconds, error=error, was_tried=was_tried
+        )
         self._on_result(TransferResult(task=task, ranks=(result,)))
 
     def cancel(self, task_id: int) -> None:

@@ -42,8 +42,15 @@ class Flights:
         return self._flights.get(task_id)
 
     def of_rank(self, rank: int) -> list[Flight]:
-        """What a rank has not answered."""
+        """What a rank has not answered, the oldest first."""
         return [flight for flight in self._flights.values() if rank in flight.waiting]
+
+    def working_on(self, rank: int) -> set[int]:
+        """The tasks that a rank may have begun: the oldest of each lane."""
+        oldest: dict[Lane, int] = {}
+        for flight in self.of_rank(rank):
+            oldest.setdefault(flight.task.direction.lane, flight.task.task_id)
+        return set(oldest.values())
 
     def all(self) -> list[Flight]:
         """Everything in flight."""
@@ -75,4 +82,5 @@ class Flights:
 
 def failed(task: TransferTask, num_ranks: int, error: str) -> TransferResult:
     """The end of a task that no rank has begun."""
-    return TransferResult(task=task, ranks=tuple(RankResult(rank=rank, error=error) for rank in range(num_ranks)))
+    ranks = tuple(RankResult(rank=rank, error=error, was_tried=False) for rank in range(num_ranks))
+    return TransferResult(task=task, ranks=ranks)

@@ -86,10 +86,12 @@ def end_with_engine(engine_pid: int, fd: int) -> None:
 
 
 class Moved(NamedTuple):
-    """What a task came to."""
+    """What a task came to. `seconds`: of the part that counts, where that is not all of it."""
 
     num_bytes: int
     num_blocks: int = 0
+    seconds: float | None = None
+    counts: dict[str, int] | None = None
 
 
 class Executor(Protocol):
@@ -162,7 +164,8 @@ class LaneServer:
     def _serve(self, task: SwapMessage) -> DoneMessage:
         started = time.monotonic()
         moved, error = Moved(0), self._refusal(task, started)
-        if error is None:
+        was_tried = error is None
+        if was_tried:
             try:
                 moved = self._executor.do(task)
             except Exception as failure:  # the task boundary: any failure is this task's, never the process's
@@ -170,9 +173,18 @@ class LaneServer:
                 error = f"{type(failure).__name__}: {failure}"
         if error is not None and task.direction is Direction.SWAP_IN:
             self._signal.set_failed(task.task_id)
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - started if moved.seconds is None else moved.seconds
         logger.debug("event=task task_id=%d %s seconds=%.6f error=%s", task.task_id, moved, seconds, error)
-        return DoneMessage(task.task_id, task.incarnation, moved.num_bytes, moved.num_blocks, seconds, error)
+        return DoneMessage(
+            task_id=task.task_id,
+            incarnation=task.incarnation,
+            num_bytes=moved.num_bytes,
+            num_blocks=moved.num_blocks,
+            seconds=seconds,
+            error=error,
+            was_tried=was_tried,
+            counts=moved.counts,
+        )
 
     def _refusal(self, task: SwapMessage, now: float) -> str | None:
         if task.incarnation != self._setup.incarnation:

@@ -88,6 +88,7 @@ class RankIO:
         self.wakeup = Wakeup()
         self._busy_slots: set[int] = set()  # progress words of loads in flight
         self._flights = Flights()
+        self._stuck: dict[int, int] = {}  # rank -> the task that it is being killed for
         self._poller = Poller()
         for rank in self.ranks:
             rank.parked = config.owner_of_kv == "worker"  # until its worker has attached the KV arrays
@@ -220,7 +221,13 @@ class RankIO:
         flight = self._flights.get(done.task_id)
         if flight is not None:
             result = RankResult(
-                rank=rank, num_bytes=done.num_bytes, num_blocks=done.num_blocks, seconds=done.seconds, error=done.error
+                rank=rank,
+                num_bytes=done.num_bytes,
+                num_blocks=done.num_blocks,
+                seconds=done.seconds,
+                error=done.error,
+                was_tried=done.was_tried,
+                counts=done.counts,
             )
             self._answer(flight, result)
 
@@ -230,11 +237,11 @@ class RankIO:
         if result is not None:
             self._finish(result)
 
-    def _fail(self, flight: Flight, rank: int, error: str) -> None:
+    def _fail(self, flight: Flight, rank: int, error: str, *, was_tried: bool = False) -> None:
         """A rank is gone or never got the task: now the engine may write its words, and its waiters hear of it."""
         if flight.task.direction is Direction.SWAP_IN:
             self.memory[rank].signal.set_failed(flight.task.task_id)
-        self._answer(flight, RankResult(rank=rank, error=error))
+        self._answer(flight, RankResult(rank=rank, error=error, was_tried=was_tried))
 
     def _finish(self, result: TransferResult) -> None:
         with self.lock:
@@ -266,8 +273,10 @@ class RankIO:
 
     def _note_death(self, rank: RankSupervisor, blamed: bool) -> None:
         failure = rank.last_failure
+        stuck = self._stuck.pop(rank.rank, None)
+        tried = {stuck} if stuck is not None else self._flights.working_on(rank.rank)
         for flight in self._flights.of_rank(rank.rank):
-            self._fail(flight, rank.rank, failure.splitlines()[0])
+            self._fail(flight, rank.rank, failure.splitlines()[0], was_tried=flight.task.task_id in tried)
         kv = self.kv[rank.rank]
         if blamed:
             kv.end_attaching(failure)
@@ -279,6 +288,7 @@ class RankIO:
     def _kill_stuck(self, now: float) -> None:
         for (rank, _), (at, task_id) in self._flights.stuck_at().items():
             if now > at:
+                self._stuck.setdefault(rank, task_id)
                 self.ranks[rank].kill(f"task {task_id} passed its deadline")
 
     def _fail_start(self, rank: RankSupervisor) -> None:

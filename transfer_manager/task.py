@@ -28,7 +28,7 @@ class Direction(Enum):
     LOOKUP = "lookup"  # how many leading blocks storage has
     PREFETCH = "prefetch"  # storage to CPU tier
     WRITE = "write"  # CPU tier to storage
-    PROBE = "probe"  # a block of noise there and back: whether the store works, and how fast
+    PROBE = "probe"  # blocks of noise there and back: whether the store works, and how fast it reads
 
     @property
     def lane(self) -> Lane:
@@ -72,7 +72,11 @@ class TransferTask:
 class RankResult:
     """One rank's part in a task: bytes moved in `seconds`, or why it failed.
 
-    `num_blocks`: of a task of storage, how many leading blocks it came to.
+    Attributes:
+        num_blocks: of a task of storage, how many leading blocks it came to; of a probe, 0 if writing failed, else 1.
+        was_tried: an error says something of what the rank works on; False for a task that was cancelled, late before
+            it began, or in a process that died of another one.
+        counts: what the store says of itself, see `StorageStats`.
     """
 
     rank: int
@@ -80,6 +84,8 @@ class RankResult:
     num_blocks: int = 0
     seconds: float = 0.0
     error: str | None = None
+    was_tried: bool = True
+    counts: dict[str, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +99,11 @@ class TransferResult:
     def error(self) -> str | None:
         """None when all ranks succeeded, else the first failure."""
         return next((f"rank {r.rank}: {r.error}" for r in self.ranks if r.error is not None), None)
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether a rank has tried, and failed."""
+        return any(r.error is not None and r.was_tried for r in self.ranks)
 
     @property
     def num_blocks(self) -> int:
@@ -153,6 +164,8 @@ class DoneMessage(msgspec.Struct, frozen=True, tag="done"):
     num_blocks: int
     seconds: float
     error: str | None
+    was_tried: bool = True
+    counts: dict[str, int] | None = None
 
 
 ToRank = SwapMessage | StopMessage

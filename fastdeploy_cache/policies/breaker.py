@@ -45,16 +45,32 @@ class Breaker:
         self.state = BreakerState.HALF_OPEN
 
     def succeeded(self) -> None:
-        """It works. A success that began before it opened closes nothing: only a probe does."""
-        if self.state is not BreakerState.OPEN:
-            self.state = BreakerState.CLOSED
-            self._num_failures, self._pause_seconds = 0, self._first_pause_seconds
+        """It works. Where it is not closed only a probe says so: this began before it opened."""
+        if self.is_closed:
+            self._num_failures = 0
 
     def failed(self, now: float) -> None:
         """It does not."""
-        self._num_failures += 1
-        if self.state is BreakerState.HALF_OPEN:
-            self._pause_seconds = min(2 * self._pause_seconds, max(_MAX_PAUSE_SECONDS, self._first_pause_seconds))
-        elif self.state is BreakerState.OPEN or self._num_failures < self._max_failures:
+        if not self.is_closed:
             return
+        self._num_failures += 1
+        if self._num_failures >= self._max_failures:
+            self._open(now)
+
+    def probe_ended(self, worked: bool | None, now: float) -> None:
+        """A probe has ended; None: it was not tried."""
+        if self.state is BreakerState.HALF_OPEN:
+            if worked:
+                self.state = BreakerState.CLOSED
+                self._num_failures, self._pause_seconds = 0, self._first_pause_seconds
+                return
+            if worked is False:
+                self._pause_seconds = min(2 * self._pause_seconds, max(_MAX_PAUSE_SECONDS, self._first_pause_seconds))
+            self._open(now)
+        elif worked:
+            self.succeeded()
+        elif worked is False:
+            self.failed(now)
+
+    def _open(self, now: float) -> None:
         self.state, self._probe_at = BreakerState.OPEN, now + self._pause_seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 _WEIGHT = 0.2  # of the newest sample in a moving mean
 _TRY_AGAIN = 16  # of so many prefixes that would be slower to load one is loaded
 _MIN_SAMPLE_TOKENS = 32  # fewer say more about the step around them
+_MIN_SPREAD = 0.3  # of the sizes seen, as a share of their mean: with less, latency and speed cannot be told apart
 
 
 class Speed:
@@ -22,6 +23,33 @@ class Speed:
         self.per_second = sample if known is None else 1 / ((1 - _WEIGHT) / known + _WEIGHT / sample)
 
 
+class Cost:
+    """Seconds as a latency and a time per byte: a line through what was seen, newer samples counting more."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def note(self, num_bytes: float, seconds: float) -> None:
+        """So many bytes took so long."""
+        if num_bytes <= 0 or seconds <= 0:
+            return
+        x, y, keep = num_bytes, seconds, 1 - _WEIGHT
+        self._weight = keep * self._weight + 1
+        self._x, self._y = keep * self._x + x, keep * self._y + y
+        self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
+
+    def seconds(self, num_bytes: float) -> float | None:
+        """What so many bytes will take; None before the first sample."""
+        if not self._weight:
+            return None
+        x, y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - x * x
+        slope = (self._xy / self._weight - x * y) / variance if variance > (_MIN_SPREAD * x) ** 2 else 0.0
+        if slope <= 0 or slope * x >= y:  # it says nothing of a latency
+            return y / x * num_bytes
+        return y + slope * (num_bytes - x)
+
+
 class LoadOrCompute:
     """Compares the time of a load with that of computing the same tokens. One thread at a time."""
 
@@ -30,10 +58,15 @@ class LoadOrCompute:
         self._policy = policy
         self._is_told = prefill_tokens_per_second is not None
         self.prefill = Speed(prefill_tokens_per_second)
-        self.cpu = Speed()  # bytes of a rank, CPU tier to GPU
-        self.storage = Speed()  # bytes of a rank, storage to CPU tier
+        self.cpu = Cost()  # of a rank, CPU tier to GPU
+        self.storage = Cost()  # of a rank, storage to CPU tier
+        self.lookup = Speed()  # look-ups in storage
         self._block_bytes, self._block_size = block_bytes, block_size
         self._num_computed = 0  # prefixes that were not loaded
+
+    def forget_storage(self) -> None:
+        """It is another store from now on."""
+        self.storage, self.lookup = Cost(), Speed()
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine has computed so many tokens of one request in so long."""
@@ -45,26 +78,30 @@ class LoadOrCompute:
         speed = self.prefill.per_second
         return None if speed is None else num_blocks * self._block_size / speed
 
+    def patience_seconds(self, num_blocks: int) -> float | None:
+        """How long it is worth to wait for so many blocks; None: nothing is known against it."""
+        return self.compute_seconds(num_blocks) if self._policy == "auto" else None
+
     def is_worth_loading(self, num_blocks: int) -> bool:
         """Whether loading from the CPU tier is faster than computing; where one is not known, loading finds out.
 
         Now and then it loads all the same: what was slow once would else stay so for ever.
         """
-        if self._decide(num_blocks, self._seconds(self.cpu, num_blocks)):
-            return True
-        self._num_computed += 1
-        return self._policy == "auto" and self._num_computed % _TRY_AGAIN == 0
+        return self._decide(num_blocks, self.cpu.seconds(num_blocks * self._block_bytes))
 
-    def is_worth_fetching(self, num_blocks: int) -> bool:
-        """The same for storage, from where blocks go through the CPU tier."""
-        fetch, load = self._seconds(self.storage, num_blocks), self._seconds(self.cpu, num_blocks)
-        return self._decide(num_blocks, None if fetch is None else fetch + (load or 0.0))
+    def is_worth_fetching(self, num_blocks: int, num_queued_blocks: int = 0) -> bool:
+        """The same for storage, from where blocks go through the CPU tier, behind others that are on their way."""
+        fetch = self.storage.seconds((num_blocks + num_queued_blocks) * self._block_bytes)
+        if fetch is not None:
+            fetch += self.cpu.seconds(num_blocks * self._block_bytes) or 0.0
+            fetch += 1 / self.lookup.per_second if self.lookup.per_second is not None else 0.0
+        return self._decide(num_blocks, fetch)
 
     def _decide(self, num_blocks: int, load_seconds: float | None) -> bool:
         if self._policy != "auto":
             return self._policy == "always"
         compute_seconds = self.compute_seconds(num_blocks)
-        return load_seconds is None or compute_seconds is None or load_seconds < compute_seconds
-
-    def _seconds(self, speed: Speed, num_blocks: int) -> float | None:
-        return None if speed.per_second is None else num_blocks * self._block_bytes / speed.per_second
+        if load_seconds is None or compute_seconds is None or load_seconds < compute_seconds:
+            return True
+        self._num_computed += 1
+        return self._num_computed % _TRY_AGAIN == 0

@@ -19,9 +19,11 @@ STORE = StorageConfig(kind="tests.memory_storage:MemoryStorage", weights_id="w1"
 class Rig:
     """A model with a store below it."""
 
-    def __init__(self, objects: dict[bytes, object] | None = None, num_cpu: int = 32, **settings: object) -> None:
+    def __init__(
+        self, objects: dict[bytes, object] | None = None, num_cpu: int = 32, num_gpu: int = 24, **settings: object
+    ) -> None:
         settings = {"min_prefetch_tokens": 4, "load_policy": "always", "prefetch_policy": "wait_complete"} | settings
-        self.model = CacheModel(4, 24, num_cpu, **settings)  # type: ignore[arg-type]
+        self.model = CacheModel(4, num_gpu, num_cpu, **settings)  # type: ignore[arg-type]
         self.store = SimulatedStorage(self.model.client, objects)
         self.model.cache.attach_storage(STORE, client=self.store)
         self.store.land_all()  # the probe
@@ -105,7 +107,7 @@ def test_a_match_grows_while_storage_reads() -> None:
     rig.know(A)
     rig.prefetch(A)
     rig.store.land()  # the look-up
-    assert len(rig.store.tasks) == 4  # pieces of three blocks: a quarter of the CPU pool
+    assert len(rig.store.tasks) == 2  # pieces of three blocks, a quarter of the CPU pool; the others follow
     live = rig.match(A)
     assert not live.match.ready
     rig.store.land()
@@ -126,7 +128,7 @@ def test_best_effort_waits_for_nothing() -> None:
     live = rig.match(A)
     rig.model.client.land_all()
     assert (live.match.poll().ready, live.match.poll().num_tokens) == (True, 12)
-    assert len(rig.store.cancelled) == 3
+    assert len(rig.store.cancelled) == 2
     rig.finish()
 
 
@@ -161,18 +163,16 @@ def test_failures_open_the_breaker_and_a_probe_closes_it() -> None:
     tier = rig.model.cache._storage
     assert tier is not None
     for _ in range(3):
-        rig.model.cache.end_prefetch(rig.prefetch(A))
         rig.prefetch(A)
         rig.store.land("timed out")
-        rig.store.land("timed out")
-    assert tier.reading.state is BreakerState.OPEN
+    assert tier.link.reading.state is BreakerState.OPEN
     rig.prefetch(A)
     assert not rig.store.tasks
-    tier.reading._probe_at = 0.0
+    tier.link.reading._probe_at = 0.0
     rig.prefetch(A)
     assert [task.direction for task in rig.store.tasks] == [Direction.PROBE]
     rig.store.land_all()
-    assert tier.reading.state is BreakerState.CLOSED
+    assert tier.link.reading.state is BreakerState.CLOSED
     rig.prefetch(A)
     assert [task.direction for task in rig.store.tasks] == [Direction.LOOKUP]
     rig.finish()
@@ -209,12 +209,13 @@ def test_outputs_may_be_kept_out() -> None:
 def test_a_store_slower_than_computing_is_not_asked() -> None:
     """With `auto`, a prefetch starts only where loading has been seen to be faster than computing."""
     rig = Rig(stored(A), load_policy="auto", prefill_tokens_per_second=1000.0)
-    tier = rig.model.cache._storage
-    assert tier is not None
-    tier._speeds.storage.per_second, tier._speeds._block_bytes = 10.0, 1000
+    speeds = rig.model.cache._speeds
+    speeds._block_bytes = 1000
+    speeds.storage.note(1000, 10.0)
     rig.prefetch(A)
     assert not rig.store.tasks
-    tier._speeds.storage.per_second = 1e9
+    speeds.forget_storage()
+    speeds.storage.note(1000, 1e-6)
     rig.prefetch(A)
     assert rig.store.tasks
     rig.finish()
@@ -242,10 +243,10 @@ def test_what_was_queued_while_the_store_was_away_is_written_when_it_is_back() -
     rig.model.serve_and_copy(A)
     assert not rig.store.tasks and not rig.store.objects
     tier = rig.model.cache._storage
-    assert tier is not None and not tier.wait_drained(0)
+    assert tier is not None and not tier.writes.wait_drained(0)
     rig.store.come_back()
     rig.land_all()
-    assert len(rig.store.objects) == 10 and tier.wait_drained(0)
+    assert len(rig.store.objects) == 10 and tier.writes.wait_drained(0)
     rig.finish()
 
 
@@ -256,7 +257,7 @@ def test_a_store_that_is_away_for_long_costs_no_memory() -> None:
     for number in range(700):
         rig.model.serve_and_copy([1000 + number] * 9)
     tier = rig.model.cache._storage
-    assert tier is not None and len(tier._queue) <= 256
+    assert tier is not None and len(tier.writes._queue) <= 256
     rig.store.come_back()
     rig.land_all()
     assert 0 < len(rig.store.objects) <= 32

@@ -41,7 +41,7 @@ def drained(cache: PrefixCacheManager) -> None:
         tier = cache._storage
         assert tier is not None and time.monotonic() < deadline
         with cache._lock:
-            if not tier._writes and not tier._queue and not tier._probes:
+            if tier.is_idle:
                 return
         time.sleep(0.005)
 
@@ -98,13 +98,13 @@ def test_a_killed_storage_process_costs_a_miss(tmp_path: Path) -> None:
         drained(cache)
         tier = cache._storage
         assert tier is not None
-        pid = tier.client.statuses()[1].pid
+        pid = tier.link.client.statuses()[1].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         assert engine.serve(PROMPT).num_gpu_tokens == 6 * BLOCK_SIZE
         assert all(status.up for status in cache.stats().ranks)
         deadline = time.monotonic() + SECONDS
-        while tier.client.statuses()[1].num_restarts == 0 or not tier.client.available:
+        while tier.link.client.statuses()[1].num_restarts == 0 or not tier.link.client.available:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         cache.check_invariants()
@@ -128,7 +128,7 @@ def test_a_hung_store_delays_nobody_beyond_the_policy(tmp_path: Path) -> None:
         drained(cache)
         tier = cache._storage
         assert tier is not None
-        pid = tier.client.statuses()[0].pid
+        pid = tier.link.client.statuses()[0].pid
         hang.touch()
         request = Request(request_id="waits", prompt_token_ids=PROMPT)
         prefetch = cache.prefetch(request)
@@ -141,7 +141,7 @@ def test_a_hung_store_delays_nobody_beyond_the_policy(tmp_path: Path) -> None:
         assert prefetch._fetch.done.wait(SECONDS)  # type: ignore[union-attr]  # the process was killed and reaped
         hang.unlink()
         assert engine.serve(PROMPT).num_gpu_tokens == 6 * BLOCK_SIZE
-        assert tier.client.statuses()[0].pid != pid
+        assert tier.link.client.statuses()[0].pid != pid
         cache.check_invariants()
 
 
@@ -154,7 +154,7 @@ def test_a_store_that_is_not_there_yet_keeps_no_engine_from_starting(tmp_path: P
         engine.serve(PROMPT)
         assert fetched(cache, engine, PROMPT) == (0, 24)
         tier = cache._storage
-        assert tier is not None and not tier.client.available
+        assert tier is not None and not tier.link.client.available
 
 
 @pytest.mark.parametrize(("num_cpu", "policy"), [(16, "write_back"), (4, "write_back"), (0, "write_through")])
@@ -177,7 +177,9 @@ def test_a_planned_end_leaves_everything_in_storage(tmp_path: Path, num_cpu: int
         cache.check_invariants()
     with PrefixCacheManager(config) as cache:
         for prompt in prompts:
-            num_tokens = min(len(prompt) - 1, (num_cpu or 99) * BLOCK_SIZE)  # all pass through the CPU tier at a time
+            num_tokens = min(
+                len(prompt) - 1, (num_cpu or 99) * BLOCK_SIZE
+            )  # what waits for no match waits in the CPU tier
             assert fetched(cache, Engine(cache, 2), prompt) == (num_tokens, num_tokens)
 
 
@@ -215,7 +217,7 @@ def test_an_instance_without_a_prefix_cache_writes_for_others(tmp_path: Path, nu
         drained(cache)
         cache.check_invariants()
         tier = cache._storage
-        assert tier is not None and tier.num_written_blocks == 7
+        assert tier is not None and tier.writes.num_written_blocks == 7
     with PrefixCacheManager(storage_config(1, file_storage(tmp_path), num_cpu)) as cache:
         longer = PROMPT + answer + [5]
         assert fetched(cache, Engine(cache, 1), longer) == (28, 28)
@@ -234,6 +236,29 @@ def test_write_to_storage_now_whatever_the_policy(tmp_path: Path) -> None:
         assert cache.wait_for_transfers(SECONDS)
         drained(cache)
         tier = cache._storage
-        assert tier is not None and tier.num_written_blocks == 6
+        assert tier is not None and tier.writes.num_written_blocks == 6
+        cache.release(request)
+        cache.check_invariants()
+
+
+@pytest.mark.parametrize(("tp_size", "num_cpu"), [(1, 3), (2, 3), (1, 0)])
+def test_a_prompt_longer_than_the_cpu_tier_goes_through_it(tmp_path: Path, tp_size: int, num_cpu: int) -> None:
+    """Written in steps as storage takes them, read in steps as the GPU does: nothing is lost for want of CPU blocks."""
+    storage = dataclasses.replace(file_storage(tmp_path), staging_bytes=1)  # eight blocks at least
+    tokens = list(range(1000, 1000 + 20 * BLOCK_SIZE + 1))
+    config = dataclasses.replace(storage_config(tp_size, storage, num_cpu, max_prefetch_share=1.0), num_gpu_blocks=24)
+    with PrefixCacheManager(config) as cache:
+        Engine(cache, tp_size).serve(tokens)
+        deadline = time.monotonic() + SECONDS
+        while [run for run in cache._tree.runs() if run.num_stored < run.num_blocks]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        cache.check_invariants()
+    with PrefixCacheManager(config) as cache:
+        request = Request(request_id="long", prompt_token_ids=tokens)
+        cache.prefetch(request)
+        match = cache.match(request).wait(SECONDS)
+        Engine(cache, tp_size).check(tokens, match.block_ids)
+        assert (match.num_storage_tokens, match.num_tokens) == (80, 80)
         cache.release(request)
         cache.check_invariants()

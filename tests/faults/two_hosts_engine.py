@@ -56,14 +56,14 @@ class TwoHostsEngine:
     @property
     def pids(self) -> list[int | None]:
         """Of its ranks and storage processes."""
-        return [status.pid for status in (*self._cache.stats().ranks, *self._tier.client.statuses())]
+        return [status.pid for status in (*self._cache.stats().ranks, *self._tier.link.client.statuses())]
 
     def serve(self, tokens: list[int]) -> dict[str, Any]:
         """Compute what is not cached, commit, release, and wait until it is written, or given up."""
-        before = self._tier.num_written_blocks
+        before = self._tier.writes.num_written_blocks
         self._engine.serve(tokens)
         self.wait_until_idle()
-        return {"num_written_blocks": self._tier.num_written_blocks - before}
+        return {"num_written_blocks": self._tier.writes.num_written_blocks - before}
 
     def fetch(self, tokens: list[int]) -> dict[str, Any]:
         """Prefetch, wait until that is ready, match, and check every byte."""
@@ -85,7 +85,7 @@ class TwoHostsEngine:
         deadline, tier = time.monotonic() + SECONDS, self._tier
         while True:
             with self._cache._lock:
-                if not (tier._writes or tier._probes or tier._fetches or tier._lookups):
+                if tier.is_idle:
                     return
             assert time.monotonic() < deadline, "a write hangs"
             time.sleep(0.005)
@@ -108,7 +108,7 @@ class TwoHostsEngine:
 def wait_until_open(tier: StorageTier) -> None:
     """The cache starts without a store that is late."""
     deadline = time.monotonic() + SECONDS
-    while not tier.client.available:
+    while not tier.link.client.available:
         assert time.monotonic() < deadline, "the store does not open; see its log"
         time.sleep(0.05)
 

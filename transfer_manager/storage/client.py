@@ -128,9 +128,10 @@ class StorageProcesses(ProcessClient):
         self._start_io(io, on_result, self._storage.start_timeout_seconds)
         if io.start_failure is not None:
             self.stop()
-            raise StorageRefusedError(io.start_failure)
+            raise StorageRefusedError(f"storage of kind {self._storage.kind!r} cannot be opened: {io.start_failure}")
         if not io.all_ready.is_set():
-            logger.warning("event=storage_late kind=%s action=go_on_without", self._storage.kind)
+            failure = next((rank.last_failure for rank in io.ranks if rank.last_failure), "")
+            logger.warning("event=storage_late kind=%s action=go_on_without failure=%r", self._storage.kind, failure)
 
     def cancel(self, task_id: int) -> None:
         for words in self._words:

@@ -7,6 +7,7 @@ a write, `file_disk` is the operating system.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,10 @@ from transfer_manager.storage.file_journal import JOURNAL_NAME, Geometry, Journa
 from transfer_manager.storage.file_slabs import Mover, Slabs, slot_bytes_of
 from transfer_manager.storage.file_space import LOCK_NAME, find_spaces, make_room, open_space, remove_space
 from transfer_manager.storage.keys import KeySpace
+
+logger = logging.getLogger(__name__)
+
+_WRITES_BEFORE_GROWTH = 16
 
 
 class FileStorage:
@@ -53,6 +58,7 @@ class FileStorage:
         self._capacity_bytes = int(options["capacity_bytes"])
         self._num_evicted = self._num_damaged = 0
         self._is_full = self._is_closed = False
+        self._num_until_growth = 0  # writes until a full disk is tried again
         self._index = Index()
         if segment.shape[1] != space.object_bytes:
             raise StorageRefusedError(f"memory has {segment.shape[1]} bytes per block, the space {space.object_bytes}")
@@ -153,6 +159,9 @@ class FileStorage:
 
     def _take_slots(self, num: int, num_kept: int) -> list[int]:
         """As many of so many free slots as can be had: there, by a new slab, or by eviction. Raises OSError."""
+        self._num_until_growth -= 1
+        if not self._num_until_growth:
+            self._is_full = False
         while self._index.num_free < num and not self._is_full:
             self._grow()
         short = num - self._index.num_free
@@ -169,10 +178,11 @@ class FileStorage:
             slots = self._slabs.grow(
                 lambda more: make_room(self._disk, self._path, self._space.rank, self._capacity_bytes, more)
             )
-        except OSError:
+        except OSError as error:
             if not self._slabs.num_slots:
                 raise
-            slots = range(0)  # the disk is full: go on within what there is
+            slots, self._num_until_growth = range(0), _WRITES_BEFORE_GROWTH  # go on within what there is
+            logger.warning("event=disk_full folder=%s error=%r", self._folder, error)
         if not slots and not self._slabs.num_slots:
             raise StorageError(
                 f"{self._folder} has no room for a slab within capacity_bytes {self._capacity_bytes}: spaces that "

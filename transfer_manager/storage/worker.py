@@ -6,6 +6,8 @@ given: it is killed then, and loads from the CPU tier never notice.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import sys
 import threading
 import time
@@ -21,6 +23,8 @@ from transfer_manager.rank_signal import RankSignal
 from transfer_manager.storage import open_storage
 from transfer_manager.storage.base import Blocks
 from transfer_manager.task import Direction, StorageSetup, SwapMessage, unpack_ids
+
+logger = logging.getLogger(__name__)
 
 _HASH_BYTES = 32
 
@@ -61,17 +65,20 @@ class StorageExecutor:
     def _do(self, task: SwapMessage) -> Moved:
         store, direction = self._store, task.direction
         if direction is Direction.LOOKUP:
-            return Moved(0, store.count_leading(self._blocks(task, b"")))
-        if direction is Direction.PREFETCH:
+            moved = Moved(0, store.count_leading(self._blocks(task, b"")))
+        elif direction is Direction.PREFETCH:
             num_whole = store.read(self._blocks(task, task.destination_ids))
-            return Moved(num_whole * self._size, num_whole)
-        if direction is Direction.WRITE:
+            moved = Moved(num_whole * self._size, num_whole)
+        elif direction is Direction.WRITE:
             with self._one_writer:
                 written = store.write(self._blocks(task, task.source_ids))
-            return Moved(written.num_bytes, written.num_leading)
-        if direction is Direction.PROBE:
-            return self._probe(task)
-        raise StorageError(f"a storage process does not {direction.value}")
+            moved = Moved(written.num_bytes, written.num_leading)
+        elif direction is Direction.PROBE:
+            moved = self._probe(task)
+        else:
+            raise StorageError(f"a storage process does not {direction.value}")
+        counts = {name: value for name, value in dataclasses.asdict(store.stats()).items() if value is not None}
+        return moved._replace(counts=counts)
 
     def _blocks(self, task: SwapMessage, packed_ids: bytes) -> Blocks:
         hashes = [task.hashes[i : i + _HASH_BYTES] for i in range(0, len(task.hashes), _HASH_BYTES)]
@@ -87,20 +94,33 @@ class StorageExecutor:
         )
 
     def _probe(self, task: SwapMessage) -> Moved:
-        """Write, read and remove the block that the task lends: `num_bytes` is what a second of reading would move."""
+        """Look up, write, read and remove the blocks that the task lends; the seconds are those of reading.
+
+        A store that fails to write can still be read: that is `num_blocks` 0, and no error.
+        """
         blocks = self._blocks(task, task.destination_ids)
-        noise = np.random.default_rng().bytes(self._size)
-        blocks.buffers[0][:] = noise
-        with self._one_writer:
-            num_written = max(self._store.write(blocks).num_leading for _ in range(2))  # twice: a filter may want that
+        self._store.count_leading(blocks)
+        noise = [np.random.default_rng().bytes(self._size) for _ in blocks.buffers]
+        for buffer, data in zip(blocks.buffers, noise, strict=True):
+            buffer[:] = data
+        try:
+            with self._one_writer:
+                num_written = max(self._store.write(blocks).num_leading for _ in range(2))  # a filter may want it twice
+        except StorageGoneError:
+            raise
+        except StorageError as error:
+            logger.warning("event=probe_cannot_write error=%s", error)
+            return Moved(0, 0)
         started = time.monotonic()
         num_whole = self._store.read(blocks) if num_written else 0
         seconds = time.monotonic() - started
-        if num_written and (not num_whole or bytes(blocks.buffers[0]) != noise):
-            raise StorageError("a block that was just written cannot be read back")
+        if num_whole < num_written or any(
+            bytes(buffer) != data for buffer, data in zip(blocks.buffers[:num_whole], noise[:num_whole], strict=True)
+        ):
+            raise StorageError("blocks that were just written cannot be read back")
         with self._one_writer:
             self._store.remove(blocks.hashes)
-        return Moved(int(self._size / max(seconds, 1e-6)) if num_written else 0, num_whole)
+        return Moved(num_whole * self._size, 1, seconds)
 
     def close(self) -> None:
         self._store.close()

@@ -1,0 +1,38 @@
+"""What a path from the root down has on the GPU, on its way there, and below."""
+
+from __future__ import annotations
+
+from array import array
+
+from fastdeploy_cache.block_mover import Part
+from fastdeploy_cache.run import GPU, Run, segments_of
+
+
+def gpu_ids(path: list[Run], num_blocks: int) -> array[int]:
+    """Of a path's first `num_blocks` those on the GPU: the first ones, as residency is prefix-closed."""
+    ids = array("i")
+    for run in path:
+        ids += run.ids[0]
+    del ids[num_blocks:]
+    return ids
+
+
+def coming_and_cold(path: list[Run], num_blocks: int) -> tuple[int, list[Part]]:
+    """Behind the blocks on the GPU, up to `num_blocks`: how many are being loaded by others, and what nobody loads yet.
+
+    Behind the first part that nobody loads, everything counts as such: a load in flight there lands before ours, finds
+    its parent missing, and is dropped.
+    """
+    num_coming, parts = 0, list[Part]()
+    for run in path:
+        length = min(num_blocks, run.num_blocks)
+        num_blocks -= length
+        end = min(run.num_gpu, length)
+        if not parts:
+            for segment in sorted(segments_of(run, GPU), key=lambda s: s.start):
+                if segment.start <= end:
+                    end = min(max(end, segment.end), length)
+            num_coming += end - min(run.num_gpu, length)
+        if end < length:
+            parts.append((run, end, length - end))
+    return num_coming, parts

@@ -1,0 +1,140 @@
+"""The way to a store: its client, whether it works (breakers, probes), and tasks for it. Under the manager's lock."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from fastdeploy_cache.block_hash import HASH_BYTES
+from fastdeploy_cache.block_pool import TASK
+from fastdeploy_cache.outbox import Outbox
+from fastdeploy_cache.policies.breaker import Breaker
+from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
+from fastdeploy_cache.prefix_tree import PrefixTree
+from fastdeploy_cache.run import CPU
+from transfer_manager.storage.client import StorageClient
+from transfer_manager.task import Direction, TransferResult, TransferTask
+
+_NUM_PROBE_BLOCKS = 8  # at most: one alone would show the latency and nothing else
+_NO_IDS = np.empty(0, np.int32)
+
+
+class StorageLink:
+    """A failure counts for the side (reading, writing) whose task was tried and failed; what was cancelled, refused or
+    lost with a process that another task has killed says nothing of the store."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        client: StorageClient,
+        speeds: LoadOrCompute,
+        breakers: tuple[Breaker, Breaker],
+        task_timeout_seconds: float,
+    ) -> None:
+        """`breakers`: of reading and of writing."""
+        self._tree, self._pool, self._timeout_seconds = tree, tree.pools[CPU], task_timeout_seconds
+        self.client, self.speeds = client, speeds
+        self.reading, self.writing = breakers
+        self.outbox = Outbox(client)
+        self.counts: dict[int, dict[str, int]] = {}  # by rank: what its store says of itself
+        self.calls: deque[Callable[[], None]] = deque()  # to be made without the lock
+        self._next_task_id = 1
+        self._probes: dict[int, array[int]] = {}
+
+    @property
+    def held_ids(self) -> list[int]:
+        """CPU blocks that are lent to probes."""
+        return [i for ids in self._probes.values() for i in ids]
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether a probe is on its way."""
+        return bool(self._probes)
+
+    def submit(self) -> None:
+        """Hand over what was decided on, and call whom it concerns. Without the lock."""
+        self.outbox.submit()
+        while self.calls:
+            try:
+                call = self.calls.popleft()
+            except IndexError:  # another thread took it
+                return
+            call()
+
+    def can(self, direction: Direction) -> bool:
+        """Whether to give it a task now. Where it was left alone for long enough, a probe is sent."""
+        breaker = self.writing if direction is Direction.WRITE else self.reading
+        if breaker.is_probe_due(time.monotonic()) and not self._probes:
+            self.probe()
+        return breaker.is_closed and self.client.has_room(direction)
+
+    def probe(self) -> None:
+        """Find out whether the store works and how fast it reads, with blocks lent to it."""
+        residency = self._tree.residency
+        num_blocks = min(_NUM_PROBE_BLOCKS, max(1, self._pool.num_blocks // 4), residency.num_available(CPU))
+        if not num_blocks or not self.client.available:
+            return
+        residency.evict(CPU, max(0, num_blocks - self._pool.num_free))
+        ids = self._pool.allocate(num_blocks, TASK)
+        for breaker in (self.reading, self.writing):
+            if not breaker.is_closed:
+                breaker.begin_probe()
+        task = self.send(
+            Direction.PROBE,
+            np.random.default_rng().bytes(num_blocks * HASH_BYTES),
+            destinations=ids,
+            token_ids=bytes(num_blocks * self._tree.block_bytes) if self.client.needs_token_ids else b"",
+        )
+        self._probes[task.task_id] = ids
+
+    def end_probe(self, result: TransferResult) -> None:
+        """A probe has ended: it tells of both sides."""
+        self._pool.free(self._probes.pop(result.task.task_id), TASK)
+        now, was_tried = time.monotonic(), result.error is None or result.is_failure
+        self.reading.probe_ended(result.error is None if was_tried else None, now)
+        self.writing.probe_ended(result.error is None and result.num_blocks > 0 if was_tried else None, now)
+        if result.error is None:
+            self.note_read(result)
+
+    def judge(self, result: TransferResult) -> None:
+        """Another task has ended: what it says of the store."""
+        breaker = self.writing if result.task.direction is Direction.WRITE else self.reading
+        if result.error is None:
+            breaker.succeeded()
+        elif result.is_failure:
+            breaker.failed(time.monotonic())
+        self.counts.update({r.rank: r.counts for r in result.ranks if r.counts is not None})
+
+    def note_read(self, result: TransferResult) -> None:
+        """How long the slowest rank took for how many bytes."""
+        slowest = max(result.ranks, key=lambda r: r.seconds)
+        self.speeds.storage.note(slowest.num_bytes, slowest.seconds)
+
+    def send(
+        self,
+        direction: Direction,
+        hashes: bytes,
+        *,
+        sources: array[int] | None = None,
+        destinations: array[int] | None = None,
+        token_ids: bytes = b"",
+        priority: float | None = None,
+    ) -> TransferTask:
+        """A new task, with its own deadline; it goes out when the lock has been given back."""
+        task_id, self._next_task_id = self._next_task_id, self._next_task_id + 1
+        task = TransferTask(
+            task_id=task_id,
+            direction=direction,
+            source_ids=np.frombuffer(sources, np.int32) if sources is not None else _NO_IDS,
+            destination_ids=np.frombuffer(destinations, np.int32) if destinations is not None else _NO_IDS,
+            deadline=time.monotonic() + self._timeout_seconds,
+            hashes=hashes,
+            token_ids=token_ids,
+            priority=priority,
+        )
+        self.outbox.put(task)
+        return task
