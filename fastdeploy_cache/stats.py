@@ -9,7 +9,7 @@ from fastdeploy_cache.block_pool import REQUEST, RUN, TASK, BlockPool
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.residency import Residency
 from fastdeploy_cache.run import Tier
-from metrics.cache_metrics import EVICTION_KINDS
+from metrics.cache_metrics import EVICTION_KINDS, StorageCounts
 from transfer_manager.client import RankStatus
 
 
@@ -111,14 +111,19 @@ class CacheStats:
         """Direction, tasks that a full queue kept from starting."""
         return list(self.num_refused_transfers.items())
 
-    def storage_counts(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Breaker states, and blocks by what became of them; both empty without a store."""
+    def storage_counts(self) -> StorageCounts:
+        """Of the attached store; zeros without one."""
         tier = self.storage
         if tier is None:
-            return {}, {}
+            return StorageCounts()
         fates = {
             "fetched": tier.num_fetched_blocks,
             "written": tier.num_written_blocks,
             "skipped": tier.num_skipped_blocks,
         }
-        return {"read": int(tier.reading), "write": int(tier.writing)}, fates
+        losses = {
+            "evicted": tier.num_evicted_objects,
+            "declined": tier.num_declined_objects,
+            "damaged": tier.num_damaged_objects,
+        }
+        return StorageCounts(tier.is_available, {"read": int(tier.reading), "write": int(tier.writing)}, fates, losses)

@@ -99,6 +99,7 @@ class StorageLink:
         self.writing.probe_ended(result.error is None and result.num_blocks > 0 if was_tried else None, now)
         if result.error is None:
             self.note_read(result)
+        self._note_counts(result)
 
     def judge(self, result: TransferResult) -> None:
         """Another task has ended: what it says of the store."""
@@ -107,6 +108,9 @@ class StorageLink:
             breaker.succeeded()
         elif result.is_failure:
             breaker.failed(time.monotonic())
+        self._note_counts(result)
+
+    def _note_counts(self, result: TransferResult) -> None:
         self.counts.update({r.rank: r.counts for r in result.ranks if r.counts is not None})
 
     def note_read(self, result: TransferResult) -> None:

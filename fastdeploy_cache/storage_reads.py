@@ -103,7 +103,7 @@ class StorageReads:
             self._go_on(prefetch)
 
     def resume(self, prefetch: StoragePrefetch) -> bool:
-        """A match follows one that ended for want of room: it goes on with the next `advance`. False: it was through."""
+        """A match follows a prefetch that ended for want of room: `advance` goes on with it. False: it was through."""
         if not prefetch.has_more:
             return False
         prefetch.done.clear()

@@ -242,6 +242,6 @@ def _status(stats: CacheStats) -> dict[str, Any]:
 def _storage_status(stats: CacheStats) -> dict[str, Any] | None:
     if stats.storage is None:
         return None
-    breakers, blocks = stats.storage_counts()
+    is_up, breakers, blocks, lost = stats.storage_counts()
     names = {operation: BreakerState(state).name.lower() for operation, state in breakers.items()}
-    return {"available": stats.storage.is_available, "breakers": names, "blocks": blocks}
+    return {"available": is_up, "breakers": names, "blocks": dict(blocks), "lost_objects": dict(lost)}

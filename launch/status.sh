@@ -20,6 +20,7 @@ for tier, states in status["tiers"].items():
 if storage := status["storage"]:
     state = "open" if storage["available"] else "NOT OPEN"
     counts = ", ".join(f"{count} blocks {fate}" for fate, count in storage["blocks"].items())
+    counts += "".join(f", {count} objects {reason}" for reason, count in storage["lost_objects"].items() if count)
     breakers = ", ".join(f"{operation} breaker {state}" for operation, state in storage["breakers"].items())
     print(f"storage: {state}; {counts}; {breakers}")
 rates = status["hit_rates"]

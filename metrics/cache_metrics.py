@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
+from types import MappingProxyType
+from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -22,16 +24,22 @@ DIRECTIONS = (*SWAPS, "lookup", "prefetch", "write", "probe")  # the last four a
 EVICTION_KINDS = ("copy_kept", "dropped")
 STORAGE_OPERATIONS = ("read", "write")
 STORAGE_FATES = ("fetched", "written", "skipped")
+STORAGE_LOSSES = ("evicted", "declined", "damaged")
 
 BlockCounts = Iterable[tuple[str, str, int]]  # tier, state, blocks
 EvictionCounts = Iterable[tuple[str, str, int]]  # tier, kind, blocks
 RefusedCounts = Iterable[tuple[str, int]]  # direction, tasks
-StorageCounts = tuple[Mapping[str, int], Mapping[str, int]]  # breaker state by operation, blocks by what became of them
 RankCounts = Iterable[tuple[int, bool, int]]  # rank, up, restarts
 
 
-def _no_storage() -> StorageCounts:
-    return {}, {}
+class StorageCounts(NamedTuple):
+    """Of the attached store: breaker state by operation, blocks by what became of them here, objects by how it lost
+    them."""
+
+    is_up: bool = False
+    breakers: Mapping[str, int] = MappingProxyType({})
+    blocks: Mapping[str, int] = MappingProxyType({})
+    objects: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -71,7 +79,7 @@ class CacheMetrics:
         self._evictions: Callable[[], EvictionCounts] = tuple
         self._rank_counts: Callable[[], RankCounts] | None = None
         self._refused: Callable[[], RefusedCounts] = tuple
-        self._storage: Callable[[], StorageCounts] = _no_storage
+        self._storage: Callable[[], StorageCounts] = StorageCounts
 
     def observe(
         self,
@@ -79,11 +87,11 @@ class CacheMetrics:
         evictions: Callable[[], EvictionCounts],
         ranks: Callable[[], RankCounts],
         refused: Callable[[], RefusedCounts] = tuple,
-        storage: Callable[[], StorageCounts] | None = None,
+        storage: Callable[[], StorageCounts] = StorageCounts,
     ) -> None:
         """Read these at every scrape: blocks by tier and state, blocks evicted so far, ranks up and restarted, tasks
-        that a full queue kept from starting; storage's breakers and blocks."""
-        self._storage = storage or _no_storage
+        that a full queue kept from starting; storage."""
+        self._storage = storage
         self._blocks, self._evictions, self._rank_counts, self._refused = blocks, evictions, ranks, refused
 
     def record_request(self, num_tokens: int, hit_tokens: tuple[int, ...]) -> None:
@@ -199,13 +207,16 @@ class CacheMetrics:
         )
 
     def _storage_families(self) -> Iterator[Metric]:
-        breakers, blocks = self._storage()
-        states: dict[tuple[str, ...], float] = {(name,): breakers.get(name, 0) for name in STORAGE_OPERATIONS}
+        is_up, breakers, blocks, objects = self._storage()
+        yield self._gauge("storage_up", "1 while every rank has the store open", (), {(): int(is_up)})
         text = "0: storage is used, 1: it is being probed, 2: it has failed too often and is left alone"
+        states: dict[tuple[str, ...], float] = {(name,): breakers.get(name, 0) for name in STORAGE_OPERATIONS}
         yield self._gauge("storage_breaker_state", text, ("operation",), states)
-        fates: dict[tuple[str, ...], float] = {(fate,): blocks.get(fate, 0) for fate in STORAGE_FATES}
         text = "Blocks that came from storage, are in it after a write, and were to be written and were not"
-        yield self._counter("storage_blocks", text, ("fate",), fates)
+        yield self._counter("storage_blocks", text, ("fate",), {(name,): blocks.get(name, 0) for name in STORAGE_FATES})
+        text = "Objects that the store has evicted, did not admit, or has found damaged and removed"
+        lost: dict[tuple[str, ...], float] = {(name,): objects.get(name, 0) for name in STORAGE_LOSSES}
+        yield self._counter("storage_lost_objects", text, ("reason",), lost)
 
     def _counter(
         self, name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager, Request, StorageConfig
-from tests.faults.engine import Engine
+from tests.faults.engine import BLOCK_SIZE, Engine
 from tests.faults.test_storage_processes import SECONDS, drained, file_storage, storage_config
 from tests.faults.test_storage_requests import LONG, Heard, asked, serve
 from tests.faults.test_storage_trouble import Eventually, InTrouble, breaker, metric, prompt, spoiled, stored
@@ -137,3 +137,20 @@ def test_priority_of_a_prompt_that_is_written_before_its_release(tmp_path: Path,
         cache.release(request)
         lines = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
         assert {line["priority"] for line in lines if len(line["hashes"]) > 8} == {70}  # a probe has 8
+
+
+def test_a_damaged_object_is_a_miss_and_is_counted(tmp_path: Path) -> None:
+    """A bit flips on the disk: the blocks before it are served, it is removed, and Prometheus hears of it."""
+    config = storage_config(1, file_storage(tmp_path))
+    stored(config, 1)
+    (slab,) = tmp_path.glob("*/slab-*")
+    data = bytearray(slab.read_bytes())
+    data[config.block_bytes() * 2 + 5] ^= 1  # of the third object
+    slab.write_bytes(data)
+    with PrefixCacheManager(config) as cache:
+        drained(cache)
+        assert (metric(cache, "storage_up"), metric(cache, "storage_lost_objects_total", reason="damaged")) == (1, 0)
+        request = Request(request_id="a", prompt_token_ids=prompt(1))
+        cache.prefetch(request).wait(SECONDS)
+        assert serve(cache, Engine(cache, 1), request, prompt(1)).num_storage_tokens == 2 * BLOCK_SIZE
+        assert metric(cache, "storage_lost_objects_total", reason="damaged") == 1

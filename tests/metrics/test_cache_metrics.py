@@ -10,10 +10,12 @@ from metrics.cache_metrics import (
     DIRECTIONS,
     EVICTION_KINDS,
     STORAGE_FATES,
+    STORAGE_LOSSES,
     STORAGE_OPERATIONS,
     SWAPS,
     TIERS,
     CacheMetrics,
+    StorageCounts,
 )
 
 PREFIX = "fastdeploy_cache_"
@@ -43,6 +45,7 @@ def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]
     keys |= {key("refused_swaps_total", direction=d) for d in SWAPS}
     keys |= {key("storage_breaker_state", operation=o) for o in STORAGE_OPERATIONS}
     keys |= {key("storage_blocks_total", fate=f) for f in STORAGE_FATES}
+    keys |= {key("storage_lost_objects_total", reason=r) for r in STORAGE_LOSSES} | {key("storage_up")}
     return keys | {key(name, rank=r) for name in ("rank_up", "rank_restarts_total") for r in ranks}
 
 
@@ -63,8 +66,9 @@ def test_no_series_appears_later() -> None:
         metrics.record_swap(direction, rank, 1, 1.0, failed=True)
     refused = [(direction, 1) for direction in SWAPS]
 
-    def storage() -> tuple[dict[str, int], dict[str, int]]:
-        return dict.fromkeys(STORAGE_OPERATIONS, 1), dict.fromkeys(STORAGE_FATES, 1)
+    def storage() -> StorageCounts:
+        counts = (dict.fromkeys(names, 1) for names in (STORAGE_OPERATIONS, STORAGE_FATES, STORAGE_LOSSES))
+        return StorageCounts(True, *counts)
 
     metrics.observe(tuple, lambda: evictions, lambda: [(0, True, 1), (1, True, 1)], lambda: refused, storage)
     samples = scrape(metrics)
