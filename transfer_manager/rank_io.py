@@ -64,6 +64,7 @@ class RankIO:
         on_kv_lost: OnKVLost,
         on_ready: Callable[[], None] = _ignore_ready,
         optional: bool = False,
+        process_name: str = "transfer",
     ) -> None:
         """`spawn(rank, incarnation, queue address)` starts a process. Those that are `optional` may come later: then a
         failed start ends nothing, but for one that refuses its settings. `on_ready` is called each time that all have
@@ -74,7 +75,8 @@ class RankIO:
         self._on_result, self._on_kv_lost, self._on_ready = on_result, on_kv_lost, on_ready
         self._context = new_context()
         self.ranks = [
-            RankSupervisor(rank, config, each.signal, self._new_queue, spawn) for rank, each in enumerate(memory)
+            RankSupervisor(rank, config, each.signal, self._new_queue, spawn, process_name)
+            for rank, each in enumerate(memory)
         ]
         self.lock = threading.Lock()
         self.open = True

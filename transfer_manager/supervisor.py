@@ -80,9 +80,14 @@ class RankSupervisor:
         signal: RankSignal,
         new_queue: Callable[[], TaskQueue],
         spawn: Callable[[int, int, str], Process],
+        process_name: str = "transfer",
     ) -> None:
-        """`spawn(rank, incarnation, queue address)` starts a process; `new_queue` binds the queue for one."""
+        """`spawn(rank, incarnation, queue address)` starts a process; `new_queue` binds the queue for one.
+
+        `process_name` tells a rank's processes apart in the log.
+        """
         self.rank = rank
+        self._name = process_name
         self.phase = Phase.DOWN
         self.incarnation = 0
         self.process: Process | None = None
@@ -130,12 +135,18 @@ class RankSupervisor:
             self.queue.hide()
             self.phase = Phase.READY
             self._last_beat = now  # its first beat comes after this message, however long the start took
-            logger.info("event=rank_ready rank=%d incarnation=%d", self.rank, self.incarnation)
+            logger.info("event=rank_ready process=%s rank=%d incarnation=%d", self._name, self.rank, self.incarnation)
 
     def kill(self, reason: str, blamed: bool = True) -> None:
         """SIGKILL it; its death is noticed like any other."""
         if self.process is not None and not self._killed_for:
-            logger.warning("event=rank_killed rank=%d incarnation=%d reason=%r", self.rank, self.incarnation, reason)
+            logger.warning(
+                "event=rank_killed process=%s rank=%d incarnation=%d reason=%r",
+                self._name,
+                self.rank,
+                self.incarnation,
+                reason,
+            )
             self._killed_for = reason
             self.blamed = blamed
             self.process.kill()
@@ -205,7 +216,15 @@ class RankSupervisor:
         delay = self._policy.delay_seconds(now)
         if delay is None:
             self.phase = Phase.OFF
-            logger.error("event=rank_off rank=%d tiers_below_gpu=off failure=%r", self.rank, failure)
+            logger.error(
+                "event=rank_off process=%s rank=%d tiers_below_gpu=off failure=%r", self._name, self.rank, failure
+            )
         else:
             self._restart_at = now + delay
-            logger.warning("event=rank_died rank=%d restart_in_seconds=%.2f failure=%r", self.rank, delay, failure)
+            logger.warning(
+                "event=rank_died process=%s rank=%d restart_in_seconds=%.2f failure=%r",
+                self._name,
+                self.rank,
+                delay,
+                failure,
+            )

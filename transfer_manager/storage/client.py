@@ -124,6 +124,7 @@ class StorageProcesses(ProcessClient):
             on_kv_lost=ignore_kv_lost,
             on_ready=on_ready,
             optional=True,
+            process_name="storage",
         )
         self._start_io(io, on_result, self._storage.start_timeout_seconds)
         if io.start_failure is not None:

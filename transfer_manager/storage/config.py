@@ -12,6 +12,7 @@ from transfer_manager.errors import LayoutError
 
 STORES = ("file", "mooncake", "valkey")
 ADMISSIONS = ("second_use", "all", "priority")
+_MAX_IO_THREADS = 256
 _OF_STORE = {
     "file": ("folder", "capacity_bytes", "slab_bytes", "admission", "min_priority", "num_io_threads"),
     "mooncake": (
@@ -91,6 +92,14 @@ class StorageConfig:
             )
         if self.kind == "file" and not self.folder:
             raise LayoutError("storage.folder is missing; a store of kind 'file' needs a folder of its own")
+        if self.kind != "file" and self.folder is not None:
+            raise LayoutError(
+                f"storage.folder is {self.folder!r}, and storage.kind {self.kind!r} uses none; leave it out"
+            )
+        if self.options and not self.is_own_store:
+            raise LayoutError(f"storage.options are for a store of your own; storage.kind is {self.kind!r}")
+        if not all(isinstance(text, str) for item in self.options.items() for text in item):
+            raise LayoutError(f"storage.options is {dict(self.options)!r}; give texts by name")
         if self.admission not in ADMISSIONS:
             raise LayoutError(f"storage.admission is {self.admission!r}; use one of {', '.join(ADMISSIONS)}")
         self._check_numbers()
@@ -99,6 +108,11 @@ class StorageConfig:
         for name in ("capacity_bytes", "slab_bytes", "staging_bytes", "breaker_failures", "num_io_threads"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"storage.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_io_threads > _MAX_IO_THREADS:
+            raise LayoutError(f"storage.num_io_threads is {self.num_io_threads}; use at most {_MAX_IO_THREADS}")
+        for name in ("start_timeout_seconds", "task_timeout_seconds", "breaker_seconds", "min_priority"):
+            if type(getattr(self, name)) not in (int, float):
+                raise LayoutError(f"storage.{name} is {getattr(self, name)!r}; give a number")
         for name in ("start_timeout_seconds", "task_timeout_seconds", "breaker_seconds"):
             if not 0 < getattr(self, name) < 86400:
                 raise LayoutError(f"storage.{name} is {getattr(self, name)}; it must be above 0 and below a day")
