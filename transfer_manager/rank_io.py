@@ -75,7 +75,7 @@ class RankIO:
         self._on_result, self._on_kv_lost, self._on_ready = on_result, on_kv_lost, on_ready
         self._context = new_context()
         self.ranks = [
-            RankSupervisor(rank, config, each.signal, self._new_queue, spawn, process_name)
+            RankSupervisor(rank, config, each.signal, self._new_queue, spawn, process_name=process_name)
             for rank, each in enumerate(memory)
         ]
         self.lock = threading.Lock()

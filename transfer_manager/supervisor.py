@@ -80,6 +80,7 @@ class RankSupervisor:
         signal: RankSignal,
         new_queue: Callable[[], TaskQueue],
         spawn: Callable[[int, int, str], Process],
+        *,
         process_name: str = "transfer",
     ) -> None:
         """`spawn(rank, incarnation, queue address)` starts a process; `new_queue` binds the queue for one.
