@@ -10,9 +10,11 @@ CacheError                          fastdeploy_cache
 +-- BlockOwnerError                 a block id given back by one who does not own it
 +-- ClosedError                     the manager is closed
 TransferError                       transfer_manager
-+-- LayoutError                     sizes of a layout or of the ranks that cannot be
++-- LayoutError                     settings of a layout, of the ranks or of storage that cannot be
 +-- RankStartError                  a rank did not become ready
 +-- DeviceError                     a copy that cannot be done as asked
++-- StorageError                    a store failed; where it concerns a caller it is
+|   +-- StorageRefusedError         it cannot be opened as configured
 IPCError                            ipc
 +-- NotEnoughMemoryError            pools larger than the memory available
 +-- CodecError, QueueFullError, QueueDisconnectedError
@@ -21,6 +23,22 @@ MetricsError                        metrics
 """
 
 from __future__ import annotations
+
+from transfer_manager.errors import LayoutError, StorageRefusedError
+
+__all__ = [
+    "BlockOwnerError",
+    "CacheError",
+    "ClosedError",
+    "CommitError",
+    "ConfigError",
+    "LayoutError",
+    "OutOfBlocksError",
+    "PromptTooLongError",
+    "RequestError",
+    "StorageRefusedError",
+    "UnknownRequestError",
+]
 
 
 class CacheError(Exception):

@@ -62,6 +62,7 @@ class StorageTierStats:
     reading: BreakerState
     writing: BreakerState
     num_fetched_blocks: int
+    num_unasked_blocks: int  # not asked for, as computing them is faster
     num_written_blocks: int
     num_skipped_blocks: int  # not written: declined, failed, or gone before
     num_evicted_objects: int  # by the stores themselves, of all ranks; these three since a rank's process began
@@ -118,6 +119,7 @@ class CacheStats:
             return StorageCounts()
         fates = {
             "fetched": tier.num_fetched_blocks,
+            "unasked": tier.num_unasked_blocks,
             "written": tier.num_written_blocks,
             "skipped": tier.num_skipped_blocks,
         }

@@ -151,7 +151,7 @@ class StorageAccess:
         while True:
             with self._lock:
                 tier, write_out = self._storage, self._matcher.write_out
-                if tier is None or write_out is None:
+                if tier is None or write_out is None or not tier.link.client.available:
                     return False
                 write_out.write(self._unstored_runs())
             self._submit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from collections import deque
@@ -18,6 +19,8 @@ from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU
 from transfer_manager.storage.client import StorageClient
 from transfer_manager.task import Direction, TransferResult, TransferTask
+
+logger = logging.getLogger(__name__)
 
 _NUM_PROBE_BLOCKS = 8  # at most: one alone would show the latency and nothing else
 _NO_IDS = np.empty(0, np.int32)
@@ -67,7 +70,7 @@ class StorageLink:
 
     def can(self, direction: Direction) -> bool:
         """Whether to give it a task now. Where it was left alone for long enough, a probe is sent."""
-        breaker = self.writing if direction is Direction.WRITE else self.reading
+        _, breaker = self._side(direction)
         if breaker.is_probe_due(time.monotonic()) and not self._probes:
             self.probe()
         return breaker.is_closed and self.client.has_room(direction)
@@ -95,20 +98,30 @@ class StorageLink:
         """A probe has ended: it tells of both sides."""
         self._pool.free(self._probes.pop(result.task.task_id), TASK)
         now, was_tried = time.monotonic(), result.error is None or result.is_failure
+        before = self.reading.is_closed, self.writing.is_closed
         self.reading.probe_ended(result.error is None if was_tried else None, now)
         self.writing.probe_ended(result.error is None and result.num_blocks > 0 if was_tried else None, now)
+        for side, was_closed, breaker in zip(("read", "write"), before, (self.reading, self.writing), strict=True):
+            if breaker.is_closed is not was_closed:
+                state = "closed" if breaker.is_closed else "open"
+                logger.warning("event=storage_breaker side=%s state=%s error=%r", side, state, result.error)
         if result.error is None:
             self.note_read(result)
         self._note_counts(result)
 
     def judge(self, result: TransferResult) -> None:
         """Another task has ended: what it says of the store."""
-        breaker = self.writing if result.task.direction is Direction.WRITE else self.reading
+        side, breaker = self._side(result.task.direction)
         if result.error is None:
             breaker.succeeded()
         elif result.is_failure:
             breaker.failed(time.monotonic())
+            if not breaker.is_closed:
+                logger.warning("event=storage_breaker side=%s state=open error=%r", side, result.error)
         self._note_counts(result)
+
+    def _side(self, direction: Direction) -> tuple[str, Breaker]:
+        return ("write", self.writing) if direction is Direction.WRITE else ("read", self.reading)
 
     def _note_counts(self, result: TransferResult) -> None:
         self.counts.update({r.rank: r.counts for r in result.ranks if r.counts is not None})

@@ -28,7 +28,7 @@ class StorageLimits:
         chunk = max(1, min(_CHUNK_BYTES // max(1, block_bytes), num_cpu_blocks // 4))
         return cls(
             min_blocks=max(1, min_blocks),
-            max_blocks=int(num_cpu_blocks * max_share),
+            max_blocks=max(1, int(num_cpu_blocks * max_share)),
             max_writing_blocks=max(1, min(2 * chunk, num_cpu_blocks // 4)),
             chunk_blocks=chunk,
         )
@@ -46,7 +46,7 @@ class Follower(Protocol):
         ...
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StoragePrefetch:
     """Blocks [first, first + num_wanted) of a prompt on their way from storage to the CPU tier.
 

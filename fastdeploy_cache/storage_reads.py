@@ -39,7 +39,7 @@ class StorageReads:
         self._waiting: OrderedDict[StoragePrefetch, None] = OrderedDict()  # for room
         self._num_fetching = 0  # blocks
         self._by_request: OrderedDict[str, StoragePrefetch] = OrderedDict()
-        self.num_fetched_blocks = 0
+        self.num_fetched_blocks = self.num_unasked_blocks = 0
 
     @property
     def held_ids(self) -> list[int]:
@@ -57,7 +57,9 @@ class StorageReads:
         """Whether to ask for so many blocks at all."""
         if num_missing_blocks < self._limits.min_blocks or not self._link.can(Direction.LOOKUP):
             return False
-        return self._link.speeds.is_worth_fetching(num_missing_blocks, self._num_fetching)
+        is_worth = self._link.speeds.is_worth_fetching(num_missing_blocks, self._num_fetching)
+        self.num_unasked_blocks += 0 if is_worth else num_missing_blocks
+        return is_worth
 
     def start(self, request_id: str, prefetch: StoragePrefetch) -> None:
         """Ask how much of it is there; `finish` goes on from the answer."""

@@ -61,6 +61,7 @@ class StorageTier:
             reading=self.link.reading.state,
             writing=self.link.writing.state,
             num_fetched_blocks=self.reads.num_fetched_blocks,
+            num_unasked_blocks=self.reads.num_unasked_blocks,
             num_written_blocks=self.writes.num_written_blocks,
             num_skipped_blocks=self.writes.num_skipped_blocks,
             num_evicted_objects=total("num_evicted"),

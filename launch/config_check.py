@@ -20,6 +20,11 @@ def describe(config: CacheConfig) -> str:
         in_all = f"{total_bytes} in all ({total_bytes / 2**30:.2f} GiB)"
         lines.append(f"bytes: {layout.block_bytes} per block and rank, {in_all}")
         lines.append(f"parts of a block in each of {layout.num_layers} layers: {_parts(layout)}")
+    if (storage := config.storage) is not None:
+        place = {"file": storage.folder, "valkey": storage.server_url, "mooncake": storage.master_address}
+        lines.append(f"storage: {storage.kind} {place.get(storage.kind) or ''}, weights {storage.weights_id!r}")
+        if storage.kind == "file":
+            lines.append(f"bytes on disk: {storage.capacity_bytes} in all, {storage.capacity_bytes // 2**30} GiB")
     return "\n".join(lines)
 
 

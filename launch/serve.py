@@ -53,7 +53,7 @@ def serve(
     import_paddle()  # before the signal handlers below, which its own would replace
     files = load_model_files()
     if storage_folder is not None:
-        store = {"kind": "file", "folder": str(storage_folder), "weights_id": files.digest}
+        store = {"kind": "file", "folder": str(storage_folder), "weights_id": files.digest, "admission": "all"}
         settings = [*(f"storage.{key}={value}" for key, value in store.items()), *settings]
     config = _config(files, config_file, settings)
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not

@@ -50,6 +50,7 @@ def checked_facts(checked: Checked, names: Mapping[str, str]) -> Facts:
         "objects": checked.num_objects,
         "damaged": checked.num_damaged,
         "gone": checked.num_gone,
+        "listed": checked.is_listed,
     }
 
 

@@ -58,10 +58,13 @@ def verify(place: Place, weights_id: str | None, json_file: Path | None) -> bool
         raise LaunchError(_absence(admin, names, weights_id))
     if rows:
         console.print(report.checked_table(rows))
+        for row in rows:
+            if not row["listed"]:
+                _say(console, f"its journal is damaged, objects are lost: {report.title(row)}")
     else:
         _say(console, f"nothing is in {admin.where}")
     write_json(json_file, {"store": admin.where, "spaces": rows})
-    return not any(row["damaged"] for row in rows)
+    return not any(row["damaged"] or not row["listed"] for row in rows)
 
 
 def clear(place: Place, weights_id: str, json_file: Path | None) -> bool:
@@ -72,7 +75,7 @@ def clear(place: Place, weights_id: str, json_file: Path | None) -> bool:
     if cleared.num_objects or cleared.removed or cleared.kept:
         _say(console, f"{cleared.num_objects:,} objects of weights {weights_id!r} are gone from {admin.where}")
     else:
-        _say(console, f"nothing of weights {weights_id!r} is in {admin.where}")
+        _say(console, _absence(admin, names, weights_id))
     return _kept_none(console, admin, names, cleared, json_file)
 
 

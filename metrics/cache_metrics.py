@@ -23,7 +23,7 @@ SWAPS = ("swap_in", "swap_out", "copy")
 DIRECTIONS = (*SWAPS, "lookup", "prefetch", "write", "probe")  # the last four are of storage
 EVICTION_KINDS = ("copy_kept", "dropped")
 STORAGE_OPERATIONS = ("read", "write")
-STORAGE_FATES = ("fetched", "written", "skipped")
+STORAGE_FATES = ("fetched", "unasked", "written", "skipped")
 STORAGE_LOSSES = ("evicted", "declined", "damaged")
 
 BlockCounts = Iterable[tuple[str, str, int]]  # tier, state, blocks

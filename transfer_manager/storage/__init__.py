@@ -10,6 +10,7 @@ from transfer_manager.errors import StorageRefusedError
 from transfer_manager.storage.base import OpenStorage, Segment, Storage
 from transfer_manager.storage.keys import KeySpace
 
+_MISTAKES = (AttributeError, LookupError, NameError, TypeError, ValueError)  # of a store's code or its options
 _CLASSES = {
     "file": "transfer_manager.storage.file_store:FileStorage",
     "mooncake": "transfer_manager.storage.mooncake:MooncakeStorage",
@@ -31,4 +32,7 @@ def open_storage(kind: str, options: Mapping[str, Any], space: KeySpace, segment
         raise StorageRefusedError(
             f"storage.kind is {kind!r}, and {module}:{name} cannot be imported: {error}"
         ) from error
-    return opener(options, space, segment)
+    try:
+        return opener(options, space, segment)
+    except _MISTAKES as error:
+        raise StorageRefusedError(f"storage.kind is {kind!r}, and opening it fails: {error!r}") from error

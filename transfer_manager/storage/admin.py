@@ -67,12 +67,14 @@ class Checked:
         num_objects: that there were when it began.
         num_damaged: of them, whose bytes are not those that were written. They are left where they are.
         num_gone: of them, that could not be looked at: evicted meanwhile, or their memory's owner does not answer.
+        is_listed: the list of objects was whole; else there were more, and nobody can tell which.
     """
 
     space: Space
     num_objects: int
     num_damaged: int
     num_gone: int
+    is_listed: bool = True
 
     @classmethod
     def of(cls, space: Space, outcomes: Counter[Outcome]) -> Checked:

@@ -13,6 +13,7 @@ from transfer_manager.errors import LayoutError
 STORES = ("file", "mooncake", "valkey")
 ADMISSIONS = ("second_use", "all", "priority")
 _MAX_IO_THREADS = 256
+_MIN_SLABS = 8
 _OF_STORE = {
     "file": ("folder", "capacity_bytes", "slab_bytes", "admission", "min_priority", "num_io_threads"),
     "mooncake": (
@@ -40,7 +41,7 @@ class StorageConfig:
 
         folder: (file) where it lives; made where it is missing.
         capacity_bytes: (file) of all ranks together.
-        slab_bytes: (file) size of its files.
+        slab_bytes: (file) size of its files; at most an eighth of what a rank may fill.
         admission: (file) which blocks are written: `second_use` those that are offered again, `priority` those of
             requests with at least `min_priority`, or `all`.
         min_priority: (file) see there.
@@ -133,4 +134,6 @@ class StorageConfig:
         found = {name: values[name] for name in _OF_STORE[self.kind]}
         if "capacity_bytes" in found:
             found["capacity_bytes"] = self.capacity_bytes // tp_size
+            # several spaces share it: one slab alone should not push out all others
+            found["slab_bytes"] = max(1, min(self.slab_bytes, found["capacity_bytes"] // _MIN_SLABS))
         return found

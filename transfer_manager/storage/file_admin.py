@@ -139,7 +139,20 @@ class FileAdmin:
             geometry, named = self._objects(path)
             puts = sorted(doubtful.intersection(named))
             num_gone += len(doubtful) - len(puts)
-        return Checked(space=_space(path, key_space), num_objects=num_objects, num_damaged=len(puts), num_gone=num_gone)
+        return Checked(
+            space=_space(path, key_space),
+            num_objects=num_objects,
+            num_damaged=len(puts),
+            num_gone=num_gone,
+            is_listed=self._is_listed(path),
+        )
+
+    def _is_listed(self, path: Path) -> bool:
+        """Whether the journal can be read to its end; an engine that has it may be in the middle of a line."""
+        if is_locked(self._disk, path) or _size(path / JOURNAL_NAME) == 0:
+            return True
+        replay = self._replay(path)
+        return replay is not None and replay.is_whole
 
     def _mismatched(self, path: Path, geometry: Geometry, object_bytes: int, puts: list[Put]) -> set[Put]:
         """Those of the objects that are not what was written. There may be more slabs than descriptors."""
@@ -225,3 +238,10 @@ def _allocated_bytes(path: Path) -> int:
         with suppress(FileNotFoundError):  # an engine has put another in its place
             total += file.lstat().st_blocks * 512
     return total
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -5,6 +5,7 @@ A space's folder has `space.json`, `lock`, `journal` and slabs. Whoever holds th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,8 @@ from transfer_manager.errors import StorageError, StorageRefusedError
 from transfer_manager.storage.file_disk import Disk
 from transfer_manager.storage.file_journal import JOURNAL_NAME, TEMPORARY_SUFFIX
 from transfer_manager.storage.keys import KeySpace
+
+logger = logging.getLogger(__name__)
 
 SPACE_NAME, LOCK_NAME = "space.json", "lock"
 SLAB_GLOB = "slab-*"
@@ -148,11 +151,13 @@ def remove_space(disk: Disk, path: Path) -> bool:
 def make_room(disk: Disk, own: Path, rank: int, capacity_bytes: int, num_bytes: int) -> bool:
     """Whether a rank's own space may grow by so much; removes the rank's other spaces for it that no one has, those
     first that were written to the longest time ago. Raises OSError."""
-    others = [path for path, space in find_spaces(own.parent) if space.rank == rank and path != own]
+    spaces = {path: space for path, space in find_spaces(own.parent) if space.rank == rank}
+    others = [path for path in spaces if path != own]
     sizes = {path: slab_bytes(path) for path in (*others, own)}
     for path in sorted(others, key=last_written):
         if sum(sizes.values()) + num_bytes <= capacity_bytes:
             break
         if remove_space(disk, path):
+            logger.warning("event=space_removed reason=room weights_id=%r path=%s", spaces[path].weights_id, path)
             del sizes[path]
     return sum(sizes.values()) + num_bytes <= capacity_bytes

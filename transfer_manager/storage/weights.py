@@ -20,6 +20,8 @@ def weights_id_of(files: Iterable[str | PathLike[str]]) -> str:
         ValueError: no files, or two of the same name.
         OSError: one cannot be read.
     """
+    if isinstance(files, str):
+        raise ValueError(f"weights_id_of({files!r}): give a list of files")
     paths = sorted((Path(file) for file in files), key=lambda path: path.name)
     names = [path.name for path in paths]
     if not names or len(set(names)) < len(names):

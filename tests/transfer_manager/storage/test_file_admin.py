@@ -263,3 +263,17 @@ def test_gc_of_what_crashes_left(tmp_path: Path) -> None:
         (rig.path / "space.json").unlink()
         freed = admin_of(tmp_path).gc(10**9).freed_bytes
         assert freed == 16384 and not path.exists() and rig.path.exists()
+
+
+@pytest.mark.parametrize("place", [3, -1])
+def test_a_damaged_journal_is_no_whole_store(tmp_path: Path, place: int) -> None:
+    """In its header or behind: what it named is lost, and `verify` says so; of a space in use it says nothing."""
+    (path,) = fill(tmp_path, "a")
+    assert [checked.is_listed for checked in admin_of(tmp_path).verify()] == [True]
+    data = bytearray((path / "journal").read_bytes())
+    data[place] ^= 1
+    (path / "journal").write_bytes(data)
+    (checked,) = admin_of(tmp_path).verify()
+    assert not checked.is_listed and checked.num_objects == 0
+    with Rig(tmp_path, space=space_of("a"), num_slots=100):
+        assert admin_of(tmp_path).verify()[0].is_listed

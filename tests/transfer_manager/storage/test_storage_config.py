@@ -42,3 +42,9 @@ def test_a_rank_gets_its_share_and_nothing_of_other_stores() -> None:
     assert options["capacity_bytes"] == 25 and "server_url" not in options
     own = StorageConfig(kind="a:B", weights_id="w1", options={"x": "y"})
     assert own.is_own_store and own.store_options(tp_size=4) == {"x": "y"}
+
+
+def test_one_slab_leaves_room_for_other_spaces() -> None:
+    """Other weights in a small folder are not pushed out by the first slab of new ones."""
+    options = StorageConfig(**FILE, capacity_bytes=2**26).store_options(tp_size=2)  # type: ignore[arg-type]
+    assert options["slab_bytes"] == 2**22
