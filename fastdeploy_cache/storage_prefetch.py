@@ -10,7 +10,7 @@ from typing import Protocol
 from fastdeploy_cache.block_hash import HASH_BYTES
 from fastdeploy_cache.prefix_tree import BlockKeys
 
-_CHUNK_BYTES = 32 * 2**20  # of a task: small enough that loads to the GPU follow soon, large enough for a disk
+_CHUNK_BYTES, _MAX_CHUNK_BYTES = 32 * 2**20, 128 * 2**20  # of a task; the more the faster the store reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,16 +21,21 @@ class StorageLimits:
     max_blocks: int  # on their way from storage at a time
     max_writing_blocks: int
     chunk_blocks: int
+    max_chunk_blocks: int
 
     @classmethod
     def of(cls, num_cpu_blocks: int, block_bytes: int, *, min_blocks: int, max_share: float) -> StorageLimits:
         """By the size of the CPU pool."""
-        chunk = max(1, min(_CHUNK_BYTES // max(1, block_bytes), num_cpu_blocks // 4))
+        chunk, max_chunk = (
+            max(1, min(num_bytes // max(1, block_bytes), num_cpu_blocks // 4))
+            for num_bytes in (_CHUNK_BYTES, _MAX_CHUNK_BYTES)
+        )
         return cls(
             min_blocks=max(1, min_blocks),
             max_blocks=max(1, int(num_cpu_blocks * max_share)),
             max_writing_blocks=max(1, min(2 * chunk, num_cpu_blocks // 4)),
             chunk_blocks=chunk,
+            max_chunk_blocks=max_chunk,
         )
 
 

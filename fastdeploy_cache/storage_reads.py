@@ -16,6 +16,7 @@ from fastdeploy_cache.storage_prefetch import StorageLimits, StoragePrefetch
 from transfer_manager.task import Direction, TransferResult
 
 _MAX_REMEMBERED = 1024  # prefetches of requests that were never matched
+_PIECE_SECONDS = 0.02
 _PIECES_AT_A_TIME = 2  # of a prefetch: one is read while the next waits in the queue
 
 
@@ -115,8 +116,8 @@ class StorageReads:
     def _go_on(self, prefetch: StoragePrefetch) -> None:
         """Give out the next pieces of a prefetch; where nothing more can come, it is done."""
         while prefetch.has_more and prefetch.num_in_flight < _PIECES_AT_A_TIME and self._link.can(Direction.PREFETCH):
-            num_blocks = min(self._limits.chunk_blocks, prefetch.num_present - prefetch.num_asked)
-            num_blocks = min(num_blocks, self._num_room(prefetch))
+            num_left = prefetch.num_present - prefetch.num_asked
+            num_blocks = min(self._num_piece_blocks(), num_left, self._num_room(prefetch))
             if num_blocks <= 0:
                 break
             self._fetch(prefetch, num_blocks)
@@ -133,6 +134,11 @@ class StorageReads:
         prefetch.done.set()
         self._link.calls += prefetch.on_done
         prefetch.on_done = []
+
+    def _num_piece_blocks(self) -> int:
+        """So much that loads to the GPU follow soon, and that a fast store is not kept waiting between tasks."""
+        limits, num_fast = self._limits, self._link.speeds.num_fetched_blocks_in(_PIECE_SECONDS)
+        return max(limits.chunk_blocks, min(limits.max_chunk_blocks, num_fast))
 
     def _num_room(self, prefetch: StoragePrefetch) -> int:
         residency, num_allowed = self._tree.residency, self._limits.max_blocks - self._num_fetching

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _WEIGHT = 0.2  # of the newest sample in a moving mean
 _TRY_AGAIN = 16  # of so many prefixes that would be slower to load one is loaded
+_MANY_BLOCKS = 1000
 _MIN_SAMPLE_TOKENS = 32  # fewer say more about the step around them
 _MIN_SPREAD = 0.3  # of the sizes seen, as a share of their mean: with less, latency and speed cannot be told apart
 
@@ -81,6 +82,11 @@ class LoadOrCompute:
     def patience_seconds(self, num_blocks: int) -> float | None:
         """How long it is worth to wait for so many blocks; None: nothing is known against it."""
         return self.compute_seconds(num_blocks) if self._policy == "auto" else None
+
+    def num_fetched_blocks_in(self, seconds: float) -> int:
+        """How many blocks storage reads in so long, latency aside; 0: not known."""
+        many = self.storage.seconds(_MANY_BLOCKS * self._block_bytes)
+        return int(seconds * _MANY_BLOCKS / many) if many else 0
 
     def is_worth_loading(self, num_blocks: int) -> bool:
         """Whether loading from the CPU tier is faster than computing; where one is not known, loading finds out.

@@ -27,7 +27,7 @@ from transfer_manager.storage.config import StorageConfig
 from transfer_manager.storage.keys import KeySpace
 from transfer_manager.task import Direction, TransferResult, TransferTask
 
-_TASK_BYTES = 32 * 2**20  # as the cache cuts them
+_TASK_BYTES = 128 * 2**20  # as the cache cuts them for a fast store
 _BURST_BYTES = 32 * 2**20  # less than what the file store syncs at a time
 _WAIT_SECONDS = 120.0
 _BLOCK_SIZE = 64

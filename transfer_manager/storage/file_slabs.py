@@ -14,7 +14,7 @@ from transfer_manager.storage.file_space import SLAB_GLOB, slab_path
 
 PAGE_BYTES = 4096
 _INLINE_BYTES = 256 * 2**10  # so little is moved faster than handed to a thread
-_PIECE_BYTES = 512 * 2**10  # of one call, so that the checksum finds it in the processor's cache
+_PIECE_BYTES = 2**20  # of one call, so that the checksum finds it in the processor's cache
 _T = TypeVar("_T")
 
 
