@@ -185,27 +185,31 @@ def bandwidth(config: StorageConfig, folder: Path, object_bytes: int, total_byte
     num = max(2, total_bytes // object_bytes)
     store = Store(config, object_bytes, num)
     plain = PlainFile(folder, object_bytes, num, config.num_io_threads)
-    times, ones = list[tuple[float, ...]](), list[tuple[float, float]]()
+    times, ones = list[tuple[float, ...]](), list[tuple[float, ...]]()
+    durable: list[tuple[float, ...]] = [(math.nan, math.nan)] * 2
     try:
-        for turn in range(repeats + 1):
-            hashes = names(time.monotonic_ns() + turn, num)
+        for _ in range(repeats + 1):
+            hashes = names(time.monotonic_ns(), num)
             plain.renew()
             plain_write, write = _write_in_bursts(store, plain, hashes)
             plain_read = plain.read(store.blocks, range(num))
-            read = store.run(Direction.PREFETCH, hashes)
-            durable = (math.nan, math.nan)
-            if config.folder is not None:
-                durable = _write_durably(Path(config.folder), store, plain, names(time.monotonic_ns() + turn, num))
-            times.append((plain_write, write, plain_read, read, *durable))
+            times.append((plain_write, write, plain_read, store.run(Direction.PREFETCH, hashes)))
             for i in range(min(num, 16)):
                 one = store.run(Direction.PREFETCH, hashes[i : i + 1], first=i)
                 ones.append((plain.read_one(store.blocks[i], i), one))
+        if config.folder is not None:  # last: a disk may be slow for a while after much that was synced
+            where = Path(config.folder)
+            durable = [_write_durably(where, store, plain, names(time.monotonic_ns(), num)) for _ in range(repeats + 1)]
     finally:
         plain.close()
         store.close()
-    speeds = [num * object_bytes / statistics.median(column) for column in zip(*times[1:], strict=True)]
-    latencies = [statistics.median(column) for column in zip(*ones, strict=True)]
-    return Row(object_bytes, *speeds, *latencies)
+    total = num * object_bytes
+    speeds = [total / _median(column) for rows in (times[1:], durable[1:]) for column in zip(*rows, strict=True)]
+    return Row(object_bytes, *speeds, *(_median(column) for column in zip(*ones, strict=True)))
+
+
+def _median(column: tuple[float, ...]) -> float:
+    return statistics.median(column)
 
 
 def _write_in_bursts(store: Store, plain: PlainFile, hashes: list[bytes]) -> tuple[float, float]:
