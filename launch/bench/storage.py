@@ -111,22 +111,25 @@ class PlainFile:
 
     def __init__(self, folder: Path, object_bytes: int, num_objects: int, num_threads: int) -> None:
         self._path = folder / "plain"
-        self._size, self._num = object_bytes, num_objects
+        self._size, self._num, self._start = object_bytes, num_objects, 0
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._threads = ThreadPoolExecutor(num_threads)
 
     def renew(self) -> None:
-        """A file that has its room and was never written to, as a slab is."""
-        os.ftruncate(self._fd, 0)
-        os.posix_fallocate(self._fd, 0, self._size * self._num)
+        """Go on behind what was written, as a store does with new objects: room that was taken and never written to.
+
+        Memory that the kernel has just got back would be faster than what it takes for the first time.
+        """
+        self._start += self._size * self._num
+        os.posix_fallocate(self._fd, self._start, self._size * self._num)
 
     def write(self, blocks: np.ndarray, which: range) -> float:
         """Seconds for these blocks, one behind the other."""
-        return self._each(which, lambda i: os.pwrite(self._fd, blocks[i].data, i * self._size))
+        return self._each(which, lambda i: os.pwrite(self._fd, blocks[i].data, self._start + i * self._size))
 
     def read(self, blocks: np.ndarray, which: range) -> float:
         """The same for reading."""
-        return self._each(which, lambda i: os.preadv(self._fd, [blocks[i].data], i * self._size))
+        return self._each(which, lambda i: os.preadv(self._fd, [blocks[i].data], self._start + i * self._size))
 
     def sync(self) -> float:
         """Seconds until it is on the disk."""
@@ -135,7 +138,7 @@ class PlainFile:
     def read_one(self, block: np.ndarray, index: int) -> float:
         """Seconds for one block."""
         started = time.perf_counter()
-        os.preadv(self._fd, [block.data], index * self._size)
+        os.preadv(self._fd, [block.data], self._start + index * self._size)
         return time.perf_counter() - started
 
     def _each(self, which: range, move: Callable[[int], int]) -> float:

@@ -70,7 +70,7 @@ def bench_storage(wanted: StorageBench, json_file: Path | None) -> bool:
 
 
 def _check_room(folder: Path, wanted: StorageBench) -> None:
-    needed = int(max(wanted.reopen_gb * 1.05 * _GB, 2 * (wanted.repeats + 3) * wanted.memory_mib * 2**20)) + 2**30
+    needed = int(max(wanted.reopen_gb * 1.05 * _GB, 4 * (wanted.repeats + 3) * wanted.memory_mib * 2**20)) + 2**30
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise LaunchError(f"{folder} has {free / _GB:.1f} GB free, {needed / _GB:.1f} are needed; choose --folder")
