@@ -13,7 +13,7 @@ from fastdeploy_cache.outbox import Outbox
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, GPU, BlockCopy, Pin, Run, Segment, Tier, Transfer
 from transfer_manager.client import TransferClient
-from transfer_manager.task import Direction, TransferResult, TransferTask
+from transfer_manager.task import SWAPS, Direction, TransferResult, TransferTask
 
 
 def ignore_copied(run: Run, num_blocks: int) -> None:
@@ -39,9 +39,7 @@ class BlockMover:
         self.in_flight: dict[int, Transfer] = {}
         self.num_storing = 0  # blocks on their way to the CPU tier
         self.num_landed = [0, 0]  # by destination: blocks that joined it since the start
-        self.num_refused = dict.fromkeys(
-            (Direction.SWAP_IN, Direction.SWAP_OUT, Direction.COPY), 0
-        )  # tasks that a full queue kept from starting
+        self.num_refused = dict.fromkeys(SWAPS, 0)  # tasks that a full queue kept from starting
 
     def can(self, direction: Direction) -> bool:
         """Whether a task can be started now; a full queue means "not now", and is counted."""

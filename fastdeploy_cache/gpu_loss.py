@@ -45,7 +45,7 @@ def _heir(tree: PrefixTree, run: Run) -> Run:
     num_blocks = run.cpu_end
     heir = Run(run.parent, tree.epoch + 1, copy.copy(run.usage))
     heir.num_blocks = num_blocks
-    heir.num_stored = min(run.num_stored, num_blocks)
+    run.cut_marks(heir)
     heir.tokens += memoryview(run.tokens)[: num_blocks * tree.block_bytes]
     heir.hashes += memoryview(run.hashes)[: num_blocks * HASH_BYTES]
     if run.extras is not None:

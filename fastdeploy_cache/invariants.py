@@ -93,7 +93,8 @@ def _check_shape(tree: PrefixTree, run: Run) -> None:
     assert run.num_blocks >= 1 and len(run.tokens) == run.num_blocks * tree.block_bytes, "tokens and blocks differ"
     assert run.parent is not None and run.parent.children[tree.residency.key(run)] is run, "run not under its key"
     assert run.extras is None or all(0 <= block < run.num_blocks for block in run.extras), "extra key off its run"
-    assert len(run.hashes) == run.num_blocks * HASH_BYTES and 0 <= run.num_stored <= run.num_blocks
+    assert len(run.hashes) == run.num_blocks * HASH_BYTES
+    assert 0 <= run.num_stored <= run.num_blocks and 0 <= run.num_offered <= run.num_blocks
     hasher = BlockHasher(tree.block_size)
     hashes = hasher.extend(run.parent.last_hash, run.tokens, 0, run.num_blocks, run.extras)
     assert run.hashes == hashes, "hash chain broken"

@@ -44,6 +44,10 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
     num_missing_tokens: int
     _fetch: Fetch | None = None
 
+    def with_fetch(self, fetch: Fetch) -> Prefetch:
+        """The same, with what is being fetched of the rest."""
+        return msgspec.structs.replace(self, _fetch=fetch)
+
     @property
     def ready(self) -> bool:
         """Nothing is worth waiting for any more: a match now finds what has come from storage."""

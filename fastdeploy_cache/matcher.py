@@ -184,9 +184,8 @@ class Matcher:
         num_found = request.whole_images(num_found, tree.block_size)
         if num_found <= before:
             return
-        self._pin(
-            active, path, num_found
-        )  # first: what is held counts, and eviction must not take what is to be loaded
+        # first: what is held is no room, and eviction must not take it
+        self._pin(active, path, num_found)
         _, parts = coming_and_cold(path, num_found)
         num_cold = sum(n for _, _, n in parts)
         num_rest = -(-request.num_tokens // tree.block_size) - num_found

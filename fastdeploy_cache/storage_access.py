@@ -59,7 +59,8 @@ class StorageAccess:
         It takes no GPU blocks and pins nothing, so requests that wait never block each other; what is cached of it is
         not the next to be evicted. A `match` meanwhile grows with what comes; `release` or `end_prefetch` ends it.
         """
-        size, keys = self.config.block_size, BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
+        size = self.config.block_size
+        keys = BlockKeys(request.tokens, request.extra_keys(size))
         with self._lock:
             self._check_open()
             found = self._matcher.look(request, keys)
@@ -79,12 +80,7 @@ class StorageAccess:
                 return found
             storage.reads.start(request.request_id, prefetch)
         self._submit()
-        return Prefetch(
-            num_gpu_tokens=found.num_gpu_tokens,
-            num_cpu_tokens=found.num_cpu_tokens,
-            num_missing_tokens=found.num_missing_tokens,
-            _fetch=prefetch,
-        )
+        return found.with_fetch(prefetch)
 
     def _hash_before(self, namespace: str, keys: BlockKeys, first: int) -> bytes:
         """What block `first` has as its parent; the blocks before it are cached."""
@@ -189,10 +185,8 @@ class StorageAccess:
 
     def _note_prefill(self, active: ActiveRequest, num_computed_tokens: int) -> None:
         """Under the lock: a commit."""
-        now, before = (
-            time.monotonic(),
-            max(active.num_computed_tokens, active.num_matched_tokens(self.config.block_size)),
-        )
+        now, num_matched = time.monotonic(), active.num_matched_tokens(self.config.block_size)
+        before = max(active.num_computed_tokens, num_matched)
         if active.stepped_at:
             self._speeds.note_prefill(num_computed_tokens - before, now - active.stepped_at)
         active.num_computed_tokens, active.stepped_at = num_computed_tokens, now

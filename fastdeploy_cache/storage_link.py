@@ -6,7 +6,8 @@ import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -70,7 +71,7 @@ class StorageLink:
 
     def can(self, direction: Direction) -> bool:
         """Whether to give it a task now. Where it was left alone for long enough, a probe is sent."""
-        _, breaker = self._side(direction)
+        breaker = self._breaker(direction)
         if breaker.is_probe_due(time.monotonic()) and not self._probes:
             self.probe()
         return breaker.is_closed and self.client.has_room(direction)
@@ -98,30 +99,36 @@ class StorageLink:
         """A probe has ended: it tells of both sides."""
         self._pool.free(self._probes.pop(result.task.task_id), TASK)
         now, was_tried = time.monotonic(), result.error is None or result.is_failure
-        before = self.reading.is_closed, self.writing.is_closed
-        self.reading.probe_ended(result.error is None if was_tried else None, now)
-        self.writing.probe_ended(result.error is None and result.num_blocks > 0 if was_tried else None, now)
-        for side, was_closed, breaker in zip(("read", "write"), before, (self.reading, self.writing), strict=True):
-            if breaker.is_closed is not was_closed:
-                state = "closed" if breaker.is_closed else "open"
-                logger.warning("event=storage_breaker side=%s state=%s error=%r", side, state, result.error)
+        with self._reporting(result):
+            self.reading.probe_ended(result.error is None if was_tried else None, now)
+            self.writing.probe_ended(result.error is None and result.num_blocks > 0 if was_tried else None, now)
         if result.error is None:
             self.note_read(result)
         self._note_counts(result)
 
     def judge(self, result: TransferResult) -> None:
         """Another task has ended: what it says of the store."""
-        side, breaker = self._side(result.task.direction)
-        if result.error is None:
-            breaker.succeeded()
-        elif result.is_failure:
-            breaker.failed(time.monotonic())
-            if not breaker.is_closed:
-                logger.warning("event=storage_breaker side=%s state=open error=%r", side, result.error)
+        breaker = self._breaker(result.task.direction)
+        with self._reporting(result):
+            if result.error is None:
+                breaker.succeeded()
+            elif result.is_failure:
+                breaker.failed(time.monotonic())
         self._note_counts(result)
 
-    def _side(self, direction: Direction) -> tuple[str, Breaker]:
-        return ("write", self.writing) if direction is Direction.WRITE else ("read", self.reading)
+    def _breaker(self, direction: Direction) -> Breaker:
+        return self.writing if direction is Direction.WRITE else self.reading
+
+    @contextmanager
+    def _reporting(self, result: TransferResult) -> Iterator[None]:
+        """Say which side is used from now on, and which is not any more."""
+        sides = (("read", self.reading), ("write", self.writing))
+        before = [breaker.is_closed for _, breaker in sides]
+        yield
+        for (side, breaker), was_closed in zip(sides, before, strict=True):
+            if breaker.is_closed is not was_closed:
+                state = "closed" if breaker.is_closed else "open"
+                logger.warning("event=storage_breaker side=%s state=%s error=%r", side, state, result.error)
 
     def _note_counts(self, result: TransferResult) -> None:
         self.counts.update({r.rank: r.counts for r in result.ranks if r.counts is not None})

@@ -43,7 +43,7 @@ class ProcessMemory(Protocol):
 
 
 def _ignore_ready() -> None:
-    """Tasks are told apart by their answers; who sends none needs this."""
+    """For who asks `all_ready` instead."""
 
 
 class RankIO:

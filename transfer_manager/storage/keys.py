@@ -62,7 +62,7 @@ class KeySpace(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prefix(self) -> str:
         """What the keys of this space begin with."""
-        return f"fdc{self.version}:{self.weights_digest}:{self.digest}:"
+        return f"{weights_prefix(self.weights_id, self.version)}{self.digest}:"
 
 
 class ObjectKey(NamedTuple):
@@ -82,6 +82,11 @@ class ObjectKey(NamedTuple):
 def weights_digest_of(weights_id: str) -> str:
     """See `KeySpace.weights_digest`."""
     return _digest(weights_id.encode())
+
+
+def weights_prefix(weights_id: str, version: int = KEY_VERSION) -> str:
+    """What the keys of all spaces of these weights begin with."""
+    return f"fdc{version}:{weights_digest_of(weights_id)}:"
 
 
 def describe_image(layout: RankLayout) -> str:

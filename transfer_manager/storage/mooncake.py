@@ -13,7 +13,7 @@ import numpy as np
 
 from transfer_manager.errors import StorageError, StorageGoneError, StorageRefusedError
 from transfer_manager.storage.base import SEAL_BYTES, Blocks, Segment, StorageStats, Written, seal
-from transfer_manager.storage.keys import KEY_VERSION, KeySpace, weights_digest_of
+from transfer_manager.storage.keys import KeySpace, weights_prefix
 
 # Mooncake reads these when it is loaded. Without them a master that hangs holds a call for 30 s, and one that is not
 # there a set-up for a minute and more.
@@ -205,7 +205,7 @@ def answered(call: str, codes: list[int]) -> list[int]:
 
 def remove_weights(client: Any, weights_id: str) -> int:
     """Remove all objects of these weights; returns how many there were. Raises `StorageError`."""
-    pattern = f"^fdc{KEY_VERSION}:{weights_digest_of(weights_id)}:.*"
+    pattern = f"^{weights_prefix(weights_id)}.*"
     (count,) = answered("remove_by_regex", [int(client.remove_by_regex(pattern, True))])
     if count < 0:
         raise StorageError(f"Mooncake's remove_by_regex returned {count}")

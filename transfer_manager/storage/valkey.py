@@ -14,7 +14,7 @@ import msgspec
 
 from transfer_manager.errors import StorageError, StorageRefusedError
 from transfer_manager.storage.base import SEAL_BYTES, Blocks, Segment, StorageStats, Written, seal
-from transfer_manager.storage.keys import KEY_VERSION, KeySpace
+from transfer_manager.storage.keys import KEY_VERSION, KeySpace, weights_prefix
 
 SPACES_KEY = f"fdc{KEY_VERSION}:spaces"  # a hash: a space's digest -> its fields as JSON
 CONNECT_SECONDS, OPERATION_SECONDS = 1.0, 2.0
@@ -198,12 +198,6 @@ def describe_server(url: str) -> str:
     """The server without user and password, for messages."""
     parts = urlsplit(url)
     return f"valkey server {parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def weights_prefix(weights_id: str) -> str:
-    """What all keys of these weights begin with."""
-    space = KeySpace(weights_id=weights_id, layout="", object_bytes=0, block_size=0, rank=0, tp_size=0)
-    return f"fdc{KEY_VERSION}:{space.weights_digest}:"
 
 
 def unlink_all(client: Any, prefix: str) -> int:

@@ -13,7 +13,7 @@ import msgspec
 from transfer_manager.errors import StorageError, StorageRefusedError
 from transfer_manager.storage.admin import Checked, Cleared, Outcome, Space, SpaceSummary
 from transfer_manager.storage.base import SEAL_BYTES, seal
-from transfer_manager.storage.keys import KEY_VERSION, KeySpace, ObjectKey
+from transfer_manager.storage.keys import KEY_VERSION, KeySpace, ObjectKey, weights_prefix
 from transfer_manager.storage.valkey import (
     SPACES_KEY,
     connect,
@@ -21,7 +21,6 @@ from transfer_manager.storage.valkey import (
     failures,
     is_refusal,
     unlink_all,
-    weights_prefix,
 )
 
 _NUM_SCANNED = 1000
