@@ -11,7 +11,7 @@ import numpy as np
 from fastdeploy_cache.block_pool import REQUEST, TASK
 from fastdeploy_cache.outbox import Outbox
 from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.run import CPU, GPU, BlockCopy, Pin, Run, Segment, Tier, Transfer
+from fastdeploy_cache.run import CPU, GPU, BlockCopy, CallerCopy, Pin, Run, Segment, Tier, Transfer
 from transfer_manager.client import TransferClient
 from transfer_manager.task import SWAPS, Direction, TransferResult, TransferTask
 
@@ -37,12 +37,15 @@ class BlockMover:
         self.outbox = Outbox(client)
         self.on_copied: Callable[[Run, int], None] = ignore_copied  # a run has more blocks in the CPU tier
         self.in_flight: dict[int, Transfer] = {}
+        self.is_quiet = False  # nothing is to be started
         self.num_storing = 0  # blocks on their way to the CPU tier
         self.num_landed = [0, 0]  # by destination: blocks that joined it since the start
         self.num_refused = dict.fromkeys(SWAPS, 0)  # tasks that a full queue kept from starting
 
     def can(self, direction: Direction) -> bool:
         """Whether a task can be started now; a full queue means "not now", and is counted."""
+        if self.is_quiet:
+            return False
         if self._client.has_room(direction):
             return True
         self.num_refused[direction] += self._client.available
@@ -64,6 +67,27 @@ class BlockMover:
         self._tree.pin(transfer.copy.source)
         self._send(transfer, Direction.COPY, run.ids[0][block : block + 1], transfer.copy.ids, num_tokens)
         return transfer
+
+    def copy_for_caller(
+        self,
+        direction: Direction,
+        sources: array[int],
+        destinations: array[int],
+        copy: CallerCopy,
+        num_tokens: int | None = None,
+    ) -> Transfer:
+        """Start a copy from or into blocks that are no run's; the destinations are the task's already."""
+        transfer = self._new_transfer(CPU if direction is Direction.SWAP_OUT else GPU)
+        transfer.caller = copy
+        for pin in copy.pins:
+            self._tree.pin(pin)
+        self._send(transfer, direction, sources, destinations, num_tokens)
+        return transfer
+
+    def barrier(self, direction: Direction) -> Transfer:
+        """An empty task: it ends when every rank's lane has done what came before it."""
+        nothing = array("i")
+        return self.copy_for_caller(direction, nothing, nothing, CallerCopy(nothing, [], lambda _: None))
 
     def _start(self, tier: Tier, parts: Sequence[Part]) -> None:
         transfer = self._new_transfer(tier)
@@ -146,6 +170,10 @@ class BlockMover:
             self.num_storing -= len(segment.ids) if transfer.tier is CPU else 0
         if transfer.copy is not None:
             self._end_copy(transfer.copy, transfer.succeeded)
+        if transfer.caller is not None:
+            for pin in transfer.caller.pins:
+                self._tree.unpin(pin)
+            transfer.caller.end(transfer.succeeded)
         if not transfer.kept_ids:
             del self.in_flight[transfer.task_id]
         transfer.done.set()

@@ -22,9 +22,10 @@ class Owner(IntEnum):
     RUN = 1
     REQUEST = 2
     TASK = 3
+    CALLER = 4  # of an adapter: see `CallerBlocks`
 
 
-FREE, RUN, REQUEST, TASK = Owner  # looking a member up in its class costs as much as a dictionary
+FREE, RUN, REQUEST, TASK, CALLER = Owner  # looking a member up in its class costs as much as a dictionary
 
 
 class BlockPool:
@@ -74,6 +75,13 @@ class BlockPool:
         self._give(ids, owner)
         return ids
 
+    def claim(self, ids: array[int], owner: Owner) -> None:
+        """Exactly these free ids, which have been given out before, are now of `owner`. Costs a walk over the heap."""
+        claimed = set(ids)
+        self._returned = [block_id for block_id in self._returned if block_id not in claimed]
+        heapq.heapify(self._returned)
+        self._give(ids, owner)
+
     def _give(self, ids: array[int], owner: Owner) -> None:
         """Note the owner of free ids."""
         if len(ids) <= _FEW:
@@ -84,6 +92,12 @@ class BlockPool:
             self._owner_array[np.frombuffer(ids, np.int32)] = owner
         self._counts[FREE] -= len(ids)
         self._counts[owner] += len(ids)
+
+    def check(self, ids: array[int], owner: Owner) -> None:
+        """Raise `BlockOwnerError` for the first of `ids` that is not of `owner`, or is there twice."""
+        known = all(0 <= i < self.num_blocks and self._owners[i] == owner for i in ids)
+        if not known or len(set(ids)) < len(ids):
+            self._refuse(ids, owner)
 
     def hand_over(self, ids: array[int], giver: Owner, taker: Owner) -> None:
         """Change the owner of `ids`; all of them or, on `BlockOwnerError`, none."""
@@ -117,6 +131,14 @@ class BlockPool:
     def num_read(self) -> int:
         """Blocks that are being read and, if freed now, would not be free."""
         return len(self._num_readers) - len(self._deferred)
+
+    def num_read_of(self, owner: Owner) -> int:
+        """Of these, an owner's; a walk over what is being read."""
+        return sum(self._owners[block_id] == owner for block_id in self._num_readers)
+
+    def ids_of(self, owner: Owner) -> list[int]:
+        """Every id of an owner; a walk over the pool."""
+        return np.flatnonzero(self._owner_array == owner).tolist()
 
     @property
     def deferred_ids(self) -> list[int]:

@@ -8,6 +8,7 @@ CacheError                          fastdeploy_cache
 |   +-- CommitError                 more tokens than were given or allocated
 +-- OutOfBlocksError                no room now; `.missing` and `.coming` say how much
 +-- BlockOwnerError                 a block id given back by one who does not own it
++-- LifeCycleError                  asleep or paused where it must not be, or a change that came to no end in time
 +-- ClosedError                     the manager is closed
 TransferError                       transfer_manager
 +-- LayoutError                     settings of a layout, of the ranks or of storage that cannot be
@@ -33,6 +34,7 @@ __all__ = [
     "CommitError",
     "ConfigError",
     "LayoutError",
+    "LifeCycleError",
     "OutOfBlocksError",
     "PromptTooLongError",
     "RequestError",
@@ -80,6 +82,10 @@ class OutOfBlocksError(CacheError):
 
 class BlockOwnerError(CacheError):
     """A block id was given back or handed on by one who does not own it."""
+
+
+class LifeCycleError(CacheError):
+    """The cache is in a state where this cannot be, or a change of it has not come to its end in time."""
 
 
 class ClosedError(CacheError):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_hash import HASH_BYTES, BlockHasher
-from fastdeploy_cache.block_pool import FREE, REQUEST, RUN, TASK, BlockPool, Owner
+from fastdeploy_cache.block_pool import CALLER, FREE, REQUEST, RUN, TASK, BlockPool, Owner
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, GPU, BlockCopy, Pin, Run, Segment, Tier, Transfer
 
@@ -16,10 +16,12 @@ def check(
     requests: Sequence[ActiveRequest],
     transfers: Sequence[Transfer],
     storage_ids: Sequence[int] = (),
+    pins: Sequence[Pin] = (),
 ) -> None:
-    """Raise `AssertionError` naming the first broken promise. `storage_ids`: CPU blocks that storage fills now."""
+    """Raise `AssertionError` naming the first broken promise. `storage_ids`: CPU blocks that storage fills now;
+    `pins`: of adapters."""
     runs = list(tree.runs())
-    _check_pins(runs, requests, transfers)
+    _check_pins(runs, requests, transfers, pins)
     for tier in Tier:
         _check_owners(tree.pools[tier], tier, runs, requests, transfers, storage_ids=storage_ids)
         protected = sum(run.num_in(tier, run.num_held) for run in runs)
@@ -51,7 +53,9 @@ def _check_owners(
         RUN: [i for run in runs for i in run.ids[tier]],
         REQUEST: [i for active in requests for i in active.private_ids()] if tier is GPU else [],
         TASK: [i for t in transfers if t.tier is tier for s in t.segments for i in s.ids],
+        CALLER: pool.ids_of(CALLER),
     }
+    owned[TASK] += [i for t in transfers if t.tier is tier and t.caller is not None for i in t.caller.ids]
     if tier is GPU:
         owned[TASK] += [i for copy in _copies(transfers) for i in copy.ids]
         owned[TASK] += [i for transfer in transfers for i in transfer.kept_ids]
@@ -65,9 +69,13 @@ def _check_owners(
         assert all(pool.owner(i) is owner for i in ids), f"{pool.tier}: owner {owner.name} is noted otherwise"
 
 
-def _check_pins(runs: Iterable[Run], requests: Iterable[ActiveRequest], transfers: Iterable[Transfer]) -> None:
+def _check_pins(
+    runs: Iterable[Run], requests: Iterable[ActiveRequest], transfers: Iterable[Transfer], pins: Iterable[Pin]
+) -> None:
     """Each pin hangs on its run once, and what is held follows from the pins."""
     listed: list[Pin] = [segment for transfer in transfers for segment in transfer.segments]
+    listed += [pin for transfer in transfers if transfer.caller is not None for pin in transfer.caller.pins]
+    listed += pins
     listed += [copy.source for copy in _copies(transfers)]
     listed += [active.pin for active in requests if active.pin is not None]
     hanging = [pin for run in runs for pin in run.pins]

@@ -12,6 +12,7 @@ from typing import Self
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover
 from fastdeploy_cache.block_pool import REQUEST, BlockPool
+from fastdeploy_cache.caller_copies import CallerCopies
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import (
     ClosedError,
@@ -20,19 +21,20 @@ from fastdeploy_cache.errors import (
     RequestError,
     UnknownRequestError,
 )
-from fastdeploy_cache.gpu_loss import drop_gpu
-from fastdeploy_cache.invariants import check
+from fastdeploy_cache.inspection import Inspection
+from fastdeploy_cache.life_cycle import LifeCycle, LifeCycleState
 from fastdeploy_cache.loads import MatchLoads, call_user
 from fastdeploy_cache.match import Match
 from fastdeploy_cache.parts import new_client, new_matcher, new_policy_of, new_speeds
+from fastdeploy_cache.pinned_prefix import Pinned
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.rank_access import RankAccess
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import CPU, GPU, Tier, wait_done
-from fastdeploy_cache.stats import CacheStats, TierStats
+from fastdeploy_cache.run import GPU, wait_done
 from fastdeploy_cache.storage_access import StorageAccess
 from fastdeploy_cache.storage_tier import StorageTier
+from fastdeploy_cache.tier_loss import drop_gpu
 from metrics.cache_metrics import CacheMetrics
 from metrics.exporter import MetricsExporter
 from transfer_manager.client import TransferClient
@@ -41,7 +43,7 @@ from transfer_manager.task import Direction, TransferResult
 logger = logging.getLogger(__name__)
 
 
-class PrefixCacheManager(RankAccess, StorageAccess):
+class PrefixCacheManager(Inspection, RankAccess, StorageAccess, LifeCycle, CallerCopies):
     """Keeps computed KV blocks findable by prefix, on the GPU and in the CPU tier below it.
 
     Every verb either happens or leaves no trace, and may be called from any thread; calls for one request come one at a
@@ -83,6 +85,8 @@ class PrefixCacheManager(RankAccess, StorageAccess):
         self._pools = pools = (BlockPool("GPU", num_gpu_blocks), BlockPool("CPU", num_cpu_blocks))
         self._tree = PrefixTree(config.block_size, pools, policy or new_policy_of(config, clock))
         self._requests: dict[str, ActiveRequest] = {}
+        self._pinned: Pinned = {}
+        self._life = LifeCycleState()
         self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds)
         self._speeds = new_speeds(config)
         self._copy_down, self._matcher = new_matcher(config, self._tree, self._mover, self._speeds)
@@ -112,7 +116,7 @@ class PrefixCacheManager(RankAccess, StorageAccess):
             num_blocks = self._check_new(request)
             keys = BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
             active = ActiveRequest(request, keys, self._tree.epoch, num_kv_losses=self._tree.num_kv_losses)
-            if self.config.enable_prefix_caching:
+            if self.config.enable_prefix_caching and not self._is_asleep():
                 if self._storage is not None and (prefetch := self._storage.reads.take(request.request_id)) is not None:
                     self._matcher.follow(active, prefetch)
                 self._matcher.find(active, num_blocks)
@@ -148,17 +152,13 @@ class PrefixCacheManager(RankAccess, StorageAccess):
         num_blocks = operator.index(num_blocks)
         with self._lock:
             active = self._active(request)
+            self._check_running()
             if num_blocks < 0:
                 raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
             pool, residency = self._pools[GPU], self._tree.residency
             missing = num_blocks - residency.num_available(GPU)
             if missing > 0:
-                raise OutOfBlocksError(
-                    missing,
-                    self._mover.num_coming(
-                        [active.pin for active in self._requests.values() if active.pin is not None]
-                    ),
-                )
+                raise OutOfBlocksError(missing, self._num_coming())
             if not active.settled and not active.is_ahead:
                 if ahead_of_loads:
                     self._matcher.run_ahead(active)
@@ -256,43 +256,6 @@ class PrefixCacheManager(RankAccess, StorageAccess):
         """Wait until every rank is ready, after one has died; False when the time is over first."""
         return self._client.wait_ready(timeout_seconds)
 
-    # -- looking in
-
-    def stats(self) -> CacheStats:
-        """Blocks by owner, transfers, hit rates over the window, ranks."""
-        with self._lock:
-            gpu, cpu = (TierStats.of(self._pools[tier], self._tree.residency, tier) for tier in Tier)
-            return CacheStats(
-                gpu=gpu,
-                cpu=cpu,
-                storage=self._storage.stats() if self._storage is not None else None,
-                num_requests=len(self._requests),
-                num_transfers_in_flight=sum(not t.done.is_set() for t in self._mover.in_flight.values()),
-                num_swapped_in_blocks=self._mover.num_landed[GPU],
-                num_swapped_out_blocks=self._mover.num_landed[CPU],
-                num_refused_transfers={d.value: n for d, n in self._mover.num_refused.items()},
-                epoch=self._tree.epoch,
-                hit_rates=self.metrics.hit_rates(),
-                ranks=tuple(self._client.statuses()),
-            )
-
-    def check_invariants(self) -> None:
-        """Raise `AssertionError` if the books do not add up. Walks the whole tree: for tests and for doubt."""
-        with self._lock:
-            tiers = [*self._detached, *([self._storage] if self._storage is not None else [])]
-            held = [block_id for tier in tiers for block_id in tier.held_ids]
-            check(self._tree, list(self._requests.values()), list(self._mover.in_flight.values()), held)
-
-    def serve_metrics(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Start the Prometheus endpoint of this cache; returns its URL. Port 0 takes a free one.
-
-        Raises:
-            PortInUseError: the address cannot be listened on.
-        """
-        exporter = MetricsExporter(self.metrics, host, port)
-        self._exporters.append(exporter)
-        return exporter.url
-
     def close(self) -> None:
         """End the ranks and give the memory up; views that the engine holds stay valid. Safe to call twice."""
         with self._lock:
@@ -307,15 +270,6 @@ class PrefixCacheManager(RankAccess, StorageAccess):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _show_metrics(self) -> None:
-        self.metrics.observe(
-            lambda: self.stats().block_counts(),
-            lambda: self.stats().eviction_counts(),
-            lambda: self.stats().rank_counts(),
-            lambda: self.stats().refused_counts(),
-            lambda: self.stats().storage_counts(),
-        )
 
     # -- steps of the verbs, under the lock
 

@@ -1,4 +1,4 @@
-"""How blocks that came from storage join the tree."""
+"""How blocks that came to the CPU tier from storage, or from a caller's GPU blocks, join the tree."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.run import CPU, Run, Usage
 
 
-def insert_copies(tree: PrefixTree, namespace: str, keys: BlockKeys, first: int, ids: array[int]) -> int:
+def insert_copies(
+    tree: PrefixTree, namespace: str, keys: BlockKeys, first: int, ids: array[int], *, stored: bool = True
+) -> int:
     """Put blocks [first, first + len(ids)) of `keys`, which a task has brought into CPU blocks `ids`, behind what is
-    cached of them.
+    cached of them. `stored`: storage has them.
 
     Returns how many joined: the last ones; none where what they continue has gone. The other ids are still the task's.
     """
@@ -27,7 +29,7 @@ def insert_copies(tree: PrefixTree, namespace: str, keys: BlockKeys, first: int,
     run = Run(above, tree.epoch, Usage())
     above.children[tree.key(keys, num_found)] = run
     tree.extend(run, above.last_hash, keys, num_found, len(joined))
-    run.num_stored = run.num_offered = run.num_blocks
+    run.num_stored = run.num_offered = run.num_blocks if stored else 0
     tree.policy.touch(run.path())  # or it would be the coldest
     tree.pools[CPU].hand_over(joined, TASK, RUN)
     tree.residency.add_ids(run, CPU, joined)

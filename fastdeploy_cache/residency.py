@@ -32,7 +32,8 @@ class Residency:
         pool = self.pools[tier]
         num_evictable = pool.count(RUN) - self.num_protected[tier]
         if pool.num_read:  # what is being read frees nothing yet; some of it may be held, too
-            num_evictable = max(0, num_evictable - pool.num_read)
+            num_read = pool.num_read if tier else pool.num_read_of(RUN)  # on the GPU most are a caller's own
+            num_evictable = max(0, num_evictable - num_read)
         return pool.num_free + num_evictable
 
     def is_leaf(self, run: Run, tier: Tier) -> bool:
@@ -156,8 +157,9 @@ class Residency:
                 taken = len(run.ids[0]) - run.num_held
                 if taken > at_most:  # noqa: PLR1730 (min() would be a tenth of a one-block call)
                     taken = at_most
+                num_free = self.pools[0].num_free if self.pools[0].num_read else -1
                 num_kept = self._evict_gpu_tail(run, taken)
-                num_freed = taken
+                num_freed = taken if num_free < 0 else min(taken, self.pools[0].num_free - num_free)
             else:
                 taken = min(at_most, run.cpu_end - max(run.num_held, run.cpu_start))
                 num_free = self.pools[1].num_free
@@ -166,6 +168,15 @@ class Residency:
             evicted[0] += num_kept
             evicted[1] += taken - num_kept
             num_blocks -= num_freed
+
+    def evict_run(self) -> array[int]:
+        """Evict of the run that the policy chooses all that is not held on the GPU; returns the ids, first to last."""
+        run, _ = self.policy.victim(GPU, self.pools[0].num_blocks)
+        ids = run.ids[0][run.num_held :]
+        num_kept = self._evict_gpu_tail(run, len(ids))
+        self.num_evicted[GPU][0] += num_kept
+        self.num_evicted[GPU][1] += len(ids) - num_kept
+        return ids
 
     def _evict_gpu_tail(self, run: Run, num_blocks: int) -> int:
         """Returns of how many blocks a CPU copy remains."""

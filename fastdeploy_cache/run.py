@@ -156,6 +156,15 @@ class BlockCopy:
 
 
 @dataclass(eq=False)
+class CallerCopy:
+    """A copy from or into GPU blocks of an adapter's caller."""
+
+    ids: array[int]  # in the transfer's tier; the task's until `end`
+    pins: list[Pin]  # on what it reads, or continues
+    end: Callable[[bool], None]  # all ranks have answered, well or not: gives ids and pins away
+
+
+@dataclass(eq=False)
 class Transfer:
     """A copy in flight and the segments it fills; `done` is set when it has ended, well or not."""
 
@@ -163,6 +172,7 @@ class Transfer:
     tier: Tier  # the destination
     segments: list[Segment] = field(default_factory=list)
     copy: BlockCopy | None = None
+    caller: CallerCopy | None = None
     done: threading.Event = field(default_factory=threading.Event)
     succeeded: bool = False
     cancelled: bool = False  # nobody starts to wait for it any more; it may still succeed

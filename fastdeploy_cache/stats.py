@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fastdeploy_cache.block_pool import REQUEST, RUN, TASK, BlockPool
+from fastdeploy_cache.block_pool import CALLER, REQUEST, RUN, TASK, BlockPool
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.residency import Residency
 from fastdeploy_cache.run import Tier
@@ -25,6 +25,7 @@ class TierStats:
     num_cached: int
     num_protected: int
     num_private: int
+    num_callers: int  # taken by an adapter's caller
     num_in_flight: int
     num_evicted: int
     num_evicted_by_kind: tuple[int, int]  # whose copy was kept, and dropped altogether
@@ -38,6 +39,7 @@ class TierStats:
             num_cached=pool.count(RUN),
             num_protected=residency.num_protected[tier],
             num_private=pool.count(REQUEST),
+            num_callers=pool.count(CALLER),
             num_in_flight=pool.count(TASK),
             num_evicted=sum(residency.num_evicted[tier]),
             num_evicted_by_kind=(residency.num_evicted[tier][0], residency.num_evicted[tier][1]),
@@ -49,7 +51,7 @@ class TierStats:
             "free": self.num_free,
             "evictable": self.num_cached - self.num_protected,
             "pinned": self.num_protected,
-            "private": self.num_private,
+            "private": self.num_private + self.num_callers,
             "in_flight": self.num_in_flight,
         }
 

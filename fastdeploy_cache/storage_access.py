@@ -258,6 +258,7 @@ class StorageAccess:
         self._weights_id = weights_id
         tier.writes.forget_stored()
         self._storage = self._matcher.storage = tier
+        tier.be_quiet(self._mover.is_quiet)
         write_out = WriteOut(
             self._tree, tier.writes, self._copy_down, config.storage_write_policy, config.storage_write_min_uses
         )

@@ -46,6 +46,7 @@ class StorageLink:
         self.outbox = Outbox(client)
         self.counts: dict[int, dict[str, int]] = {}  # by rank: what its store says of itself
         self.calls: deque[Callable[[], None]] = deque()  # to be made without the lock
+        self.is_quiet = False  # nothing is to be started
         self._next_task_id = 1
         self._probes: dict[int, array[int]] = {}
 
@@ -71,6 +72,8 @@ class StorageLink:
 
     def can(self, direction: Direction) -> bool:
         """Whether to give it a task now. Where it was left alone for long enough, a probe is sent."""
+        if self.is_quiet:
+            return False
         breaker = self._breaker(direction)
         if breaker.is_probe_due(time.monotonic()) and not self._probes:
             self.probe()

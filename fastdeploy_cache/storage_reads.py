@@ -90,9 +90,10 @@ class StorageReads:
                 self._end(prefetch)
 
     def stop(self) -> None:
-        """The store is being detached: nobody waits for it any more."""
+        """The store is being detached, or must be quiet: nobody waits for it any more."""
         for prefetch in (*self._by_request.values(), *self._waiting):
             self.revoke(prefetch)
+        self._by_request.clear()
 
     def _cancel(self, prefetch: StoragePrefetch) -> None:
         for task_id in prefetch.task_ids:

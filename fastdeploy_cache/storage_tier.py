@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.stats import StorageTierStats
 from fastdeploy_cache.storage_link import StorageLink
@@ -18,6 +20,8 @@ class StorageTier:
         self.link = link
         self.reads = StorageReads(tree, link, limits)
         self.writes = StorageWrites(tree, link, limits)
+        self.settled = threading.Event()  # nothing is on its way
+        self.settled.set()
         self._was_open = False
 
     @property
@@ -39,6 +43,19 @@ class StorageTier:
         self._was_open = True
         self.writes.pump()
 
+    def be_quiet(self, quiet: bool) -> None:
+        """Start nothing more, and answer who waits; or go on. What is queued to be written stays queued."""
+        self.link.is_quiet = quiet
+        if quiet:
+            self.reads.stop()
+            self._note_settled()
+        else:
+            self.writes.pump()
+
+    def _note_settled(self) -> None:
+        in_flight = not self.reads.is_idle or self.writes.num_in_flight or self.link.is_probing
+        (self.settled.clear if in_flight else self.settled.set)()
+
     def finish(self, result: TransferResult) -> None:
         """All ranks have answered or are reaped."""
         if result.task.direction is Direction.PROBE:
@@ -48,6 +65,7 @@ class StorageTier:
             self.writes.finish(result)
         else:
             self.reads.finish(result)
+        self._note_settled()
 
     def stats(self) -> StorageTierStats:
         """How it goes."""

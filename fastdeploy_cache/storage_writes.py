@@ -63,6 +63,11 @@ class StorageWrites:
         """Whether nothing is queued or being written."""
         return not self._queue and not self._writes
 
+    @property
+    def num_in_flight(self) -> int:
+        """Tasks that are writing now."""
+        return len(self._writes)
+
     def wait_drained(self, timeout_seconds: float) -> bool:
         """Wait until nothing is queued or being written; False when the time is over first. Not under the lock."""
         return self._drained.wait(max(0.0, timeout_seconds))

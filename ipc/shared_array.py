@@ -45,6 +45,7 @@ class SharedArray:
         if actual_bytes < num_bytes:
             raise IPCError(f"shared segment has {actual_bytes} bytes, {num_bytes} expected; was it created elsewhere?")
         self.num_bytes = num_bytes
+        self.is_released = False
         self._fd = fd
         self._map: mmap.mmap | None = mmap.mmap(fd, max(num_bytes, 1)) if actual_bytes else None
 
@@ -71,6 +72,21 @@ class SharedArray:
         if self._map is not None:
             with contextlib.suppress(OSError):  # an older kernel: pages are entered at first touch, only slower
                 self._map.madvise(_MADV_POPULATE_WRITE)
+
+    def release(self) -> int:
+        """Give its pages back to the system and return the bytes; every mapping, in any process, reads zeros then."""
+        if self._map is None or self.is_released:
+            return 0
+        self._map.madvise(mmap.MADV_REMOVE)
+        self.is_released = True
+        return self.num_bytes
+
+    def retake(self) -> None:
+        """Reserve pages again, so that no touch can fail; raises `NotEnoughMemoryError`."""
+        if self._map is not None and self.is_released:
+            _take_pages(self._fd, self.num_bytes, "released earlier")
+            self.is_released = False
+            self.prefault()
 
     @property
     def fd(self) -> int:

@@ -19,6 +19,7 @@ class SimulatedClient:
         self.cpu: list[object] = [None] * num_cpu_blocks
         self.tasks: deque[TransferTask] = deque()
         self.up = True
+        self.auto = False  # end each task at once
         self.max_tasks = {Direction.SWAP_IN: 1000, Direction.SWAP_OUT: 1000, Direction.COPY: 1000}
         self.cancelled: set[int] = set()
         self._on_result: OnResult | None = None
@@ -29,6 +30,8 @@ class SimulatedClient:
     def submit(self, task: TransferTask) -> None:
         if self.up:
             self.tasks.append(task)
+            if self.auto:
+                self.land_all()
         else:
             self._answer(task, "the rank is down")
 
@@ -81,6 +84,16 @@ class SimulatedClient:
 
     def layer_progress(self, rank: int) -> LayerProgress | None:
         return None
+
+    def release_memory(self, *, gpu: bool, cpu: bool) -> int:
+        if gpu:
+            self.gpu = ["released"] * len(self.gpu)
+        if cpu:
+            self.cpu = ["released"] * len(self.cpu)
+        return len(self.gpu) * gpu + len(self.cpu) * cpu
+
+    def retake_memory(self) -> None:
+        pass
 
     def stop(self) -> None:
         self.up = False

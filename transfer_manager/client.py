@@ -14,7 +14,7 @@ from transfer_manager.device.cpu import CpuDevice
 from transfer_manager.errors import DeviceError, LayoutError
 from transfer_manager.kv_memory import KVHandle, KVMemory, KVViews
 from transfer_manager.layout import RankLayout
-from transfer_manager.rank_memory import create_rank_memory
+from transfer_manager.rank_memory import create_rank_memory, release_pages, retake_pages
 from transfer_manager.rank_signal import LayerProgress
 from transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
 from transfer_manager.tensors import local_segments
@@ -108,6 +108,17 @@ class TransferClient(Protocol):
 
     def cpu_segments(self) -> list[SharedArray]:
         """By rank: the memory of its CPU blocks, one image after the other, as long as the client is not stopped."""
+        ...
+
+    def release_memory(self, *, gpu: bool, cpu: bool) -> int:
+        """Give back the pages of the KV arrays, of the CPU blocks, as far as they are this side's; returns the bytes.
+
+        Nothing is in flight. What they held is gone; every mapping stays valid.
+        """
+        ...
+
+    def retake_memory(self) -> None:
+        """Reserve again what was released; raises `NotEnoughMemoryError` where it is not to be had."""
         ...
 
     def stop(self) -> None:
@@ -215,6 +226,12 @@ class InlineClient:
 
     def cpu_segments(self) -> list[SharedArray]:
         return [memory.cpu for memory in self._memory]
+
+    def release_memory(self, *, gpu: bool, cpu: bool) -> int:
+        return release_pages(self._memory, gpu=gpu, cpu=cpu)
+
+    def retake_memory(self) -> None:
+        retake_pages(self._memory)
 
     def stop(self) -> None:
         self._open = False

@@ -15,7 +15,7 @@ from transfer_manager.layout import RankLayout
 from transfer_manager.process_client import ProcessClient
 from transfer_manager.rank_io import RankIO
 from transfer_manager.rank_kv import Attaching, RankKV
-from transfer_manager.rank_memory import create_rank_memory
+from transfer_manager.rank_memory import create_rank_memory, release_pages, retake_pages
 from transfer_manager.rank_process import RankProcess
 from transfer_manager.rank_signal import LayerProgress
 from transfer_manager.supervisor import Phase, RankSupervisor
@@ -138,6 +138,13 @@ class RankClient(ProcessClient):
 
     def cpu_segments(self) -> list[SharedArray]:
         return [memory.cpu for memory in self._memory]
+
+    def release_memory(self, *, gpu: bool, cpu: bool) -> int:
+        pinned = self._config.device == "cuda"  # host memory that CUDA has locked: other pages would come back
+        return release_pages(self._memory, gpu=gpu, cpu=cpu and not pinned)
+
+    def retake_memory(self) -> None:
+        retake_pages(self._memory)
 
     def _close_memory(self) -> None:
         for memory, kv in zip(self._memory, self._kv, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ipc.memory_limit import check_available
 from ipc.shared_array import SharedArray
 from transfer_manager.kv_memory import KVMemory
@@ -19,6 +21,11 @@ class RankMemory:
         self.cpu = SharedArray.create(f"cpu-blocks-rank{rank}", num_cpu_blocks * layout.block_bytes)
         self.signal_array = SharedArray.create(f"signal-rank{rank}", RankSignal.NUM_BYTES)
         self.signal = RankSignal(self.signal_array)
+
+    def segments(self, *, gpu: bool, cpu: bool) -> list[SharedArray]:
+        """The memory of a tier, or of both."""
+        kv = self.kv.segments if gpu and self.kv is not None else []
+        return [*kv, self.cpu] if cpu else [*kv]
 
     def close(self) -> None:
         """Give the memory up; views that a model still holds stay valid."""
@@ -40,3 +47,16 @@ def create_rank_memory(
     total_bytes = tp_size * (kv_bytes + num_cpu_blocks * layout.block_bytes)
     check_available(total_bytes, f"{tp_size} ranks of {num_gpu_blocks} GPU and {num_cpu_blocks} CPU blocks")
     return [RankMemory(rank, layout, num_gpu_blocks, num_cpu_blocks, with_kv) for rank in range(tp_size)]
+
+
+def release_pages(memory: Sequence[RankMemory], *, gpu: bool, cpu: bool) -> int:
+    """Give back the pages of a tier's memory; returns how many bytes."""
+    return sum(segment.release() for each in memory for segment in each.segments(gpu=gpu, cpu=cpu))
+
+
+def retake_pages(memory: Sequence[RankMemory]) -> None:
+    """Reserve what was released; all of it or, on `NotEnoughMemoryError`, as much as there was."""
+    released = [s for each in memory for s in each.segments(gpu=True, cpu=True) if s.is_released]
+    check_available(sum(segment.num_bytes for segment in released), "the memory of a tier that was given back")
+    for segment in released:
+        segment.retake()

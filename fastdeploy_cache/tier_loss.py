@@ -1,4 +1,4 @@
-"""What stays cached when the bytes of the GPU tier are gone."""
+"""What stays cached when the bytes of a tier are gone. Under the manager's lock."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import copy
 from collections.abc import Iterator
 
 from fastdeploy_cache.block_hash import HASH_BYTES
+from fastdeploy_cache.block_pool import RUN
+from fastdeploy_cache.path import gpu_ids
+from fastdeploy_cache.pinned_prefix import Pinned
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, Run
 
 
 def drop_gpu(tree: PrefixTree) -> None:
-    """Forget all but what the CPU tier has from a prompt's start on. Under the manager's lock.
+    """Forget all but what the CPU tier has from a prompt's start on.
 
     What is pinned stays owned, out of reach, until it is unpinned, as in a reset; its copies stay cached.
     """
@@ -52,3 +55,23 @@ def _heir(tree: PrefixTree, run: Run) -> Run:
         heir.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
     heir.ids[CPU].extend(tree.residency.take_copies(run))
     return heir
+
+
+def drop_cpu(tree: PrefixTree, pinned: Pinned) -> None:
+    """Forget all copies, and what has no other place. Nothing is in flight, and requests are settled on GPU blocks.
+
+    A caller's pin that goes deeper is cut.
+    """
+    for pin, prefix in list(pinned.items()):
+        path = pin.run.path()
+        num_left = len(gpu_ids(path, prefix.num_blocks))
+        if pin.run.epoch == tree.epoch and num_left < prefix.num_blocks:
+            del pinned[pin]
+            moved = tree.move_pin(pin, *tree.place(path, num_left))
+            prefix.cut(moved, num_left)
+            if moved is not None:
+                pinned[moved] = prefix
+    for run in reversed(list(tree.runs())):  # children first
+        if run.ids[CPU] and run.epoch == tree.epoch:
+            tree.pools[CPU].free(tree.residency.take_copies(run), RUN)
+            tree.residency.truncate(run, run.num_gpu)

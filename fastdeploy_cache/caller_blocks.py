@@ -1,0 +1,266 @@
+"""What a manager offers to adapters: verbs without a request, over blocks that their caller owns."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fastdeploy_cache.active_request import ActiveRequest
+from fastdeploy_cache.block_mover import BlockMover
+from fastdeploy_cache.block_pool import CALLER, REQUEST, BlockPool
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.copy_down import CopyDown
+from fastdeploy_cache.errors import OutOfBlocksError, RequestError
+from fastdeploy_cache.matcher import Matcher
+from fastdeploy_cache.path import gpu_ids
+from fastdeploy_cache.pinned_prefix import Pinned, PinnedPrefix
+from fastdeploy_cache.policies.eviction import Asked
+from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.run import GPU, Run
+from fastdeploy_cache.run_view import RunView, view_of
+
+
+class Lookup(NamedTuple):
+    """What is cached of a sequence of tokens, from its front."""
+
+    block_ids: list[int]  # on the GPU
+    num_cpu_blocks: int  # behind these, in the CPU tier only
+
+    @property
+    def num_blocks(self) -> int:
+        """In any tier."""
+        return len(self.block_ids) + self.num_cpu_blocks
+
+
+class Inserted(NamedTuple):
+    """What became of a caller's blocks."""
+
+    num_blocks: int  # of the sequence, cached now
+    duplicate_ids: list[int]  # still the caller's: these had a copy on the GPU, or nothing is cached here
+    pinned: PinnedPrefix | None
+
+
+class CallerBlocks:
+    """The part of `PrefixCacheManager` that needs no matched request; any thread.
+
+    A `Request` only names tokens, namespace and images here: it is not registered, and one object may serve many calls.
+    """
+
+    config: CacheConfig
+    _copy_down: CopyDown
+    _lock: threading.Lock
+    _matcher: Matcher
+    _mover: BlockMover
+    _pinned: Pinned
+    _pools: tuple[BlockPool, BlockPool]
+    _requests: dict[str, ActiveRequest]
+    _tree: PrefixTree
+
+    # -- blocks
+
+    def take(self, num_blocks: int) -> list[int]:
+        """`num_blocks` GPU blocks for the caller, lowest ids first; evicts what the policy names.
+
+        Raises:
+            OutOfBlocksError: not that many can be had now; nothing was changed.
+        """
+        num_blocks = operator.index(num_blocks)
+        if num_blocks < 0:
+            raise RequestError(f"take of {num_blocks} blocks; give 0 or more")
+        with self._lock:
+            self._check_running()
+            pool, residency = self._pools[GPU], self._tree.residency
+            missing = num_blocks - residency.num_available(GPU)
+            if missing > 0:
+                raise OutOfBlocksError(missing, self._num_coming())
+            residency.evict(GPU, max(0, num_blocks - pool.num_free))
+            ids = pool.allocate(num_blocks, CALLER)
+            self._copy_down.moved(num_blocks)
+        self._submit()
+        return ids.tolist()
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """The caller's blocks are free again; all of them or, on `BlockOwnerError`, none."""
+        with self._lock:
+            self._pools[GPU].free(as_ids(block_ids), CALLER)
+
+    def evict_runs(self, num_blocks: int) -> list[int]:
+        """Evict whole runs, as the policy names them, until `num_blocks` blocks or more have gone; they are the
+        caller's now, run by run, each from its first block on. What has a copy stays cached in the CPU tier.
+
+        Fewer where no more can be evicted. `take` evicts exactly what it needs.
+        """
+        evicted = array("i")
+        with self._lock:
+            residency, pool = self._tree.residency, self._pools[GPU]
+            while len(evicted) < num_blocks and residency.num_available(GPU) > pool.num_free:
+                ids, unread = residency.evict_run(), set(pool.deferred_ids)
+                free = array("i", [block_id for block_id in ids if block_id not in unread])
+                pool.claim(free, CALLER)
+                evicted += free
+            self._copy_down.moved(len(evicted))
+        self._submit()
+        return evicted.tolist()
+
+    def hand_over(self, request: Request, block_ids: Sequence[int]) -> None:
+        """The caller's blocks become a matched request's, behind those that it has, as if `allocate` had given them.
+
+        Raises:
+            BlockOwnerError: one is not the caller's; nothing was changed.
+            UnknownRequestError: not matched, or released already.
+        """
+        with self._lock:
+            active, ids = self._active(request), as_ids(block_ids)
+            self._matcher.settle(active)
+            self._pools[GPU].hand_over(ids, CALLER, REQUEST)
+            if not active.admitted:
+                self._admit(active)
+            active.block_ids += ids
+        self._submit()
+
+    # -- prefixes
+
+    def lookup(self, request: Request, *, touch: bool = True) -> Lookup:
+        """What is cached of the tokens' full blocks. Pins nothing; with `touch` it counts as recently used."""
+        with self._lock:
+            path, num_found = self._find(request)
+            if path and touch:
+                self._tree.policy.touch(path)
+            ids = gpu_ids(path, num_found)
+        return Lookup(ids.tolist(), num_found - len(ids))
+
+    def pin(self, request: Request, num_blocks: int | None = None) -> PinnedPrefix:
+        """Keep the longest cached prefix, at most `num_blocks` blocks of it, where it is until `unpin`."""
+        with self._lock:
+            return self._pin_found(*self._find(request, num_blocks))
+
+    def _pin_found(self, path: list[Run], num_found: int) -> PinnedPrefix:
+        run, end = self._tree.place(path, num_found)
+        pin = self._tree.move_pin(None, run, end)
+        pinned = PinnedPrefix(pin, num_found, gpu_ids(path, num_found).tolist())
+        if pin is not None:
+            self._pinned[pin] = pinned
+        return pinned
+
+    def unpin(self, pinned: PinnedPrefix) -> None:
+        """The reverse of `pin`. Doing it again does nothing."""
+        with self._lock:
+            pin = pinned.end()
+            if pin is not None:
+                del self._pinned[pin]
+                num_held = pin.run.num_held
+                self._tree.unpin(pin)
+                self._copy_down.moved(max(0, num_held - pin.run.num_held))
+        self._submit()
+
+    def insert(
+        self, request: Request, block_ids: Sequence[int], *, first_block: int = 0, pin: bool = False, used: bool = True
+    ) -> Inserted:
+        """The caller has computed the request's blocks from `first_block` on into its `block_ids`: they are cached now.
+
+        What has a GPU copy already stays the caller's (`duplicate_ids`); what is in the CPU tier only is adopted. With
+        `pin` the whole is pinned in the same step. `used`: a request ends here, for policies that count uses.
+
+        Raises:
+            RequestError: more blocks than the tokens fill, or the blocks before `first_block` are not on the GPU.
+            BlockOwnerError: a block is not the caller's. Nothing was changed.
+        """
+        ids, keys = as_ids(block_ids), self._keys(request)
+        num_blocks = first_block + len(ids)
+        if num_blocks > request.num_tokens // self.config.block_size:
+            raise RequestError(f"insert of {num_blocks} blocks for {request.num_tokens} tokens; only full ones count")
+        with self._lock:
+            self._check_open()
+            path, _ = self._tree.find(request.namespace, keys, first_block)
+            if len(gpu_ids(path, first_block)) < first_block:
+                raise RequestError(f"insert behind block {first_block}, but not all before it is on the GPU")
+            if not self.config.enable_prefix_caching or not ids or self._is_asleep():
+                return Inserted(first_block, ids.tolist(), self._pin_found(path, first_block) if pin else None)
+            self._pools[GPU].hand_over(ids, CALLER, REQUEST)
+            run, end = self._tree.place(path, first_block)
+            at = (run, end) if run is not None else (self._tree.root(request.namespace), 0)
+            inserted = self._tree.insert(at, keys, first_block, ids)
+            self._pools[GPU].hand_over(inserted.duplicates, REQUEST, CALLER)
+            path = self._count_use(request, inserted.run, inserted.end, used)
+            pinned = self._pin_found(path, num_blocks) if pin else None
+        self._submit()
+        return Inserted(num_blocks, inserted.duplicates.tolist(), pinned)
+
+    def _count_use(self, request: Request, run: Run, end: int, used: bool) -> list[Run]:
+        """Tell the policies; returns the path that ends there."""
+        tree = self._tree
+        if end < run.num_blocks:  # what is behind keeps its age
+            run = tree.split(run, end)
+        holding = tree.move_pin(None, run, run.num_blocks)  # or the copies' own evictions might take it
+        if used:
+            num_blocks = request.num_tokens // self.config.block_size
+            tree.policy.use(run.path(), request, Asked(num_blocks, num_blocks))
+        else:
+            tree.policy.touch(run.path())
+        path = run.path()
+        self._copy_down.committed(run)
+        num_skipped = self._copy_down.released(path)
+        if self._matcher.write_out is not None:
+            self._matcher.write_out.released(path, has_uncopied=num_skipped > 0)
+        tree.move_pin(holding, None, 0)
+        return path
+
+    # -- looking in
+
+    def runs(self) -> list[RunView]:
+        """Every run of the tree, parents first, as it is now. Walks the whole tree."""
+        with self._lock:
+            return [view_of(self._tree, run) for run in self._tree.runs() if run.epoch == self._tree.epoch]
+
+    def free_block_ids(self) -> list[int]:
+        """The GPU blocks that nobody owns, lowest first. Walks the pool."""
+        with self._lock:
+            return sorted(self._pools[GPU].free_ids())
+
+    def _keys(self, request: Request) -> BlockKeys:
+        return BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
+
+    def _find(self, request: Request, num_blocks: int | None = None) -> tuple[list[Run], int]:
+        """Under the lock."""
+        self._check_open()
+        most = request.num_tokens // self.config.block_size
+        if num_blocks is not None:
+            most = min(most, num_blocks)
+        if self._is_asleep():
+            return [], 0
+        path, num_found = self._tree.find(request.namespace, self._keys(request), most)
+        whole = request.whole_images(num_found, self.config.block_size)
+        return path, whole
+
+    def _num_coming(self) -> int:
+        return self._mover.num_coming([active.pin for active in self._requests.values() if active.pin is not None])
+
+    def _active(self, request: Request) -> ActiveRequest:
+        raise NotImplementedError
+
+    def _admit(self, active: ActiveRequest) -> None:
+        raise NotImplementedError
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def _check_running(self) -> None:
+        raise NotImplementedError
+
+    def _is_asleep(self) -> bool:
+        raise NotImplementedError
+
+    def _submit(self) -> None:
+        raise NotImplementedError
+
+
+def as_ids(block_ids: Sequence[int]) -> array[int]:
+    """Block ids as the books keep them."""
+    try:
+        return array("i", block_ids)
+    except (TypeError, OverflowError) as error:
+        raise RequestError(f"block ids are {block_ids!r:.80}: {error}; give a list of integers") from error

@@ -1,0 +1,209 @@
+"""Copies from and into blocks that an adapter's caller owns."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from fastdeploy_cache.block_pool import CALLER, TASK
+from fastdeploy_cache.caller_blocks import CallerBlocks, as_ids
+from fastdeploy_cache.path import coming_and_cold
+from fastdeploy_cache.prefetched import insert_copies
+from fastdeploy_cache.prefix_tree import BlockKeys
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.run import CPU, GPU, CallerCopy, Pin, Run, Transfer, segments_of, wait_done
+from transfer_manager.task import Direction
+
+
+class CallerTransfer:
+    """A copy on its way, of `num_blocks` blocks; of none, it has ended well. Any thread."""
+
+    __slots__ = ("_transfers", "num_blocks", "task_ids")
+
+    def __init__(self, transfers: Sequence[Transfer], num_blocks: int) -> None:
+        self._transfers = tuple(transfers)
+        self.num_blocks = num_blocks
+        self.task_ids = tuple([transfer.task_id for transfer in transfers])  # for `LayerProgress.wait_layer`
+
+    @property
+    def done(self) -> bool:
+        """Every rank has answered, or is gone."""
+        return all(transfer.done.is_set() for transfer in self._transfers)
+
+    @property
+    def succeeded(self) -> bool:
+        """Every rank has copied all of it."""
+        return self.done and all(transfer.succeeded for transfer in self._transfers)
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until it has ended; whether all ranks succeeded in time. Every task ends at its own deadline."""
+        wait_done(self._transfers, timeout_seconds)
+        return self.succeeded
+
+
+class CallerCopies(CallerBlocks):
+    """The part of `CallerBlocks` that moves bytes; any thread.
+
+    From the call until it has ended, what is copied into a caller's block belongs to the task: giving it back is
+    refused. What is copied from may be given back any time, and is free once it has been read.
+    """
+
+    def copy_blocks(
+        self,
+        source_ids: Sequence[int],
+        destination_ids: Sequence[int],
+        *,
+        num_tokens: int | None = None,
+        timeout_seconds: float | None = None,
+    ) -> bool:
+        """Copy blocks within the GPU on every rank, both lists the caller's; of each the first `num_tokens` tokens.
+
+        Waits; False where a rank failed or the time was over: what the destinations hold is unknown then.
+
+        Raises:
+            BlockOwnerError: a block is not the caller's; nothing was copied.
+        """
+        sources, destinations = as_ids(source_ids), as_ids(destination_ids)
+        with self._lock:
+            self._check_open()
+            pool = self._pools[GPU]
+            pool.check(sources, CALLER)
+            if not sources or not self._mover.can(Direction.COPY):
+                return not sources
+            pool.hand_over(destinations, CALLER, TASK)
+            pool.begin_reading(sources)
+            copy = CallerCopy(destinations, [], lambda _: self._end_gpu(destinations, sources))
+            transfer = self._mover.copy_for_caller(Direction.COPY, sources, destinations, copy, num_tokens)
+        self._submit()
+        seconds = self.config.transfer.task_timeout_seconds if timeout_seconds is None else timeout_seconds
+        return CallerTransfer((transfer,), len(sources)).wait(seconds)
+
+    def swap_in(self, request: Request, block_ids: Sequence[int], *, first_block: int = 0) -> CallerTransfer:
+        """Copy the request's blocks from `first_block` on from the CPU tier into the caller's `block_ids`.
+
+        As many leading ones as are there; none where the ranks cannot take a task now. What has not succeeded has
+        changed nothing but the destinations' bytes.
+
+        Raises:
+            BlockOwnerError: a block is not the caller's; nothing was changed.
+        """
+        ids = as_ids(block_ids)
+        with self._lock:
+            self._pools[GPU].check(ids, CALLER)
+            path, num_found = self._find(request, first_block + len(ids))
+            sources = _copies(path, first_block, num_found)
+            if not sources or not self._mover.can(Direction.SWAP_IN):
+                return CallerTransfer((), 0)
+            destinations = ids[: len(sources)]
+            self._pools[GPU].hand_over(destinations, CALLER, TASK)
+            pin = self._pin_at(path, first_block + len(sources))
+            copy = CallerCopy(destinations, [pin], lambda _: self._end_gpu(destinations, array("i")))
+            transfer = self._mover.copy_for_caller(Direction.SWAP_IN, sources, destinations, copy)
+            self._tree.policy.touch(path)
+        self._submit()
+        return CallerTransfer((transfer,), len(sources))
+
+    def swap_out(self, request: Request, block_ids: Sequence[int], *, first_block: int = 0) -> CallerTransfer:
+        """Copy the caller's `block_ids`, which hold the request's blocks from `first_block` on, to the CPU tier, where
+        they are found from then on; of these only what is not cached, and as much as there is room for.
+
+        The caller must not write them until it has ended.
+
+        Raises:
+            BlockOwnerError: a block is not the caller's; nothing was changed.
+        """
+        ids, keys = as_ids(block_ids), self._keys(request)
+        with self._lock:
+            self._pools[GPU].check(ids, CALLER)
+            path, num_found = self._tree.find(request.namespace, keys, first_block + len(ids))
+            num_new = first_block + len(ids) - num_found
+            enabled = self.config.enable_prefix_caching and not self._is_asleep()
+            if num_found < first_block or not num_new or not enabled or not self._mover.can(Direction.SWAP_OUT):
+                return CallerTransfer((), 0)
+            pins = [self._pin_at(path, num_found)] if num_found else []
+            destinations = self._room_below(num_new, pins)
+            if not destinations:
+                return CallerTransfer((), 0)
+            start = num_found - first_block
+            sources = ids[start : start + len(destinations)]
+            self._pools[GPU].begin_reading(sources)
+            when = self._tree.epoch, self._tree.num_kv_losses
+
+            def end(succeeded: bool) -> None:
+                is_valid = succeeded and when == (self._tree.epoch, self._tree.num_kv_losses)
+                self._end_copies(request.namespace, keys, num_found, destinations if is_valid else array("i"))
+                self._end_cpu(destinations, sources)
+
+            copy = CallerCopy(destinations, pins, end)
+            transfer = self._mover.copy_for_caller(Direction.SWAP_OUT, sources, destinations, copy)
+        self._submit()
+        return CallerTransfer((transfer,), len(sources))
+
+    def load(self, request: Request, num_blocks: int | None = None) -> CallerTransfer | None:
+        """Bring the request's cached prefix, at most `num_blocks` blocks, from the CPU tier to the GPU, where it stays
+        cached: all of it or nothing. None where it does not fit, or no task can start now. Pin it first, to keep it.
+        """
+        with self._lock:
+            path, num_found = self._find(request, num_blocks)
+            _, parts = coming_and_cold(path, num_found)
+            num_cold = sum(n for _, _, n in parts)
+            if num_cold:
+                residency = self._tree.residency
+                pin = self._tree.move_pin(None, *self._tree.place(path, num_found))
+                fits = num_cold <= residency.num_available(GPU) and self._mover.can(Direction.SWAP_IN)
+                if fits:
+                    residency.evict(GPU, max(0, num_cold - self._pools[GPU].num_free))
+                    self._mover.load(parts)
+                    self._copy_down.moved(num_cold)
+                self._tree.move_pin(pin, None, 0)
+                if not fits:
+                    return None
+            transfers = dict.fromkeys([segment.transfer for run in path for segment in segments_of(run, GPU)])
+        self._submit()
+        return CallerTransfer(list(transfers), num_cold)
+
+    # -- under the lock
+
+    def _pin_at(self, path: list[Run], num_blocks: int) -> Pin:
+        run, end = self._tree.place(path, num_blocks)
+        assert run is not None
+        return Pin(run, end)
+
+    def _room_below(self, num_blocks: int, pins: list[Pin]) -> array[int]:
+        """Up to so many CPU blocks, the task's; never at the cost of what is pinned here."""
+        residency, pool = self._tree.residency, self._pools[CPU]
+        for pin in pins:
+            self._tree.pin(pin)
+        num_blocks = min(num_blocks, residency.num_available(CPU))
+        residency.evict(CPU, max(0, num_blocks - pool.num_free))
+        for pin in pins:
+            self._tree.unpin(pin)
+        return pool.allocate(num_blocks, TASK)
+
+    def _end_gpu(self, destinations: array[int], sources: array[int]) -> None:
+        self._pools[GPU].hand_over(destinations, TASK, CALLER)
+        self._pools[GPU].end_reading(sources)
+
+    def _end_copies(self, namespace: str, keys: BlockKeys, first: int, ids: array[int]) -> None:
+        """Copies have come to the CPU tier: they join the tree and may go on to storage."""
+        num_joined = insert_copies(self._tree, namespace, keys, first, ids, stored=False) if ids else 0
+        if num_joined:
+            path, _ = self._tree.find(namespace, keys, first + len(ids))
+            self._mover.on_copied(path[-1], num_joined)
+
+    def _end_cpu(self, destinations: array[int], sources: array[int]) -> None:
+        pool = self._pools[CPU]
+        pool.free(array("i", [i for i in destinations if pool.owner(i) is TASK]), TASK)
+        self._pools[GPU].end_reading(sources)
+
+
+def _copies(path: list[Run], first: int, num_blocks: int) -> array[int]:
+    """The CPU blocks of blocks [first, num_blocks) of a path, up to the first without."""
+    ids, depth = array("i"), 0
+    for run in path:
+        for block in range(max(0, first - depth), min(run.num_blocks, num_blocks - depth)):
+            if not run.cpu_start <= block < run.cpu_end:
+                return ids
+            ids.append(run.ids[CPU][block - run.cpu_start])
+        depth += run.num_blocks
+    return ids

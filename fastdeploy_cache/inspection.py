@@ -1,0 +1,84 @@
+"""What a manager shows of itself: counts, metrics, its books."""
+
+from __future__ import annotations
+
+import threading
+
+from fastdeploy_cache.active_request import ActiveRequest
+from fastdeploy_cache.block_mover import BlockMover
+from fastdeploy_cache.block_pool import BlockPool
+from fastdeploy_cache.invariants import check
+from fastdeploy_cache.pinned_prefix import Pinned
+from fastdeploy_cache.prefix_tree import PrefixTree
+from fastdeploy_cache.run import CPU, GPU, Tier
+from fastdeploy_cache.stats import CacheStats, TierStats
+from fastdeploy_cache.storage_tier import StorageTier
+from metrics.cache_metrics import CacheMetrics
+from metrics.exporter import MetricsExporter
+from transfer_manager.client import TransferClient
+
+
+class Inspection:
+    """The part of `PrefixCacheManager` that changes nothing; any thread."""
+
+    metrics: CacheMetrics
+    _client: TransferClient
+    _detached: list[StorageTier]
+    _exporters: list[MetricsExporter]
+    _lock: threading.Lock
+    _mover: BlockMover
+    _pinned: Pinned
+    _pools: tuple[BlockPool, BlockPool]
+    _requests: dict[str, ActiveRequest]
+    _storage: StorageTier | None
+    _tree: PrefixTree
+
+    def stats(self) -> CacheStats:
+        """Blocks by owner, transfers, hit rates over the window, ranks."""
+        with self._lock:
+            gpu, cpu = (TierStats.of(self._pools[tier], self._tree.residency, tier) for tier in Tier)
+            return CacheStats(
+                gpu=gpu,
+                cpu=cpu,
+                storage=self._storage.stats() if self._storage is not None else None,
+                num_requests=len(self._requests),
+                num_transfers_in_flight=sum(not t.done.is_set() for t in self._mover.in_flight.values()),
+                num_swapped_in_blocks=self._mover.num_landed[GPU],
+                num_swapped_out_blocks=self._mover.num_landed[CPU],
+                num_refused_transfers={d.value: n for d, n in self._mover.num_refused.items()},
+                epoch=self._tree.epoch,
+                hit_rates=self.metrics.hit_rates(),
+                ranks=tuple(self._client.statuses()),
+            )
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if the books do not add up. Walks the whole tree: for tests and for doubt."""
+        with self._lock:
+            tiers = [*self._detached, *([self._storage] if self._storage is not None else [])]
+            held = [block_id for tier in tiers for block_id in tier.held_ids]
+            check(
+                self._tree,
+                list(self._requests.values()),
+                list(self._mover.in_flight.values()),
+                held,
+                list(self._pinned),
+            )
+
+    def serve_metrics(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Start the Prometheus endpoint of this cache; returns its URL. Port 0 takes a free one.
+
+        Raises:
+            PortInUseError: the address cannot be listened on.
+        """
+        exporter = MetricsExporter(self.metrics, host, port)
+        self._exporters.append(exporter)
+        return exporter.url
+
+    def _show_metrics(self) -> None:
+        self.metrics.observe(
+            lambda: self.stats().block_counts(),
+            lambda: self.stats().eviction_counts(),
+            lambda: self.stats().rank_counts(),
+            lambda: self.stats().refused_counts(),
+            lambda: self.stats().storage_counts(),
+        )

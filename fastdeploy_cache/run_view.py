@@ -1,0 +1,73 @@
+"""A run of the tree as adapters and their users may look at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fastdeploy_cache.block_hash import HASH_BYTES
+from fastdeploy_cache.prefix_tree import PrefixTree
+from fastdeploy_cache.run import CPU, GPU, Pin, Run
+
+
+@dataclass(frozen=True, eq=False)
+class RunView:
+    """Consecutive blocks with no branch in between, at one moment.
+
+    Attributes:
+        namespace: what its root is found under.
+        first_block: blocks of the sequence before it.
+        token_ids: int32 [num_blocks * block_size].
+        hashes: of each block.
+        parent_hash: of the block before the first one.
+        block_ids: of its first blocks, those on the GPU.
+        cpu_start, cpu_block_ids: of an interval of its blocks, those in the CPU tier.
+        num_held: its first blocks, which pins here or beneath keep where they are.
+        num_pins: pins that end in it.
+        is_gpu_leaf, is_cpu_leaf: its end may be evicted in that tier now.
+        last_used: the order of uses; higher is later. num_uses: requests that used it.
+    """
+
+    namespace: str
+    first_block: int
+    token_ids: np.ndarray[Any, np.dtype[np.int32]]
+    hashes: list[bytes]
+    parent_hash: bytes
+    block_ids: list[int]
+    cpu_start: int
+    cpu_block_ids: list[int]
+    num_held: int
+    num_pins: int
+    is_gpu_leaf: bool
+    is_cpu_leaf: bool
+    last_used: int
+    num_uses: int
+    num_children: int
+
+
+def view_of(tree: PrefixTree, run: Run) -> RunView:
+    """Under the manager's lock."""
+    first_block, above = 0, run.parent
+    assert above is not None
+    parent_hash = above.last_hash
+    while above.parent is not None:
+        first_block, above = first_block + above.num_blocks, above.parent
+    return RunView(
+        namespace=next(name for name, root in tree.roots.items() if root is above),
+        first_block=first_block,
+        token_ids=np.frombuffer(bytes(run.tokens), "<i4"),
+        hashes=[bytes(run.hashes[i : i + HASH_BYTES]) for i in range(0, len(run.hashes), HASH_BYTES)],
+        parent_hash=parent_hash,
+        block_ids=run.ids[GPU].tolist(),
+        cpu_start=run.cpu_start,
+        cpu_block_ids=run.ids[CPU].tolist(),
+        num_held=run.num_held,
+        num_pins=sum(type(pin) is Pin for pin in run.pins),
+        is_gpu_leaf=tree.residency.is_leaf(run, GPU),
+        is_cpu_leaf=tree.residency.is_leaf(run, CPU),
+        last_used=run.usage.last_used,
+        num_uses=run.usage.num_uses,
+        num_children=len(run.children),
+    )
