@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
 from array import array
@@ -20,7 +21,7 @@ from fastdeploy_cache.pinned_prefix import Pinned, PinnedPrefix
 from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import GPU, Run
+from fastdeploy_cache.run import GPU, Run, Tier
 from fastdeploy_cache.run_view import RunView, view_of
 
 
@@ -62,8 +63,8 @@ class CallerBlocks:
 
     # -- blocks
 
-    def take(self, num_blocks: int) -> list[int]:
-        """`num_blocks` GPU blocks for the caller, lowest ids first; evicts what the policy names.
+    def take(self, num_blocks: int, tier: Tier = GPU) -> list[int]:
+        """`num_blocks` blocks of a tier for the caller, lowest ids first; evicts what the policy names.
 
         Raises:
             OutOfBlocksError: not that many can be had now; nothing was changed.
@@ -73,20 +74,29 @@ class CallerBlocks:
             raise RequestError(f"take of {num_blocks} blocks; give 0 or more")
         with self._lock:
             self._check_running()
-            pool, residency = self._pools[GPU], self._tree.residency
-            missing = num_blocks - residency.num_available(GPU)
+            pool, residency = self._pools[tier], self._tree.residency
+            missing = num_blocks - residency.num_available(tier)
             if missing > 0:
-                raise OutOfBlocksError(missing, self._num_coming())
-            residency.evict(GPU, max(0, num_blocks - pool.num_free))
+                raise OutOfBlocksError(missing, self._num_coming() if tier is GPU else 0)
+            residency.evict(tier, max(0, num_blocks - pool.num_free))
             ids = pool.allocate(num_blocks, CALLER)
-            self._copy_down.moved(num_blocks)
+            if tier is GPU:
+                self._copy_down.moved(num_blocks)
         self._submit()
         return ids.tolist()
 
-    def give_back(self, block_ids: Sequence[int]) -> None:
+    def give_back(self, block_ids: Sequence[int], tier: Tier = GPU) -> None:
         """The caller's blocks are free again; all of them or, on `BlockOwnerError`, none."""
         with self._lock:
-            self._pools[GPU].free(as_ids(block_ids), CALLER)
+            self._pools[tier].free(as_ids(block_ids), CALLER)
+
+    def evict(self, num_blocks: int, tier: Tier = GPU) -> int:
+        """Evict so many blocks of a tier now, or as many as can be; returns how many. `take` does it by itself."""
+        with self._lock:
+            self._check_open()
+            residency, num_free = self._tree.residency, self._pools[tier].num_free
+            residency.evict(tier, max(0, min(num_blocks, residency.num_available(tier) - num_free)))
+            return self._pools[tier].num_free - num_free
 
     def evict_runs(self, num_blocks: int) -> list[int]:
         """Evict whole runs, as the policy names them, until `num_blocks` blocks or more have gone; they are the
@@ -216,10 +226,30 @@ class CallerBlocks:
         with self._lock:
             return [view_of(self._tree, run) for run in self._tree.runs() if run.epoch == self._tree.epoch]
 
-    def free_block_ids(self) -> list[int]:
-        """The GPU blocks that nobody owns, lowest first. Walks the pool."""
+    def free_block_ids(self, tier: Tier = GPU) -> list[int]:
+        """The blocks of a tier that nobody owns, lowest first. Walks the pool."""
         with self._lock:
-            return sorted(self._pools[GPU].free_ids())
+            return sorted(self._pools[tier].free_ids())
+
+    def eviction_order(self, tier: Tier = GPU) -> list[bytes]:
+        """The hashes of the last blocks of the runs whose ends can be evicted, about in the order of eviction."""
+        with self._lock, contextlib.closing(self._tree.policy.coldest(tier)) as runs:
+            return [run.last_hash for run in runs]
+
+    def drop(self, block_hash: bytes) -> int:
+        """Forget a cached block that has none behind it, and those before it up to the first that is pinned or has
+        other children; returns how many. None where it is unknown, or not the last of its chain. Walks the tree."""
+        with self._lock:
+            self._check_open()
+            epoch, num_dropped = self._tree.epoch, 0
+            runs = (run for run in self._tree.runs() if run.epoch == epoch and not run.children)
+            leaf = next((run for run in runs if run.last_hash == block_hash), None)
+            while leaf is not None and leaf.parent is not None and not leaf.children:
+                above, num_blocks = leaf.parent, leaf.num_blocks
+                self._tree.residency.truncate(leaf, leaf.num_held)
+                num_dropped += num_blocks - leaf.num_held
+                leaf = above if not leaf.num_held else None
+            return num_dropped
 
     def _keys(self, request: Request) -> BlockKeys:
         return BlockKeys(request.tokens, request.extra_keys(self.config.block_size))

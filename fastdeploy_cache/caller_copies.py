@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fastdeploy_cache.block_pool import CALLER, TASK
 from fastdeploy_cache.caller_blocks import CallerBlocks, as_ids
+from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.path import coming_and_cold
 from fastdeploy_cache.prefetched import insert_copies
 from fastdeploy_cache.prefix_tree import BlockKeys
@@ -53,10 +54,12 @@ class CallerCopies(CallerBlocks):
         source_ids: Sequence[int],
         destination_ids: Sequence[int],
         *,
+        direction: Direction = Direction.COPY,
         num_tokens: int | None = None,
         timeout_seconds: float | None = None,
     ) -> bool:
-        """Copy blocks within the GPU on every rank, both lists the caller's; of each the first `num_tokens` tokens.
+        """Copy blocks on every rank, both lists the caller's: within the GPU (of each the first `num_tokens` tokens),
+        or with `direction` from the CPU tier (`SWAP_IN`) or to it (`SWAP_OUT`).
 
         Waits; False where a rank failed or the time was over: what the destinations hold is unknown then.
 
@@ -64,16 +67,25 @@ class CallerCopies(CallerBlocks):
             BlockOwnerError: a block is not the caller's; nothing was copied.
         """
         sources, destinations = as_ids(source_ids), as_ids(destination_ids)
+        if len(sources) != len(destinations):
+            raise RequestError(f"copy of {len(sources)} blocks into {len(destinations)}; give as many")
         with self._lock:
             self._check_open()
-            pool = self._pools[GPU]
-            pool.check(sources, CALLER)
-            if not sources or not self._mover.can(Direction.COPY):
+            source = self._pools[CPU if direction is Direction.SWAP_IN else GPU]
+            pool = self._pools[CPU if direction is Direction.SWAP_OUT else GPU]
+            source.check(sources, CALLER)
+            pool.check(destinations, CALLER)
+            if not sources or not self._mover.can(direction):
                 return not sources
             pool.hand_over(destinations, CALLER, TASK)
-            pool.begin_reading(sources)
-            copy = CallerCopy(destinations, [], lambda _: self._end_gpu(destinations, sources))
-            transfer = self._mover.copy_for_caller(Direction.COPY, sources, destinations, copy, num_tokens)
+            source.begin_reading(sources)
+
+            def end(_: bool) -> None:
+                pool.hand_over(destinations, TASK, CALLER)
+                source.end_reading(sources)
+
+            copy = CallerCopy(destinations, [], end)
+            transfer = self._mover.copy_for_caller(direction, sources, destinations, copy, num_tokens)
         self._submit()
         seconds = self.config.transfer.task_timeout_seconds if timeout_seconds is None else timeout_seconds
         return CallerTransfer((transfer,), len(sources)).wait(seconds)
@@ -97,7 +109,8 @@ class CallerCopies(CallerBlocks):
             destinations = ids[: len(sources)]
             self._pools[GPU].hand_over(destinations, CALLER, TASK)
             pin = self._pin_at(path, first_block + len(sources))
-            copy = CallerCopy(destinations, [pin], lambda _: self._end_gpu(destinations, array("i")))
+            pool = self._pools[GPU]
+            copy = CallerCopy(destinations, [pin], lambda _: pool.hand_over(destinations, TASK, CALLER))
             transfer = self._mover.copy_for_caller(Direction.SWAP_IN, sources, destinations, copy)
             self._tree.policy.touch(path)
         self._submit()
@@ -179,10 +192,6 @@ class CallerCopies(CallerBlocks):
         for pin in pins:
             self._tree.unpin(pin)
         return pool.allocate(num_blocks, TASK)
-
-    def _end_gpu(self, destinations: array[int], sources: array[int]) -> None:
-        self._pools[GPU].hand_over(destinations, TASK, CALLER)
-        self._pools[GPU].end_reading(sources)
 
     def _end_copies(self, namespace: str, keys: BlockKeys, first: int, ids: array[int]) -> None:
         """Copies have come to the CPU tier: they join the tree and may go on to storage."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover
 from fastdeploy_cache.block_pool import BlockPool
+from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.invariants import check
 from fastdeploy_cache.pinned_prefix import Pinned
 from fastdeploy_cache.prefix_tree import PrefixTree
@@ -14,7 +16,7 @@ from fastdeploy_cache.run import CPU, GPU, Tier
 from fastdeploy_cache.stats import CacheStats, TierStats
 from fastdeploy_cache.storage_tier import StorageTier
 from metrics.cache_metrics import CacheMetrics
-from metrics.exporter import MetricsExporter
+from metrics.exporter import Collector, MetricsExporter
 from transfer_manager.client import TransferClient
 
 
@@ -64,13 +66,19 @@ class Inspection:
                 list(self._pinned),
             )
 
-    def serve_metrics(self, host: str = "127.0.0.1", port: int = 0) -> str:
+    def serve_metrics(self, host: str = "127.0.0.1", port: int = 0, *, also: Sequence[Collector] = ()) -> str:
         """Start the Prometheus endpoint of this cache; returns its URL. Port 0 takes a free one.
 
+        `also`: further collectors, such as `metrics` of the other caches of a data-parallel group.
+
         Raises:
+            ConfigError: two caches of one data-parallel id.
             PortInUseError: the address cannot be listened on.
         """
-        exporter = MetricsExporter(self.metrics, host, port)
+        ids = [c.data_parallel_id for c in (self.metrics, *also) if isinstance(c, CacheMetrics)]
+        if len(set(ids)) < len(ids):
+            raise ConfigError(f"metrics of caches with data-parallel ids {ids}; give each its own data_parallel_id")
+        exporter = MetricsExporter(self.metrics, *also, host=host, port=port)
         self._exporters.append(exporter)
         return exporter.url
 

@@ -49,6 +49,9 @@ def serve(
     storage: Annotated[
         Path | None, typer.Option(help="Folder of a store on disk: what is cached is there after a restart.")
     ] = None,
+    control_socket: Annotated[
+        Path | None, typer.Option(help="Take the verbs of `control` at this unix socket, in a folder of mode 700.")
+    ] = None,
     log_dir: LogDir = None,
 ) -> None:
     """Serve SmolLM2 over HTTP (POST /v1/chat/completions) until SIGTERM or Ctrl-C."""
@@ -60,7 +63,40 @@ def serve(
     given += [f"transfer.tp_size={ranks}"] if ranks is not None else []
     given += [f"transfer.log_dir={log_dir}"] if log_dir is not None else []
     given += device_settings(device, given)
-    run(config, given, host=host, port=port, metrics_port=metrics_port, storage_folder=storage)
+    run(
+        config,
+        given,
+        host=host,
+        port=port,
+        metrics_port=metrics_port,
+        storage_folder=storage,
+        control_socket=control_socket,
+    )
+
+
+@app.command("control")
+def control_server(
+    verb: Annotated[str, typer.Argument(help="pause, resume, sleep, wake, clear or update-weights.")],
+    socket: Annotated[Path, typer.Option(help="The server's --control-socket.")],
+    weights_id: Annotated[
+        str | None, typer.Argument(help="update-weights: the new name of the weights; needed with storage.")
+    ] = None,
+    tier: Annotated[list[str] | None, typer.Option(help="sleep: gpu or cpu alone; both without it.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that it may take, up to 600.")] = 30.0,
+) -> None:
+    """Pause, resume, put to sleep, wake or clear a running server, or tell it of new weights.
+
+    Exit status 0: done; 1: refused or failed; 3: no server listens there.
+    """
+    from launch.control_client import ask
+
+    given = {"tiers": tier or None, "weights_id": weights_id}
+    fields = {name: value for name, value in given.items() if value is not None}
+    try:
+        typer.echo(ask(socket, verb, timeout, **fields))
+    except (FileNotFoundError, ConnectionRefusedError):
+        typer.echo(f"fastdeploy-cache: no server listens at {socket}", err=True)
+        raise typer.Exit(3) from None
 
 
 @app.command()

@@ -13,10 +13,13 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy_cache import CacheConfig, CacheStats
-from fastdeploy_cache.errors import ConfigError, RequestError
+from fastdeploy_cache import CacheConfig, CacheStats, PrefixCacheManager
+from fastdeploy_cache.errors import ConfigError, LifeCycleError, RequestError
+from fastdeploy_cache.life_cycle import LifeCycleStatus
 from fastdeploy_cache.policies.breaker import BreakerState
 from launch.chat_api import MODEL_NAME, ChatApi, ChatRequest
+from launch.control import ControlServer
+from launch.engine_control import EngineControl
 from launch.errors import LaunchError
 from launch.reference_engine.engine import Engine
 from launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
@@ -41,13 +44,15 @@ def serve(
     port: int,
     metrics_port: int,
     storage_folder: Path | None,
+    control_socket: Path | None = None,
 ) -> None:
     """Run until SIGTERM or SIGINT. `settings` are KEY=VALUE and win over file and environment.
 
-    `storage_folder` is short for a file store there, named by the digest of the model's weights.
+    `storage_folder` is short for a file store there, named by the digest of the model's weights. At `control_socket`
+    it takes the verbs of `launch.control`.
 
     Raises:
-        LaunchError, PortInUseError: a port is taken.
+        LaunchError, PortInUseError: a port or the socket is taken.
         ConfigError, ModelLoadError, RankStartError, NotEnoughMemoryError: it cannot start as configured.
     """
     import_paddle()  # before the signal handlers below, which its own would replace
@@ -59,16 +64,20 @@ def serve(
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: endings.put("asked"))
-    server = _listen(host, port)  # before the ranks start: a taken port should cost nothing
+    server, control = _listen(host, port, control_socket)  # before the ranks start: what is taken should cost nothing
     try:
         with running_engine(files, config) as engine:
             metrics_url = engine.cache.serve_metrics(host, metrics_port)
             server.api, server.engine = ChatApi(engine, ChatTokenizer(files)), engine
             url = f"http://{host}:{server.server_port}"
             logger.info("event=serving url=%s metrics=%s ranks=%d", url, metrics_url, config.transfer.tp_size)
+            if control is not None:
+                control.start(EngineControl(engine))
             ending = _run_until(endings, engine, server)
     finally:
         server.server_close()
+        if control is not None:  # now that the cache is closed, what a verb waits for has ended
+            control.stop()
     logger.info("event=stopped")
     if ending != "asked":
         raise LaunchError("the engine ended by itself; its log says why")
@@ -112,8 +121,17 @@ def _run_until(endings: queue.SimpleQueue[str], engine: Engine, server: _Server)
         for thread in threads:
             thread.join()
         if engine.cache.config.storage is not None:
-            flushed = engine.cache.flush_storage(_FLUSH_SECONDS)
-            logger.info("event=storage_flushed all=%s", flushed)
+            _flush(engine.cache)
+
+
+def _flush(cache: PrefixCacheManager) -> None:
+    """A paused cache goes on for it; one that sleeps is left alone."""
+    try:
+        if cache.life_cycle_status is not LifeCycleStatus.RUNNING:
+            cache.resume(_FLUSH_SECONDS)
+        logger.info("event=storage_flushed all=%s", cache.flush_storage(_FLUSH_SECONDS))
+    except LifeCycleError as error:
+        logger.info("event=storage_not_flushed reason=%r", str(error))
 
 
 def _config(files: ModelFiles, path: Path | None, settings: Sequence[str]) -> CacheConfig:
@@ -140,11 +158,16 @@ class _Server(ThreadingHTTPServer):
     engine: Engine
 
 
-def _listen(host: str, port: int) -> _Server:
+def _listen(host: str, port: int, control_socket: Path | None) -> tuple[_Server, ControlServer | None]:
     try:
-        return _Server((host, port), _Handler)
+        server = _Server((host, port), _Handler)
     except OSError as error:
         raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+    try:
+        return server, ControlServer(control_socket) if control_socket is not None else None
+    except LaunchError:
+        server.server_close()
+        raise
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -157,7 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             self._send(200, {"status": "ok"})
         elif self.path == "/status":
-            self._send(200, _status(self.server.engine.cache.stats()))
+            cache = self.server.engine.cache
+            self._send(200, {"life_cycle": cache.life_cycle_status.value, **_status(cache.stats())})
         elif self.path == "/v1/models":
             self._send(200, {"object": "list", "data": [{"id": MODEL_NAME, "object": "model"}]})
         else:

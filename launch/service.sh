@@ -1,10 +1,11 @@
-# Sourced by start.sh, stop.sh and status.sh: where the background server keeps its things. Not run by itself.
+# Sourced by start.sh, stop.sh, status.sh and control.sh: where the background server keeps its things. Not run by itself.
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 RUN_DIR="${FASTDEPLOY_CACHE_RUN_DIR:-$ROOT/run}"
 PID_FILE="$RUN_DIR/serve.pid"
 LOG_DIR="$RUN_DIR/log"
 LOG_FILE="$LOG_DIR/serve.log"
+CONTROL_SOCKET="$RUN_DIR/control/serve.sock"
 # The environment prefix FASTDEPLOY_CACHE_ belongs to configuration keys; the server must not see ours.
 unset FASTDEPLOY_CACHE_RUN_DIR
 

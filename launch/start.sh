@@ -18,7 +18,8 @@ fi
 install demo
 say "starting fastdeploy-cache serve $* (log: $LOG_FILE)"
 : >"$LOG_FILE"
-nohup "$VENV/bin/fastdeploy-cache" serve --log-dir "$LOG_DIR" "$@" </dev/null >>"$LOG_FILE" 2>&1 9>&- &
+nohup "$VENV/bin/fastdeploy-cache" serve --log-dir "$LOG_DIR" --control-socket "$CONTROL_SOCKET" "$@" \
+    </dev/null >>"$LOG_FILE" 2>&1 9>&- &
 pid=$!
 printf '%s\n' "$pid" >"$PID_FILE"
 for _ in $(seq 240); do

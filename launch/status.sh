@@ -12,6 +12,8 @@ answer="$(get "$url/status" 2>/dev/null)" || { say "it does not answer; its log 
 printf '%s' "$answer" | "$PYTHON" -c '
 import json, sys
 status = json.load(sys.stdin)
+if status["life_cycle"] != "running":
+    print("life cycle: " + status["life_cycle"])
 for rank in status["ranks"]:
     state = "up" if rank["up"] else "DOWN"
     print("rank {rank}: {state}, pid {pid}, restarts {num_restarts}".format(state=state, **rank))

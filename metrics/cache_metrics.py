@@ -81,6 +81,11 @@ class CacheMetrics:
         self._refused: Callable[[], RefusedCounts] = tuple
         self._storage: Callable[[], StorageCounts] = StorageCounts
 
+    @property
+    def data_parallel_id(self) -> int:
+        """What its series are labelled with."""
+        return int(self._dp)
+
     def observe(
         self,
         blocks: Callable[[], BlockCounts],
@@ -124,6 +129,11 @@ class CacheMetrics:
             now = self._clock()
             rates = {"request": self._window.request_hit_rate(now), "token": self._window.token_hit_rate(now)}
             return rates | {tier: self._window.token_hit_rate(now, i) for i, tier in enumerate(TIERS)}
+
+    def token_counts(self) -> tuple[int, tuple[int, ...]]:
+        """Prompt tokens of admitted requests so far, and how many of them each tier has served."""
+        with self._lock:
+            return self._num_tokens, self._hit_tokens
 
     def swap_bytes(self) -> dict[str, int]:
         """Bytes copied so far by all ranks together, by direction."""

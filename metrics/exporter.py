@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, start_http_server
+from collections.abc import Iterator, Sequence
 
-from metrics.cache_metrics import CacheMetrics
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
 from metrics.errors import PortInUseError
+
+__all__ = ["Collector", "MetricsExporter"]
+
+
+class Together:
+    """Several collectors as one: series of one name, told apart by their labels, become one family."""
+
+    def __init__(self, collectors: Sequence[Collector]) -> None:
+        self._collectors = tuple(collectors)
+
+    def collect(self) -> Iterator[Metric]:
+        """The protocol of a `prometheus_client` collector."""
+        families: dict[str, Metric] = {}
+        for collector in self._collectors:
+            for family in collector.collect():
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples += family.samples
+        yield from families.values()
 
 
 class MetricsExporter:
     """Serves `/metrics` from a private registry in a thread of the engine process."""
 
-    def __init__(self, metrics: CacheMetrics, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen; port 0 takes a free one.
+    def __init__(self, *collectors: Collector, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen; port 0 takes a free one. `collectors`: `CacheMetrics` of one cache, or of several with different
+        data-parallel ids.
 
         Raises:
             PortInUseError: the address cannot be listened on.
         """
         registry = CollectorRegistry()
-        registry.register(metrics)
+        registry.register(Together(collectors))
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
         except (OSError, OverflowError) as error:

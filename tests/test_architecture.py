@@ -35,6 +35,7 @@ HOMES = {
         "transfer_manager/task.py",
         "fastdeploy_cache/config.py",
         "launch/chat_api.py",
+        "launch/control.py",
         "launch/serve.py",
         "launch/simulator/trace.py",
     },

@@ -38,7 +38,8 @@ class Engine:
     """Continuous batching with greedy sampling: match, allocate, run, commit per step, release.
 
     With `overlap` a prompt is computed while its cached prefix is still being loaded: each layer waits for its own.
-    `submit` and `stop` may be called from any thread; `step` and `run` by one.
+    `step` and `run` may be called by one thread, `pause`, `preempt_all` and `resume` by another one, `submit` and
+    `stop` by any.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class Engine:
         self._waiting: deque[Generation] = deque()
         self._changed = threading.Condition()  # guards _waiting and _stopping
         self._stopping = False
+        self._paused = False
+        self._step_lock = threading.Lock()  # held while _running changes: by a step, by preempt_all, at the end
         self._num_submitted = 0
 
     def submit(self, prompt_token_ids: np.ndarray[Any, Any], max_new_tokens: int) -> Generation:
@@ -101,20 +104,24 @@ class Engine:
         return generation
 
     def step(self) -> bool:
-        """Admit what fits and compute one batch; False when there is nothing to do."""
-        self._drop_cancelled()
-        self._admit()
-        batch = self._plan()
-        if batch:
-            self._compute(batch)
-        return bool(self._running or self._waiting)
+        """Admit what fits and compute one batch, unless paused; False when there is nothing to do."""
+        with self._step_lock:
+            if not self._paused:
+                self._drop_cancelled()
+                self._admit()
+                batch = self._plan()
+                if batch:
+                    self._compute(batch)
+            return bool(self._running or self._waiting)
 
     def run(self) -> None:
         """Serve until `stop`; then every unfinished generation fails."""
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._stopping or self._waiting or self._running)
+                    self._changed.wait_for(
+                        lambda: self._stopping or (not self._paused and (self._waiting or self._running))
+                    )
                     if self._stopping:
                         return
                 self.step()
@@ -126,6 +133,37 @@ class Engine:
         with self._changed:
             self._stopping = True
             self._changed.notify()
+
+    def pause(self, timeout_seconds: float) -> bool:
+        """Take no further step until `resume`: what is submitted waits, what runs stands still and keeps its blocks.
+
+        Returns when the present step is over. False when the time is over first: then nothing has changed.
+        """
+        was_paused, self._paused = self._paused, True
+        # a step looks at the flag under the lock: who gets the lock after this sees it
+        is_over = self._step_lock.acquire(timeout=max(0.0, timeout_seconds))
+        if is_over:
+            self._step_lock.release()
+        elif not was_paused:
+            self.resume()
+        return is_over
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify()
+
+    def preempt_all(self) -> None:
+        """While paused: take back every block that a generation holds. It is matched again after `resume`."""
+        with self._step_lock:
+            for generation in self._running[::-1]:  # the oldest last, so that it is the first again
+                self._preempt(generation)
+            with self._changed:
+                matched = [generation for generation in self._waiting if generation.match is not None]
+            for generation in matched:  # they wait for their loads
+                self.cache.release(generation.request)
+                generation.note_refusal()
 
     def _drop_cancelled(self) -> None:
         with self._changed:  # a submit meanwhile would change what is iterated over
@@ -296,16 +334,16 @@ class Engine:
 
     def _abort_all(self) -> None:
         with self._changed:
-            self._stopping = True
+            self._stopping = True  # nobody joins them any more
+        with self._step_lock:
             unfinished = [*self._running, *self._waiting]
-            holders = [*self._running, *(generation for generation in self._waiting if generation.match is not None)]
-            others = [generation for generation in self._waiting if generation.match is None]
+            for generation in unfinished:
+                if generation in self._running or generation.match is not None:
+                    self.cache.release(generation.request)
+                else:
+                    self.cache.end_prefetch(generation.request)
+            self._running = []
             self._waiting.clear()
-        self._running = []
-        for generation in holders:
-            self.cache.release(generation.request)
-        for generation in others:
-            self.cache.end_prefetch(generation.request)
         for generation in unfinished:
             generation.finish("error", "the engine has stopped")
 

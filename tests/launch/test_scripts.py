@@ -52,11 +52,24 @@ def test_start_status_second_start_stop(environment: dict[str, str], started: st
     assert "already running" in second.stderr
 
 
+def test_control_of_the_running_server(environment: dict[str, str], started: str) -> None:
+    """control.sh finds its socket; status names what is not running as ever; a refusal is status 1 and one line."""
+    asleep = run("control.sh", "sleep", "--tier", "gpu", environment=environment)
+    assert (asleep.returncode, asleep.stdout) == (0, "asleep\n"), asleep.stderr
+    assert "life cycle: asleep" in run("status.sh", environment=environment).stdout
+    refused = run("control.sh", "pause", environment=environment)
+    assert refused.returncode == 1
+    assert "it has to be running or paused" in refused.stderr
+    assert run("control.sh", "wake", "--timeout", "60", environment=environment).stdout == "running\n"
+    assert "life cycle" not in run("status.sh", environment=environment).stdout
+
+
 def test_without_a_server(environment: dict[str, str]) -> None:
-    """Status says so with status 3; stop has nothing to do and succeeds."""
+    """Status and control say so with status 3; stop has nothing to do and succeeds."""
     status, stop = run("status.sh", environment=environment), run("stop.sh", environment=environment)
-    assert (status.returncode, stop.returncode) == (3, 0)
-    assert "not running" in status.stdout
+    control = run("control.sh", "pause", environment=environment)
+    assert (status.returncode, stop.returncode, control.returncode) == (3, 0, 3)
+    assert "not running" in status.stdout and "not running" in control.stdout
 
 
 def test_a_server_that_cannot_start_is_reported(environment: dict[str, str]) -> None:

@@ -1,0 +1,1 @@
+"""Interfaces for engines that are built otherwise: each is imported by its own name."""

@@ -1,0 +1,345 @@
+"""FastDeploy's `PrefixCacheManager`, by its constructor, method names, arguments and returns, over ours.
+
+Source: behaviour of PaddlePaddle FastDeploy's cache manager of spring 2026. docs/adapters/fastdeploy.md goes through it
+call by call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from fastdeploy_cache.adapters.fastdeploy_config import cache_config, num_gpu_blocks
+from fastdeploy_cache.adapters.fastdeploy_launch import Launching
+from fastdeploy_cache.adapters.fastdeploy_storage import StorageCalls
+from fastdeploy_cache.adapters.fastdeploy_task import (
+    HeldTask,
+    Task,
+    UnknownTaskError,
+    block_hash_extra_keys,
+    follow_outputs,
+    is_inside_image,
+    new_request,
+)
+from fastdeploy_cache.adapters.fastdeploy_views import Views
+from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError
+from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
+from fastdeploy_cache.match import Match
+from fastdeploy_cache.run import CPU, GPU
+
+T = TypeVar("T")
+
+
+class NotEnoughBlocksError(OutOfBlocksError, AssertionError):
+    """No room; nothing was changed. Theirs is an AssertionError, too."""
+
+
+class PrefixCacheManager(Views, StorageCalls, Launching):
+    """Two call sequences, any thread; calls for one request come one at a time.
+
+    v0: `request_block_ids`, compute, `release_block_ids`. Blocks become visible at release, or earlier by
+    `mark_computed`; never before they are computed.
+
+    v1: `can_allocate_gpu_blocks`, `request_match_blocks`, `allocate_gpu_blocks` and `update_cache_blocks` for each
+    chunk, `cache_output_blocks`, `write_cache_to_storage`, `release_block_ids`, `recycle_gpu_blocks` of what is behind
+    `task.num_cached_blocks`. Ids from `allocate_gpu_blocks` are the caller's until they are recycled, or until
+    `update_cache_blocks` hands them to the cache; one that is given back by a non-owner is refused.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tensor_parallel_size: int,
+        splitwise_role: str = "mixed",
+        local_data_parallel_id: int = 0,
+        *,
+        load_timeout_seconds: float = 5.0,
+    ) -> None:
+        """Make the pools; `launch_cache_manager` starts the ranks. Until then there is a GPU tier and no other.
+
+        `load_timeout_seconds`: how long a match waits for blocks from below the GPU; what is late is computed.
+
+        Raises:
+            ConfigError: an impossible setting.
+        """
+        self.splitwise_role = splitwise_role
+        self._their_config, self._tp_size, self._dp_id = config, tensor_parallel_size, local_data_parallel_id
+        self._num_blocks = num_gpu_blocks(config, splitwise_role)
+        self._load_timeout_seconds = load_timeout_seconds
+        self._tasks: dict[str, HeldTask] = {}
+        self._signals = None
+        self._begin_calls()
+        ours = cache_config(
+            config, tp_size=tensor_parallel_size, num_blocks=self._num_blocks, data_parallel_id=local_data_parallel_id
+        )
+        self.cache = NativeManager(ours)
+
+    # -- blocks
+
+    @property
+    def available_gpu_resource(self) -> float:
+        """Share of the GPU blocks that are free; 0.0 of an empty pool."""
+        gpu = self.cache.stats().gpu
+        return gpu.num_free / gpu.num_blocks if gpu.num_blocks else 0.0
+
+    @staticmethod
+    def get_required_block_num(input_token_num: int, block_size: int) -> int:
+        """Blocks for so many tokens."""
+        return -(-input_token_num // block_size)
+
+    def can_allocate_gpu_blocks(self, num_blocks: int, try_free_gpu_blocks: bool = True) -> bool:
+        """Whether so many blocks are free; where they are not, evicts exactly what is missing, if all of it can go."""
+        gpu = self.cache.stats().gpu
+        missing = num_blocks - gpu.num_free
+        if missing > 0 and try_free_gpu_blocks and missing <= gpu.num_cached - gpu.num_protected:
+            missing -= self.cache.evict(missing)
+        return missing <= 0
+
+    def allocate_gpu_blocks(self, num_blocks: int, req_id: str | None = None) -> list[int]:  # noqa: ARG002
+        """The lowest free ids, the caller's from now on; what is missing is evicted.
+
+        Raises:
+            NotEnoughBlocksError: nothing was changed.
+        """
+        try:
+            return self.cache.take(num_blocks)
+        except OutOfBlocksError as error:
+            raise NotEnoughBlocksError(error.missing, error.coming) from error
+
+    def recycle_gpu_blocks(self, gpu_block_ids: int | Sequence[int], req_id: str | None = None) -> None:  # noqa: ARG002
+        """The caller's blocks are free again; one or many.
+
+        Raises:
+            BlockOwnerError: one is not the caller's (any more); nothing was changed.
+        """
+        self.cache.give_back([gpu_block_ids] if isinstance(gpu_block_ids, int) else gpu_block_ids)
+
+    def allocate_cpu_blocks(self, num_blocks: int) -> list[int]:
+        """As `allocate_gpu_blocks`, in the CPU tier."""
+        try:
+            return self.cache.take(num_blocks, CPU)
+        except OutOfBlocksError as error:
+            raise NotEnoughBlocksError(error.missing, error.coming) from error
+
+    def recycle_cpu_blocks(self, cpu_block_ids: int | Sequence[int]) -> None:
+        """As `recycle_gpu_blocks`, in the CPU tier."""
+        self.cache.give_back([cpu_block_ids] if isinstance(cpu_block_ids, int) else cpu_block_ids, CPU)
+
+    def free_block_ids(self, need_block_num: int) -> int:
+        """Evict exactly so many GPU blocks, or as many as can go; returns how many. Copies stay in the CPU tier."""
+        return self.cache.evict(need_block_num, GPU)
+
+    def free_block_ids_async(self, need_block_num: int) -> Future[int]:
+        """`free_block_ids`, which never waits: the future is done."""
+        self.gpu_free_task_future = _done(lambda: self.free_block_ids(need_block_num))
+        return self.gpu_free_task_future
+
+    def free_cpu_block_ids(self, need_block_num: int) -> int:
+        """Evict so many blocks of the CPU tier, or as many as can go; returns how many."""
+        return self.cache.evict(need_block_num, CPU)
+
+    def free_nodes_directly(self, node: Any) -> int:
+        """Forget a node that has none behind it, and those before it up to the first that is held or has other
+        children; returns how many. `node`: of `node_map`."""
+        return self.cache.drop(bytes.fromhex(node.node_id)) if node.node_id else 0
+
+    # -- v1
+
+    def request_match_blocks(self, task: Task, block_size: int) -> tuple[list[int], int, dict[str, Any]]:
+        """The task's cached blocks, pinned until it is released; their tokens; where they came from.
+
+        Waits for what is below the GPU, at most `load_timeout_seconds`. At least one token is left to compute, so a
+        prompt that is cached whole gives back one block less. Sets `task.num_cached_blocks`.
+
+        Raises:
+            RequestError: an empty prompt, or the task is held already. PromptTooLongError: it never fits. In each case
+            nothing is held.
+        """
+        self._check_block_size(block_size)
+        held = HeldTask(new_request(task), with_path=False)
+        match, seconds = self._match(held)
+        held.num_handed_blocks = len(match.block_ids)
+        self._tasks[held.request.request_id] = held
+        task.num_cached_blocks = len(match.block_ids)  # type: ignore[attr-defined]
+        return match.block_ids, match.num_tokens, self._metrics_of(match, seconds)
+
+    def _match(self, held: HeldTask) -> tuple[Match, float]:
+        started = time.monotonic()
+        if self.cache.config.storage is not None:
+            self.cache.prefetch(held.request)
+        try:
+            return self.cache.match(held.request).wait(self._load_timeout_seconds), time.monotonic() - started
+        except RequestError:
+            self.cache.end_prefetch(held.request)
+            raise
+
+    def _metrics_of(self, match: Match, seconds: float) -> dict[str, Any]:
+        size = self.cache.config.block_size
+        num_gpu = match.num_gpu_tokens // size
+        num_cpu = match.num_cpu_tokens // size
+        ids = match.block_ids
+        return {
+            "gpu_match_token_num": match.num_gpu_tokens,
+            "cpu_match_token_num": match.num_cpu_tokens,
+            "storage_match_token_num": match.num_storage_tokens,
+            "match_gpu_block_ids": ids[:num_gpu],
+            "gpu_recv_block_ids": ids[num_gpu : num_gpu + num_cpu],
+            "match_storage_block_ids": ids[num_gpu + num_cpu :],
+            "cpu_cache_prepare_time": seconds if num_cpu else 0.0,
+            "storage_cache_prepare_time": seconds if match.num_storage_tokens else 0.0,
+        }
+
+    def update_cache_blocks(self, task: Task, block_size: int, num_computed_tokens: int) -> None:
+        """The first `num_computed_tokens` tokens are computed: their full blocks, from `task.block_tables`, are the
+        cache's from now on, and findable. Sets `task.num_cached_blocks`.
+
+        Raises:
+            UnknownTaskError: not matched, or released. BlockOwnerError: its table has a block that is not its own.
+        """
+        self._check_block_size(block_size)
+        held = self._held(task)
+        follow_outputs(held, task)
+        self._commit(held, task, num_computed_tokens)
+
+    def cache_output_blocks(self, task: Task, block_size: int) -> None:
+        """At its end: what the task has said is computed, but for the last token, whose keys nobody has computed.
+
+        With `enable_output_caching` off only the prompt's blocks are kept.
+        """
+        self._check_block_size(block_size)
+        held = self._held(task)
+        follow_outputs(held, task)
+        num_tokens = min(int(getattr(task, "num_total_tokens", held.num_tokens)), held.num_tokens)
+        num_said = num_tokens - len(task.prompt_token_ids)
+        self._commit(held, task, num_tokens - 1 if num_said > 0 else num_tokens)
+
+    def _commit(self, held: HeldTask, task: Task, num_computed_tokens: int) -> None:
+        request, size = held.request, self.cache.config.block_size
+        num_tokens = (
+            num_computed_tokens
+            if self.cache.config.cache_outputs
+            else min(num_computed_tokens, request.num_prompt_tokens)
+        )
+        if num_computed_tokens <= 0:  # not admitted: no use, and no hit
+            return
+        num_blocks = max(min(num_tokens // size, held.num_path_blocks), held.num_handed_blocks)
+        if num_blocks > held.num_handed_blocks and not held.with_path:
+            table = list(task.block_tables)[held.num_handed_blocks : num_blocks]  # type: ignore[attr-defined]
+            if len(table) < num_blocks - held.num_handed_blocks:
+                raise RequestError(
+                    f"{num_computed_tokens} tokens of {request.request_id!r} are computed, but its block_tables has "
+                    f"{held.num_handed_blocks + len(table)} blocks of {size} tokens"
+                )
+            self.cache.hand_over(request, table)
+        held.num_handed_blocks = num_blocks
+        self.cache.commit(request, num_blocks * size)  # also where nothing is new: the request counts as admitted
+        task.num_cached_blocks = num_blocks  # type: ignore[attr-defined]
+
+    def release_block_ids(self, task: Task) -> None:
+        """The task is over: what it holds of the cache is unpinned. Ids behind `num_cached_blocks` stay the caller's
+        (v1), or go home with it (v0, whose blocks are committed now, as far as `mark_computed` does not say less).
+
+        Raises:
+            UnknownTaskError: it holds nothing.
+        """
+        held = self._held(task)
+        if held.with_path:
+            follow_outputs(held, task)
+            num_computed = held.num_tokens - (held.num_tokens > held.request.num_prompt_tokens)
+            if held.num_marked_tokens is not None:
+                num_computed = held.num_marked_tokens
+            self._commit(held, task, num_computed)
+        del self._tasks[held.request.request_id]
+        self.cache.release(held.request)
+
+    def release_block_ids_async(self, task: Task) -> Future[None]:
+        """`release_block_ids`, which never waits: the future is done."""
+        return _done(lambda: self.release_block_ids(task))
+
+    # -- v0
+
+    def request_block_ids(
+        self, task: Task, block_size: int, dec_token_num: int = 0
+    ) -> tuple[list[int], list[int], dict[str, int]]:
+        """The task's cached blocks, blocks of its own for the rest of the prompt and `dec_token_num` tokens more, and
+        how many of the first were in which tier.
+
+        Raises:
+            NotEnoughBlocksError: no room; nothing is held.
+        """
+        self._check_block_size(block_size)
+        held = HeldTask(new_request(task), with_path=True)
+        match, _ = self._match(held)
+        num_tokens = held.num_tokens + dec_token_num
+        try:
+            own = self.cache.allocate(
+                held.request, self.get_required_block_num(num_tokens, block_size) - len(match.block_ids)
+            )
+        except OutOfBlocksError as error:
+            self.cache.release(held.request)
+            raise NotEnoughBlocksError(error.missing, error.coming) from error
+        held.num_handed_blocks, held.num_path_blocks = len(match.block_ids), len(match.block_ids) + len(own)
+        num_full = held.num_tokens // block_size - len(match.block_ids)
+        held.unfilled_ids = tuple(own[num_full:])
+        self._tasks[held.request.request_id] = held
+        task.num_cached_blocks = len(match.block_ids)  # type: ignore[attr-defined]
+        num_gpu = match.num_gpu_tokens // block_size
+        return match.block_ids, own, {"gpu_cache_blocks": num_gpu, "cpu_cache_blocks": len(match.block_ids) - num_gpu}
+
+    def mark_computed(self, task: Task, num_computed_tokens: int) -> None:
+        """Of a v0 task so many tokens are computed by now: they are findable at once, and no more at its release.
+
+        0 for one that is given up before it was computed.
+        """
+        held = self._held(task)
+        follow_outputs(held, task)
+        held.num_marked_tokens = num_computed_tokens
+        self._commit(held, task, num_computed_tokens)
+
+    # -- images
+
+    @staticmethod
+    def get_block_hash_extra_keys(request: Task, start_idx: int, end_idx: int, mm_idx: int) -> tuple[int, list[str]]:
+        """The hashes of the images that overlap tokens [start_idx, end_idx), looking from image `mm_idx` on, and the
+        image to look from next."""
+        return block_hash_extra_keys(request, start_idx, end_idx, mm_idx)
+
+    @staticmethod
+    def is_chunked_mm_input(mm_inputs: Any, matched_token_num: int) -> tuple[bool, int]:
+        """Whether so many tokens end inside an image; the index of that image, or of the next one."""
+        return is_inside_image(mm_inputs, matched_token_num)
+
+    # -- all of it
+
+    def reset(self, wait_for_tasks_done: bool = False) -> None:
+        """Forget every prefix. Running tasks keep their blocks until they give them back."""
+        if wait_for_tasks_done:
+            self.cache.clear()
+        else:
+            self.cache.reset()
+
+    def close(self) -> None:
+        """End the ranks, remove the signals."""
+        self._close_signals()
+        self.cache.close()
+
+    def _held(self, task: Task) -> HeldTask:
+        held = self._tasks.get(str(task.request_id))
+        if held is None:
+            raise UnknownTaskError(f"request {task.request_id!r} holds nothing here; match it first, release it once")
+        return held
+
+    def _check_block_size(self, block_size: int) -> None:
+        if block_size != self.cache.config.block_size:
+            raise ConfigError(f"block_size {block_size}; this cache has {self.cache.config.block_size}")
+
+
+def _done(call: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+    try:
+        future.set_result(call())
+    except (RequestError, OutOfBlocksError) as error:
+        future.set_exception(error)
+    return future

@@ -1,0 +1,104 @@
+"""FastDeploy's configuration, by the attributes that its cache manager reads, as a configuration of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.errors import ConfigError
+from transfer_manager.config import TransferConfig
+from transfer_manager.layout import KVLayout
+from transfer_manager.storage.config import StorageConfig
+
+_DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "uint8": "uint8", "int8": "uint8"}
+_ROLES = ("mixed", "prefill", "decode")
+
+
+def num_gpu_blocks(config: Any, splitwise_role: str) -> int:
+    """The size of the GPU pool."""
+    if splitwise_role not in _ROLES:
+        raise ConfigError(f"splitwise_role is {splitwise_role!r}; use one of {', '.join(_ROLES)}")
+    cache = config.cache_config
+    total = getattr(cache, "total_block_num", None)
+    return int(total if total is not None else cache.prefill_kvcache_block_num)
+
+
+def cache_config(
+    config: Any,
+    *,
+    tp_size: int,
+    num_blocks: int,
+    data_parallel_id: int,
+    device_ids: Sequence[int] | None = None,
+    launched: bool = False,
+) -> CacheConfig:
+    """Ours, from FastDeploy's. Before it is launched there are no ranks, and so no tier below the GPU.
+
+    `config.cache_config.fastdeploy_cache`, a mapping, may hold further settings of `CacheConfig`; they win.
+
+    Raises:
+        ConfigError: a value that cannot be, or a storage backend of which settings are missing.
+    """
+    theirs = config.cache_config
+    ours: dict[str, Any] = {
+        "block_size": int(theirs.block_size),
+        "num_gpu_blocks": num_blocks,
+        "num_cpu_blocks": int(getattr(theirs, "num_cpu_blocks", 0) or 0),
+        "enable_prefix_caching": bool(getattr(theirs, "enable_prefix_caching", True)),
+        "cache_outputs": bool(getattr(theirs, "enable_output_caching", False)),
+        "min_prefetch_tokens": int(theirs.block_size),
+    }
+    transfer: dict[str, Any] = {"tp_size": tp_size, "data_parallel_id": data_parallel_id}
+    if launched:
+        ours["layout"] = layout_of(config)
+        policy = getattr(theirs, "write_policy", None)
+        if policy is not None:
+            ours["storage_write_policy"] = policy
+        if device_ids is not None:
+            transfer["device_ids"] = tuple(int(i) for i in device_ids)
+    extra = dict(getattr(theirs, "fastdeploy_cache", None) or {})
+    transfer |= dict(extra.pop("transfer", {}))
+    storage = _storage(theirs, extra.pop("storage", None))
+    ours |= extra | {"transfer": TransferConfig(**transfer)}
+    if not launched:
+        ours |= {"num_cpu_blocks": 0, "transfer_client": "inline", "layout": None}
+    elif storage is not None:
+        ours["storage"] = storage
+    return CacheConfig(**ours)
+
+
+def _storage(theirs: Any, settings: Any) -> StorageConfig | None:
+    backend = getattr(theirs, "kvcache_storage_backend", None)
+    if backend is None and settings is None:
+        return None
+    if settings is None:
+        raise ConfigError(
+            f"kvcache_storage_backend is {backend!r}, but which weights it is for is not said; give "
+            "cache_config.fastdeploy_cache = {'storage': {'weights_id': ..., ...}}"
+        )
+    return StorageConfig(**{"kind": backend or "file", **settings})
+
+
+def layout_of(config: Any) -> KVLayout:
+    """The model's keys and values.
+
+    Raises:
+        ConfigError: a `cache_dtype` that is unknown.
+    """
+    model, theirs = config.model_config, config.cache_config
+    dtype, scale_dtype = getattr(theirs, "cache_dtype", None) or getattr(model, "dtype", "bfloat16"), None
+    if dtype == "block_wise_fp8":  # a scale for each head of each token, in the model's own dtype
+        dtype, scale_dtype = "uint8", _DTYPES.get(getattr(model, "dtype", "bfloat16"), "bfloat16")
+    if dtype not in _DTYPES:
+        raise ConfigError(f"cache_dtype is {dtype!r}; known: {', '.join((*_DTYPES, 'block_wise_fp8'))}")
+    layers = getattr(getattr(theirs, "model_cfg", None), "num_hidden_layers", None)
+    num_layers = layers if layers is not None else model.num_hidden_layers
+    return KVLayout(
+        num_layers=int(num_layers),
+        num_kv_heads=int(model.num_key_value_heads),
+        head_dim=int(model.head_dim),
+        dtype=_DTYPES[dtype],
+        scale_dtype=scale_dtype,
+        heads_first=True,
+    )

@@ -1,0 +1,161 @@
+"""FastDeploy's swap and storage tasks: copies that a caller names block by block."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastdeploy_cache.adapters.fastdeploy_task import HeldTask, Task, new_request
+from fastdeploy_cache.errors import RequestError
+from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
+from fastdeploy_cache.request import Request
+from transfer_manager.task import Direction
+
+_SWAPS = {"SWAP2CPU": Direction.SWAP_OUT, "SWAP2GPU": Direction.SWAP_IN}
+
+
+class StorageCalls:
+    """The part of the adapter that moves named blocks. Every wait ends at the ranks' own task deadline."""
+
+    cache: NativeManager
+    _tasks: dict[str, HeldTask]
+    _load_timeout_seconds: float
+
+    task_swapping_event: dict[str, threading.Event]  # of tasks that run now; set when they have ended
+    task_write_back_event: dict[str, threading.Event]
+    task_prefetch_event: dict[str, threading.Event]
+    storage_prefetch_block_ids: dict[str, list[int]]
+
+    def _begin_calls(self) -> None:
+        self.task_swapping_event, self.task_write_back_event, self.task_prefetch_event = {}, {}, {}
+        self.storage_prefetch_block_ids = {}
+
+    # -- swap
+
+    def issue_swap_task(  # noqa: PLR0917 (theirs)
+        self,
+        transfer_task_id: str,
+        swap_node_ids: Sequence[Any],
+        gpu_block_ids: Sequence[int],
+        cpu_block_ids: Sequence[int],
+        event_type: Any,
+        is_sync: bool = True,
+    ) -> bool:
+        """Copy between GPU and CPU blocks that the caller has allocated; waits, and says whether all ranks did it.
+
+        `event_type`: SWAP2CPU or SWAP2GPU, by name or as an enumeration. The nodes are not looked at.
+
+        Raises:
+            RequestError: another event, or not `is_sync`. BlockOwnerError: a block is not the caller's.
+        """
+        direction = _SWAPS.get(str(getattr(event_type, "name", event_type)))
+        if direction is None or not is_sync:
+            raise RequestError(f"swap task of {event_type!r}, is_sync={is_sync}; use SWAP2CPU or SWAP2GPU, in sync")
+        del swap_node_ids
+        event = self.task_swapping_event[transfer_task_id] = threading.Event()
+        sources, destinations = gpu_block_ids, cpu_block_ids
+        if direction is Direction.SWAP_IN:
+            sources, destinations = cpu_block_ids, gpu_block_ids
+        try:
+            return self.cache.copy_blocks(sources, destinations, direction=direction)
+        finally:
+            event.set()
+            del self.task_swapping_event[transfer_task_id]
+
+    def sync_swap_task(self, transfer_task_id: str) -> bool:
+        """Wait for a swap task that another thread has issued; False when the tasks' own deadline is over first."""
+        event = self.task_swapping_event.get(transfer_task_id)
+        return event is None or event.wait(self.cache.config.transfer.task_timeout_seconds)
+
+    # -- write
+
+    def write_cache_to_storage(self, request: Task) -> None:
+        """Write what of a held task is cached to storage, in the background; nothing without a store. Before release.
+
+        Raises:
+            UnknownTaskError: it holds nothing.
+        """
+        held = self._held(request)
+        if self.cache.config.storage is not None:
+            self.cache.write_to_storage(held.request)
+
+    def write_cache_to_storage_decode(self, request: Task) -> bool:
+        """Of a task without a match, on a decode instance: its full blocks, from `block_tables`, go to the CPU tier
+        and on to storage, under the keys that any instance computes. Whether they were copied down in time."""
+        if self.cache.config.storage is None:
+            return False
+        ours = new_request(request)
+        num_blocks = (ours.num_tokens - 1) // self.cache.config.block_size  # the last token's keys are not computed
+        table = list(request.block_tables)[:num_blocks]  # type: ignore[attr-defined]
+        return self._copy_down(ours, table, is_sync=True)
+
+    def _copy_down(self, request: Request, table: Sequence[int], *, is_sync: bool) -> bool:
+        transfer = self.cache.swap_out(request, table)
+        return transfer.wait(self.cache.config.transfer.task_timeout_seconds) if is_sync else transfer.num_blocks > 0
+
+    def issue_write_back_storage_task(self, task: Any, is_sync: bool = True) -> bool:
+        """`task`: `task_id`, `keys`, `gpu_block_ids` (the caller's), and `token_ids`, which name the blocks.
+
+        Raises:
+            ValueError: as many keys as blocks are needed. RequestError: no token ids.
+        """
+        request = _request_of(task)
+        event = self.task_write_back_event[task.task_id] = threading.Event()
+        try:
+            return self._copy_down(request, task.gpu_block_ids, is_sync=is_sync)
+        finally:
+            event.set()
+            del self.task_write_back_event[task.task_id]
+
+    def wait_write_storage_task(self, task_id: str) -> bool:
+        """Wait for a write that another thread has issued; False when the tasks' own deadline is over first."""
+        event = self.task_write_back_event.get(task_id)
+        return event is None or event.wait(self.cache.config.transfer.task_timeout_seconds)
+
+    # -- read
+
+    def issue_prefetch_storage_task(self, task: Any, is_sync: bool = True) -> list[int]:
+        """Bring blocks from storage into the caller's `gpu_block_ids`; returns those that all ranks have filled: the
+        leading ones. `task` as for writing, with `start_read_block_idx` blocks already there.
+
+        Always in sync; `timeout` seconds of the task at most, and never longer than the cache's own deadlines.
+        """
+        del is_sync
+        request = _request_of(task)
+        request.append_output([0])  # a prefetch leaves the last token to compute; here all blocks are wanted
+        first = int(getattr(task, "start_read_block_idx", 0))
+        event = self.task_prefetch_event[task.task_id] = threading.Event()
+        try:
+            seconds = min(float(getattr(task, "timeout", self._load_timeout_seconds)), self._load_timeout_seconds)
+            deadline = time.monotonic() + seconds
+            self.cache.prefetch(request).wait(seconds)
+            self.cache.end_prefetch(request)
+            transfer = self.cache.swap_in(request, task.gpu_block_ids, first_block=first)
+            filled = transfer.wait(max(0.0, deadline - time.monotonic()))
+            came = list(task.gpu_block_ids[: transfer.num_blocks]) if filled else []
+            self.storage_prefetch_block_ids[task.task_id] = came
+            return came
+        finally:
+            event.set()
+            del self.task_prefetch_event[task.task_id]
+
+    def wait_prefetch_storage_task(self, task_id: str) -> list[int]:
+        """The blocks that a read has filled, waiting for one that another thread has issued; each once."""
+        event = self.task_prefetch_event.get(task_id)
+        if event is not None:
+            event.wait(self.cache.config.transfer.task_timeout_seconds)
+        return self.storage_prefetch_block_ids.pop(task_id, [])
+
+    def _held(self, task: Task) -> HeldTask:
+        raise NotImplementedError
+
+
+def _request_of(task: Any) -> Request:
+    if len(task.keys) != len(task.gpu_block_ids):
+        raise ValueError(f"task {task.task_id!r} has {len(task.keys)} keys for {len(task.gpu_block_ids)} blocks")
+    tokens = getattr(task, "token_ids", None)
+    if tokens is None or not len(tokens):
+        raise RequestError(f"task {task.task_id!r} has no token_ids; blocks are named by their tokens here")
+    return Request(request_id=f"storage task {task.task_id}", prompt_token_ids=tokens)

@@ -1,0 +1,136 @@
+"""FastDeploy's requests, by the attributes that its cache manager reads, as requests of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from fastdeploy_cache.block_hash import BlockHasher, root_hash
+from fastdeploy_cache.errors import RequestError, UnknownRequestError
+from fastdeploy_cache.request import Request
+
+
+class Task(Protocol):
+    """What is read of a request; `multimodal_inputs` and the attributes after it may be missing.
+
+    Attributes:
+        request_id: names it.
+        prompt_token_ids, output_token_ids: lists or arrays of token ids.
+        block_tables: the ids of its blocks, first to last; the engine keeps it.
+        num_cached_blocks: written here: its first blocks, which are the cache's to free.
+        num_total_tokens: tokens of prompt and output; without it, those of the two lists.
+        multimodal_inputs: a mapping with `mm_positions` (each with `.offset` and `.length`) and `mm_hashes`.
+        namespace: prefixes of different ones never meet.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int] | np.ndarray[Any, Any]
+
+
+class UnknownTaskError(UnknownRequestError, KeyError):
+    """The task holds nothing here: it was never matched, or was released."""
+
+    def __str__(self) -> str:  # KeyError would show the repr
+        return str(self.args[0])
+
+
+@dataclass(eq=False)
+class HeldTask:
+    """A task that was matched and not released."""
+
+    request: Request
+    with_path: bool  # of the v0 sequence: its blocks were all allocated at once
+    num_handed_blocks: int = 0  # of its block table, those that are the cache's
+    num_path_blocks: int = 2**31  # all that a v0 task has
+    num_marked_tokens: int | None = None  # computed, as far as the engine has said
+    unfilled_ids: tuple[int, ...] = ()  # of the v0 sequence: blocks behind its full ones
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output, as far as they are known here."""
+        return self.request.num_tokens
+
+
+def new_request(task: Task) -> Request:
+    """A request with the task's tokens so far, prompt and output."""
+    tokens = all_tokens(task)
+    if not tokens.size:
+        raise RequestError(f"request {task.request_id!r} has no tokens; give it prompt_token_ids")
+    return Request(
+        request_id=str(task.request_id),
+        prompt_token_ids=tokens,
+        namespace=str(getattr(task, "namespace", "") or ""),
+        images=images_of(task, int(tokens.size)),
+    )
+
+
+def all_tokens(task: Task) -> np.ndarray[Any, Any]:
+    """Prompt and output, one after the other."""
+    parts = [np.asarray(part) for part in (task.prompt_token_ids, outputs_of(task)) if len(part)]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def outputs_of(task: Task) -> Sequence[int] | np.ndarray[Any, Any]:
+    """Its output tokens; none where it has no such list."""
+    outputs = getattr(task, "output_token_ids", None)
+    return outputs if outputs is not None else ()
+
+
+def follow_outputs(held: HeldTask, task: Task) -> None:
+    """Append what the task has said since; a request of ours only grows."""
+    num_new = len(task.prompt_token_ids) + len(outputs_of(task)) - held.num_tokens
+    if num_new > 0:
+        held.request.append_output(np.asarray(all_tokens(task)[held.num_tokens :]))
+
+
+def images_of(task: Task, num_tokens: int) -> list[tuple[int, int, str]]:
+    """(offset, length, hash) of each image in its first `num_tokens` tokens."""
+    inputs = getattr(task, "multimodal_inputs", None) or {}
+    positions, hashes = _field(inputs, "mm_positions"), _field(inputs, "mm_hashes")
+    if len(positions) != len(hashes):
+        raise RequestError(f"request {task.request_id!r} has {len(positions)} mm_positions and {len(hashes)} mm_hashes")
+    images = [(int(p.offset), int(p.length), str(h)) for p, h in zip(positions, hashes, strict=True)]
+    return [(offset, length, name) for offset, length, name in images if offset + length <= num_tokens]
+
+
+def _field(inputs: Any, name: str) -> Sequence[Any]:
+    value = inputs.get(name) if isinstance(inputs, Mapping) else getattr(inputs, name, None)
+    return value if value is not None else ()
+
+
+def block_hash_extra_keys(task: Task, start: int, end: int, mm_index: int) -> tuple[int, list[str]]:
+    """The hashes of the images that overlap tokens [start, end), and the index of the first image that may overlap
+    what comes after; images before `mm_index` are not looked at."""
+    inputs = getattr(task, "multimodal_inputs", None) or {}
+    positions, hashes = _field(inputs, "mm_positions"), _field(inputs, "mm_hashes")
+    found: list[str] = []
+    for index in range(mm_index, len(positions)):
+        first, last = positions[index].offset, positions[index].offset + positions[index].length
+        if first >= end:
+            return index, found
+        if last > start:
+            found.append(hashes[index])
+        if last > end:  # it goes on behind this block
+            return index, found
+    return len(positions), found
+
+
+def is_inside_image(inputs: Any, num_tokens: int) -> tuple[bool, int]:
+    """Whether the first `num_tokens` tokens end inside an image, and the index of that image, or of the next one."""
+    positions = _field(inputs or {}, "mm_positions")
+    for index, position in enumerate(positions):
+        if position.offset < num_tokens < position.offset + position.length:
+            return True, index
+        if position.offset >= num_tokens:
+            return False, index
+    return False, len(positions)
+
+
+def path_hashes(request: Request, num_blocks: int, block_size: int) -> list[bytes]:
+    """The hashes of its first blocks."""
+    root = root_hash(request.namespace, block_size)
+    joined = BlockHasher(block_size).extend(root, request.tokens, 0, num_blocks, request.extra_keys(block_size))
+    return [joined[i : i + len(root)] for i in range(0, len(joined), len(root))]

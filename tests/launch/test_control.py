@@ -1,0 +1,306 @@
+"""Control of a server over its private socket: who gets through, what is asked, what is answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdeploy_cache.errors import LifeCycleError
+from launch import control as control_module
+from launch.control import ControlServer
+from launch.control_client import ask
+from launch.control_socket import connected
+from launch.errors import LaunchError
+from tests.launch.test_serve import CLI
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from launch.control import ControlServer
+ControlServer(Path(sys.argv[1]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class Stub:
+    """Notes what it is asked; `before` is called first."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.status = "running"
+        self.before: Callable[[], object] = lambda: None
+
+    def _note(self, *call: Any) -> None:
+        self.before()
+        self.calls.append(call)
+        self.status = f"after {call[0]}"
+
+    def pause(self, timeout_seconds: float) -> None:
+        self._note("pause", timeout_seconds)
+
+    def resume(self, timeout_seconds: float) -> None:
+        self._note("resume", timeout_seconds)
+
+    def sleep(self, timeout_seconds: float, tiers: Collection[str]) -> None:
+        self._note("sleep", timeout_seconds, tuple(tiers))
+
+    def wake(self, timeout_seconds: float) -> None:
+        self._note("wake", timeout_seconds)
+
+    def clear(self, timeout_seconds: float) -> None:
+        self._note("clear", timeout_seconds)
+
+    def update_weights(self, timeout_seconds: float, weights_id: str | None) -> None:
+        self._note("update-weights", timeout_seconds, weights_id)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "private" / "serve.sock"
+
+
+@pytest.fixture
+def stub(path: Path) -> Iterator[Stub]:
+    """Served at `path`."""
+    stub, server = Stub(), ControlServer(path)
+    server.start(stub)
+    yield stub
+    server.stop()
+
+
+def send(path: Path, data: bytes) -> dict[str, str]:
+    """The answer to these bytes."""
+    with connected(path, 5) as connection:
+        connection.sendall(data)
+        return json.loads(connection.makefile("rb").readline())
+
+
+def control(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*CLI, "control", "--socket", str(path), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+# -- what is asked
+
+
+def test_every_verb_gets_through_with_its_fields(stub: Stub, path: Path) -> None:
+    """The answer is the status after it; what is left out has its default."""
+    assert ask(path, "pause", 7.5) == "after pause"
+    ask(path, "sleep", 1)
+    ask(path, "sleep", 1, tiers=["cpu"])
+    ask(path, "wake", 1)
+    ask(path, "clear", 1)
+    ask(path, "update-weights", 1, weights_id="v2")
+    assert send(path, b'{"verb": "resume"}\n') == {"status": "after resume"}
+    assert stub.calls == [
+        ("pause", 7.5),
+        ("sleep", 1, ("gpu", "cpu")),
+        ("sleep", 1, ("cpu",)),
+        ("wake", 1),
+        ("clear", 1),
+        ("update-weights", 1, "v2"),
+        ("resume", 30),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b'{"verb": "dance"}\n', "'dance'"),
+        (b"{}\n", "verb"),
+        (b'{"verb": "pause", "tiers": ["gpu"]}\n', "unknown field `tiers`"),
+        (b'{"verb": "sleep", "tiers": ["tpu"]}\n', "'tpu'"),
+        (b'{"verb": "sleep", "tiers": []}\n', "length >= 1"),
+        (b'{"verb": "pause", "timeout_seconds": 0}\n', "> 0"),
+        (b'{"verb": "pause", "timeout_seconds": 601}\n', "<= 600"),
+        (b'{"verb": "pause", "timeout_seconds": NaN}\n', "malformed"),
+        (b'{"verb": "update-weights", "weights_id": 5}\n', "`str"),
+        (b"nonsense\n", "malformed"),
+        (b'{"verb": "\xff"}\n', "utf-8"),
+    ],
+)
+def test_what_it_does_not_know_is_refused(stub: Stub, path: Path, data: bytes, words: str) -> None:
+    """The answer says what is wrong and names the verbs and their fields; nothing is done, and it goes on."""
+    error = send(path, data)["error"]
+    assert words in error
+    for known in ("pause", "resume", "tiers: gpu, cpu", "wake", "clear", "weights_id", "timeout_seconds"):
+        assert known in error
+    assert not stub.calls
+    ask(path, "pause", 1)
+
+
+@pytest.mark.parametrize(
+    "data", [b" " * 4097, b'{"verb": "pause"}' + b" " * 4096 + b"\n", b'{"verb": "pause"}\n{"verb": "clear"}\n']
+)
+def test_more_than_one_line_of_bounded_size_is_refused(stub: Stub, path: Path, data: bytes) -> None:
+    """No more is read than that."""
+    assert "4096 bytes; send one" in send(path, data)["error"]
+    assert not stub.calls
+
+
+def test_who_does_not_finish_a_line_is_not_waited_for(stub: Stub, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its time, or at its end, it is told so; the next one is served."""
+    with connected(path, 5) as connection:
+        connection.sendall(b'{"verb": "pause"}')
+        connection.shutdown(socket.SHUT_WR)
+        assert b"without an end" in connection.makefile("rb").readline()
+    monkeypatch.setattr(control_module, "_READ_SECONDS", 0.05)
+    assert "no whole line within 0.05 s" in send(path, b'{"verb": "pause"')["error"]
+    with connected(path, 5):
+        pass  # says nothing at all
+    assert ask(path, "pause", 1) == "after pause"
+
+
+def test_a_failure_is_the_answer(stub: Stub, path: Path) -> None:
+    """What the cache refuses is handed on, and the server goes on."""
+
+    def refuse() -> None:
+        raise LifeCycleError("the cache is asleep")
+
+    stub.before = refuse
+    with pytest.raises(LaunchError, match="the cache is asleep"):
+        ask(path, "pause", 1)
+    stub.before = lambda: None
+    ask(path, "pause", 1)
+
+
+def test_what_nobody_waits_for_any_more_is_not_done(stub: Stub, path: Path) -> None:
+    """A request whose sender has gone while an earlier one was served is dropped."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        inside.set()
+        assert go_on.wait(10)
+
+    stub.before = wait
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(ask, path, "pause", 5)
+        assert inside.wait(10)
+        with connected(path, 5) as connection:
+            connection.sendall(b'{"verb": "clear"}\n')
+        go_on.set()
+        first.result(10)
+        ask(path, "resume", 5)
+    assert [call[0] for call in stub.calls] == ["pause", "resume"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_server_that_breaks_leaves_no_socket(path: Path) -> None:
+    """An error of ours ends its thread: who asks is not left waiting, and nobody finds it any more."""
+    server, stub = ControlServer(path), Stub()
+    stub.before = lambda: 1 / 0
+    server.start(stub)
+    with pytest.raises(LaunchError, match="ended without an answer"):
+        ask(path, "pause", 1)
+    server._thread.join(10)  # type: ignore[union-attr]
+    assert not path.exists()
+    server.stop()
+
+
+# -- who gets through
+
+
+def test_only_its_user_can_reach_it(stub: Stub, path: Path) -> None:
+    """The folder that it makes has mode 700, the socket 600."""
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_kernel_is_asked_who_it_is(stub: Stub, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is of another user than the server is refused, whatever the modes let through."""
+    other = os.geteuid() + 1
+    monkeypatch.setattr(control_module.os, "geteuid", lambda: other)
+    with pytest.raises(LaunchError, match=f"user {other - 1} asks, but the server is of user {other}"):
+        ask(path, "pause", 1)
+    assert not stub.calls
+
+
+def test_a_folder_that_others_may_enter_is_refused(path: Path) -> None:
+    """Its mode is in the message; nothing is made in it."""
+    path.parent.mkdir()
+    path.parent.chmod(0o750)
+    with pytest.raises(LaunchError, match="mode 750, open to others"):
+        ControlServer(path)
+    assert not list(path.parent.iterdir())
+
+
+def test_a_live_server_is_not_displaced(stub: Stub, path: Path) -> None:
+    """A second one is refused, and the first still answers; another socket beside it is welcome."""
+    with pytest.raises(LaunchError, match="a server listens on"):
+        ControlServer(path)
+    ask(path, "pause", 1)
+    beside = ControlServer(path.with_name("other.sock"))
+    beside.stop()
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_a_killed_server_left_is_replaced(path: Path) -> None:
+    """Its socket file is still there, and nobody listens on it."""
+    subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False, timeout=30)
+    assert path.is_socket()
+    with pytest.raises(ConnectionRefusedError):
+        ask(path, "pause", 1)
+    server, stub = ControlServer(path), Stub()
+    server.start(stub)
+    assert ask(path, "pause", 1) == "after pause"
+    server.stop()
+    assert not path.exists()
+
+
+def test_something_else_in_the_way_stays(path: Path) -> None:
+    """A file that is no socket is not removed."""
+    path.parent.mkdir(mode=0o700)
+    path.write_text("precious")
+    with pytest.raises(LaunchError, match="no socket"):
+        ControlServer(path)
+    assert path.read_text() == "precious"
+
+
+def test_a_server_removes_its_own_file_only(path: Path) -> None:
+    """Where somebody removed its socket and another server took the place, that one stays."""
+    first = ControlServer(path)
+    path.unlink()
+    second = ControlServer(path)
+    first.stop()
+    assert path.is_socket()
+    second.stop()
+    assert not path.exists()
+
+
+def test_a_long_path_is_no_obstacle(tmp_path: Path) -> None:
+    """A socket's address holds 107 bytes; the folder may be deeper than that, its name may not."""
+    path = tmp_path / ("deep" * 30) / "serve.sock"
+    server, stub = ControlServer(path), Stub()
+    server.start(stub)
+    assert ask(path, "pause", 1) == "after pause"
+    server.stop()
+    with pytest.raises(LaunchError, match="cannot listen"):
+        ControlServer(path.with_name("x" * 120))
+
+
+# -- the command
+
+
+def test_exit_statuses_of_the_command(stub: Stub, path: Path) -> None:
+    """0 and the status; 1 and one line with the reason; 3 where no server is."""
+    done = control(path, "sleep", "--tier", "gpu", "--timeout", "4")
+    assert (done.returncode, done.stdout) == (0, "after sleep\n")
+    control(path, "update-weights", "v3")
+    assert stub.calls == [("sleep", 4.0, ("gpu",)), ("update-weights", 30.0, "v3")]
+    refused = control(path, "dance")
+    assert (refused.returncode, refused.stdout, len(refused.stderr.splitlines())) == (1, "", 1)
+    assert "the verbs are pause, resume" in refused.stderr
+    for nowhere in (path.with_name("no.sock"), path.parent / "no" / "serve.sock"):
+        missing = control(nowhere, "pause")
+        assert (missing.returncode, missing.stderr) == (3, f"fastdeploy-cache: no server listens at {nowhere}\n")

@@ -1,0 +1,108 @@
+"""The words in shared memory that model workers of FastDeploy look at, under the names that they know.
+
+Names, sizes and values are FastDeploy's: `NAME.SUFFIX` in /dev/shm, int32 words, one for each rank or one in all;
+of `prefix_tree_status` 0 is NORMAL, 1 UPDATING, -1 CLEARING, -2 CLEARED.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+
+import numpy as np
+
+from ipc.named_signal import NamedSignal
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.1  # those who write these words wake nobody
+BY_RANK = ("cache_ready_signal", "swap_space_ready_signal", "cache_transfer_inited_signal", "cache_task_inflight")
+IN_ALL = ("cache_task_broadcast_signal", "cache_task_is_paused", "prefix_tree_status")
+
+
+class TreeStatus(IntEnum):
+    """Values of `prefix_tree_status`. A worker asks for UPDATING or CLEARING; the cache answers NORMAL or CLEARED."""
+
+    NORMAL = 0
+    UPDATING = 1
+    CLEARING = -1
+    CLEARED = -2
+
+
+_ANSWERS = {
+    int(TreeStatus.UPDATING): (TreeStatus.UPDATING, TreeStatus.NORMAL),
+    int(TreeStatus.CLEARING): (TreeStatus.CLEARING, TreeStatus.CLEARED),
+}
+
+
+class WorkerSignals:
+    """The words, and a thread that keeps them true and answers what is asked by `prefix_tree_status`.
+
+    `cache_task_broadcast_signal` stays 0: tasks reach ranks through a queue of their own.
+    """
+
+    def __init__(
+        self,
+        suffix: int | str,
+        tp_size: int,
+        *,
+        on_asked: Callable[[TreeStatus], bool],
+        state: Callable[[], tuple[bool, int]],
+    ) -> None:
+        """Make the words and start the thread.
+
+        `on_asked` does what a worker asks for, in the thread, and says whether it could; `state` gives whether the
+        cache is paused, and how many tasks are in flight.
+
+        Raises:
+            IPCError: another engine holds these names; nothing of this one is left.
+        """
+        self._words: dict[str, NamedSignal] = {}
+        self._on_asked, self._state, self._tp_size = on_asked, state, tp_size
+        try:
+            for name, num_words in [*((n, tp_size) for n in BY_RANK), *((n, 1) for n in IN_ALL)]:
+                self._words[name] = NamedSignal.create(name, suffix, num_words)
+        except BaseException:
+            self._close_words()
+            raise
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="worker-signals", daemon=True)
+        self._thread.start()
+
+    def words(self, name: str) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """The words of that name, int32 [1] or [ranks]."""
+        return self._words[name].words
+
+    def set_ready(self, *, with_swap_space: bool) -> None:
+        """Every rank has its KV arrays, and its CPU blocks where there are any."""
+        names = ["cache_ready_signal", "cache_transfer_inited_signal"]
+        for name in [*names, "swap_space_ready_signal"] if with_swap_space else names:
+            for rank in range(self._tp_size):
+                self._words[name].set(rank, 1)
+
+    def close(self) -> None:
+        """End the thread, remove the names. Safe to call twice."""
+        self._stopping.set()
+        self._thread.join()
+        self._close_words()
+
+    def _close_words(self) -> None:
+        for words in self._words.values():
+            words.close()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_LOOK_SECONDS):
+            self.refresh()
+            asked = _ANSWERS.get(int(self._words["prefix_tree_status"].words[0]))
+            if asked is not None and self._on_asked(asked[0]):
+                self._words["prefix_tree_status"].set(0, asked[1])
+                logger.info("event=prefix_tree_status asked=%s answer=%s", asked[0].name, asked[1].name)
+
+    def refresh(self) -> None:
+        """Write what the cache is doing now."""
+        is_paused, num_in_flight = self._state()
+        self._words["cache_task_is_paused"].set(0, int(is_paused))
+        for rank in range(self._tp_size):
+            self._words["cache_task_inflight"].set(rank, num_in_flight)
