@@ -23,6 +23,7 @@ from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import GPU, Run, Tier
 from fastdeploy_cache.run_view import RunView, view_of
+from fastdeploy_cache.stats import TierStats
 
 
 class Lookup(NamedTuple):
@@ -134,10 +135,16 @@ class CallerBlocks:
 
     # -- prefixes
 
-    def lookup(self, request: Request, *, touch: bool = True) -> Lookup:
-        """What is cached of the tokens' full blocks. Pins nothing; with `touch` it counts as recently used."""
+    def lookup(self, request: Request, *, touch: bool = True, split: bool = False) -> Lookup:
+        """What is cached of the tokens' full blocks. Pins nothing; with `touch` it counts as recently used.
+
+        `split`: cut the run in which it ends, so that what is behind ages, and is evicted, by itself.
+        """
         with self._lock:
             path, num_found = self._find(request)
+            run, end = self._tree.place(path, num_found)
+            if split and run is not None and end < run.num_blocks:
+                path = self._tree.split(run, end).path()
             if path and touch:
                 self._tree.policy.touch(path)
             ids = gpu_ids(path, num_found)
@@ -220,6 +227,11 @@ class CallerBlocks:
         return path
 
     # -- looking in
+
+    def tier_stats(self, tier: Tier = GPU) -> TierStats:
+        """The counts of one tier: what `stats` says of it, cheaper."""
+        with self._lock:
+            return TierStats.of(self._pools[tier], self._tree.residency, tier)
 
     def runs(self) -> list[RunView]:
         """Every run of the tree, parents first, as it is now. Walks the whole tree."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from fastdeploy_cache.block_mover import Part
 from fastdeploy_cache.block_pool import CALLER, TASK
 from fastdeploy_cache.caller_blocks import CallerBlocks, as_ids
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.path import coming_and_cold
+from fastdeploy_cache.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.prefetched import insert_copies
 from fastdeploy_cache.prefix_tree import BlockKeys
 from fastdeploy_cache.request import Request
@@ -42,12 +44,37 @@ class CallerTransfer:
         return self.succeeded
 
 
+class CallerLoad(CallerTransfer):
+    """A load into the tree: `block_ids` is where the blocks that are not on the GPU yet are coming to."""
+
+    __slots__ = ("_pinned", "block_ids", "num_kv_losses")
+
+    def __init__(
+        self,
+        transfers: Sequence[Transfer],
+        block_ids: Sequence[int],
+        pinned: PinnedPrefix | None,
+        num_kv_losses: int,
+    ) -> None:
+        super().__init__(transfers, len(block_ids))
+        self.block_ids = list(block_ids)
+        self.num_kv_losses = num_kv_losses  # of the cache, when it began
+        self._pinned = pinned
+
+    def end(self) -> tuple[Sequence[Transfer], PinnedPrefix | None]:
+        """What it holds ahead of its end, once."""
+        pinned, self._pinned = self._pinned, None
+        return (self._transfers if pinned is not None else ()), pinned
+
+
 class CallerCopies(CallerBlocks):
     """The part of `CallerBlocks` that moves bytes; any thread.
 
     From the call until it has ended, what is copied into a caller's block belongs to the task: giving it back is
     refused. What is copied from may be given back any time, and is free once it has been read.
     """
+
+    _ahead: dict[Transfer, int]
 
     def copy_blocks(
         self,
@@ -152,30 +179,57 @@ class CallerCopies(CallerBlocks):
         self._submit()
         return CallerTransfer((transfer,), len(sources))
 
-    def load(self, request: Request, num_blocks: int | None = None) -> CallerTransfer | None:
+    def load(self, request: Request, num_blocks: int | None = None, *, ahead: bool = False) -> CallerLoad | None:
         """Bring the request's cached prefix, at most `num_blocks` blocks, from the CPU tier to the GPU, where it stays
         cached: all of it or nothing. None where it does not fit, or no task can start now. Pin it first, to keep it.
+
+        With `ahead` the caller may use the blocks before they have come, layer by layer (`LayerProgress.wait_layer`);
+        they are given to nobody else until `end_load`, and what was computed on them counts if that returns True.
         """
         with self._lock:
             path, num_found = self._find(request, num_blocks)
             _, parts = coming_and_cold(path, num_found)
-            num_cold = sum(n for _, _, n in parts)
-            if num_cold:
-                residency = self._tree.residency
-                pin = self._tree.move_pin(None, *self._tree.place(path, num_found))
-                fits = num_cold <= residency.num_available(GPU) and self._mover.can(Direction.SWAP_IN)
-                if fits:
-                    residency.evict(GPU, max(0, num_cold - self._pools[GPU].num_free))
-                    self._mover.load(parts)
-                    self._copy_down.moved(num_cold)
-                self._tree.move_pin(pin, None, 0)
-                if not fits:
-                    return None
-            transfers = dict.fromkeys([segment.transfer for run in path for segment in segments_of(run, GPU)])
+            if sum(n for _, _, n in parts) and not self._start_load(path, num_found, parts):
+                return None
+            ids, transfers = _coming(path, num_found)
+            for transfer in transfers if ahead else ():
+                self._mover.use_ahead(transfer)
+                self._ahead[transfer] = self._ahead.get(transfer, 0) + 1
+            pinned = self._pin_found(path, num_found) if ahead else None
+            load = CallerLoad(transfers, ids, pinned, self._tree.num_kv_losses)
         self._submit()
-        return CallerTransfer(list(transfers), num_cold)
+        return load
+
+    def end_load(self, load: CallerLoad, timeout_seconds: float = 0.0) -> bool:
+        """The caller uses the blocks of an `ahead` load no more, or only as cached ones; whether all of it has come.
+
+        Waits for it up to `timeout_seconds`. Once for each load.
+        """
+        load.wait(timeout_seconds)
+        with self._lock:
+            came = load.succeeded and load.num_kv_losses == self._tree.num_kv_losses
+            transfers, pinned = load.end()
+            for transfer in transfers:
+                self._ahead[transfer] -= 1
+                if not self._ahead[transfer]:
+                    del self._ahead[transfer]
+                self._mover.end_ahead(transfer)
+        if pinned is not None:
+            self.unpin(pinned)
+        return came
 
     # -- under the lock
+
+    def _start_load(self, path: list[Run], num_found: int, parts: list[Part]) -> bool:
+        residency, num_cold = self._tree.residency, sum(n for _, _, n in parts)
+        pin = self._tree.move_pin(None, *self._tree.place(path, num_found))
+        fits = num_cold <= residency.num_available(GPU) and self._mover.can(Direction.SWAP_IN)
+        if fits:
+            residency.evict(GPU, max(0, num_cold - self._pools[GPU].num_free))
+            self._mover.load(parts)
+            self._copy_down.moved(num_cold)
+        self._tree.move_pin(pin, None, 0)
+        return fits
 
     def _pin_at(self, path: list[Run], num_blocks: int) -> Pin:
         run, end = self._tree.place(path, num_blocks)
@@ -204,6 +258,21 @@ class CallerCopies(CallerBlocks):
         pool = self._pools[CPU]
         pool.free(array("i", [i for i in destinations if pool.owner(i) is TASK]), TASK)
         self._pools[GPU].end_reading(sources)
+
+
+def _coming(path: list[Run], num_blocks: int) -> tuple[list[int], list[Transfer]]:
+    """Of a path's first `num_blocks` blocks those on their way to the GPU: where to, and by which loads."""
+    ids, transfers, depth = list[int](), dict[Transfer, None](), 0
+    for run in path:
+        segments = segments_of(run, GPU)
+        for block in range(run.num_gpu, min(run.num_blocks, num_blocks - depth)):
+            segment = next((s for s in segments if s.start <= block < s.end), None)
+            if segment is None:
+                return ids, list(transfers)
+            ids.append(segment.ids[block - segment.start])
+            transfers[segment.transfer] = None
+        depth += run.num_blocks
+    return ids, list(transfers)
 
 
 def _copies(path: list[Run], first: int, num_blocks: int) -> array[int]:

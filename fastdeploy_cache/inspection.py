@@ -12,7 +12,7 @@ from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.invariants import check
 from fastdeploy_cache.pinned_prefix import Pinned
 from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.run import CPU, GPU, Tier
+from fastdeploy_cache.run import CPU, GPU, Tier, Transfer
 from fastdeploy_cache.stats import CacheStats, TierStats
 from fastdeploy_cache.storage_tier import StorageTier
 from metrics.cache_metrics import CacheMetrics
@@ -24,6 +24,7 @@ class Inspection:
     """The part of `PrefixCacheManager` that changes nothing; any thread."""
 
     metrics: CacheMetrics
+    _ahead: dict[Transfer, int]
     _client: TransferClient
     _detached: list[StorageTier]
     _exporters: list[MetricsExporter]
@@ -58,13 +59,8 @@ class Inspection:
         with self._lock:
             tiers = [*self._detached, *([self._storage] if self._storage is not None else [])]
             held = [block_id for tier in tiers for block_id in tier.held_ids]
-            check(
-                self._tree,
-                list(self._requests.values()),
-                list(self._mover.in_flight.values()),
-                held,
-                list(self._pinned),
-            )
+            requests, transfers = list(self._requests.values()), list(self._mover.in_flight.values())
+            check(self._tree, requests, transfers, storage_ids=held, pins=list(self._pinned), ahead=self._ahead)
 
     def serve_metrics(self, host: str = "127.0.0.1", port: int = 0, *, also: Sequence[Collector] = ()) -> str:
         """Start the Prometheus endpoint of this cache; returns its URL. Port 0 takes a free one.

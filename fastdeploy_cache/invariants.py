@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_hash import HASH_BYTES, BlockHasher
@@ -15,11 +16,13 @@ def check(
     tree: PrefixTree,
     requests: Sequence[ActiveRequest],
     transfers: Sequence[Transfer],
+    *,
     storage_ids: Sequence[int] = (),
     pins: Sequence[Pin] = (),
+    ahead: Mapping[Transfer, int] = MappingProxyType({}),
 ) -> None:
     """Raise `AssertionError` naming the first broken promise. `storage_ids`: CPU blocks that storage fills now;
-    `pins`: of adapters."""
+    `pins`, `ahead`: of adapters' callers."""
     runs = list(tree.runs())
     _check_pins(runs, requests, transfers, pins)
     for tier in Tier:
@@ -32,7 +35,7 @@ def check(
     for active in requests:
         _check_request(active)
     for transfer in transfers:
-        num_ahead = sum(transfer in active.ahead for active in requests)
+        num_ahead = sum(transfer in active.ahead for active in requests) + ahead.get(transfer, 0)
         num_waiting = sum(transfer in active.loads for active in requests)
         assert (transfer.num_ahead, transfer.num_waiting) == (num_ahead, num_waiting), "waiters of a load miscounted"
         assert num_ahead or not transfer.done.is_set(), "an ended task is still held"

@@ -31,7 +31,7 @@ from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.rank_access import RankAccess
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import GPU, wait_done
+from fastdeploy_cache.run import GPU, Transfer, wait_done
 from fastdeploy_cache.storage_access import StorageAccess
 from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.tier_loss import drop_gpu
@@ -86,6 +86,7 @@ class PrefixCacheManager(Inspection, RankAccess, StorageAccess, LifeCycle, Calle
         self._tree = PrefixTree(config.block_size, pools, policy or new_policy_of(config, clock))
         self._requests: dict[str, ActiveRequest] = {}
         self._pinned: Pinned = {}
+        self._ahead: dict[Transfer, int] = {}
         self._life = LifeCycleState()
         self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds)
         self._speeds = new_speeds(config)

@@ -152,9 +152,6 @@ class SlotIndex:
         del parent.children[leaf.key]
         for claim in leaf.holders:
             claim.node = parent
-            if parent is self.root:
-                claim.node = None
-                del self.claims[claim.slot]
 
     # -- shape
 
@@ -181,7 +178,7 @@ class SlotIndex:
                 (child,) = node.children.values()
                 if len(child.holders) == len(node.holders):  # the same ones
                     child.tokens, child.parent = node.tokens + child.tokens, parent
-                    child.last_used = max(child.last_used, node.last_used)
+                    child.last_used = node.last_used
                     parent.children[child.key] = child
             return
 

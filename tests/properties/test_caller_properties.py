@@ -1,4 +1,4 @@
-"""Random verbs without a request, mixed with those of requests and with life-cycle changes, against the simple model."""
+"""Random verbs without a request among those of requests and changes of life, against the simple model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from fastdeploy_cache import Request
 from fastdeploy_cache.block_pool import RUN
-from fastdeploy_cache.caller_copies import CallerTransfer
+from fastdeploy_cache.caller_copies import CallerLoad, CallerTransfer
 from fastdeploy_cache.errors import BlockOwnerError, LifeCycleError, OutOfBlocksError, RequestError
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 from fastdeploy_cache.pinned_prefix import PinnedPrefix
@@ -28,7 +28,7 @@ class Caller:
     ids: list[int] = field(default_factory=list)
     pins: list[tuple[PinnedPrefix, list[Prefix], int]] = field(default_factory=list)  # with contents and epoch
     filling: list[tuple[CallerTransfer, list[int], list[Prefix]]] = field(default_factory=list)
-    reading: list[CallerTransfer] = field(default_factory=list)
+    loads: list[tuple[CallerLoad, list[Prefix], int]] = field(default_factory=list)
     num_moved: dict[str, int] = field(default_factory=lambda: {"in": 0, "out": 0, "load": 0, "evict": 0})
 
     def request(self) -> Request:
@@ -47,7 +47,7 @@ class Caller:
             self.ids += self.model.cache.take(num_blocks)
         except OutOfBlocksError as refused:
             num_evictable = room.num_cached - room.num_protected - self.model.cache._pools[0].num_read_of(RUN)
-            assert refused.missing == num_blocks - room.num_free - max(0, num_evictable)
+            assert refused.missing == num_blocks - room.num_free - max(0, num_evictable)  # noqa: PT017
         except LifeCycleError:
             assert self.model.cache.life_cycle_status is not LifeCycleStatus.RUNNING
         assert len(set(self.ids)) == len(self.ids)
@@ -109,8 +109,23 @@ class Caller:
         self.num_moved["evict"] += len(gone)
 
     def load(self) -> None:
-        transfer = self.model.cache.load(self.request())
-        self.num_moved["load"] += transfer.num_blocks if transfer is not None else 0
+        request = self.request()
+        ahead = self.choose.random() < 0.5
+        load = self.model.cache.load(request, ahead=ahead)
+        self.num_moved["load"] += load.num_blocks if load is not None else 0
+        if load is not None and ahead:
+            first = len(self.model.cache.lookup(request, touch=False).block_ids)
+            contents = self.prefixes(request)[first : first + load.num_blocks]
+            self.loads.append((load, contents, self.model.epoch))
+
+    def end_load(self) -> None:
+        if self.loads:
+            load, contents, epoch = self.loads.pop(self.choose.randrange(len(self.loads)))
+            came = load.succeeded
+            if came and epoch == self.model.epoch:
+                assert [self.model.client.gpu[i] for i in load.block_ids] == contents, "wrong KV ahead of a load"
+            assert not set(load.block_ids) & set(self.ids), "blocks that are used ahead were given out"
+            assert self.model.cache.end_load(load) <= came, "False, too, where the GPU's bytes have gone since"
 
     def swap_out(self) -> None:
         request, cache = self.request(), self.model.cache
@@ -178,14 +193,16 @@ class Caller:
     def finish(self) -> None:
         self.model.client.land_all()
         self.end_copies()
+        while self.loads:
+            self.end_load()
         while self.pins:
             self.unpin()
         self.model.cache.give_back(self.ids)
 
 
 _STEPS = {
-    "take": 4, "give_back": 2, "insert": 6, "pin": 3, "unpin": 2, "evict_runs": 1, "load": 2, "swap_out": 3,
-    "swap_in": 3, "serve": 4, "match": 2, "land": 6, "change_life": 0.4, "down": 0.2, "reset": 0.1,
+    "take": 4, "give_back": 2, "insert": 6, "pin": 3, "unpin": 2, "evict_runs": 1, "load": 3, "end_load": 2,
+    "swap_out": 3, "swap_in": 3, "serve": 4, "match": 2, "land": 6, "change_life": 0.4, "down": 0.2, "reset": 0.1,
 }  # fmt: skip
 
 

@@ -190,6 +190,20 @@ def test_the_least_recently_used_goes_first() -> None:
     assert cache.find([10, 11, 12, 13])[0] == 4 and cache.find([30, 31, 32])[0] == 3 and cache.num_tokens == 8
 
 
+def test_inserting_and_finding_a_part_are_uses() -> None:
+    """Of a sequence inserted after another one was found; and of the whole, once nothing else is pinned in it."""
+    slots, cache = filled(4, capacity=8)
+    first, second = serve_and_hold(slots, cache, [1, 2, 3, 4]), 1
+    cache.pin([1, 2])
+    assert cache.find([1, 2, 3, 4])[0] == 4 and serve_and_hold(slots, cache, [5, 6, 7, 8]) == second
+    serve_and_hold(slots, cache, [9])
+    assert cache.find([5, 6, 7, 8]) == (4, second, 1)
+    assert cache.find([1, 2]) == (2, first, 1)
+    cache.release([1, 2])
+    serve_and_hold(slots, cache, [10, 11])  # takes the 9 first
+    assert cache.find([1, 2, 3]) == (3, first, 1) and cache.find([5, 6, 7, 8]) == (3, second, 1)
+
+
 def serve_and_hold(slots: SlotAllocator, cache: SlotPrefixCache, tokens: list[int]) -> int:
     """A sequence that is not pinned, in a slot that stays taken."""
     slot = slots.alloc()
@@ -250,6 +264,8 @@ def test_a_sequence_is_released_as_often_as_it_was_pinned() -> None:
     """The slot stays reusable at zero; once more is refused, as is what was never pinned."""
     cache = SlotPrefixCache()
     cache.insert([1, 2, 3, 4], 0, 1)
+    with pytest.raises(BlockOwnerError, match="2 tokens"):
+        cache.release([1, 2])
     assert cache.pin([1, 2]) and cache.pin([1, 2, 3, 4])
     for tokens in ([1, 2], [1, 2, 3, 4], [1, 2, 3, 4]):
         cache.release(tokens)

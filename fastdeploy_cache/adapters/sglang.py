@@ -1,0 +1,347 @@
+"""SGLang's `HiRadixCache` of August 2025, by its method names, arguments and returns, over ours.
+
+Source: behaviour of SGLang 0.4.10.post2. docs/adapters/sglang.md says what is covered and what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from fastdeploy_cache.adapters.sglang_config import new_config, new_manager
+from fastdeploy_cache.adapters.sglang_loads import Loads
+from fastdeploy_cache.adapters.sglang_nodes import Node, RadixKey, as_key, new_request
+from fastdeploy_cache.adapters.sglang_slots import ReqToTokenPool, Slots, TokenToKVPoolAllocator, pages_of, slots_of
+from fastdeploy_cache.errors import ConfigError, RequestError
+from fastdeploy_cache.manager import PrefixCacheManager
+from fastdeploy_cache.match import Prefetch
+from fastdeploy_cache.pinned_prefix import PinnedPrefix
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.run import CPU
+
+__all__ = ["HiRadixCache", "MatchResult", "RadixKey", "ReqToTokenPool", "new_config", "new_manager"]
+
+_EMPTY = np.empty(0, np.int32)
+
+
+class MatchResult(NamedTuple):
+    """What `match_prefix` found: slots on the GPU, and nodes at the end of what is there and of what is anywhere."""
+
+    device_indices: Slots
+    last_device_node: Node
+    last_host_node: Node
+    host_hit_length: int  # tokens behind the slots that are in the CPU tier only
+
+
+class Req(Protocol):
+    """What is read and written of a request.
+
+    Attributes:
+        req_pool_idx: its row in the request-to-token pool, which holds the slots of all its tokens.
+        origin_input_ids, output_ids: its tokens.
+        fill_ids: those of them that have been computed (`cache_unfinished_req`).
+        kv_allocated_len: tokens that its row has slots for; may be missing.
+        prefix_indices: the slots that it got from the cache, or that the cache has adopted.
+        last_node: the node that is locked for it.
+        extra_key: parts its prefixes from others'; may be missing.
+    """
+
+    rid: str
+    req_pool_idx: int
+    origin_input_ids: Sequence[int]
+    output_ids: Sequence[int]
+    fill_ids: Sequence[int]
+    prefix_indices: Slots
+    last_node: Node
+
+
+@dataclass(eq=False)
+class _Locks:
+    """Of one node."""
+
+    pins: list[PinnedPrefix] = field(default_factory=list)
+
+
+class HiRadixCache:
+    """Prefixes as slots of tokens. One thread at a time, as a scheduler has; the ranks move bytes meanwhile.
+
+    Nodes are places in the prefix tree, by the tokens up to them; a place may be locked as long as it is cached.
+    """
+
+    def __init__(
+        self,
+        manager: PrefixCacheManager,
+        req_to_token_pool: ReqToTokenPool | None = None,
+        *,
+        load_back_threshold: int = 10,
+        overlap_loads: bool = False,
+    ) -> None:
+        """`manager` is of `new_manager`.
+
+        `load_back_threshold`: fewer tokens in the CPU tier than these are computed. `overlap_loads`: `init_load_back`
+        returns at once; workers wait for each layer (`layer_progress`), and `loading_check` tells what has failed.
+        """
+        self.manager, self.page_size = manager, manager.config.block_size
+        self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(manager)
+        self.req_to_token_pool = req_to_token_pool
+        self.load_back_threshold = load_back_threshold
+        self.loads = Loads(manager, overlap=overlap_loads)
+        self._locks: dict[Node, _Locks] = {}
+        self._prefetches: dict[str, tuple[Request, Prefetch]] = {}
+        self.root_node = Node.root()
+
+    # -- sizes
+
+    def evictable_size(self) -> int:
+        """Cached tokens on the GPU that are not locked."""
+        gpu = self.manager.tier_stats()
+        return (gpu.num_cached - gpu.num_protected) * self.page_size
+
+    def protected_size(self) -> int:
+        """Cached tokens on the GPU that are locked, or are being copied."""
+        return self.manager.tier_stats().num_protected * self.page_size
+
+    def total_size(self) -> int:
+        """Cached tokens on the GPU."""
+        return self.manager.tier_stats().num_cached * self.page_size
+
+    # -- match and insert
+
+    def match_prefix(self, key: RadixKey | Sequence[int]) -> MatchResult:
+        """The longest cached prefix of whole pages. It counts as used now; the node in which it ends is split there.
+
+        Nothing is locked: `inc_lock_ref(last_device_node)` before anything else is allocated or evicted.
+        """
+        request = new_request(as_key(key), self.page_size)
+        if request is None:
+            return MatchResult(_EMPTY, self.root_node, self.root_node, 0)
+        found = self.manager.lookup(request, split=True)
+        return MatchResult(
+            slots_of(found.block_ids, self.page_size),
+            Node.at(request, len(found.block_ids), self.page_size),
+            Node.at(request, found.num_blocks, self.page_size),
+            found.num_cpu_blocks * self.page_size,
+        )
+
+    def insert(self, key: RadixKey | Sequence[int], value: Slots, chunked: bool = False) -> int:
+        """The key's tokens are computed, in the slots `value`: whole pages of them are cached now.
+
+        Returns how many leading tokens were on the GPU before: of these the cache keeps its own slots, and those of
+        `value` that are others stay the caller's, to be freed. What was in the CPU tier only adopts the caller's slots
+        and is not counted. `chunked`: the request goes on, and this is no use of what it inserts.
+
+        Raises:
+            RequestError: `value` is not whole pages, or shorter than the key. BlockOwnerError: a slot is neither the
+            caller's nor the cache's own at that place. Nothing was changed.
+        """
+        request = new_request(as_key(key), self.page_size)
+        if request is None:
+            return 0
+        num_pages = request.num_tokens // self.page_size
+        if len(value) < num_pages * self.page_size:
+            raise RequestError(f"{len(value)} slots for {request.num_tokens} tokens; give one for each")
+        pages = pages_of(value[: num_pages * self.page_size], self.page_size)
+        known = self.manager.lookup(request, touch=False).block_ids
+        num_own = next((i for i, (a, b) in enumerate(zip(pages, known, strict=False)) if a != b), len(known))
+        inserted = self.manager.insert(request, pages[num_own:], first_block=num_own, used=not chunked)
+        return (num_own + len(inserted.duplicate_ids)) * self.page_size
+
+    # -- locks and eviction
+
+    def inc_lock_ref(self, node: Node) -> int:
+        """Keep a node and all above it where they are; returns the change of `evictable_size`.
+
+        Raises:
+            RequestError: it is not cached any more.
+        """
+        if node.is_root:
+            return 0
+        before = self.evictable_size()
+        pinned = self.manager.pin(node.request, node.num_pages)
+        if pinned.num_blocks < node.num_pages:
+            self.manager.unpin(pinned)
+            raise RequestError(
+                f"a node at {node.num_pages * self.page_size} tokens is cached up to "
+                f"{pinned.num_blocks * self.page_size} only; lock what match_prefix returns before it can be evicted"
+            )
+        self._locks.setdefault(node, _Locks()).pins.append(pinned)
+        return self.evictable_size() - before
+
+    def dec_lock_ref(self, node: Node) -> int:
+        """The reverse; returns the change of `evictable_size`.
+
+        Raises:
+            RequestError: it is not locked.
+        """
+        if node.is_root:
+            return 0
+        if node not in self._locks:
+            raise RequestError(f"a node at {node.num_pages * self.page_size} tokens is not locked; unlock each once")
+        before, pins = self.evictable_size(), self._locks[node].pins
+        self.manager.unpin(pins.pop())
+        if not pins:
+            del self._locks[node]
+        return self.evictable_size() - before
+
+    def lock_ref(self, node: Node) -> int:
+        """How often a node itself is locked."""
+        return len(self._locks[node].pins) if node in self._locks else 0
+
+    def evict(self, num_tokens: int) -> int:
+        """Free whole nodes that are not locked, those first that were used longest ago, until `num_tokens` or more
+        slots are free; returns how many. What has a copy stays cached in the CPU tier."""
+        pages = self.manager.evict_runs(-(-num_tokens // self.page_size))
+        self.manager.give_back(pages)
+        return len(pages) * self.page_size
+
+    def evict_host(self, num_tokens: int) -> int:
+        """Free so many tokens of the CPU tier, or as many as can go."""
+        return self.manager.evict(-(-num_tokens // self.page_size), CPU) * self.page_size
+
+    def reset(self) -> None:
+        """Forget all prefixes, locks and prefetches. Slots that requests hold stay theirs."""
+        self.loads.end_all()
+        for locks in self._locks.values():
+            for pinned in locks.pins:
+                self.manager.unpin(pinned)
+        self._locks = {}
+        for req_id in list(self._prefetches):
+            self.terminate_prefetch(req_id)
+        self.manager.reset()
+
+    # -- load back
+
+    def init_load_back(self, last_node: Node, host_hit_length: int, mem_quota: int | None = None) -> tuple[Slots, Node]:
+        """Bring what lies between the GPU and `last_node` back to the GPU: all of it or nothing.
+
+        Returns the slots of what was loaded, or is being loaded (`overlap_loads`), and the deepest node on the GPU.
+        Nothing is loaded for fewer than `load_back_threshold` tokens, for more than `mem_quota`, or without room.
+        """
+        found = self.manager.lookup(last_node.request) if not last_node.is_root else None
+        on_gpu = len(found.block_ids) if found is not None else 0
+        resident = Node.at(last_node.request, min(on_gpu, last_node.num_pages), self.page_size)
+        num_tokens = (last_node.num_pages - resident.num_pages) * self.page_size
+        wanted = self.load_back_threshold <= num_tokens and host_hit_length and not last_node.is_root
+        if not wanted or (mem_quota is not None and num_tokens > mem_quota):
+            return _EMPTY, resident
+        pages = self.loads.start(last_node)
+        if pages is None:
+            return _EMPTY, resident
+        return slots_of(pages, self.page_size), last_node
+
+    def ready_to_load_host_cache(self) -> tuple[int, ...]:
+        """The loads that were started since the last call: what workers give to `LayerProgress.wait_layer` as the
+        producer of this batch."""
+        return self.loads.take_started()
+
+    def loading_check(self) -> list[Node]:
+        """Overlapped loads that have ended are over; returns the nodes of those that failed: what was computed on them
+        is worth nothing, and its request has to be computed again."""
+        return self.loads.check()
+
+    def check_hicache_events(self) -> list[Node]:
+        """Once for each step: `loading_check`. Copies down, storage and its answers need no calls here."""
+        return self.loading_check()
+
+    # -- storage
+
+    def prefetch_from_storage(
+        self,
+        req_id: str,
+        last_host_node: Node,
+        new_input_tokens: Sequence[int],
+        last_hash: str | None = None,  # noqa: ARG002 (hashes follow from tokens here)
+    ) -> None:
+        """Read what storage has behind a node into the CPU tier, for a queued request. Fewer tokens than the threshold
+        are not asked for, nor what finds no room."""
+        known = [] if last_host_node.is_root else last_host_node.request.tokens[: 4 * last_host_node.num_tokens]
+        tokens = np.concatenate([np.frombuffer(bytes(known), "<i4"), np.asarray(new_input_tokens, np.int32)])
+        if not tokens.size:
+            return
+        self.terminate_prefetch(req_id)
+        namespace = "" if last_host_node.is_root else last_host_node.request.namespace
+        request = Request(request_id=req_id, prompt_token_ids=np.append(tokens, 0), namespace=namespace)
+        self._prefetches[req_id] = request, self.manager.prefetch(request)
+
+    def check_prefetch_progress(self, req_id: str) -> bool:
+        """Whether the request need not wait any more, by the stop policy; what has come is in the CPU tier then."""
+        _, prefetch = self._prefetches.get(req_id, (None, None))
+        if prefetch is not None and not prefetch.ready:
+            return False
+        self.terminate_prefetch(req_id)
+        return True
+
+    def terminate_prefetch(self, req_id: str) -> None:
+        """Revoke: what has not come is not wanted any more. Nothing for an unknown request."""
+        request, _ = self._prefetches.pop(req_id, (None, None))
+        if request is not None:
+            self.manager.end_prefetch(request)
+
+    # -- requests
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        """The request is over: its computed tokens are cached, its other slots and its row are free, its lock goes.
+
+        Computed is all but its last output. `is_insert` False: what it has computed is worth nothing; all is free. Its
+        row has slots for `req.kv_allocated_len` tokens; without that attribute, for those computed.
+        """
+        tokens = [*req.origin_input_ids, *req.output_ids]
+        if req.output_ids:
+            del tokens[-1]
+        allocated = self._allocated(req, int(getattr(req, "kv_allocated_len", len(tokens))))
+        num_adopted = num_known = self._num_adopted(req)
+        num_cached = len(tokens) // self.page_size * self.page_size if is_insert else 0
+        if is_insert:
+            num_known = self.insert(RadixKey(tokens, getattr(req, "extra_key", None)), allocated)
+        self._free(allocated[num_adopted:num_known])
+        self._free(allocated[max(num_cached, num_adopted) :])
+        self._pool().free(req.req_pool_idx)
+        self.dec_lock_ref(req.last_node)
+
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
+        """The request goes on: what it has computed is cached; its row, `prefix_indices` and `last_node` point there.
+
+        Its own duplicates are freed after its row has been rewritten: call it between steps.
+        """
+        tokens, pool = list(req.fill_ids), self._pool()
+        slots = pool.req_to_token[req.req_pool_idx, : len(tokens)].copy()
+        key = RadixKey(tokens, getattr(req, "extra_key", None))
+        num_known = self.insert(key, slots, chunked=chunked)
+        match = self.match_prefix(key)
+        self.inc_lock_ref(match.last_device_node)
+        self.dec_lock_ref(req.last_node)
+        pool.write(req.req_pool_idx, 0, match.device_indices)
+        self._free(slots[self._num_adopted(req) : num_known])
+        req.last_node = match.last_device_node
+        req.prefix_indices = np.concatenate([match.device_indices, slots[len(match.device_indices) :]])
+
+    def _num_adopted(self, req: Req) -> int:
+        """Of its slots, those that are the cache's: whole pages."""
+        return len(req.prefix_indices) // self.page_size * self.page_size
+
+    def _pool(self) -> ReqToTokenPool:
+        if self.req_to_token_pool is None:
+            raise ConfigError("this cache has no ReqToTokenPool; give it one, or use match_prefix and insert")
+        return self.req_to_token_pool
+
+    def _allocated(self, req: Req, num_tokens: int) -> Slots:
+        """The slots of its tokens, with those that it has in its last page beyond them."""
+        row, num_pages = self._pool().req_to_token[req.req_pool_idx], -(-num_tokens // self.page_size)
+        pages = row[: num_pages * self.page_size : self.page_size] // self.page_size
+        return slots_of(pages, self.page_size)
+
+    def _free(self, slots: Slots) -> None:
+        if len(slots):
+            self.token_to_kv_pool_allocator.free(slots)
+
+    def pretty_print(self) -> str:
+        """The tree as text: a line for each run, with its tokens, slots and where it is."""
+        lines = []
+        for run in self.manager.runs():
+            held = f" locked={run.num_held * self.page_size}" if run.num_held else ""
+            where = f"gpu={len(run.block_ids)} cpu={len(run.cpu_block_ids)} pages"
+            lines.append(f"{'  ' * run.first_block}{run.token_ids[:8].tolist()} x{run.token_ids.size} {where}{held}")
+        return "\n".join(lines)
