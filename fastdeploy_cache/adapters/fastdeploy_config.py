@@ -49,15 +49,16 @@ def cache_config(
         "cache_outputs": bool(getattr(theirs, "enable_output_caching", False)),
         "min_prefetch_tokens": int(theirs.block_size),
     }
+    extra = dict(getattr(theirs, "fastdeploy_cache", None) or {})
     transfer: dict[str, Any] = {"tp_size": tp_size, "data_parallel_id": data_parallel_id}
     if launched:
-        ours["layout"] = layout_of(config)
+        if "layout" not in extra:
+            ours["layout"] = layout_of(config)
         policy = getattr(theirs, "write_policy", None)
         if policy is not None:
             ours["storage_write_policy"] = policy
         if device_ids is not None:
             transfer["device_ids"] = tuple(int(i) for i in device_ids)
-    extra = dict(getattr(theirs, "fastdeploy_cache", None) or {})
     transfer |= dict(extra.pop("transfer", {}))
     storage = _storage(theirs, extra.pop("storage", None))
     ours |= extra | {"transfer": TransferConfig(**transfer)}

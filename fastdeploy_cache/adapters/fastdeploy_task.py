@@ -26,8 +26,10 @@ class Task(Protocol):
         namespace: prefixes of different ones never meet.
     """
 
-    request_id: str
-    prompt_token_ids: Sequence[int] | np.ndarray[Any, Any]
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | np.ndarray[Any, Any]: ...
 
 
 class UnknownTaskError(UnknownRequestError, KeyError):

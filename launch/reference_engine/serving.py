@@ -19,7 +19,8 @@ def layout_of(spec: ModelSpec) -> KVLayout:
     return KVLayout(num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype="float32")
 
 
-def _cpu_shard(cache: PrefixCacheManager, rank: int) -> KVShard:
+def cpu_shard(cache: PrefixCacheManager, rank: int) -> KVShard:
+    """The rank's KV arrays, which the model reads and writes where they are."""
     layers = cache.kv_views(rank)
     return KVShard([layer["key"] for layer in layers], [layer["value"] for layer in layers])
 
@@ -45,7 +46,7 @@ def running_engine(files: ModelFiles, config: CacheConfig, max_running: int = 4)
 
             shards = [gpu_shard(cache, rank) for rank in range(config.transfer.tp_size)]
         else:
-            shards = [_cpu_shard(cache, rank) for rank in range(config.transfer.tp_size)]
+            shards = [cpu_shard(cache, rank) for rank in range(config.transfer.tp_size)]
         model = Llama(files, shards, config.transfer.device_id(0) if on_gpu else None)
         engine = Engine(
             cache,

@@ -171,3 +171,18 @@ def test_a_failed_creation_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(shared_array.os, "posix_fallocate", refuse)
     with pytest.raises(NotEnoughMemoryError, match="'refused' of 4096 bytes: no space"):
         SharedArray.create("refused", 4096)
+
+
+def test_released_pages_go_back_and_come_again() -> None:
+    """The kernel holds nothing of a released segment; every mapping reads zeros; retaking reserves it anew."""
+    array = SharedArray.create("released", 1 << 20)
+    other = SharedArray(os.dup(array.fd), 1 << 20)
+    view, theirs = (each.view(np.uint8, (1 << 20,)) for each in (array, other))
+    view[:] = 7
+    assert os.fstat(array.fd).st_blocks * 512 == 1 << 20
+    assert array.release() == 1 << 20 and array.release() == 0
+    assert os.fstat(array.fd).st_blocks == 0 and not theirs[::4096].any()
+    array.retake()
+    assert os.fstat(array.fd).st_blocks * 512 == 1 << 20
+    array.close()
+    other.close()

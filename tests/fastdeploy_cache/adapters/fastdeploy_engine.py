@@ -1,12 +1,16 @@
-"""What FastDeploy's scheduler does with its cache manager, in both sequences, over the bytes of real or simulated ranks."""
+"""What FastDeploy's scheduler does with its cache manager, in both sequences, over real bytes."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager
+
+SUFFIX = f"test{os.getpid()}"
+PROMPT = list(range(100, 122))  # 5 blocks of 4, and 2 tokens
 
 
 @dataclass
@@ -26,7 +30,13 @@ class Task:
 
 
 def new_config(
-    num_gpu: int = 32, num_cpu: int = 0, block_size: int = 4, *, caching: bool = True, outputs: bool = True, **extra: Any
+    num_gpu: int = 32,
+    num_cpu: int = 0,
+    block_size: int = 4,
+    *,
+    caching: bool = True,
+    outputs: bool = True,
+    **extra: Any,
 ) -> Any:
     """The attributes of FastDeploy's configuration that are read; `extra`: settings of ours."""
     cache = SimpleNamespace(
@@ -61,6 +71,19 @@ def launch(manager: PrefixCacheManager, suffix: str, tp_size: int = 1) -> list[A
     return manager.launch_cache_manager(cache_config, tp_size, list(range(tp_size)), "127.0.0.1", 0, suffix, True)
 
 
+def with_cpu(num_gpu: int = 8, num_cpu: int = 8, tp_size: int = 1, **settings: object) -> PrefixCacheManager:
+    """Launched; `transfer_client="inline"` copies in this process."""
+    made = PrefixCacheManager(new_config(num_gpu, num_cpu, **settings), tp_size, load_timeout_seconds=2.0)
+    launch(made, SUFFIX, tp_size)
+    return made
+
+
+def push_out(manager: PrefixCacheManager) -> None:
+    """Leave nothing cached on the GPU but what has a copy below."""
+    assert manager.cache.wait_for_transfers(10)
+    manager.free_block_ids(manager.num_gpu_blocks)
+
+
 class Kernel:
     """Computes a block as numbers that follow from all tokens up to its end, and checks what it reads."""
 
@@ -89,7 +112,9 @@ class Kernel:
                         assert (array[table[block]] == self._value(tokens, block)).all(), f"wrong {name} in {block}"
 
 
-def serve_v1(manager: PrefixCacheManager, task: Task, answer: list[int], kernel: Kernel | None = None, chunk: int = 8) -> int:
+def serve_v1(
+    manager: PrefixCacheManager, task: Task, answer: list[int], kernel: Kernel | None = None, chunk: int = 8
+) -> int:
     """A whole request by the v1 sequence; returns the matched tokens. AssertionError where there is no room: nothing
     is held then."""
     cache, size = manager, manager.cache.config.block_size

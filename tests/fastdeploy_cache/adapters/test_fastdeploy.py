@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,18 +16,16 @@ from fastdeploy_cache.adapters.fastdeploy_config import layout_of
 from fastdeploy_cache.adapters.fastdeploy_nodes import CacheStatus
 from fastdeploy_cache.errors import ConfigError
 from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
+    PROMPT,
+    SUFFIX,
     Kernel,
     Task,
-    finish_v1,
     give_up_v1,
     launch,
     new_config,
     serve_v0,
     serve_v1,
 )
-
-SUFFIX = f"test{os.getpid()}"
-PROMPT = list(range(100, 122))  # 5 blocks of 4, and 2 tokens
 
 
 @pytest.fixture
@@ -351,7 +348,9 @@ def test_fastdeploys_metric_names(manager: PrefixCacheManager) -> None:
     registry.register(manager.fastdeploy_names())
     text = generate_latest(registry).decode()
     values = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
-    assert values["fastdeploy:prefix_cache_token_num_total"] == values["fastdeploy:prefix_gpu_cache_token_num_total"] == 20
+    assert (
+        values["fastdeploy:prefix_cache_token_num_total"] == values["fastdeploy:prefix_gpu_cache_token_num_total"] == 20
+    )
     assert values["fastdeploy:prefix_cpu_cache_token_num_total"] == 0
     assert values["fastdeploy:prefix_ssd_cache_token_num_total"] == 0
     assert values["fastdeploy:hit_req_rate"] == 0.5 and values["fastdeploy:hit_token_rate"] == pytest.approx(20 / 44)

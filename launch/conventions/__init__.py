@@ -1,0 +1,1 @@
+"""The reference model under the calling conventions of several engines."""

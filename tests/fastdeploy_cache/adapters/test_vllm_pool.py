@@ -1,0 +1,143 @@
+"""The block pool as vLLM's shape shows it; random engines over it."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastdeploy_cache.adapters.vllm import hash_request_tokens
+from fastdeploy_cache.errors import BlockOwnerError
+from fastdeploy_cache.policies import EVICTION_POLICIES
+from tests.fastdeploy_cache.adapters.vllm_engine import SIZE, Engine, asks, ids, serve, start, view
+
+
+def test_the_pool_shows_references_and_hashes() -> None:
+    """One object per block; its count is of requests, its hash of what is cached there now."""
+    kv, tokens = view(16), [*range(9)]
+    requests = [asks(name, tokens) for name in "abc"]
+    for request in requests:
+        start(kv, request)
+    kv.cache_blocks(requests[0], 8)
+    hashes = hash_request_tokens(SIZE, tokens)
+    pool = kv.block_pool
+    assert [block.block_hash for block in pool.blocks[:3]] == [*hashes, None]
+    assert [pool.get_cached_block(h) for h in hashes] == pool.blocks[:2]
+    assert pool.blocks[1].token_ids == (4, 5, 6, 7) and pool.blocks[1].num_hashed_tokens == 8
+    assert pool.blocks[2].token_ids == () and pool.blocks[2].num_hashed_tokens == 0
+    late = asks("d", tokens)
+    start(kv, late)
+    assert [block.ref_cnt for block in kv.get_blocks("d")] == [2, 2, 1]
+    for request in (*requests, late):
+        kv.free(request)
+    assert not any(block.ref_cnt for block in pool.blocks) and pool.get_usage() == 0
+    assert kv.reset_prefix_cache() and pool.get_cached_block(hashes[0].hash_value) is None
+    assert pool.blocks[0].block_hash is None
+    kv.manager.close()
+
+
+def test_blocks_of_the_pool_belong_to_their_taker() -> None:
+    """Taken blocks are in nobody's way twice; only they can be given back, and once."""
+    kv = view(4)
+    pool = kv.block_pool
+    taken = pool.get_new_blocks(3)
+    assert [block.ref_cnt for block in taken] == [1, 1, 1] and kv.usage == 0.75
+    with pytest.raises(ValueError, match="cannot get 2 blocks"):
+        pool.get_new_blocks(2)
+    request = asks("a", [1, 2, 3])
+    start(kv, request)
+    for wrong in ([*taken, *kv.get_blocks("a")], [taken[0], taken[0]]):
+        with pytest.raises(BlockOwnerError):
+            pool.free_blocks(wrong)
+    assert [block.ref_cnt for block in pool.blocks] == [1, 1, 1, 1]
+    pool.free_blocks(taken)
+    kv.free(request)
+    assert pool.free_block_queue.num_free_blocks == 4
+    kv.manager.close()
+
+
+def test_the_tail_of_a_chain_goes_before_its_head() -> None:
+    """Free ids first, then the oldest request's last block, and what two share after what either has alone."""
+    kv = view(9)
+    serve(kv, asks("a", [*range(8), *[20] * 4]))
+    serve(kv, asks("b", [*range(8), *[30] * 4]))
+    serve(kv, asks("c", [*[40] * 8]))
+    queue = kv.block_pool.free_block_queue
+    assert ids(queue.get_all_free_blocks()) == [6, 7, 8, 2, 3, 1, 0, 5, 4]
+    start(kv, asks("d", [*range(9)]))
+    assert ids(queue.get_all_free_blocks()) == [7, 8, 2, 3, 5, 4] and queue.num_free_blocks == 6
+    kv.manager.close()
+
+
+def test_a_hit_takes_its_blocks_out_of_the_queue_without_a_walk() -> None:
+    """However many other blocks are free, finding and holding a prefix makes the same calls: removal is O(1)."""
+
+    def num_calls(num_others: int) -> int:
+        kv = view(1000)
+        for i in range(num_others):
+            serve(kv, asks(f"r{i}", [100 + i] * 9))
+        serve(kv, asks("old", [*range(9)]))
+        request, count = asks("a", [*range(9)]), 0
+
+        def note(frame: object, event: str, argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(note)
+        blocks, _ = kv.get_computed_blocks(request)
+        sys.setprofile(None)
+        queue = kv.block_pool.free_block_queue
+        assert len(blocks) == 2 and queue.num_free_blocks == 998
+        assert not {*ids(blocks)} & {*ids(queue.get_all_free_blocks())}
+        kv.manager.close()
+        return count
+
+    assert num_calls(4) == num_calls(300)
+
+
+# -- random engines
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**32),
+    num_gpu=st.integers(6, 24),
+    num_cpu=st.sampled_from([0, 8, 60]),
+    policy=st.sampled_from(["lru", *EVICTION_POLICIES]),
+    recompute=st.booleans(),
+    schedules_ahead=st.booleans(),
+)
+def test_random_engines(
+    seed: int, num_gpu: int, num_cpu: int, policy: str, recompute: bool, schedules_ahead: bool
+) -> None:
+    """Hits, growth, preemption, refusals, failed loads, resets: no wrong KV is read, and all books add up each time."""
+    config = {"eviction_policy": policy, "recompute_last_token": recompute}
+    kv = view(num_gpu, num_cpu, config=config, load_timeout_seconds=0, schedules_ahead=schedules_ahead)
+    engine = Engine(kv, random.Random(seed), schedules_ahead=schedules_ahead)
+    for _ in range(150):
+        engine.walk()
+        engine.check()
+    engine.finish()
+    if policy == "lru" and not num_cpu:
+        order = ids(kv.block_pool.free_block_queue.get_all_free_blocks())
+        assert [kv.manager.take(1)[0] for _ in order] == order, "the queue is not the order in which blocks go"
+    kv.manager.close()
+
+
+def test_random_engines_get_everywhere() -> None:
+    """The walks above are worth something: each of what they are about happens often."""
+    seen: dict[str, int] = {}
+    for seed in range(20):
+        kv = view(16, 40, load_timeout_seconds=0)
+        engine = Engine(kv, random.Random(seed), schedules_ahead=False)
+        for _ in range(400):
+            engine.walk()
+        engine.finish()
+        kv.manager.close()
+        for name, count in engine.seen.items():
+            seen[name] = seen.get(name, 0) + count
+    names = ("hit", "loaded", "refused", "refused while running", "let go", "preempted", "alone", "reset", "image hit")
+    assert all(seen.get(name, 0) > 20 for name in names), seen
