@@ -10,6 +10,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from fastdeploy_cache import CacheConfig, KVLayout, StorageConfig, TransferConfig
 from metrics.cache_metrics import CacheMetrics
 
@@ -67,6 +69,23 @@ def test_the_sample_of_an_own_store_works(tmp_path: Path) -> None:
     for file in (tmp_path / "kv").iterdir():
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     assert run().stdout.splitlines()[0] == "first engine: 0 tokens from disk"
+
+
+@pytest.mark.parametrize("page", ["adapters/fastdeploy", "adapters/sglang", "adapter_verbs"])
+def test_the_samples_of_adapters_print_what_they_say(page: str) -> None:
+    """The first sample of such a page runs as it stands; the other adapters' own tests do the same."""
+    sample = blocks(f"docs/{page}.md", "python")[0]
+    result = subprocess.run([sys.executable, "-c", sample], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.splitlines() == re.findall(r"^# (.*)", sample, re.MULTILINE)
+    assert len([line for line in sample.splitlines() if not line.startswith(("#", "from", "import")) and line]) <= 15
+
+
+def test_every_adapter_has_its_page_and_its_row() -> None:
+    """A page under docs/adapters for each adapter, named in the README's table, and no page for others."""
+    pages = {path.stem for path in (ROOT / "docs/adapters").glob("*.md")}
+    assert pages == {"fastdeploy", "sglang", "mini_sglang", "vllm", "vllm_connector", "slots"}
+    readme = (ROOT / "README.md").read_text()
+    assert all(f"(docs/adapters/{page}.md)" in readme for page in pages)
 
 
 def test_the_documented_toml_is_valid(tmp_path: Path) -> None:
