@@ -9,12 +9,12 @@ from fastdeploy_cache.block_mover import Part
 from fastdeploy_cache.block_pool import CALLER, TASK
 from fastdeploy_cache.caller_blocks import CallerBlocks, as_ids
 from fastdeploy_cache.errors import RequestError
-from fastdeploy_cache.path import coming_and_cold
+from fastdeploy_cache.path import coming_and_cold, coming_ids, gpu_ids
 from fastdeploy_cache.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.prefetched import insert_copies
 from fastdeploy_cache.prefix_tree import BlockKeys
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import CPU, GPU, CallerCopy, Pin, Run, Transfer, segments_of, wait_done
+from fastdeploy_cache.run import CPU, GPU, CallerCopy, Pin, Run, Transfer, wait_done
 from transfer_manager.task import Direction
 
 
@@ -191,7 +191,7 @@ class CallerCopies(CallerBlocks):
             _, parts = coming_and_cold(path, num_found)
             if sum(n for _, _, n in parts) and not self._start_load(path, num_found, parts):
                 return None
-            ids, transfers = _coming(path, num_found)
+            ids, transfers = coming_ids(path, len(gpu_ids(path, num_found)), num_found)
             for transfer in transfers if ahead else ():
                 self._mover.use_ahead(transfer)
                 self._ahead[transfer] = self._ahead.get(transfer, 0) + 1
@@ -258,21 +258,6 @@ class CallerCopies(CallerBlocks):
         pool = self._pools[CPU]
         pool.free(array("i", [i for i in destinations if pool.owner(i) is TASK]), TASK)
         self._pools[GPU].end_reading(sources)
-
-
-def _coming(path: list[Run], num_blocks: int) -> tuple[list[int], list[Transfer]]:
-    """Of a path's first `num_blocks` blocks those on their way to the GPU: where to, and by which loads."""
-    ids, transfers, depth = list[int](), dict[Transfer, None](), 0
-    for run in path:
-        segments = segments_of(run, GPU)
-        for block in range(run.num_gpu, min(run.num_blocks, num_blocks - depth)):
-            segment = next((s for s in segments if s.start <= block < s.end), None)
-            if segment is None:
-                return ids, list(transfers)
-            ids.append(segment.ids[block - segment.start])
-            transfers[segment.transfer] = None
-        depth += run.num_blocks
-    return ids, list(transfers)
 
 
 def _copies(path: list[Run], first: int, num_blocks: int) -> array[int]:

@@ -10,7 +10,7 @@ from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover, Part, ignore_copied
 from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.match import Prefetch
-from fastdeploy_cache.path import coming_and_cold, gpu_ids
+from fastdeploy_cache.path import coming_and_cold, coming_ids, gpu_ids
 from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
@@ -257,21 +257,8 @@ class Matcher:
         """
         if active.is_ahead:
             return active.block_ids[active.num_readable_blocks : active.num_matched_blocks], active.ahead
-        ids, transfers, depth = array("i"), dict[Transfer, None](), 0
         readable, path = self._arrived(active)
-        for run in path:
-            segments = segments_of(run, GPU)
-            for block in range(max(0, len(readable) - depth), min(run.num_blocks, active.num_pinned_blocks - depth)):
-                if block < run.num_gpu:
-                    ids.append(run.ids[0][block])
-                    continue
-                segment = next((s for s in segments if s.start <= block < s.end), None)
-                if segment is None:
-                    return ids, list(transfers)
-                ids.append(segment.ids[block - segment.start])
-                transfers[segment.transfer] = None
-            depth += run.num_blocks
-        return ids, list(transfers)
+        return coming_ids(path, len(readable), active.num_pinned_blocks)
 
     def run_ahead(self, active: ActiveRequest) -> None:
         """Let the request use the blocks that are coming as if they were there; nothing is published until they are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from fastdeploy_cache.block_mover import Part
-from fastdeploy_cache.run import GPU, Run, segments_of
+from fastdeploy_cache.run import GPU, Run, Transfer, segments_of
 
 
 def gpu_ids(path: list[Run], num_blocks: int) -> array[int]:
@@ -36,3 +36,22 @@ def coming_and_cold(path: list[Run], num_blocks: int) -> tuple[int, list[Part]]:
         if end < length:
             parts.append((run, end, length - end))
     return num_coming, parts
+
+
+def coming_ids(path: list[Run], first: int, num_blocks: int) -> tuple[array[int], list[Transfer]]:
+    """Where blocks [first, num_blocks) of a path are or will be on the GPU, up to the first that nobody loads, and the
+    loads that bring them."""
+    ids, transfers, depth = array("i"), dict[Transfer, None](), 0
+    for run in path:
+        segments = segments_of(run, GPU)
+        for block in range(max(0, first - depth), min(run.num_blocks, num_blocks - depth)):
+            if block < run.num_gpu:
+                ids.append(run.ids[0][block])
+                continue
+            segment = next((s for s in segments if s.start <= block < s.end), None)
+            if segment is None:
+                return ids, list(transfers)
+            ids.append(segment.ids[block - segment.start])
+            transfers[segment.transfer] = None
+        depth += run.num_blocks
+    return ids, list(transfers)

@@ -9,16 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fastdeploy_cache.adapters.mini_sglang import (
-    Integers,
-    MatchResult,
-    RadixCacheHandle,
-    RadixPrefixCache,
-    Slots,
-    as_integers,
-    pages_of,
-    slots_of,
-)
+from fastdeploy_cache.adapters.mini_sglang import MatchResult, RadixCacheHandle, RadixPrefixCache
+from fastdeploy_cache.adapters.pages import Integers, Slots, as_integers, pages_of, slots_of
 from fastdeploy_cache.errors import ConfigError, RequestError
 from fastdeploy_cache.run_view import RunView
 

@@ -11,10 +11,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from fastdeploy_cache.adapters.pages import Slots, pages_of, slots_of
 from fastdeploy_cache.adapters.sglang_config import new_config, new_manager
 from fastdeploy_cache.adapters.sglang_loads import Loads
 from fastdeploy_cache.adapters.sglang_nodes import Node, RadixKey, as_key, new_request
-from fastdeploy_cache.adapters.sglang_slots import ReqToTokenPool, Slots, TokenToKVPoolAllocator, pages_of, slots_of
+from fastdeploy_cache.adapters.sglang_slots import ReqToTokenPool, TokenToKVPoolAllocator
 from fastdeploy_cache.errors import ConfigError, RequestError
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.match import Prefetch

@@ -3,34 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from fastdeploy_cache.adapters.pages import Slots, slots_of
 from fastdeploy_cache.errors import OutOfBlocksError, RequestError
 from fastdeploy_cache.manager import PrefixCacheManager
-
-Slots = np.ndarray[Any, np.dtype[np.int32]]
-
-
-def slots_of(block_ids: Sequence[int] | Slots, page_size: int) -> Slots:
-    """The slots of whole pages: page p has p * page_size and those behind it."""
-    pages: Slots = np.asarray(block_ids, np.int32)
-    return (pages[:, None] * page_size + np.arange(page_size, dtype=np.int32)).reshape(-1).astype(np.int32, copy=False)
-
-
-def pages_of(slots: Slots, page_size: int) -> list[int]:
-    """The pages of slots that fill whole pages, in order.
-
-    Raises:
-        RequestError: they do not.
-    """
-    slots = np.asarray(slots, np.int32)
-    first = slots[::page_size]
-    if len(slots) % page_size or (first % page_size).any() or (slots != slots_of(first // page_size, page_size)).any():
-        raise RequestError(f"{len(slots)} slots beginning at {slots[:4]} are not whole pages of {page_size} in order")
-    pages: list[int] = (first // page_size).tolist()
-    return pages
 
 
 class TokenToKVPoolAllocator:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from fastdeploy_cache.adapters.pages import Slots
 from fastdeploy_cache.adapters.sglang import HiRadixCache, RadixKey, ReqToTokenPool, new_config, new_manager
-from fastdeploy_cache.adapters.sglang_slots import Slots
 from tests.simulated_client import SimulatedClient
 
 EMPTY = np.empty(0, np.int32)

@@ -18,9 +18,8 @@ from fastdeploy_cache.adapters.mini_sglang import (
     RadixPrefixCache,
     find_first_diff_pos,
     new_manager,
-    pages_of,
-    slots_of,
 )
+from fastdeploy_cache.adapters.pages import pages_of, slots_of
 from fastdeploy_cache.errors import BlockOwnerError, CacheError, ConfigError, OutOfBlocksError, RequestError
 
 DOCUMENT = Path(__file__).parents[3] / "docs/adapters/mini_sglang.md"
