@@ -28,6 +28,9 @@ class Owner(IntEnum):
 FREE, RUN, REQUEST, TASK, CALLER = Owner  # looking a member up in its class costs as much as a dictionary
 
 
+_WORDS = {FREE: "free", RUN: "cached", REQUEST: "a request's", TASK: "being copied into", CALLER: "a caller's own"}
+
+
 class BlockPool:
     """Hands out ids 0..num_blocks-1, lowest first, and checks every hand-over. One thread at a time."""
 
@@ -198,9 +201,9 @@ class BlockPool:
             if not 0 <= block_id < self.num_blocks:
                 raise BlockOwnerError(f"{self.tier} has no block {block_id}; ids are 0 to {self.num_blocks - 1}")
             if self._owners[block_id] != giver or block_id in seen:
-                owner = "given twice" if block_id in seen else f"owned by {self.owner(block_id).name}"
+                owner = "given twice" if block_id in seen else _WORDS[self.owner(block_id)]
                 raise BlockOwnerError(
-                    f"{self.tier} block {block_id} is {owner}, not {giver.name}; give each back once, by its owner"
+                    f"{self.tier} block {block_id} is {owner}, not {_WORDS[giver]}; give each back once, by its owner"
                 )
             seen.add(block_id)
         raise AssertionError("nothing to refuse")

@@ -6,12 +6,12 @@ import contextlib
 import operator
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover
-from fastdeploy_cache.block_pool import CALLER, REQUEST, BlockPool
+from fastdeploy_cache.block_pool import CALLER, REQUEST, TASK, BlockPool
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.errors import OutOfBlocksError, RequestError
@@ -21,7 +21,7 @@ from fastdeploy_cache.pinned_prefix import Pinned, PinnedPrefix
 from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import GPU, Run, Tier
+from fastdeploy_cache.run import GPU, CallerCopy, Run, Tier
 from fastdeploy_cache.run_view import RunView, view_of
 from fastdeploy_cache.stats import TierStats
 
@@ -41,8 +41,8 @@ class Lookup(NamedTuple):
 class Inserted(NamedTuple):
     """What became of a caller's blocks."""
 
-    num_blocks: int  # of the sequence, cached now
-    duplicate_ids: list[int]  # still the caller's: these had a copy on the GPU, or nothing is cached here
+    num_blocks: int  # of the sequence, cached now; those before `first_block` where nothing of the caller's was
+    duplicate_ids: list[int]  # still the caller's: these had a copy on the GPU, or nothing was cached
     pinned: PinnedPrefix | None
 
 
@@ -57,10 +57,18 @@ class CallerBlocks:
     _lock: threading.Lock
     _matcher: Matcher
     _mover: BlockMover
+    _filling: tuple[dict[int, CallerCopy], dict[int, CallerCopy]]  # by Tier: callers' blocks that are copied into
     _pinned: Pinned
     _pools: tuple[BlockPool, BlockPool]
     _requests: dict[str, ActiveRequest]
+    _taken: tuple[dict[int, int], dict[int, int]]  # by Tier: the tree's generation when a block was taken or filled
     _tree: PrefixTree
+
+    @property
+    def generation(self) -> int:
+        """Raised by every reset, change of weights, sleep and loss of KV arrays: what a caller's blocks held before is
+        not cached afterwards."""
+        return self._tree.generation
 
     # -- blocks
 
@@ -81,15 +89,27 @@ class CallerBlocks:
                 raise OutOfBlocksError(missing, self._num_coming() if tier is GPU else 0)
             residency.evict(tier, max(0, num_blocks - pool.num_free))
             ids = pool.allocate(num_blocks, CALLER)
+            self._stamp(ids, tier)
             if tier is GPU:
                 self._copy_down.moved(num_blocks)
         self._submit()
         return ids.tolist()
 
     def give_back(self, block_ids: Sequence[int], tier: Tier = GPU) -> None:
-        """The caller's blocks are free again; all of them or, on `BlockOwnerError`, none."""
+        """The caller's blocks are free again; all of them or, on `BlockOwnerError`, none.
+
+        One that is still being copied into is free once that has ended.
+        """
+        ids, filling = as_ids(block_ids), self._filling[tier]
         with self._lock:
-            self._pools[tier].free(as_ids(block_ids), CALLER)
+            own = array("i", [block_id for block_id in ids if block_id not in filling])
+            if len(own) < len(ids):
+                self._pools[tier].check(own, CALLER)
+                late = [block_id for block_id in ids if block_id in filling]
+                self._pools[tier].check(array("i", late), TASK)
+                for block_id in late:
+                    filling.pop(block_id).unwanted.add(block_id)
+            self._pools[tier].free(own, CALLER)
 
     def evict(self, num_blocks: int, tier: Tier = GPU) -> int:
         """Evict so many blocks of a tier now, or as many as can be; returns how many. `take` does it by itself."""
@@ -105,14 +125,18 @@ class CallerBlocks:
 
         Fewer where no more can be evicted. `take` evicts exactly what it needs.
         """
-        evicted = array("i")
+        evicted, num_free = array("i"), 0
         with self._lock:
+            self._check_open()
             residency, pool = self._tree.residency, self._pools[GPU]
-            while len(evicted) < num_blocks and residency.num_available(GPU) > pool.num_free:
-                ids, unread = residency.evict_run(), set(pool.deferred_ids)
-                free = array("i", [block_id for block_id in ids if block_id not in unread])
-                pool.claim(free, CALLER)
-                evicted += free
+            num_before = pool.num_free
+            while num_free < num_blocks and residency.num_available(GPU) > pool.num_free:
+                evicted += residency.evict_run()
+                num_free = pool.num_free - num_before  # what is being read is not free yet
+            unread = set(pool.deferred_ids)
+            evicted = array("i", [block_id for block_id in evicted if block_id not in unread])
+            pool.claim(evicted, CALLER)
+            self._stamp(evicted, GPU)
             self._copy_down.moved(len(evicted))
         self._submit()
         return evicted.tolist()
@@ -120,14 +144,19 @@ class CallerBlocks:
     def hand_over(self, request: Request, block_ids: Sequence[int]) -> None:
         """The caller's blocks become a matched request's, behind those that it has, as if `allocate` had given them.
 
+        A request that gets blocks of an older generation publishes nothing any more.
+
         Raises:
             BlockOwnerError: one is not the caller's; nothing was changed.
             UnknownRequestError: not matched, or released already.
         """
         with self._lock:
             active, ids = self._active(request), as_ids(block_ids)
+            self._pools[GPU].check(ids, CALLER)
             self._matcher.settle(active)
             self._pools[GPU].hand_over(ids, CALLER, REQUEST)
+            if not self._are_current(ids):
+                active.epoch = -1
             if not active.admitted:
                 self._admit(active)
             active.block_ids += ids
@@ -175,18 +204,29 @@ class CallerBlocks:
         self._submit()
 
     def insert(
-        self, request: Request, block_ids: Sequence[int], *, first_block: int = 0, pin: bool = False, used: bool = True
+        self,
+        request: Request,
+        block_ids: Sequence[int],
+        *,
+        first_block: int = 0,
+        pin: bool = False,
+        used: bool = True,
+        generation: int | None = None,
     ) -> Inserted:
         """The caller has computed the request's blocks from `first_block` on into its `block_ids`: they are cached now.
 
         What has a GPU copy already stays the caller's (`duplicate_ids`); what is in the CPU tier only is adopted. With
         `pin` the whole is pinned in the same step. `used`: a request ends here, for policies that count uses.
 
+        Nothing is cached, and all stay the caller's, where a block was taken, or `generation` was, before the cache's
+        last reset, change of weights, sleep or loss of KV arrays: what it holds may have gone. `generation` is for
+        blocks that are kept for long: that of the cache when the caller began to compute.
+
         Raises:
             RequestError: more blocks than the tokens fill, or the blocks before `first_block` are not on the GPU.
             BlockOwnerError: a block is not the caller's. Nothing was changed.
         """
-        ids, keys = as_ids(block_ids), self._keys(request)
+        ids, keys, first_block = as_ids(block_ids), self._keys(request), as_first(first_block)
         num_blocks = first_block + len(ids)
         if num_blocks > request.num_tokens // self.config.block_size:
             raise RequestError(f"insert of {num_blocks} blocks for {request.num_tokens} tokens; only full ones count")
@@ -195,17 +235,30 @@ class CallerBlocks:
             path, _ = self._tree.find(request.namespace, keys, first_block)
             if len(gpu_ids(path, first_block)) < first_block:
                 raise RequestError(f"insert behind block {first_block}, but not all before it is on the GPU")
-            if not self.config.enable_prefix_caching or not ids or self._is_asleep():
+            self._pools[GPU].check(ids, CALLER)
+            caches = self.config.enable_prefix_caching and not self._is_asleep()
+            if not num_blocks or not caches or not self._are_current(ids, generation):
                 return Inserted(first_block, ids.tolist(), self._pin_found(path, first_block) if pin else None)
-            self._pools[GPU].hand_over(ids, CALLER, REQUEST)
             run, end = self._tree.place(path, first_block)
-            at = (run, end) if run is not None else (self._tree.root(request.namespace), 0)
-            inserted = self._tree.insert(at, keys, first_block, ids)
-            self._pools[GPU].hand_over(inserted.duplicates, REQUEST, CALLER)
-            path = self._count_use(request, inserted.run, inserted.end, used)
+            if ids:
+                self._pools[GPU].hand_over(ids, CALLER, REQUEST)
+                at = (run, end) if run is not None else (self._tree.root(request.namespace), 0)
+                run, end, duplicates = self._tree.insert(at, keys, first_block, ids)
+                self._pools[GPU].hand_over(duplicates, REQUEST, CALLER)
+                ids = duplicates
+            assert run is not None
+            path = self._count_use(request, run, end, used)
             pinned = self._pin_found(path, num_blocks) if pin else None
         self._submit()
-        return Inserted(num_blocks, inserted.duplicates.tolist(), pinned)
+        return Inserted(num_blocks, ids.tolist(), pinned)
+
+    def _are_current(self, ids: Iterable[int], generation: int | None = None) -> bool:
+        """Whether these hold what they held when they were taken."""
+        now, taken = self._tree.generation, self._taken[GPU]
+        return generation == now if generation is not None else all(taken.get(block_id) == now for block_id in ids)
+
+    def _stamp(self, ids: Iterable[int], tier: Tier, generation: int | None = None) -> None:
+        self._taken[tier].update(dict.fromkeys(ids, self._tree.generation if generation is None else generation))
 
     def _count_use(self, request: Request, run: Run, end: int, used: bool) -> list[Run]:
         """Tell the policies; returns the path that ends there."""
@@ -298,6 +351,14 @@ class CallerBlocks:
 
     def _submit(self) -> None:
         raise NotImplementedError
+
+
+def as_first(first_block: int) -> int:
+    """The number of a block."""
+    first = operator.index(first_block)
+    if first < 0:
+        raise RequestError(f"first_block is {first}; blocks of a sequence are counted from 0")
+    return first
 
 
 def as_ids(block_ids: Sequence[int]) -> array[int]:

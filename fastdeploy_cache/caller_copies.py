@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fastdeploy_cache.block_mover import Part
 from fastdeploy_cache.block_pool import CALLER, TASK
-from fastdeploy_cache.caller_blocks import CallerBlocks, as_ids
+from fastdeploy_cache.caller_blocks import CallerBlocks, as_first, as_ids
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.path import coming_and_cold, coming_ids, gpu_ids
 from fastdeploy_cache.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.prefetched import insert_copies
 from fastdeploy_cache.prefix_tree import BlockKeys
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import CPU, GPU, CallerCopy, Pin, Run, Transfer, wait_done
-from transfer_manager.task import Direction
+from fastdeploy_cache.run import CPU, GPU, CallerCopy, Pin, Run, Tier, Transfer, wait_done
+from transfer_manager.task import SWAPS, Direction
 
 
 class CallerTransfer:
@@ -70,8 +71,8 @@ class CallerLoad(CallerTransfer):
 class CallerCopies(CallerBlocks):
     """The part of `CallerBlocks` that moves bytes; any thread.
 
-    From the call until it has ended, what is copied into a caller's block belongs to the task: giving it back is
-    refused. What is copied from may be given back any time, and is free once it has been read.
+    From the call until it has ended, what is copied into a caller's block belongs to the task. Blocks may be given back
+    at any time: those that are copied from or into are free once that has ended.
     """
 
     _ahead: dict[Transfer, int]
@@ -96,22 +97,21 @@ class CallerCopies(CallerBlocks):
         sources, destinations = as_ids(source_ids), as_ids(destination_ids)
         if len(sources) != len(destinations):
             raise RequestError(f"copy of {len(sources)} blocks into {len(destinations)}; give as many")
+        if direction not in SWAPS:
+            raise RequestError(f"copy in direction {direction!r}; use Direction.COPY, SWAP_IN or SWAP_OUT")
+        if num_tokens is not None and not 1 <= operator.index(num_tokens) <= self.config.block_size:
+            raise RequestError(f"copy of {num_tokens} tokens of each block; a block has {self.config.block_size}")
         with self._lock:
             self._check_open()
-            source = self._pools[CPU if direction is Direction.SWAP_IN else GPU]
-            pool = self._pools[CPU if direction is Direction.SWAP_OUT else GPU]
+            source_tier = CPU if direction is Direction.SWAP_IN else GPU
+            source, tier = self._pools[source_tier], CPU if direction is Direction.SWAP_OUT else GPU
             source.check(sources, CALLER)
-            pool.check(destinations, CALLER)
+            self._pools[tier].check(destinations, CALLER)
             if not sources or not self._mover.can(direction):
                 return not sources
-            pool.hand_over(destinations, CALLER, TASK)
             source.begin_reading(sources)
-
-            def end(_: bool) -> None:
-                pool.hand_over(destinations, TASK, CALLER)
-                source.end_reading(sources)
-
-            copy = CallerCopy(destinations, [], end)
+            oldest = min(self._taken[source_tier].get(block_id, -1) for block_id in sources)
+            copy = self._fill(destinations, tier, oldest, then=lambda: source.end_reading(sources))
             transfer = self._mover.copy_for_caller(direction, sources, destinations, copy, num_tokens)
         self._submit()
         seconds = self.config.transfer.task_timeout_seconds if timeout_seconds is None else timeout_seconds
@@ -126,7 +126,7 @@ class CallerCopies(CallerBlocks):
         Raises:
             BlockOwnerError: a block is not the caller's; nothing was changed.
         """
-        ids = as_ids(block_ids)
+        ids, first_block = as_ids(block_ids), as_first(first_block)
         with self._lock:
             self._pools[GPU].check(ids, CALLER)
             path, num_found = self._find(request, first_block + len(ids))
@@ -134,30 +134,30 @@ class CallerCopies(CallerBlocks):
             if not sources or not self._mover.can(Direction.SWAP_IN):
                 return CallerTransfer((), 0)
             destinations = ids[: len(sources)]
-            self._pools[GPU].hand_over(destinations, CALLER, TASK)
-            pin = self._pin_at(path, first_block + len(sources))
-            pool = self._pools[GPU]
-            copy = CallerCopy(destinations, [pin], lambda _: pool.hand_over(destinations, TASK, CALLER))
+            copy = self._fill(destinations, GPU, self._tree.generation)
+            copy.pins.append(self._pin_at(path, first_block + len(sources)))
             transfer = self._mover.copy_for_caller(Direction.SWAP_IN, sources, destinations, copy)
             self._tree.policy.touch(path)
         self._submit()
         return CallerTransfer((transfer,), len(sources))
 
-    def swap_out(self, request: Request, block_ids: Sequence[int], *, first_block: int = 0) -> CallerTransfer:
+    def swap_out(
+        self, request: Request, block_ids: Sequence[int], *, first_block: int = 0, generation: int | None = None
+    ) -> CallerTransfer:
         """Copy the caller's `block_ids`, which hold the request's blocks from `first_block` on, to the CPU tier, where
         they are found from then on; of these only what is not cached, and as much as there is room for.
 
-        The caller must not write them until it has ended.
+        The caller must not write them until it has ended. None where they are of an older generation, as in `insert`.
 
         Raises:
             BlockOwnerError: a block is not the caller's; nothing was changed.
         """
-        ids, keys = as_ids(block_ids), self._keys(request)
+        ids, keys, first_block = as_ids(block_ids), self._keys(request), as_first(first_block)
         with self._lock:
             self._pools[GPU].check(ids, CALLER)
             path, num_found = self._tree.find(request.namespace, keys, first_block + len(ids))
             num_new = first_block + len(ids) - num_found
-            enabled = self.config.enable_prefix_caching and not self._is_asleep()
+            enabled = self.config.enable_prefix_caching and not self._is_asleep() and self._are_current(ids, generation)
             if num_found < first_block or not num_new or not enabled or not self._mover.can(Direction.SWAP_OUT):
                 return CallerTransfer((), 0)
             pins = [self._pin_at(path, num_found)] if num_found else []
@@ -209,6 +209,9 @@ class CallerCopies(CallerBlocks):
         with self._lock:
             came = load.succeeded and load.num_kv_losses == self._tree.num_kv_losses
             transfers, pinned = load.end()
+            if pinned is not None:  # others may have computed the same meanwhile: then theirs are the cached ones
+                ids = self._pinned_ids(pinned)
+                came = came and ids[len(ids) - len(load.block_ids) :] == load.block_ids
             for transfer in transfers:
                 self._ahead[transfer] -= 1
                 if not self._ahead[transfer]:
@@ -219,6 +222,30 @@ class CallerCopies(CallerBlocks):
         return came
 
     # -- under the lock
+
+    def _fill(
+        self, ids: array[int], tier: Tier, generation: int, *, then: Callable[[], None] = lambda: None
+    ) -> CallerCopy:
+        """The caller's blocks are the task's until it has ended; then they hold what is as old as `generation`."""
+        pool, filling, unwanted = self._pools[tier], self._filling[tier], set[int]()
+        pool.hand_over(ids, CALLER, TASK)
+
+        def end(_: bool) -> None:
+            kept = array("i", [block_id for block_id in ids if block_id not in unwanted])
+            pool.hand_over(kept, TASK, CALLER)
+            self._stamp(kept, tier, generation)
+            pool.free(array("i", unwanted), TASK)
+            for block_id in kept:
+                del filling[block_id]
+            then()
+
+        copy = CallerCopy(ids, [], end, unwanted)
+        filling.update(dict.fromkeys(ids, copy))
+        return copy
+
+    def _pinned_ids(self, pinned: PinnedPrefix) -> list[int]:
+        pin = pinned.pin
+        return gpu_ids(pin.run.path(), pinned.num_blocks).tolist() if pin is not None else []
 
     def _start_load(self, path: list[Run], num_found: int, parts: list[Part]) -> bool:
         residency, num_cold = self._tree.residency, sum(n for _, _, n in parts)

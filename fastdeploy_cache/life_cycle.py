@@ -22,11 +22,14 @@ from fastdeploy_cache.run import CPU, GPU, Tier, wait_done
 from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.tier_loss import drop_cpu, drop_gpu
 from transfer_manager.client import TransferClient
+from transfer_manager.errors import NotEnoughMemoryError
+from transfer_manager.storage.config import StorageConfig
 from transfer_manager.task import Direction
 
 logger = logging.getLogger(__name__)
 
 TierName = Literal["gpu", "cpu"]
+_MAX_SECONDS = 86400.0
 _TIERS: dict[str, Tier] = {"gpu": GPU, "cpu": CPU}
 
 
@@ -80,6 +83,7 @@ class LifeCycle:
     _mover: BlockMover
     _pinned: Pinned
     _requests: dict[str, ActiveRequest]
+    _reopen: StorageConfig | None
     _storage: StorageTier | None
     _tree: PrefixTree
 
@@ -87,6 +91,11 @@ class LifeCycle:
     def life_cycle_status(self) -> LifeCycleStatus:
         """Where the cache is now."""
         return self._life.status
+
+    @property
+    def is_gpu_asleep(self) -> bool:
+        """Whether there is no GPU memory to use now."""
+        return GPU in self._life.asleep
 
     def pause(self, timeout_seconds: float = 30.0) -> None:
         """Let no more bytes move, and wait until none does. Safe to call when paused.
@@ -100,8 +109,8 @@ class LifeCycle:
 
     def resume(self, timeout_seconds: float = 30.0) -> None:
         """The reverse of `pause`. Safe to call when running. Raises as `pause`."""
-        with self._change("resume", LifeCycleStatus.WAKING, timeout_seconds, _RESTING[:2]):
-            self._set_status(LifeCycleStatus.RUNNING)
+        with self._change("resume", LifeCycleStatus.RUNNING, timeout_seconds, _RESTING[:2]):
+            pass
 
     def sleep(self, timeout_seconds: float = 30.0, *, tiers: Collection[TierName] = ("gpu", "cpu")) -> int:
         """Forget what is in these tiers and give their memory back; returns how many bytes.
@@ -113,9 +122,8 @@ class LifeCycle:
             ConfigError: an unknown tier.
             LifeCycleError: see `pause`.
         """
-        unknown = set(tiers) - _TIERS.keys()
-        if unknown or not tiers:
-            raise ConfigError(f"sleep of tiers {sorted(tiers)}; use one or both of {', '.join(_TIERS)}")
+        if isinstance(tiers, str) or not tiers or set(tiers) - _TIERS.keys():
+            raise ConfigError(f"sleep of tiers {tiers!r}; give a list of one or both of {', '.join(_TIERS)}")
         with self._change("sleep", LifeCycleStatus.FALLING_ASLEEP, timeout_seconds, _RESTING) as deadline:
             self._wait_until_quiet(deadline)
             with self._lock:
@@ -127,14 +135,21 @@ class LifeCycle:
         return num_bytes
 
     def wake(self, timeout_seconds: float = 30.0) -> None:
-        """Take the memory again and run. Attach a worker's KV arrays before, where it has freed them.
+        """Take the memory again and run. Attach a worker's KV arrays before, where it has freed them. Safe to call when
+        running.
 
         Raises:
             NotEnoughMemoryError: it is not to be had any more; the cache sleeps on.
-            LifeCycleError: it is not asleep, or a rank has not answered in time.
+            LifeCycleError: it is paused, or a rank has not answered in time.
         """
+        if self._life.status is LifeCycleStatus.RUNNING:
+            return
         with self._change("wake", LifeCycleStatus.WAKING, timeout_seconds, _RESTING[2:]) as deadline:
-            self._client.retake_memory()
+            try:
+                self._client.retake_memory()
+            except NotEnoughMemoryError:
+                self._client.release_memory(gpu=GPU in self._life.asleep, cpu=CPU in self._life.asleep)
+                raise
             self._acknowledge(deadline)
             with self._lock:
                 self._life.asleep = set()
@@ -159,13 +174,13 @@ class LifeCycle:
             StorageRefusedError: the store cannot be opened again; the cache goes on without.
             LifeCycleError: see `pause`.
         """
+        if self._reopen is not None and not weights_id:
+            raise ConfigError("update_weights without a weights_id, but a store is attached; give the new one")
         with self._change("update_weights", LifeCycleStatus.UPDATING, timeout_seconds, _RESTING) as deadline:
-            if self._storage is not None and not weights_id:
-                raise ConfigError("update_weights without a weights_id, but a store is attached; give the new one")
             before = self._life.resting
             self._wait_until_quiet(deadline)
             try:
-                self.reset(weights_id=weights_id if self._storage is not None else None)
+                self.reset(weights_id=weights_id if self._reopen is not None else None)
             finally:
                 self._set_status(before)
 
@@ -176,6 +191,8 @@ class LifeCycle:
         self, verb: str, via: LifeCycleStatus, timeout_seconds: float, allowed: Collection[LifeCycleStatus]
     ) -> Iterator[float]:
         """One change from one of the `allowed` states; gives its deadline. What fails leaves the state as it was."""
+        if not isinstance(timeout_seconds, int | float) or not 0 <= timeout_seconds <= _MAX_SECONDS:
+            raise ConfigError(f"{verb}: timeout_seconds is {timeout_seconds!r}; use 0 to {_MAX_SECONDS:.0f}")
         deadline = time.monotonic() + timeout_seconds
         if not self._life.changing.acquire(timeout=max(0.0, timeout_seconds)):
             raise LifeCycleError(f"{verb}: the cache is still {self._life.status.value} after {timeout_seconds} s")
@@ -187,11 +204,13 @@ class LifeCycle:
             with self._lock:
                 self._check_open()
             self._life.resting = before
-            self._set_status(via)
+            if via is not before:  # or who waits for storage would lose it for nothing
+                self._set_status(via)
             try:
                 yield deadline
             except BaseException:
-                self._set_status(before)
+                if self._life.status is not before:
+                    self._set_status(before)
                 raise
         finally:
             self._life.changing.release()
@@ -226,7 +245,8 @@ class LifeCycle:
             barriers = [self._mover.barrier(direction) for direction in (Direction.SWAP_IN, Direction.SWAP_OUT)]
         self._submit()
         if not wait_done(barriers, max(0.0, deadline - time.monotonic())):
-            raise LifeCycleError(f"not every rank has acknowledged in time: {self._client.statuses()}")
+            ranks = ", ".join(f"rank {s.rank} {'is ready' if s.up else 'is down'}" for s in self._client.statuses())
+            raise LifeCycleError(f"not every rank has acknowledged in time ({ranks}); try again with more time")
 
     def _forget(self, tiers: set[Tier]) -> None:
         """Under the lock, with nothing in flight."""
@@ -237,6 +257,7 @@ class LifeCycle:
         if tiers == {GPU, CPU}:
             self._tree.reset()
             self._tree.num_kv_losses += 1
+            self._tree.num_cpu_losses += 1
         elif GPU in tiers:
             drop_gpu(self._tree)
         else:

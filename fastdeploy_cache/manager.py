@@ -31,7 +31,7 @@ from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.rank_access import RankAccess
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import GPU, Transfer, wait_done
+from fastdeploy_cache.run import GPU, CallerCopy, Transfer, wait_done
 from fastdeploy_cache.storage_access import StorageAccess
 from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.tier_loss import drop_gpu
@@ -87,6 +87,8 @@ class PrefixCacheManager(Inspection, RankAccess, StorageAccess, LifeCycle, Calle
         self._requests: dict[str, ActiveRequest] = {}
         self._pinned: Pinned = {}
         self._ahead: dict[Transfer, int] = {}
+        self._taken: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        self._filling: tuple[dict[int, CallerCopy], dict[int, CallerCopy]] = ({}, {})
         self._life = LifeCycleState()
         self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds)
         self._speeds = new_speeds(config)

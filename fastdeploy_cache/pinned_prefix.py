@@ -18,6 +18,11 @@ class PinnedPrefix:
         self.num_blocks = num_blocks
         self.block_ids = block_ids
 
+    @property
+    def pin(self) -> Pin | None:
+        """Where it ends; None once it has been unpinned, and of no blocks."""
+        return self._pin
+
     def cut(self, pin: Pin | None, num_blocks: int) -> None:
         """What is behind `num_blocks` has gone."""
         self._pin, self.num_blocks = pin, num_blocks

@@ -41,7 +41,7 @@ class PrefixTree:
         self.policy = policy
         self.residency = Residency(self.block_bytes, pools, policy)
         self.roots: dict[str, Run] = {}
-        self.num_kv_losses = 0  # how often the bytes of the GPU tier have gone
+        self.num_kv_losses = self.num_cpu_losses = 0  # how often the bytes of the GPU, of the CPU tier have gone
         self.old_roots: list[Run] = []  # of earlier epochs, as long as something under them is pinned
         self._hasher = BlockHasher(block_size)
         policy.clear(self.residency.is_leaf, self.split)
@@ -52,6 +52,11 @@ class PrefixTree:
     def epoch(self) -> int:
         """Raised by every reset."""
         return self.residency.epoch
+
+    @property
+    def generation(self) -> int:
+        """Raised whenever what blocks held may have gone, or is worth nothing any more."""
+        return self.epoch + self.num_kv_losses + self.num_cpu_losses
 
     # -- looking
 

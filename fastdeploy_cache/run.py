@@ -162,6 +162,7 @@ class CallerCopy:
     ids: array[int]  # in the transfer's tier; the task's until `end`
     pins: list[Pin]  # on what it reads, or continues
     end: Callable[[bool], None]  # all ranks have answered, well or not: gives ids and pins away
+    unwanted: set[int] = field(default_factory=set)  # of the ids, those that their caller has given back meanwhile
 
 
 @dataclass(eq=False)

@@ -268,6 +268,10 @@ class StorageAccess:
 
     def detach_storage(self) -> None:
         """End the storage processes; what is on its way is answered as failed. Safe without a store."""
+        self._reopen = None
+        self._detach()
+
+    def _detach(self) -> None:
         with self._lock:
             tier, self._storage, self._matcher.storage, self._matcher.write_out = self._storage, None, None, None
             if tier is None:
@@ -289,19 +293,21 @@ class StorageAccess:
 
         Raises:
             ConfigError: `weights_id` without a store.
-            StorageRefusedError: it cannot be opened again; the cache goes on without.
+            LayoutError: an impossible `weights_id`; nothing was changed.
+            StorageRefusedError: it cannot be opened again; the cache goes on without, and the next call tries again.
         """
         storage = self._reopen
         if weights_id is not None:
-            if storage is None or self._storage is None:
+            if storage is None:
                 raise ConfigError(f"reset with weights_id {weights_id!r}, but no store is attached")
-            self.detach_storage()
+            storage = dataclasses.replace(storage, weights_id=weights_id)  # a wrong name is refused before all else
+            self._detach()
         with self._lock:
             self._check_open()
             self._tree.reset()
             logger.info("event=reset epoch=%d", self._tree.epoch)
         if weights_id is not None and storage is not None:
-            self.attach_storage(dataclasses.replace(storage, weights_id=weights_id))
+            self.attach_storage(storage)
 
     def _on_storage_ready(self, tier: StorageTier) -> None:
         with self._lock:

@@ -83,7 +83,7 @@ class StorageLink:
         """Find out whether the store works and how fast it reads, with blocks lent to it."""
         residency = self._tree.residency
         num_blocks = min(_NUM_PROBE_BLOCKS, max(1, self._pool.num_blocks // 4), residency.num_available(CPU))
-        if not num_blocks or not self.client.available:
+        if not num_blocks or not self.client.available or self.is_quiet:
             return
         residency.evict(CPU, max(0, num_blocks - self._pool.num_free))
         ids = self._pool.allocate(num_blocks, TASK)

@@ -22,7 +22,7 @@ class StorageTier:
         self.writes = StorageWrites(tree, link, limits)
         self.settled = threading.Event()  # nothing is on its way
         self.settled.set()
-        self._was_open = False
+        self._was_open = self._was_probed = False
 
     @property
     def held_ids(self) -> list[int]:
@@ -38,8 +38,9 @@ class StorageTier:
         """The store has been opened, perhaps again: then it may have lost what was not durable."""
         if self._was_open:
             self.writes.forget_stored()
-        else:
+        elif not self.link.is_quiet:
             self.link.probe()
+            self._was_probed = True
         self._was_open = True
         self.writes.pump()
 
@@ -50,6 +51,9 @@ class StorageTier:
             self.reads.stop()
             self._note_settled()
         else:
+            if self._was_open and not self._was_probed:
+                self.link.probe()
+                self._was_probed = True
             self.writes.pump()
 
     def _note_settled(self) -> None:

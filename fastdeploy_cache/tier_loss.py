@@ -62,6 +62,7 @@ def drop_cpu(tree: PrefixTree, pinned: Pinned) -> None:
 
     A caller's pin that goes deeper is cut.
     """
+    tree.num_cpu_losses += 1
     for pin, prefix in list(pinned.items()):
         path = pin.run.path()
         num_left = len(gpu_ids(path, prefix.num_blocks))

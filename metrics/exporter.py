@@ -25,8 +25,10 @@ class Together:
         for collector in self._collectors:
             for family in collector.collect():
                 known = families.setdefault(family.name, family)
-                if known is not family:
-                    known.samples += family.samples
+                if known is not family:  # a series that two of them show, such as one data-parallel id twice: the first
+                    shown = {(s.name, tuple(sorted(s.labels.items()))) for s in known.samples}
+                    new = [s for s in family.samples if (s.name, tuple(sorted(s.labels.items()))) not in shown]
+                    known.samples += new
         yield from families.values()
 
 

@@ -34,17 +34,21 @@ class FastDeployNames:
         metrics: CacheMetrics,
         blocks: Callable[[], Mapping[str, float]],
         config: Callable[[], Mapping[str, object]],
+        *,
+        with_dp: bool = False,
     ) -> None:
-        """`blocks`: the values of the gauges of blocks, by name; `config`: what is shown of the configuration."""
+        """`blocks`: the values of the gauges of blocks, by name; `config`: what is shown of the configuration;
+        `with_dp`: all with the label `dp`."""
         self._metrics, self._blocks, self._config = metrics, blocks, config
+        self._labels = {"dp": str(metrics.data_parallel_id)} if with_dp else {}
 
     def collect(self) -> Iterator[Metric]:
         """The protocol of a `prometheus_client` collector."""
         blocks, rates = self._blocks(), self._metrics.hit_rates()
         for name, text in _BLOCKS.items():
-            yield GaugeMetricFamily(_PREFIX + name, text, value=blocks[name])
+            yield self._with_value(GaugeMetricFamily(_PREFIX + name, text, labels=list(self._labels)), blocks[name])
         for name, (rate, text) in _RATES.items():
-            yield GaugeMetricFamily(_PREFIX + name, text, value=rates[rate])
+            yield self._with_value(GaugeMetricFamily(_PREFIX + name, text, labels=list(self._labels)), rates[rate])
         num_tokens, (num_gpu, num_cpu, num_storage) = self._metrics.token_counts()
         for name, text, count in (
             ("prefix_cache_token_num", "Prompt tokens that hit", num_gpu + num_cpu + num_storage),
@@ -54,8 +58,12 @@ class FastDeployNames:
             ("prompt_token_num", "Prompt tokens of admitted requests", num_tokens),
             ("send_cache_failed_num", "Transfers to another instance that failed", 0),
         ):
-            yield CounterMetricFamily(_PREFIX + name, text, value=count)
-        labels = {name: str(value) for name, value in self._config().items()}
+            yield self._with_value(CounterMetricFamily(_PREFIX + name, text, labels=list(self._labels)), count)
+        labels = self._labels | {name: str(value) for name, value in self._config().items()}
         info = GaugeMetricFamily(_PREFIX + "cache_config_info", "The cache's configuration", labels=list(labels))
         info.add_metric(list(labels.values()), 1)
         yield info
+
+    def _with_value(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
+        family.add_metric(list(self._labels.values()), value)
+        return family

@@ -1,5 +1,19 @@
 """Errors of the transfer layer; the whole tree is drawn in `fastdeploy_cache.errors`."""
 
+from ipc.errors import IPCError, NotEnoughMemoryError
+
+__all__ = [
+    "DeviceError",
+    "IPCError",
+    "LayoutError",
+    "NotEnoughMemoryError",
+    "RankStartError",
+    "StorageError",
+    "StorageGoneError",
+    "StorageRefusedError",
+    "TransferError",
+]
+
 
 class TransferError(Exception):
     """Base of every error that this package raises."""

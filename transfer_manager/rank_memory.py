@@ -55,7 +55,7 @@ def release_pages(memory: Sequence[RankMemory], *, gpu: bool, cpu: bool) -> int:
 
 
 def retake_pages(memory: Sequence[RankMemory]) -> None:
-    """Reserve what was released; all of it or, on `NotEnoughMemoryError`, as much as there was."""
+    """Reserve what was released. After `NotEnoughMemoryError` a part may be there: release it again."""
     released = [s for each in memory for s in each.segments(gpu=True, cpu=True) if s.is_released]
     check_available(sum(segment.num_bytes for segment in released), "the memory of a tier that was given back")
     for segment in released:

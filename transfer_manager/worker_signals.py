@@ -97,7 +97,8 @@ class WorkerSignals:
             self.refresh()
             asked = _ANSWERS.get(int(self._words["prefix_tree_status"].words[0]))
             if asked is not None and self._on_asked(asked[0]):
-                self._words["prefix_tree_status"].set(0, asked[1])
+                if int(self._words["prefix_tree_status"].words[0]) == asked[0]:  # else it asks for something new
+                    self._words["prefix_tree_status"].set(0, asked[1])
                 logger.info("event=prefix_tree_status asked=%s answer=%s", asked[0].name, asked[1].name)
 
     def refresh(self) -> None:

@@ -6,6 +6,7 @@ call by call.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,7 +25,7 @@ from fastdeploy_cache.adapters.fastdeploy_task import (
     new_request,
 )
 from fastdeploy_cache.adapters.fastdeploy_views import Views
-from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError
+from fastdeploy_cache.errors import ConfigError, LifeCycleError, OutOfBlocksError, RequestError
 from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from fastdeploy_cache.match import Match
 from fastdeploy_cache.run import CPU, GPU
@@ -56,10 +57,13 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
         local_data_parallel_id: int = 0,
         *,
         load_timeout_seconds: float = 5.0,
+        schedules_ahead: bool = False,
     ) -> None:
         """Make the pools; `launch_cache_manager` starts the ranks. Until then there is a GPU tier and no other.
 
         `load_timeout_seconds`: how long a match waits for blocks from below the GPU; what is late is computed.
+        `schedules_ahead`: the engine calls `update_cache_blocks` as it schedules a step, not when that has ended. Then
+        blocks become visible by `mark_computed`, or at `cache_output_blocks` or release.
 
         Raises:
             ConfigError: an impossible setting.
@@ -67,7 +71,7 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
         self.splitwise_role = splitwise_role
         self._their_config, self._tp_size, self._dp_id = config, tensor_parallel_size, local_data_parallel_id
         self._num_blocks = num_gpu_blocks(config, splitwise_role)
-        self._load_timeout_seconds = load_timeout_seconds
+        self._load_timeout_seconds, self._schedules_ahead = load_timeout_seconds, schedules_ahead
         self._tasks: dict[str, HeldTask] = {}
         self._signals = None
         self._begin_calls()
@@ -90,8 +94,13 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
         return -(-input_token_num // block_size)
 
     def can_allocate_gpu_blocks(self, num_blocks: int, try_free_gpu_blocks: bool = True) -> bool:
-        """Whether so many blocks are free; where they are not, evicts exactly what is missing, if all of it can go."""
-        gpu = self.cache.stats().gpu
+        """Whether so many blocks are free; where they are not, evicts exactly what is missing, if all of it can go.
+
+        False while the GPU sleeps.
+        """
+        if self.cache.is_gpu_asleep:
+            return False
+        gpu = self.cache.tier_stats()
         missing = num_blocks - gpu.num_free
         if missing > 0 and try_free_gpu_blocks and missing <= gpu.num_cached - gpu.num_protected:
             missing -= self.cache.evict(missing)
@@ -107,6 +116,8 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
             return self.cache.take(num_blocks)
         except OutOfBlocksError as error:
             raise NotEnoughBlocksError(error.missing, error.coming) from error
+        except LifeCycleError as error:
+            raise NotEnoughBlocksError(num_blocks, 0) from error
 
     def recycle_gpu_blocks(self, gpu_block_ids: int | Sequence[int], req_id: str | None = None) -> None:  # noqa: ARG002
         """The caller's blocks are free again; one or many.
@@ -114,7 +125,7 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
         Raises:
             BlockOwnerError: one is not the caller's (any more); nothing was changed.
         """
-        self.cache.give_back([gpu_block_ids] if isinstance(gpu_block_ids, int) else gpu_block_ids)
+        self.cache.give_back(_as_list(gpu_block_ids))
 
     def allocate_cpu_blocks(self, num_blocks: int) -> list[int]:
         """As `allocate_gpu_blocks`, in the CPU tier."""
@@ -125,7 +136,7 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
 
     def recycle_cpu_blocks(self, cpu_block_ids: int | Sequence[int]) -> None:
         """As `recycle_gpu_blocks`, in the CPU tier."""
-        self.cache.give_back([cpu_block_ids] if isinstance(cpu_block_ids, int) else cpu_block_ids, CPU)
+        self.cache.give_back(_as_list(cpu_block_ids), CPU)
 
     def free_block_ids(self, need_block_num: int) -> int:
         """Evict exactly so many GPU blocks, or as many as can go; returns how many. Copies stay in the CPU tier."""
@@ -143,7 +154,11 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
     def free_nodes_directly(self, node: Any) -> int:
         """Forget a node that has none behind it, and those before it up to the first that is held or has other
         children; returns how many. `node`: of `node_map`."""
-        return self.cache.drop(bytes.fromhex(node.node_id)) if node.node_id else 0
+        try:
+            block_hash = bytes.fromhex(node.node_id)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise RequestError(f"{node!r:.80} is no node of node_map: {error}") from error
+        return self.cache.drop(block_hash) if block_hash else 0
 
     # -- v1
 
@@ -161,9 +176,17 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
         held = HeldTask(new_request(task), with_path=False)
         match, seconds = self._match(held)
         held.num_handed_blocks = len(match.block_ids)
-        self._tasks[held.request.request_id] = held
-        task.num_cached_blocks = len(match.block_ids)  # type: ignore[attr-defined]
+        self._hold(held, task)
         return match.block_ids, match.num_tokens, self._metrics_of(match, seconds)
+
+    def _hold(self, held: HeldTask, task: Task) -> None:
+        """From here on the task holds what was found; where it does not take that in, nothing does."""
+        try:
+            task.num_cached_blocks = held.num_handed_blocks  # type: ignore[attr-defined]
+        except BaseException:
+            self.cache.release(held.request)
+            raise
+        self._tasks[held.request.request_id] = held
 
     def _match(self, held: HeldTask) -> tuple[Match, float]:
         started = time.monotonic()
@@ -201,10 +224,12 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
         self._check_block_size(block_size)
         held = self._held(task)
         follow_outputs(held, task)
-        self._commit(held, task, num_computed_tokens)
+        self._commit(held, task, num_computed_tokens, visible=not self._schedules_ahead)
+        held.num_updated_tokens = max(held.num_updated_tokens, num_computed_tokens)
 
     def cache_output_blocks(self, task: Task, block_size: int) -> None:
-        """At its end: what the task has said is computed, but for the last token, whose keys nobody has computed.
+        """At its end: what the task has said is computed, but for the last token, whose keys nobody has computed. Where
+        it has said nothing, as much of its prompt as `update_cache_blocks` has told of.
 
         With `enable_output_caching` off only the prompt's blocks are kept.
         """
@@ -212,10 +237,10 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
         held = self._held(task)
         follow_outputs(held, task)
         num_tokens = min(int(getattr(task, "num_total_tokens", held.num_tokens)), held.num_tokens)
-        num_said = num_tokens - len(task.prompt_token_ids)
-        self._commit(held, task, num_tokens - 1 if num_said > 0 else num_tokens)
+        has_said = num_tokens > len(task.prompt_token_ids)
+        self._commit(held, task, num_tokens - 1 if has_said else held.num_updated_tokens)
 
-    def _commit(self, held: HeldTask, task: Task, num_computed_tokens: int) -> None:
+    def _commit(self, held: HeldTask, task: Task, num_computed_tokens: int, *, visible: bool = True) -> None:
         request, size = held.request, self.cache.config.block_size
         num_tokens = (
             num_computed_tokens
@@ -224,18 +249,27 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
         )
         if num_computed_tokens <= 0:  # not admitted: no use, and no hit
             return
-        num_blocks = max(min(num_tokens // size, held.num_path_blocks), held.num_handed_blocks)
-        if num_blocks > held.num_handed_blocks and not held.with_path:
-            table = list(task.block_tables)[held.num_handed_blocks : num_blocks]  # type: ignore[attr-defined]
-            if len(table) < num_blocks - held.num_handed_blocks:
-                raise RequestError(
-                    f"{num_computed_tokens} tokens of {request.request_id!r} are computed, but its block_tables has "
-                    f"{held.num_handed_blocks + len(table)} blocks of {size} tokens"
-                )
-            self.cache.hand_over(request, table)
-        held.num_handed_blocks = num_blocks
-        self.cache.commit(request, num_blocks * size)  # also where nothing is new: the request counts as admitted
-        task.num_cached_blocks = num_blocks  # type: ignore[attr-defined]
+        if num_computed_tokens > request.num_tokens:
+            raise RequestError(
+                f"{num_computed_tokens} tokens of {request.request_id!r} computed; it has {request.num_tokens}"
+            )
+        num_blocks = min(num_tokens // size, held.num_path_blocks)
+        if num_blocks > held.num_handed_blocks:
+            if not held.with_path:
+                self._hand_over(held, task, num_blocks)
+            held.num_handed_blocks = num_blocks
+        if visible:
+            self.cache.commit(request, num_blocks * size)  # also where nothing is new: the request counts as admitted
+        task.num_cached_blocks = held.num_handed_blocks  # type: ignore[attr-defined]
+
+    def _hand_over(self, held: HeldTask, task: Task, num_blocks: int) -> None:
+        table = list(task.block_tables)[held.num_handed_blocks : num_blocks]  # type: ignore[attr-defined]
+        if len(table) < num_blocks - held.num_handed_blocks:
+            raise RequestError(
+                f"{num_blocks} full blocks of {held.request.request_id!r} are computed, but its block_tables has "
+                f"{held.num_handed_blocks + len(table)}"
+            )
+        self.cache.hand_over(held.request, table)
 
     def release_block_ids(self, task: Task) -> None:
         """The task is over: what it holds of the cache is unpinned. Ids behind `num_cached_blocks` stay the caller's
@@ -245,14 +279,20 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
             UnknownTaskError: it holds nothing.
         """
         held = self._held(task)
-        if held.with_path:
-            follow_outputs(held, task)
-            num_computed = held.num_tokens - (held.num_tokens > held.request.num_prompt_tokens)
-            if held.num_marked_tokens is not None:
-                num_computed = held.num_marked_tokens
-            self._commit(held, task, num_computed)
-        del self._tasks[held.request.request_id]
-        self.cache.release(held.request)
+        try:
+            if held.num_marked_tokens is None and (held.with_path or self._schedules_ahead):
+                self._commit(held, task, self._num_computed(held, task))
+        finally:
+            del self._tasks[held.request.request_id]
+            self.cache.release(held.request)
+
+    @staticmethod
+    def _num_computed(held: HeldTask, task: Task) -> int:
+        """At its end, where nothing was marked."""
+        if not held.with_path:
+            return held.num_updated_tokens
+        follow_outputs(held, task)
+        return held.num_tokens - (held.num_tokens > held.request.num_prompt_tokens)
 
     def release_block_ids_async(self, task: Task) -> Future[None]:
         """`release_block_ids`, which never waits: the future is done."""
@@ -271,32 +311,34 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
         """
         self._check_block_size(block_size)
         held = HeldTask(new_request(task), with_path=True)
+        num_reserved = operator.index(dec_token_num)
+        if num_reserved < 0:
+            raise RequestError(f"dec_token_num is {dec_token_num}; give 0 or more")
+        num_blocks = self.get_required_block_num(held.num_tokens + num_reserved, block_size)
         match, _ = self._match(held)
-        num_tokens = held.num_tokens + dec_token_num
         try:
-            own = self.cache.allocate(
-                held.request, self.get_required_block_num(num_tokens, block_size) - len(match.block_ids)
-            )
-        except OutOfBlocksError as error:
+            own = self.cache.allocate(held.request, num_blocks - len(match.block_ids))
+        except BaseException as error:
             self.cache.release(held.request)
-            raise NotEnoughBlocksError(error.missing, error.coming) from error
+            if isinstance(error, OutOfBlocksError):
+                raise NotEnoughBlocksError(error.missing, error.coming) from error
+            raise
         held.num_handed_blocks, held.num_path_blocks = len(match.block_ids), len(match.block_ids) + len(own)
         num_full = held.num_tokens // block_size - len(match.block_ids)
         held.unfilled_ids = tuple(own[num_full:])
-        self._tasks[held.request.request_id] = held
-        task.num_cached_blocks = len(match.block_ids)  # type: ignore[attr-defined]
+        self._hold(held, task)
         num_gpu = match.num_gpu_tokens // block_size
         return match.block_ids, own, {"gpu_cache_blocks": num_gpu, "cpu_cache_blocks": len(match.block_ids) - num_gpu}
 
     def mark_computed(self, task: Task, num_computed_tokens: int) -> None:
-        """Of a v0 task so many tokens are computed by now: they are findable at once, and no more at its release.
+        """So many tokens of the task are computed by now: they are findable at once, and no more at its release.
 
-        0 for one that is given up before it was computed.
+        For the v0 sequence, and with `schedules_ahead`. 0 for a task that is given up before it was computed.
         """
         held = self._held(task)
         follow_outputs(held, task)
-        held.num_marked_tokens = num_computed_tokens
         self._commit(held, task, num_computed_tokens)
+        held.num_marked_tokens = num_computed_tokens
 
     # -- images
 
@@ -334,6 +376,13 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
     def _check_block_size(self, block_size: int) -> None:
         if block_size != self.cache.config.block_size:
             raise ConfigError(f"block_size {block_size}; this cache has {self.cache.config.block_size}")
+
+
+def _as_list(block_ids: int | Sequence[int]) -> Sequence[int]:
+    try:
+        return [operator.index(block_ids)]  # type: ignore[arg-type]  # one, of any integer type
+    except TypeError:
+        return block_ids  # type: ignore[return-value]
 
 
 def _done(call: Callable[[], T]) -> Future[T]:

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config import WRITE_POLICIES, CacheConfig, check_keys
 from fastdeploy_cache.errors import ConfigError
 from transfer_manager.config import TransferConfig
 from transfer_manager.layout import KVLayout
-from transfer_manager.storage.config import StorageConfig
+from transfer_manager.storage.config import STORES, StorageConfig
 
-_DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "uint8": "uint8", "int8": "uint8"}
+_DTYPES = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32": "float32",
+    "uint8": "uint8",
+    "int8": "uint8",
+    "int4": "int4",
+    "float8_e4m3fn": "float8_e4m3",
+}
 _ROLES = ("mixed", "prefill", "decode")
 
 
@@ -19,9 +27,15 @@ def num_gpu_blocks(config: Any, splitwise_role: str) -> int:
     """The size of the GPU pool."""
     if splitwise_role not in _ROLES:
         raise ConfigError(f"splitwise_role is {splitwise_role!r}; use one of {', '.join(_ROLES)}")
-    cache = config.cache_config
-    total = getattr(cache, "total_block_num", None)
-    return int(total if total is not None else cache.prefill_kvcache_block_num)
+    return pool_size(config.cache_config)
+
+
+def pool_size(cache: Any) -> int:
+    """Of the GPU pool, by a `cache_config`."""
+    for name in ("total_block_num", "prefill_kvcache_block_num"):
+        if (size := getattr(cache, name, None)) is not None:
+            return int(size)
+    raise ConfigError("cache_config has no total_block_num and no prefill_kvcache_block_num; give one")
 
 
 def cache_config(
@@ -56,11 +70,16 @@ def cache_config(
             ours["layout"] = layout_of(config)
         policy = getattr(theirs, "write_policy", None)
         if policy is not None:
+            if policy not in WRITE_POLICIES:
+                raise ConfigError(f"write_policy (to storage) is {policy!r}; use one of {', '.join(WRITE_POLICIES)}")
             ours["storage_write_policy"] = policy
         if device_ids is not None:
             transfer["device_ids"] = tuple(int(i) for i in device_ids)
     transfer |= dict(extra.pop("transfer", {}))
-    storage = _storage(theirs, extra.pop("storage", None))
+    settings = extra.pop("storage", None)
+    check_keys({"storage": settings} if settings is not None else {})
+    storage = _storage(theirs, settings)
+    check_keys({key: value for key, value in extra.items() if key != "layout"} | {"transfer": transfer})
     ours |= extra | {"transfer": TransferConfig(**transfer)}
     if not launched:
         ours |= {"num_cpu_blocks": 0, "transfer_client": "inline", "layout": None}
@@ -78,7 +97,13 @@ def _storage(theirs: Any, settings: Any) -> StorageConfig | None:
             f"kvcache_storage_backend is {backend!r}, but which weights it is for is not said; give "
             "cache_config.fastdeploy_cache = {'storage': {'weights_id': ..., ...}}"
         )
-    return StorageConfig(**{"kind": backend or "file", **settings})
+    if backend is not None and backend not in STORES and ":" not in backend:
+        known = f"{', '.join(STORES)}, or module:Class of your own"
+        raise ConfigError(f"kvcache_storage_backend is {backend!r}; known: {known}")
+    ours: dict[str, Any] = {"kind": backend or "file", **settings}
+    if ours["kind"] == "file":
+        ours.setdefault("admission", "all")  # what they call write_through
+    return StorageConfig(**ours)
 
 
 def layout_of(config: Any) -> KVLayout:
@@ -87,7 +112,9 @@ def layout_of(config: Any) -> KVLayout:
     Raises:
         ConfigError: a `cache_dtype` that is unknown.
     """
-    model, theirs = config.model_config, config.cache_config
+    model, theirs = getattr(config, "model_config", None), config.cache_config
+    if model is None:
+        raise ConfigError("config has no model_config; ranks need num_key_value_heads, head_dim and the layers' number")
     dtype, scale_dtype = getattr(theirs, "cache_dtype", None) or getattr(model, "dtype", "bfloat16"), None
     if dtype == "block_wise_fp8":  # a scale for each head of each token, in the model's own dtype
         dtype, scale_dtype = "uint8", _DTYPES.get(getattr(model, "dtype", "bfloat16"), "bfloat16")

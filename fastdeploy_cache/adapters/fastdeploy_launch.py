@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastdeploy_cache.adapters.fastdeploy_config import cache_config
+from fastdeploy_cache.adapters.fastdeploy_config import cache_config, pool_size
 from fastdeploy_cache.adapters.fastdeploy_task import HeldTask
-from fastdeploy_cache.errors import CacheError, ConfigError, LifeCycleError
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.errors import CacheError, ConfigError
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from transfer_manager.client import RankStatus
+from transfer_manager.errors import IPCError, LayoutError, TransferError
 from transfer_manager.worker_signals import TreeStatus, WorkerSignals
 
-_CONTROL = ("pause", "resume", "sleep", "wakeup", "clear", "update_weights")
+logger = logging.getLogger(__name__)
+
+_CONTROL: dict[str, tuple[str, tuple[str, ...]]] = {  # the cache's verb, and what it may be given
+    "pause": ("pause", ()),
+    "resume": ("resume", ()),
+    "sleep": ("sleep", ("tiers", "tags")),
+    "wakeup": ("wake", ("tags",)),
+    "clear": ("clear", ()),
+    "update_weights": ("update_weights", ("weights_id",)),
+}
 
 
-@dataclasses.dataclass(frozen=True)
 class RankProcess:
     """A rank, with as much of `subprocess.Popen` as a launcher looks at. The cache itself restarts and ends it."""
 
-    cache: NativeManager
-    rank: int
+    def __init__(self, statuses: Callable[[], Sequence[RankStatus]], rank: int) -> None:
+        self._statuses, self.rank = statuses, rank
 
     def _status(self) -> RankStatus | None:
-        return next((s for s in self.cache.stats().ranks if s.rank == self.rank), None)
+        return next((status for status in self._statuses() if status.rank == self.rank), None)
 
     @property
     def pid(self) -> int | None:
@@ -44,6 +54,7 @@ class Launching:
 
     cache: NativeManager
     splitwise_role: str
+    _device_ids: Sequence[int] | None = None
     _dp_id: int
     _num_blocks: int
     _signals: WorkerSignals | None
@@ -72,17 +83,17 @@ class Launching:
             RankStartError: a rank did not start in time. IPCError: another engine has these signals. Nothing is left.
         """
         del cache_config, pod_ip, engine_worker_queue_port, create_cache_tensor
-        self._tp_size = tensor_parallel_size
+        self._check_nothing_is_held()
+        self._close_signals()
         signals = WorkerSignals(ipc_suffix, tensor_parallel_size, on_asked=self._do_asked, state=self._transfer_state)
         try:
-            self._replace_cache(self._num_blocks, device_ids)
+            self._replace_cache(self._num_blocks, device_ids, tensor_parallel_size)
         except BaseException:
             signals.close()
             raise
-        self._close_signals()
-        self._signals = signals
+        self._signals, self._device_ids = signals, device_ids
         signals.set_ready(with_swap_space=self.cache.stats().cpu.num_blocks > 0)
-        return [RankProcess(self.cache, status.rank) for status in self.cache.stats().ranks]
+        return [RankProcess(lambda: self.cache.stats().ranks, status.rank) for status in self.cache.stats().ranks]
 
     def launch_cache_messager(self, *_: Any, **__: Any) -> list[RankProcess]:
         """Refused: blocks are not sent to other instances yet."""
@@ -92,36 +103,56 @@ class Launching:
         )
 
     def update_cache_config(self, cache_config: Any) -> None:
-        """Take over a new pool size, after profiling. What was cached is forgotten.
+        """Take over a new pool size, after profiling. What was cached is forgotten; the ranks are started anew, and a
+        metrics endpoint of before is gone.
 
         Raises:
             ConfigError: blocks are held by tasks or the caller.
         """
+        self._check_nothing_is_held()
+        num_blocks, before = pool_size(cache_config), self._their_config.cache_config
         self._their_config.cache_config = cache_config
-        total = getattr(cache_config, "total_block_num", None)
-        num_blocks = int(total if total is not None else cache_config.prefill_kvcache_block_num)
-        ids = self.cache.config.transfer.device_ids or None
-        self._replace_cache(num_blocks, ids if self._signals is not None else None, launched=self._signals is not None)
+        try:
+            self._replace_cache(num_blocks, self._device_ids, self._tp_size, launched=self._signals is not None)
+        except BaseException:
+            self._their_config.cache_config = before
+            raise
         self._num_blocks = num_blocks
 
-    def _replace_cache(self, num_blocks: int, device_ids: Sequence[int] | None, *, launched: bool = True) -> None:
+    def _check_nothing_is_held(self) -> None:
         gpu = self.cache.stats().gpu
         num_held = gpu.num_private + gpu.num_callers
         if self._tasks or num_held:
             raise ConfigError(
                 f"{len(self._tasks)} tasks hold something, {num_held} blocks are held; release them first"
             )
+
+    def _replace_cache(
+        self, num_blocks: int, device_ids: Sequence[int] | None, tp_size: int, *, launched: bool = True
+    ) -> None:
+        """The old one first: both would need the memory, and a store's folder. Where the new one cannot be, one without
+        ranks takes its place."""
         on_gpu = device_ids is not None and self._transfer_settings().get("device") == "cuda"
-        ours = cache_config(
+        ours = self._ours(num_blocks, tp_size, device_ids=device_ids if on_gpu else None, launched=launched)
+        self.cache.close()
+        try:
+            self.cache = NativeManager(ours)
+        except BaseException:
+            self.cache = NativeManager(self._ours(self._num_blocks, self._tp_size))
+            raise
+        self._tp_size = tp_size
+
+    def _ours(
+        self, num_blocks: int, tp_size: int, *, device_ids: Sequence[int] | None = None, launched: bool = False
+    ) -> CacheConfig:
+        return cache_config(
             self._their_config,
-            tp_size=self._tp_size,
+            tp_size=tp_size,
             num_blocks=num_blocks,
             data_parallel_id=self._dp_id,
-            device_ids=device_ids if on_gpu else None,
+            device_ids=device_ids,
             launched=launched,
         )
-        before, self.cache = self.cache, NativeManager(ours)
-        before.close()
 
     def _transfer_settings(self) -> Mapping[str, Any]:
         extra = getattr(self._their_config.cache_config, "fastdeploy_cache", None) or {}
@@ -138,22 +169,34 @@ class Launching:
         """A worker has written to `prefix_tree_status`; False where it has to be tried again."""
         try:
             self.cache.clear() if asked is TreeStatus.CLEARING else self.cache.reset()
-        except LifeCycleError:
+        except (CacheError, TransferError) as error:
+            logger.warning("event=prefix_tree_status asked=%s error=%r", asked.name, str(error))
             return False
         return True
 
     def control(self, verb: str, args: Mapping[str, Any] | None = None) -> tuple[int, str]:
         """One of pause, resume, sleep, wakeup, clear, update_weights: (200, status), (400, what is wrong with the
-        call), or (500, why it could not be done; the cache is as it was before)."""
-        settings = dict(args or {})
+        call), or (500, why it could not be done; the cache is as it was before).
+
+        `args`: `timeout_seconds` for each; of sleep and wakeup `tags`, as theirs: `kv_cache` is ours, what else is
+        named is not, and `tiers` for sleep; of update_weights `weights_id`.
+        """
         if verb not in _CONTROL:
             return 400, f"unknown verb {verb!r}; use one of {', '.join(_CONTROL)}"
+        native, known = _CONTROL[verb]
+        if not isinstance(args or {}, Mapping) or set(args or {}) - {*known, "timeout_seconds"}:
+            return 400, f"{verb} with {args!r}; give a mapping with {', '.join((*known, 'timeout_seconds'))} at most"
+        settings = dict(args or {})
+        tags = settings.pop("tags", None)
         try:
-            getattr(self.cache, "wake" if verb == "wakeup" else verb)(**settings)
-        except (ConfigError, TypeError) as error:
+            if tags is None or "kv_cache" in (tags.split(",") if isinstance(tags, str) else tags):
+                getattr(self.cache, native)(**settings)
+        except (ConfigError, LayoutError) as error:
             return 400, f"{verb}: {error}"
-        except CacheError as error:
+        except (CacheError, TransferError, IPCError) as error:
             return 500, f"{verb}: {error}"
+        if self._signals is not None:
+            self._signals.refresh()
         return 200, self.cache.life_cycle_status.value
 
     def _close_signals(self) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from fastdeploy_cache.adapters.fastdeploy_task import HeldTask, Task, new_request
+from fastdeploy_cache.adapters.fastdeploy_task import HeldTask, Task, new_request, path_hashes
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from fastdeploy_cache.request import Request
 from transfer_manager.task import Direction
 
+_MAX_ANSWERS = 1024
 _SWAPS = {"SWAP2CPU": Direction.SWAP_OUT, "SWAP2GPU": Direction.SWAP_IN}
 
 
@@ -93,7 +95,10 @@ class StorageCalls:
 
     def _copy_down(self, request: Request, table: Sequence[int], *, is_sync: bool) -> bool:
         transfer = self.cache.swap_out(request, table)
-        return transfer.wait(self.cache.config.transfer.task_timeout_seconds) if is_sync else transfer.num_blocks > 0
+        if not is_sync:
+            return transfer.num_blocks > 0
+        ended_well = transfer.wait(self.cache.config.transfer.task_timeout_seconds)
+        return ended_well and self.cache.lookup(request).num_blocks >= len(table)  # all of it, not what fitted
 
     def issue_write_back_storage_task(self, task: Any, is_sync: bool = True) -> bool:
         """`task`: `task_id`, `keys`, `gpu_block_ids` (the caller's), and `token_ids`, which name the blocks.
@@ -101,7 +106,7 @@ class StorageCalls:
         Raises:
             ValueError: as many keys as blocks are needed. RequestError: no token ids.
         """
-        request = _request_of(task)
+        request = self._request_of(task)
         event = self.task_write_back_event[task.task_id] = threading.Event()
         try:
             return self._copy_down(request, task.gpu_block_ids, is_sync=is_sync)
@@ -123,7 +128,7 @@ class StorageCalls:
         Always in sync; `timeout` seconds of the task at most, and never longer than the cache's own deadlines.
         """
         del is_sync
-        request = _request_of(task)
+        request = self._request_of(task)
         request.append_output([0])  # a prefetch leaves the last token to compute; here all blocks are wanted
         first = int(getattr(task, "start_read_block_idx", 0))
         event = self.task_prefetch_event[task.task_id] = threading.Event()
@@ -135,7 +140,9 @@ class StorageCalls:
             transfer = self.cache.swap_in(request, task.gpu_block_ids, first_block=first)
             filled = transfer.wait(max(0.0, deadline - time.monotonic()))
             came = list(task.gpu_block_ids[: transfer.num_blocks]) if filled else []
-            self.storage_prefetch_block_ids[task.task_id] = came
+            self.storage_prefetch_block_ids[task.task_id] = came  # until it is asked for, or 1,024 tasks later
+            while len(self.storage_prefetch_block_ids) > _MAX_ANSWERS:
+                self.storage_prefetch_block_ids.pop(next(iter(self.storage_prefetch_block_ids)))
             return came
         finally:
             event.set()
@@ -148,14 +155,22 @@ class StorageCalls:
             event.wait(self.cache.config.transfer.task_timeout_seconds)
         return self.storage_prefetch_block_ids.pop(task_id, [])
 
+    def _request_of(self, task: Any) -> Request:
+        """What its blocks are named by: tokens, images and namespace, and keys that are not our own block hashes."""
+        if len(task.keys) != len(task.gpu_block_ids):
+            raise ValueError(f"task {task.task_id!r} has {len(task.keys)} keys for {len(task.gpu_block_ids)} blocks")
+        tokens, size = getattr(task, "token_ids", None), self.cache.config.block_size
+        if tokens is None or not len(tokens):
+            raise RequestError(f"task {task.task_id!r} has no token_ids; blocks are named by their tokens here")
+        names = {"request_id": f"storage task {task.task_id}", "prompt_token_ids": tokens}
+        named = SimpleNamespace(**names, **{n: getattr(task, n, None) for n in ("multimodal_inputs", "namespace")})
+        request, first = new_request(named), int(getattr(task, "start_read_block_idx", 0))
+        ours = [block_hash.hex() for block_hash in path_hashes(request, request.num_tokens // size, size)]
+        keys = [str(key) for key in task.keys]
+        if keys == ours[first : first + len(keys)]:
+            return request
+        spans = [(size * (first + i), size, key) for i, key in enumerate(keys)]
+        return Request(**names, namespace=f"keys:{request.namespace}", images=spans, match_inside_images=True)
+
     def _held(self, task: Task) -> HeldTask:
         raise NotImplementedError
-
-
-def _request_of(task: Any) -> Request:
-    if len(task.keys) != len(task.gpu_block_ids):
-        raise ValueError(f"task {task.task_id!r} has {len(task.keys)} keys for {len(task.gpu_block_ids)} blocks")
-    tokens = getattr(task, "token_ids", None)
-    if tokens is None or not len(tokens):
-        raise RequestError(f"task {task.task_id!r} has no token_ids; blocks are named by their tokens here")
-    return Request(request_id=f"storage task {task.task_id}", prompt_token_ids=tokens)

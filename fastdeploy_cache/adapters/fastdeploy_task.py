@@ -47,6 +47,7 @@ class HeldTask:
     with_path: bool  # of the v0 sequence: its blocks were all allocated at once
     num_handed_blocks: int = 0  # of its block table, those that are the cache's
     num_path_blocks: int = 2**31  # all that a v0 task has
+    num_updated_tokens: int = 0  # of a v1 task, as far as `update_cache_blocks` has said
     num_marked_tokens: int | None = None  # computed, as far as the engine has said
     unfilled_ids: tuple[int, ...] = ()  # of the v0 sequence: blocks behind its full ones
 
@@ -58,15 +59,19 @@ class HeldTask:
 
 def new_request(task: Task) -> Request:
     """A request with the task's tokens so far, prompt and output."""
-    tokens = all_tokens(task)
-    if not tokens.size:
+    prompt = task.prompt_token_ids
+    if prompt is None or not len(prompt):
         raise RequestError(f"request {task.request_id!r} has no tokens; give it prompt_token_ids")
-    return Request(
+    request = Request(
         request_id=str(task.request_id),
-        prompt_token_ids=tokens,
+        prompt_token_ids=prompt,
         namespace=str(getattr(task, "namespace", "") or ""),
-        images=images_of(task, int(tokens.size)),
+        images=images_of(task, len(prompt)),
     )
+    if len(outputs := outputs_of(task)):  # it comes back from a preemption: it was counted, and is used, already
+        request.append_output(np.asarray(outputs))
+        request.counted = request.used = True
+    return request
 
 
 def all_tokens(task: Task) -> np.ndarray[Any, Any]:
@@ -95,7 +100,8 @@ def images_of(task: Task, num_tokens: int) -> list[tuple[int, int, str]]:
     if len(positions) != len(hashes):
         raise RequestError(f"request {task.request_id!r} has {len(positions)} mm_positions and {len(hashes)} mm_hashes")
     images = [(int(p.offset), int(p.length), str(h)) for p, h in zip(positions, hashes, strict=True)]
-    return [(offset, length, name) for offset, length, name in images if offset + length <= num_tokens]
+    # one that the tokens end in counts with what they have of it
+    return [(offset, min(length, num_tokens - offset), name) for offset, length, name in images if offset < num_tokens]
 
 
 def _field(inputs: Any, name: str) -> Sequence[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,12 @@ from metrics.fastdeploy_names import FastDeployNames
 from transfer_manager.worker_signals import WorkerSignals
 
 
+class Signal(NamedTuple):
+    """Words in shared memory, as FastDeploy's `IPCSignal` has them."""
+
+    value: np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
 class Views:
     """The part of the adapter that changes nothing. Each look costs a walk over pool or tree: for tests and doubt."""
 
@@ -23,7 +29,6 @@ class Views:
     _tasks: dict[str, HeldTask]
     _signals: WorkerSignals | None
     gpu_free_task_future: Future[int] | None = None
-    cpu_free_future: Future[int] | None = None
 
     @property
     def gpu_free_block_list(self) -> list[int]:
@@ -124,21 +129,24 @@ class Views:
         return storage.kind if storage is not None else None
 
     @property
-    def prefix_tree_status_signal(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """The word [1] that workers ask by; before the launch a 0 of its own."""
+    def prefix_tree_status_signal(self) -> Signal:
+        """The word [1] by which is asked: no view, but the thing itself. Before the launch nobody looks at it."""
         return self._signal("prefix_tree_status", 1)
 
     @property
-    def cache_task_inflight_signal(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def cache_task_inflight_signal(self) -> Signal:
         """Tasks in flight, a word [ranks] for each rank."""
         return self._signal("cache_task_inflight", self.cache.config.transfer.tp_size)
 
-    def _signal(self, name: str, num_words: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        return self._signals.words(name) if self._signals is not None else np.zeros(num_words, np.int32)
+    def _signal(self, name: str, num_words: int) -> Signal:
+        return Signal(self._signals.words(name) if self._signals is not None else np.zeros(num_words, np.int32))
 
-    def fastdeploy_names(self) -> FastDeployNames:
-        """A collector of FastDeploy's series; `cache.serve_metrics(also=[...])` shows both kinds."""
-        return FastDeployNames(self.cache.metrics, self._block_gauges, self._shown_config)
+    def fastdeploy_names(self, *, with_dp: bool = False) -> FastDeployNames:
+        """A collector of FastDeploy's series; `cache.serve_metrics(also=[...])` shows both kinds.
+
+        `with_dp`: with the label `dp`, which they do not have there, for several managers on one page.
+        """
+        return FastDeployNames(self.cache.metrics, self._block_gauges, self._shown_config, with_dp=with_dp)
 
     def _block_gauges(self) -> dict[str, float]:
         stats = self.cache.stats()

@@ -23,8 +23,8 @@ def test_the_lowest_free_ids_are_given_first() -> None:
 @pytest.mark.parametrize(
     ("ids", "words"),
     [
-        ([1, 4], "GPU block 4 is owned by FREE, not REQUEST"),
-        ([1, 2], "GPU block 2 is owned by RUN, not REQUEST"),
+        ([1, 4], "GPU block 4 is free, not a request's"),
+        ([1, 2], "GPU block 2 is cached, not a request's"),
         ([1, 1], "GPU block 1 is given twice"),
         ([1, 8], "GPU has no block 8; ids are 0 to 7"),
         ([1, -1], "GPU has no block -1"),

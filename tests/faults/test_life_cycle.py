@@ -124,11 +124,14 @@ def test_requests_from_before_a_sleep_are_void() -> None:
 def test_wrong_changes_are_refused_with_the_right_one_named() -> None:
     """From each state what cannot be; unknown tiers."""
     with PrefixCacheManager(new_config(1, num_gpu=8, num_cpu=8, kind="inline")) as cache:
-        with pytest.raises(LifeCycleError, match="wake: the cache is running; it has to be asleep"):
+        cache.wake()
+        cache.pause()
+        with pytest.raises(LifeCycleError, match="wake: the cache is paused; it has to be asleep"):
             cache.wake()
-        with pytest.raises(ConfigError, match="use one or both of gpu, cpu"):
+        cache.resume()
+        with pytest.raises(ConfigError, match="one or both of gpu, cpu"):
             cache.sleep(tiers=("disk",))  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="use one or both"):
+        with pytest.raises(ConfigError, match="one or both"):
             cache.sleep(tiers=())
         cache.sleep()
         for change in (cache.pause, cache.resume):

@@ -29,6 +29,7 @@ class Caller:
     pins: list[tuple[PinnedPrefix, list[Prefix], int]] = field(default_factory=list)  # with contents and epoch
     filling: list[tuple[CallerTransfer, list[int], list[Prefix]]] = field(default_factory=list)
     loads: list[tuple[CallerLoad, list[Prefix], int]] = field(default_factory=list)
+    generations: dict[int, int] = field(default_factory=dict)
     num_moved: dict[str, int] = field(default_factory=lambda: {"in": 0, "out": 0, "load": 0, "evict": 0})
 
     def request(self) -> Request:
@@ -40,11 +41,20 @@ class Caller:
         tokens = tuple(memoryview(request.tokens).cast("i"))
         return [("", tokens[: size * (n + 1)], ()) for n in range(request.num_tokens // size)]
 
+    def born(self, ids: list[int]) -> None:
+        """They are the caller's, or filled, from now on."""
+        self.generations.update(dict.fromkeys(ids, self.model.cache.generation))
+
+    def are_current(self, ids: list[int]) -> bool:
+        return all(self.generations[i] == self.model.cache.generation for i in ids)
+
     def take(self) -> None:
         room = self.model.cache.stats().gpu
         num_blocks = self.choose.randint(0, 6)
         try:
-            self.ids += self.model.cache.take(num_blocks)
+            new = self.model.cache.take(num_blocks)
+            self.born(new)
+            self.ids += new
         except OutOfBlocksError as refused:
             num_evictable = room.num_cached - room.num_protected - self.model.cache._pools[0].num_read_of(RUN)
             assert refused.missing == num_blocks - room.num_free - max(0, num_evictable)  # noqa: PT017
@@ -70,7 +80,9 @@ class Caller:
             self.model.client.gpu[block_id] = content
         with_pin = self.choose.random() < 0.3
         done = cache.insert(request, ids, first_block=first, pin=with_pin, used=self.choose.random() < 0.7)
-        if ids and GPU not in cache._life.asleep:
+        if not self.are_current(ids):
+            assert done.duplicate_ids == ids and done.num_blocks == first, "what may have gone was cached"
+        elif ids and GPU not in cache._life.asleep:
             assert done.duplicate_ids == ids[: len(done.duplicate_ids)], "what is cached is a prefix"
             assert len(done.duplicate_ids) == min(len(ids), max(0, len(found.block_ids) - first))
             self.model.committed |= set(contents[: first + len(ids)])
@@ -105,6 +117,7 @@ class Caller:
         num_blocks = self.choose.randint(1, 3)
         gone = self.model.cache.evict_runs(num_blocks)
         assert len(set(gone)) == len(gone) and not set(gone) & set(self.ids)
+        self.born(gone)
         self.ids += gone
         self.num_moved["evict"] += len(gone)
 
@@ -136,6 +149,7 @@ class Caller:
             self.model.client.gpu[block_id] = content
         transfer = cache.swap_out(request, ids, first_block=first)
         self.num_moved["out"] += transfer.num_blocks
+        assert not transfer.num_blocks or self.are_current(ids)
         if transfer.num_blocks:
             self.model.committed |= set(contents[: first + len(ids)])
             self.ids = self.ids[len(ids) :]
@@ -150,7 +164,11 @@ class Caller:
         ids = self.ids[: self.choose.randint(0, 5)]
         transfer = cache.swap_in(request, ids, first_block=first)
         taken, self.ids = ids[: transfer.num_blocks], self.ids[transfer.num_blocks :]
+        self.born(taken)
         self.num_moved["in"] += transfer.num_blocks
+        if taken and self.choose.random() < 0.2:  # given back while they are being filled
+            cache.give_back(taken)
+            return
         self.filling.append((transfer, taken, self.prefixes(request)[first:]))
 
     def end_copies(self) -> None:

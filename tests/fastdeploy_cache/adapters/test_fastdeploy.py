@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fastdeploy_cache.adapters.fastdeploy import NotEnoughBlocksError, PrefixCacheManager
 from fastdeploy_cache.adapters.fastdeploy_config import layout_of
 from fastdeploy_cache.adapters.fastdeploy_nodes import CacheStatus
+from fastdeploy_cache.adapters.fastdeploy_task import new_request, path_hashes
 from fastdeploy_cache.errors import ConfigError
 from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     PROMPT,
@@ -263,7 +264,8 @@ def test_storage_brings_back_what_another_engine_wrote(tmp_path: Path) -> None:
     kernel.check(PROMPT, ids, 5)
     reader.release_block_ids(task)
     own = reader.allocate_gpu_blocks(4)
-    read = SimpleNamespace(task_id="t", keys=["k"] * 4, token_ids=PROMPT[:16], gpu_block_ids=own, timeout=5.0)
+    keys = [block_hash.hex() for block_hash in path_hashes(new_request(task), 4, 4)]
+    read = SimpleNamespace(task_id="t", keys=keys, token_ids=PROMPT[:16], gpu_block_ids=own, timeout=5.0)
     assert reader.issue_prefetch_storage_task(read) == own and reader.wait_prefetch_storage_task("t") == own
     kernel.check(PROMPT, own, 4)
     with pytest.raises(ValueError, match="3 keys for 4 blocks"):

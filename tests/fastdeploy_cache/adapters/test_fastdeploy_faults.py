@@ -14,7 +14,7 @@ import pytest
 from fastdeploy_cache import KVLayout
 from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager
 from fastdeploy_cache.adapters.fastdeploy_task import new_request, path_hashes
-from fastdeploy_cache.errors import BlockOwnerError, LifeCycleError, RequestError
+from fastdeploy_cache.errors import BlockOwnerError, RequestError
 from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     PROMPT,
     Kernel,
@@ -195,11 +195,17 @@ def test_15_answers_have_their_shape_in_every_state(manager: PrefixCacheManager)
     task = Task("c", PROMPT)
     ids, num_tokens, details = manager.request_match_blocks(task, 4)
     assert (ids, num_tokens, details["gpu_match_token_num"]) == ([], 0, 0)
-    with pytest.raises(LifeCycleError, match="asleep"):
+    assert not manager.can_allocate_gpu_blocks(1)
+    with pytest.raises(AssertionError):
         manager.allocate_gpu_blocks(1)
     manager.release_block_ids(task)
     assert manager.control("resume")[0] == 500 and manager.control("wakeup") == (200, "running")
-    assert manager.control("jump")[0] == 400 and manager.control("pause", {"speed": 1})[0] == 400
+    bad = [("jump", None), ("pause", {"speed": 1}), ("pause", [1]), ("pause", {"timeout_seconds": "x"}),
+           ("pause", {"timeout_seconds": 1e12}), ("sleep", {"tiers": "gpu"})]  # fmt: skip
+    assert {manager.control(*each)[0] for each in bad} == {400}
+    assert manager.control("sleep", {"tags": "weight"}) == (200, "running"), "not ours"
+    assert manager.control("sleep", {"tags": "weight,kv_cache"}) == (200, "asleep")
+    assert manager.control("wakeup", {"tags": ["kv_cache"]}) == (200, "running")
 
 
 @pytest.mark.parametrize(

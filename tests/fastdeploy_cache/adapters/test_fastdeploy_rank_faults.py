@@ -183,7 +183,7 @@ def test_24_a_worker_clears_one_engine_and_not_its_neighbour() -> None:
     for number, manager in enumerate(managers):
         launch(manager, f"{SUFFIX}dp{number}")
         serve_v1(manager, Task("a", PROMPT), [1], Kernel(manager))
-    words = managers[0].prefix_tree_status_signal
+    words = managers[0].prefix_tree_status_signal.value
     for asked, answer in ((-1, -2), (1, 0)):
         words[0] = asked
         signals = managers[0]._signals
