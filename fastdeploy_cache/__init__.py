@@ -4,6 +4,7 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.match import Match, Prefetch
 from fastdeploy_cache.request import Request
+from fastdeploy_cache.run import Tier
 from fastdeploy_cache.stats import CacheStats, TierStats
 from transfer_manager.config import TransferConfig
 from transfer_manager.kv_memory import KVHandle, KVMemory
@@ -11,10 +12,12 @@ from transfer_manager.layout import KVLayout
 from transfer_manager.rank_signal import LayerProgress
 from transfer_manager.storage.config import StorageConfig
 from transfer_manager.storage.weights import weights_id_of
+from transfer_manager.task import Direction
 
 __all__ = [
     "CacheConfig",
     "CacheStats",
+    "Direction",
     "KVHandle",
     "KVLayout",
     "KVMemory",
@@ -24,6 +27,7 @@ __all__ = [
     "PrefixCacheManager",
     "Request",
     "StorageConfig",
+    "Tier",
     "TierStats",
     "TransferConfig",
     "weights_id_of",

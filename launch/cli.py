@@ -39,7 +39,7 @@ def demo(
 def conventions(
     ranks: Ranks = 1,
     gpu_blocks: Annotated[int, typer.Option(min=64, help="Blocks of 16 tokens on the GPU; 256 evict nothing.")] = 64,
-    new_tokens: Annotated[int, typer.Option(min=1, max=200, help="Tokens of each answer.")] = 12,
+    new_tokens: Annotated[int, typer.Option(min=1, max=80, help="Tokens of each answer.")] = 12,
     json: Annotated[Path | None, typer.Option(help="Also write the facts to this file.")] = None,
 ) -> None:
     """Play the demo's conversations through every adapter, and compare answers and hits."""
@@ -103,6 +103,7 @@ def control_server(
     """
     from launch.control_client import ask
 
+    _check_control(verb, weights_id, tier, timeout)
     given = {"tiers": tier or None, "weights_id": weights_id}
     fields = {name: value for name, value in given.items() if value is not None}
     try:
@@ -110,6 +111,19 @@ def control_server(
     except (FileNotFoundError, ConnectionRefusedError):
         typer.echo(f"fastdeploy-cache: no server listens at {socket}", err=True)
         raise typer.Exit(3) from None
+
+
+def _check_control(verb: str, weights_id: str | None, tier: list[str] | None, timeout: float) -> None:
+    """Wrong usage: status 2."""
+    verbs = ("pause", "resume", "sleep", "wake", "clear", "update-weights")
+    if verb not in verbs:
+        raise typer.BadParameter(f"{verb!r} is no verb; use one of {', '.join(verbs)}")
+    if weights_id is not None and verb != "update-weights":
+        raise typer.BadParameter(f"{weights_id!r} behind {verb}; only update-weights takes a name")
+    if tier and (verb != "sleep" or set(tier) - {"gpu", "cpu"}):
+        raise typer.BadParameter(f"--tier {' '.join(tier)} with {verb}; sleep takes gpu and cpu")
+    if not 0 < timeout <= 600:
+        raise typer.BadParameter(f"--timeout {timeout}; use more than 0 and up to 600 seconds")
 
 
 @app.command()

@@ -135,6 +135,9 @@ class ControlServer:
             answer = {"error": f"{error}; {_KNOWN}"}
         except (*REPORTED, OSError) as error:
             answer = {"error": str(error)}
+        except Exception as error:  # a server that nobody can resume any more would be worse
+            logger.exception("event=control_failed")
+            answer = {"error": f"{type(error).__name__}: {error}; see the server's log"}
         logger.info("event=control_answer answer=%s", answer)
         _send(connection, answer)
 

@@ -131,7 +131,7 @@ def _flush(cache: PrefixCacheManager) -> None:
             cache.resume(_FLUSH_SECONDS)
         logger.info("event=storage_flushed all=%s", cache.flush_storage(_FLUSH_SECONDS))
     except LifeCycleError as error:
-        logger.info("event=storage_not_flushed reason=%r", str(error))
+        logger.warning("event=storage_not_flushed reason=%r", f"{error}; wake the server before it is ended")
 
 
 def _config(files: ModelFiles, path: Path | None, settings: Sequence[str]) -> CacheConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import logging
-import urllib.error
+import time
 import urllib.request
 from collections.abc import Iterator
 
@@ -12,6 +12,9 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from metrics.errors import MetricsError
+
+_MAX_BYTES = 16 * 2**20
+_PIECE_BYTES = 65536
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +39,24 @@ class RemoteMetrics:
         """The protocol of a `prometheus_client` collector."""
         families: list[Metric] = []
         try:
-            with urllib.request.urlopen(self._url, timeout=self._timeout_seconds) as answer:  # noqa: S310 (http)
-                families = list(text_string_to_metric_families(answer.read().decode()))
-        except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ValueError) as error:
+            families = list(text_string_to_metric_families(self._page().decode()))
+        except (OSError, http.client.HTTPException, ValueError) as error:
             logger.warning("event=remote_metrics_missing url=%s error=%r", self._url, str(error))
         yield from families
         up = GaugeMetricFamily("fastdeploy_cache_remote_up", "1 while that endpoint answers", labels=["url"])
         up.add_metric([self._url], float(bool(families)))
         yield up
+
+    def _page(self) -> bytes:
+        """What is there, within the time in all and the size: a slow or endless page must not hold up this one."""
+        deadline, parts, num_bytes = time.monotonic() + self._timeout_seconds, list[bytes](), 0
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(self._url, timeout=self._timeout_seconds) as answer:
+            while part := answer.read1(_PIECE_BYTES):
+                parts.append(part)
+                num_bytes += len(part)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"not there within {self._timeout_seconds} s")
+                if num_bytes > _MAX_BYTES:
+                    raise ValueError(f"more than {_MAX_BYTES} bytes")
+        return b"".join(parts)

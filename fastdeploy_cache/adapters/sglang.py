@@ -6,7 +6,6 @@ Source: behaviour of SGLang 0.4.10.post2. docs/adapters/sglang.md says what is c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -59,13 +58,6 @@ class Req(Protocol):
     last_node: Node
 
 
-@dataclass(eq=False)
-class _Locks:
-    """Of one node."""
-
-    pins: list[PinnedPrefix] = field(default_factory=list)
-
-
 class HiRadixCache:
     """Prefixes as slots of tokens. One thread at a time, as a scheduler has; the ranks move bytes meanwhile.
 
@@ -90,7 +82,7 @@ class HiRadixCache:
         self.req_to_token_pool = req_to_token_pool
         self.load_back_threshold = load_back_threshold
         self.loads = Loads(manager, overlap=overlap_loads)
-        self._locks: dict[Node, _Locks] = {}
+        self._locks: dict[Node, list[PinnedPrefix]] = {}
         self._prefetches: dict[str, tuple[Request, Prefetch]] = {}
         self.root_node = Node.root()
 
@@ -122,8 +114,8 @@ class HiRadixCache:
         found = self.manager.lookup(request, split=True)
         return MatchResult(
             slots_of(found.block_ids, self.page_size),
-            Node.at(request, len(found.block_ids), self.page_size),
-            Node.at(request, found.num_blocks, self.page_size),
+            Node(request, len(found.block_ids), self.page_size),
+            Node(request, found.num_blocks, self.page_size),
             found.num_cpu_blocks * self.page_size,
         )
 
@@ -141,14 +133,24 @@ class HiRadixCache:
         request = new_request(as_key(key), self.page_size)
         if request is None:
             return 0
-        num_pages = request.num_tokens // self.page_size
-        if len(value) < num_pages * self.page_size:
+        if len(value) < request.num_tokens:
             raise RequestError(f"{len(value)} slots for {request.num_tokens} tokens; give one for each")
-        pages = pages_of(value[: num_pages * self.page_size], self.page_size)
-        known = self.manager.lookup(request, touch=False).block_ids
+        return self._insert(request, pages_of(value[: request.num_tokens], self.page_size), 0, used=not chunked)[0]
+
+    def _insert(self, request: Request, pages: list[int], num_adopted: int, *, used: bool) -> tuple[int, int]:
+        """Of a request's first pages, of which `num_adopted` are the cache's by its own account: the tokens up to which
+        the cache had pages, and those up to which it has them now.
+
+        Both are what was adopted where the cache has forgotten that prefix, or keeps nothing: the rest is the caller's.
+        """
+        size, known = self.page_size, self.manager.lookup(request, touch=False).block_ids
+        if known[:num_adopted] != pages[:num_adopted]:
+            return num_adopted * size, num_adopted * size
         num_own = next((i for i, (a, b) in enumerate(zip(pages, known, strict=False)) if a != b), len(known))
-        inserted = self.manager.insert(request, pages[num_own:], first_block=num_own, used=not chunked)
-        return (num_own + len(inserted.duplicate_ids)) * self.page_size
+        inserted = self.manager.insert(request, pages[num_own:], first_block=num_own, used=used)
+        if inserted.num_blocks < len(pages):
+            return num_own * size, num_own * size
+        return (num_own + len(inserted.duplicate_ids)) * size, inserted.num_blocks * size
 
     # -- locks and eviction
 
@@ -168,7 +170,7 @@ class HiRadixCache:
                 f"a node at {node.num_pages * self.page_size} tokens is cached up to "
                 f"{pinned.num_blocks * self.page_size} only; lock what match_prefix returns before it can be evicted"
             )
-        self._locks.setdefault(node, _Locks()).pins.append(pinned)
+        self._locks.setdefault(node, []).append(pinned)
         return self.evictable_size() - before
 
     def dec_lock_ref(self, node: Node) -> int:
@@ -181,7 +183,7 @@ class HiRadixCache:
             return 0
         if node not in self._locks:
             raise RequestError(f"a node at {node.num_pages * self.page_size} tokens is not locked; unlock each once")
-        before, pins = self.evictable_size(), self._locks[node].pins
+        before, pins = self.evictable_size(), self._locks[node]
         self.manager.unpin(pins.pop())
         if not pins:
             del self._locks[node]
@@ -189,7 +191,7 @@ class HiRadixCache:
 
     def lock_ref(self, node: Node) -> int:
         """How often a node itself is locked."""
-        return len(self._locks[node].pins) if node in self._locks else 0
+        return len(self._locks[node]) if node in self._locks else 0
 
     def evict(self, num_tokens: int) -> int:
         """Free whole nodes that are not locked, those first that were used longest ago, until `num_tokens` or more
@@ -203,12 +205,8 @@ class HiRadixCache:
         return self.manager.evict(-(-num_tokens // self.page_size), CPU) * self.page_size
 
     def reset(self) -> None:
-        """Forget all prefixes, locks and prefetches. Slots that requests hold stay theirs."""
+        """Forget all prefixes and prefetches. What requests hold, locked prefixes too, stays theirs until they end."""
         self.loads.end_all()
-        for locks in self._locks.values():
-            for pinned in locks.pins:
-                self.manager.unpin(pinned)
-        self._locks = {}
         for req_id in list(self._prefetches):
             self.terminate_prefetch(req_id)
         self.manager.reset()
@@ -223,7 +221,7 @@ class HiRadixCache:
         """
         found = self.manager.lookup(last_node.request) if not last_node.is_root else None
         on_gpu = len(found.block_ids) if found is not None else 0
-        resident = Node.at(last_node.request, min(on_gpu, last_node.num_pages), self.page_size)
+        resident = Node(last_node.request, min(on_gpu, last_node.num_pages), self.page_size)
         num_tokens = (last_node.num_pages - resident.num_pages) * self.page_size
         wanted = self.load_back_threshold <= num_tokens and host_hit_length and not last_node.is_root
         if not wanted or (mem_quota is not None and num_tokens > mem_quota):
@@ -289,35 +287,54 @@ class HiRadixCache:
         Computed is all but its last output. `is_insert` False: what it has computed is worth nothing; all is free. Its
         row has slots for `req.kv_allocated_len` tokens; without that attribute, for those computed.
         """
+        pool, size = self._checked(req), self.page_size
         tokens = [*req.origin_input_ids, *req.output_ids]
         if req.output_ids:
             del tokens[-1]
         allocated = self._allocated(req, int(getattr(req, "kv_allocated_len", len(tokens))))
-        num_adopted = num_known = self._num_adopted(req)
-        num_cached = len(tokens) // self.page_size * self.page_size if is_insert else 0
-        if is_insert:
-            num_known = self.insert(RadixKey(tokens, getattr(req, "extra_key", None)), allocated)
-        self._free(allocated[num_adopted:num_known])
-        self._free(allocated[max(num_cached, num_adopted) :])
-        self._pool().free(req.req_pool_idx)
+        num_known = num_cached = self._num_adopted(req)
+        request = new_request(RadixKey(tokens, getattr(req, "extra_key", None)), size) if is_insert else None
+        if request is not None:
+            pages = pages_of(allocated[: request.num_tokens], size)
+            num_known, num_cached = self._insert(request, pages, num_known // size, used=True)
+        self._free(allocated[self._num_adopted(req) : num_known])
+        self._free(allocated[max(num_known, num_cached) :])
+        pool.free(req.req_pool_idx)
         self.dec_lock_ref(req.last_node)
 
-    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:  # noqa: ARG002
         """The request goes on: what it has computed is cached; its row, `prefix_indices` and `last_node` point there.
 
-        Its own duplicates are freed after its row has been rewritten: call it between steps.
+        A request is one use, at its end, `chunked` or not. Its own duplicates are freed after its row has been
+        rewritten: call it between steps. Where nothing of it is cached, or the cache has forgotten its prefix, it keeps
+        what it has.
         """
-        tokens, pool = list(req.fill_ids), self._pool()
+        pool, tokens = self._checked(req), list(req.fill_ids)
         slots = pool.req_to_token[req.req_pool_idx, : len(tokens)].copy()
         key = RadixKey(tokens, getattr(req, "extra_key", None))
-        num_known = self.insert(key, slots, chunked=chunked)
+        request, num_adopted = new_request(key, self.page_size), self._num_adopted(req)
+        if request is None:
+            return
+        pages = pages_of(slots[: request.num_tokens], self.page_size)
+        num_known, num_cached = self._insert(request, pages, num_adopted // self.page_size, used=False)
+        if num_cached <= num_adopted and num_known <= num_adopted:
+            return
         match = self.match_prefix(key)
         self.inc_lock_ref(match.last_device_node)
         self.dec_lock_ref(req.last_node)
         pool.write(req.req_pool_idx, 0, match.device_indices)
-        self._free(slots[self._num_adopted(req) : num_known])
+        self._free(slots[num_adopted:num_known])
         req.last_node = match.last_device_node
         req.prefix_indices = np.concatenate([match.device_indices, slots[len(match.device_indices) :]])
+
+    def _checked(self, req: Req) -> ReqToTokenPool:
+        """Its row is in use, its node is locked, and what was loading for it has ended: else nothing is changed."""
+        pool = self._pool()
+        pool.check(req.req_pool_idx)
+        if not req.last_node.is_root and req.last_node not in self._locks:
+            raise RequestError(f"request {req.rid!r} holds no lock; finish each once")
+        self.loads.settle(req.last_node)
+        return pool
 
     def _num_adopted(self, req: Req) -> int:
         """Of its slots, those that are the cache's: whole pages."""
@@ -340,9 +357,10 @@ class HiRadixCache:
 
     def pretty_print(self) -> str:
         """The tree as text: a line for each run, with its tokens, slots and where it is."""
-        lines = []
+        lines, depths = list[str](), dict[bytes, int]()
         for run in self.manager.runs():
+            depth = depths[run.hashes[-1]] = depths.get(run.parent_hash, -1) + 1
             held = f" locked={run.num_held * self.page_size}" if run.num_held else ""
             where = f"gpu={len(run.block_ids)} cpu={len(run.cpu_block_ids)} pages"
-            lines.append(f"{'  ' * run.first_block}{run.token_ids[:8].tolist()} x{run.token_ids.size} {where}{held}")
+            lines.append(f"{'  ' * depth}{run.token_ids[:8].tolist()} x{run.token_ids.size} {where}{held}")
         return "\n".join(lines)

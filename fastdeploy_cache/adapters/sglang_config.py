@@ -48,6 +48,8 @@ def new_config(
             raise ConfigError(f"{name} is {value!r}; use one of {', '.join(known)}")
     if (hicache_io_backend, hicache_mem_layout) == ("direct", "page_first"):
         logger.warning("event=hicache_layout asked=page_first io_backend=direct used=layer_first")
+    if page_size < 1 or num_tokens < page_size:
+        raise ConfigError(f"{num_tokens} tokens in pages of {page_size}; give at least a page of 1 or more")
     host: dict[str, Any] = {"cpu_to_gpu_ratio": hicache_ratio}
     if hicache_size:
         host = {"cpu_memory_bytes": hicache_size * 10**9}

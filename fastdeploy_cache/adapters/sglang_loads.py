@@ -6,6 +6,8 @@ from fastdeploy_cache.adapters.sglang_nodes import Node
 from fastdeploy_cache.caller_copies import CallerLoad
 from fastdeploy_cache.manager import PrefixCacheManager
 
+_KILL_SECONDS = 5.0  # behind a task's deadline its rank is killed and reaped; that answers every wait
+
 
 class Loads:
     """Those that were started and not checked. One thread at a time."""
@@ -37,6 +39,12 @@ class Loads:
         done = [(node, load) for node, load in self._going if load.done]
         self._going = [(node, load) for node, load in self._going if not load.done]
         return [node for node, load in done if not self._manager.end_load(load)]
+
+    def settle(self, node: Node) -> None:
+        """Wait until a node's loads have ended: workers see the last layer before the answer is here, and until then
+        its blocks are the load's. Every load ends at its own deadline."""
+        for _, load in [each for each in self._going if each[0] == node]:
+            load.wait(self._manager.config.transfer.task_timeout_seconds + _KILL_SECONDS)
 
     def end_all(self) -> None:
         """Nobody uses them any more."""

@@ -49,11 +49,6 @@ class Node:
         """Where nothing has been matched."""
         return cls(Request(request_id="root", prompt_token_ids=[0]), 0, 1)
 
-    @classmethod
-    def at(cls, request: Request, num_pages: int, page_size: int) -> Node:
-        """The end of the first `num_pages` pages of a request's tokens."""
-        return cls(request, num_pages, page_size)
-
     @property
     def is_root(self) -> bool:
         """Whether nothing lies before it."""

@@ -70,19 +70,26 @@ class ReqToTokenPool:
             return None
         return [self._free.pop() for _ in range(need_size)]
 
+    def check(self, row: int) -> None:
+        """Raise `RequestError` unless a row is in use."""
+        if row in self._free or not 0 <= row < self.size:
+            raise RequestError(f"row {row} of {self.size} is not in use; free each once")
+
     def free(self, free_index: int | Sequence[int]) -> None:
-        """Rows are free again.
+        """Rows are free again; all of them or, on `RequestError`, none.
 
         Raises:
-            RequestError: one is free already, or there is none of that number.
+            RequestError: one is free already, is given twice, or there is none of that number.
         """
-        rows = [free_index] if isinstance(free_index, int) else list(free_index)
+        rows = [int(row) for row in np.atleast_1d(np.asarray(free_index))]
         for row in rows:
-            if row in self._free or not 0 <= row < self.size:
-                raise RequestError(f"row {row} of {self.size} is not in use; free each once")
-            self._free.append(row)
-        self._free.sort(reverse=True)
+            self.check(row)
+        if len(set(rows)) < len(rows):
+            raise RequestError(f"rows {rows} has one twice; free each once")
+        self._free = sorted([*self._free, *rows], reverse=True)
 
     def write(self, row: int, start: int, slots: Slots) -> None:
         """Positions from `start` on of a row."""
+        if start + len(slots) > self.max_context_len:
+            raise RequestError(f"{start + len(slots)} tokens in a row; there is room for {self.max_context_len}")
         self.req_to_token[row, start : start + len(slots)] = slots

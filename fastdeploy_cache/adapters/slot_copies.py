@@ -98,8 +98,8 @@ class RankSlots:
 
     def close(self) -> None:
         """Give the blocks back. Again: nothing."""
-        ids, self._ids = self._ids, []
-        self._manager.give_back(ids)
+        self._manager.give_back(self._ids)  # what is still being copied into is free after that
+        self._ids = []
 
     def __enter__(self) -> Self:
         return self

@@ -262,6 +262,10 @@ def _packed(token_ids: TokenIds, *, may_be_empty: bool = False) -> bytes:
 
 
 def _number(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
         raise ConfigError(f"{name} is {value!r}; give an integer, {least} or more")
-    return value
+    return number

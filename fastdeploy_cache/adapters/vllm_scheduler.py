@@ -32,6 +32,7 @@ class _Sequence:
 
     request: Any
     tokens: Request  # grows behind vLLM's
+    generation: int  # of the cache, when it came: after a reset nothing that it computed before is stored
     pinned: PinnedPrefix | None = None  # from the match to the start of its load
     first_block: int = 0  # of the load
     prefetch: Prefetch | None = None
@@ -282,7 +283,7 @@ class SchedulerHalf:
         if len(ids) <= first:
             return
         self._follow(sequence)
-        transfer = self._cache.swap_out(sequence.tokens, ids[first:], first_block=first)
+        transfer = self._cache.swap_out(sequence.tokens, ids[first:], first_block=first, generation=sequence.generation)
         sequence.num_offered = len(ids)
         if transfer.num_blocks:
             sequence.store = _Store(sequence, transfer, self._keep(ids[first:]))
@@ -331,7 +332,7 @@ class SchedulerHalf:
         except RequestError as error:
             logger.warning("event=request_not_cached error=%r", str(error))
             return None
-        sequence = self._sequences[request.request_id] = _Sequence(request, tokens)
+        sequence = self._sequences[request.request_id] = _Sequence(request, tokens, self._cache.generation)
         return sequence
 
     def _follow(self, sequence: _Sequence) -> None:

@@ -94,6 +94,7 @@ def conventions(num_ranks: int, num_gpu_blocks: int, num_new_tokens: int, json_f
     check_target(json_file)
     files = load_model_files()
     config = new_config(files, num_ranks, num_gpu_blocks)
+    console.print(_introduction(config, num_new_tokens))
     played = []
     for new in new_conventions(config, num_new_tokens, f"conventions{os.getpid()}"):
         calls = new()
@@ -101,9 +102,19 @@ def conventions(num_ranks: int, num_gpu_blocks: int, num_new_tokens: int, json_f
             played.append(play(files, calls, CONVERSATIONS, len(CONVERSATIONS[0].turns), num_new_tokens))
         finally:
             calls.close()
+        same = "the same answers" if _same(played[-1], played[0]) else "OTHER ANSWERS"
+        console.print(f"{calls.name}: {same}, {played[-1].seconds:.1f} s")
     _show(console, played)
     write_json(json_file, _facts(played))
     return all(_same(each, played[0]) for each in played)
+
+
+def _introduction(config: CacheConfig, num_new_tokens: int) -> str:
+    num_gpu, num_cpu = config.pool_sizes()
+    return (
+        f"{len(CONVERSATIONS)} conversations of {len(CONVERSATIONS[0].turns)} turns, {num_new_tokens} tokens each, "
+        f"over {num_gpu} GPU and {num_cpu} CPU blocks of {BLOCK_TOKENS} tokens; about 15 s for each convention."
+    )
 
 
 def new_config(files: ModelFiles, num_ranks: int, num_gpu_blocks: int) -> CacheConfig:
@@ -138,17 +149,16 @@ def _facts(played: Sequence[Played]) -> dict[str, object]:
 
 
 def _show(console: Console, played: Sequence[Played]) -> None:
-    table = Table(title="One model, one cache, the calling conventions of several engines")
-    for column in ("convention", "hits by", "prompt tokens", "hit", "blocks loaded", "answers", "seconds"):
+    table = Table(title=f"{played[0].num_prompt_tokens} prompt tokens; answers compared with the native ones")
+    for column in ("convention", "granule", "hit", "loaded", "answers", "time"):
         table.add_column(column, justify="left" if column == "convention" else "right")
     for each in played:
         table.add_row(
             each.name,
-            f"{each.token_granularity} tokens",
-            str(each.num_prompt_tokens),
+            f"{each.token_granularity}",
             f"{each.num_hit_tokens / each.num_prompt_tokens:.0%}",
-            str(each.num_swapped_in_blocks),
+            f"{each.num_swapped_in_blocks} blocks",
             "same" if _same(each, played[0]) else "DIFFERENT",
-            f"{each.seconds:.1f}",
+            f"{each.seconds:.1f} s",
         )
     console.print(table)

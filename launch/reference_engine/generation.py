@@ -110,7 +110,9 @@ class Generation:
         try:
             token = self._tokens.get(timeout=timeout_seconds)
         except queue.Empty as error:
-            raise GenerationError(f"no token within {timeout_seconds} s; the engine is overloaded") from error
+            raise GenerationError(
+                f"no token within {timeout_seconds} s; the engine is overloaded, paused or asleep"
+            ) from error
         if token is None and self.error is not None:
             raise GenerationError(self.error)
         return token

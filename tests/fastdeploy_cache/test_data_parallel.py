@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import subprocess
 import sys
+import threading
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request, TransferConfig
+from fastdeploy_cache.adapters import fastdeploy
 from fastdeploy_cache.errors import ConfigError
+from metrics.errors import MetricsError
 from metrics.remote import RemoteMetrics
+from tests.fastdeploy_cache.adapters.fastdeploy_engine import new_config as fastdeploy_config
 from tests.faults.engine import BLOCK_SIZE, Engine, new_config
 
 PROMPT = list(range(6 * BLOCK_SIZE + 1))
@@ -86,3 +93,65 @@ def test_engines_in_several_processes_share_an_endpoint() -> None:
         with urllib.request.urlopen(mine, timeout=5) as answer:
             assert f'fastdeploy_cache_remote_up{{url="{url}"}} 0.0' in answer.read().decode()
         cache.release(request)
+
+
+def test_fastdeploys_names_of_two_managers_are_told_apart() -> None:
+    """With the label each has its own series; without it, and of one id twice, a series is shown once."""
+    managers = [fastdeploy.PrefixCacheManager(fastdeploy_config(8 * (dp + 1)), 1, "mixed", dp) for dp in range(2)]
+    first, second = (manager.cache for manager in managers)
+    try:
+        named = [manager.fastdeploy_names(with_dp=True) for manager in managers]
+        values = scrape(first.serve_metrics(also=[second.metrics, *named]))
+        assert [values["fastdeploy:max_gpu_block_num", dp] for dp in "01"] == [8, 16]
+        plain = [manager.fastdeploy_names() for manager in managers]
+        with urllib.request.urlopen(first.serve_metrics(also=plain), timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        assert [line for line in lines if line.startswith("fastdeploy:max_gpu_block_num ")] == [
+            "fastdeploy:max_gpu_block_num 8.0"
+        ]
+    finally:
+        for manager in managers:
+            manager.close()
+
+
+@pytest.mark.parametrize("habit", ["resets", "drips", "garbage"])
+def test_a_bad_page_elsewhere_does_not_spoil_ours(habit: str) -> None:
+    """A peer that breaks off, is slow for ever, or talks nonsense shows as down; our own series are there."""
+    stopping = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"no metrics {\n" if habit == "garbage" else b"# ")
+            if habit == "resets":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            while habit == "drips" and not stopping.wait(0.05):
+                try:
+                    self.wfile.write(b"x")
+                except OSError:
+                    return
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    config = CacheConfig(block_size=4, num_gpu_blocks=8, transfer_client="inline")
+    with PrefixCacheManager(config) as cache:
+        remote = RemoteMetrics(f"http://127.0.0.1:{server.server_port}/metrics", timeout_seconds=0.3)
+        with urllib.request.urlopen(cache.serve_metrics(also=[remote]), timeout=10) as answer:
+            page = answer.read().decode()
+    assert "fastdeploy_cache_requests_total" in page
+    assert 'remote_up{url="http://127.0.0.1' in page and page.split("remote_up{", 1)[1].splitlines()[0].endswith(" 0.0")
+    stopping.set()
+    server.shutdown()
+    server.server_close()
+    thread.join(5)
+
+
+def test_a_remote_page_is_http() -> None:
+    """Nothing else is opened."""
+    with pytest.raises(MetricsError, match="begins with http://"):
+        RemoteMetrics("file:///etc/passwd")

@@ -15,6 +15,8 @@ import pytest
 from fastdeploy_cache import PrefixCacheManager, Request, StorageConfig
 from fastdeploy_cache.errors import ConfigError, LifeCycleError, OutOfBlocksError
 from fastdeploy_cache.life_cycle import LifeCycleStatus
+from ipc import shared_array
+from ipc.errors import NotEnoughMemoryError
 from tests.faults.engine import BLOCK_SIZE, Engine, new_config
 
 PROMPT = list(range(100, 100 + 6 * BLOCK_SIZE + 1))
@@ -253,3 +255,69 @@ def test_100_random_changes_among_traffic() -> None:
         assert gpu.num_private == gpu.num_protected == gpu.num_in_flight == 0
         assert all(num_done.values()), num_done
         assert sum(t.num_hits for t in traffic) > 50
+
+
+def test_resuming_what_runs_disturbs_nobody(tmp_path: Path) -> None:
+    """resume of a running cache, and a refused change, leave a prefetch from storage as it was."""
+    store = StorageConfig(folder=str(tmp_path), weights_id="w", admission="all", capacity_bytes=10**7)
+    config = dataclasses.replace(new_config(1, num_gpu=16, num_cpu=16), storage=store, min_prefetch_tokens=4)
+    with PrefixCacheManager(config) as cache:
+        Engine(cache, 1).serve(PROMPT)
+        assert cache.flush_storage(10)
+    with PrefixCacheManager(config) as cache:
+        request = Request(request_id="a", prompt_token_ids=PROMPT)
+        prefetch = cache.prefetch(request)
+        cache.resume()
+        cache.wake()
+        with pytest.raises(ConfigError):
+            cache.update_weights()
+        assert prefetch.wait(10)
+        assert cache.match(request).wait(10).num_storage_tokens == 24
+        cache.release(request)
+
+
+def test_a_wake_without_memory_sleeps_on_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second segment is not to be had: what was taken again goes back; later it wakes."""
+    with PrefixCacheManager(new_config(1, num_gpu=8, num_cpu=8, kind="inline")) as cache:
+        cache.sleep()
+        segments = iter(range(100))
+        take = shared_array._take_pages
+
+        def short(fd: int, num_bytes: int, name: str) -> None:
+            if next(segments):
+                raise NotEnoughMemoryError("no room")
+            take(fd, num_bytes, name)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_array, "_take_pages", short)
+            with pytest.raises(NotEnoughMemoryError):
+                cache.wake()
+        assert cache.life_cycle_status is LifeCycleStatus.ASLEEP and _backed_bytes(cache, 0) == (0, 0)
+        cache.wake()
+        assert all(_backed_bytes(cache, 0))
+
+
+@pytest.mark.parametrize("verb", ["sleep", "clear", "update_weights", "kv_lost"])
+def test_what_a_caller_computed_before_is_not_cached_afterwards(verb: str) -> None:
+    """Blocks taken and filled before: after the change `insert`, `swap_out` and `hand_over` publish nothing of them."""
+    worker = {"kv_owner": "engine"}
+    with PrefixCacheManager(new_config(1, num_gpu=16, num_cpu=16, kind="inline", **worker)) as cache:
+        names = Request(request_id="names tokens", prompt_token_ids=PROMPT)
+        ids = cache.take(6)
+        if verb == "kv_lost":
+            cache._forget_gpu(0)
+        else:
+            getattr(cache, verb)()
+        if verb == "sleep":
+            cache.wake()
+        assert cache.insert(names, ids).duplicate_ids == ids
+        assert cache.swap_out(names, ids).num_blocks == 0
+        request = Request(request_id="a", prompt_token_ids=PROMPT)
+        cache.match(request)
+        cache.hand_over(request, ids)
+        cache.commit(request, 24)
+        cache.release(request)
+        assert cache.lookup(names).num_blocks == 0
+        cache.check_invariants()
+        fresh = cache.take(6)
+        assert cache.insert(names, fresh).duplicate_ids == []

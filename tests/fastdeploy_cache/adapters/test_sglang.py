@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
 import numpy as np
@@ -202,9 +201,10 @@ def test_a_load_that_fails_is_recomputed() -> None:
 @pytest.mark.parametrize(
     ("policy", "num_after"), [("write_through", [1, 1, 1]), ("write_through_selective", [0, 0, 1])]
 )
-def test_write_policies_count_uses(policy: str, num_after: list[int]) -> None:
-    """write_through copies at the first insert, the selective one at the third use; chunks are no uses."""
-    scheduler = Scheduler(64, 1, 256, hicache_write_policy=policy)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_write_policies_count_uses(policy: str, num_after: list[int], page_size: int) -> None:
+    """write_through copies at the first insert, the selective one at the third request; also of one that only hits."""
+    scheduler = Scheduler(64, page_size, 256, hicache_write_policy=policy)
     counts = []
     for _ in range(3):
         scheduler.serve(list(range(20)), [1], chunk=5)
@@ -225,7 +225,7 @@ def test_write_back_copies_what_would_be_evicted_next() -> None:
 
 
 def test_options_are_checked_and_reset_forgets() -> None:
-    """Unknown layouts and IO backends are refused; reset frees all but what requests hold, and all locks."""
+    """Unknown layouts and IO backends are refused; reset frees all but what is held, locked prefixes until unlocked."""
     with pytest.raises(ConfigError, match="hicache_mem_layout is 'x'"):
         new_config(8, hicache_mem_layout="x")
     with pytest.raises(ConfigError, match="hicache_io_backend is 'x'"):
@@ -236,11 +236,18 @@ def test_options_are_checked_and_reset_forgets() -> None:
     assert config.pool_sizes() == (8, 12)
     scheduler = Scheduler(64, 1)
     put(scheduler, [1, 2, 3])
-    scheduler.cache.inc_lock_ref(scheduler.cache.match_prefix([1, 2, 3]).last_device_node)
+    node = scheduler.cache.match_prefix([1, 2, 3]).last_device_node
+    scheduler.cache.inc_lock_ref(node)
     held = scheduler.allocator.alloc(2)
     assert held is not None and "[1, 2, 3] x3 gpu=3" in scheduler.cache.pretty_print()
     scheduler.cache.reset()
+    assert len(scheduler.cache.match_prefix([1, 2, 3]).device_indices) == 0
+    assert scheduler.allocator.available_size() == 59, "what is locked stays in place"
+    scheduler.cache.dec_lock_ref(node)
     assert scheduler.cache.total_size() == 0 and scheduler.allocator.available_size() == 62
+    for page_size in (0, 16):
+        with pytest.raises(ConfigError, match="8 tokens in pages"):
+            new_config(8, page_size)
     scheduler.allocator.free(held)
     scheduler.close()
 
@@ -263,63 +270,6 @@ def test_pools_refuse_double_frees() -> None:
     with pytest.raises(ConfigError, match="no ReqToTokenPool"):
         HiRadixCache(scheduler.manager).cache_finished_req(Req("a", [1]))
     scheduler.close()
-
-
-class Story:
-    """A random schedule: branching requests, chunks, refusals, copies and failing loads."""
-
-    def __init__(self, seed: int) -> None:
-        self.choose = choose = random.Random(seed)
-        size = choose.choice([1, 1, 2, 4])
-        policy = choose.choice(["write_through", "write_back", "write_through_selective"])
-        self.scheduler = Scheduler(48 * size, size, choose.choice([0, 64, 256]) * size, hicache_write_policy=policy)
-        self.texts = [[(7 * i * i + text * (i // 9)) % 5 for i in range(60)] for text in range(4)]
-        self.running: list[Req] = []
-        self.num_found = 0
-
-    def arrive(self) -> None:
-        tokens = [*self.choose.choice(self.texts)[: self.choose.randint(1, 40)], self.choose.randint(0, 3)]
-        req = Req("r", tokens, self.choose.choice([None, None, "lora"]))
-        if self.scheduler.admit(req):
-            self.num_found += len(req.prefix_indices)
-            self.running.append(req)
-
-    def go_on(self, req: Req) -> None:
-        missing = len(req.origin_input_ids) + len(req.output_ids) - len(req.fill_ids)
-        if missing > 1 or not req.output_ids:
-            if missing:
-                self.scheduler.compute(req, self.choose.randint(1, missing))
-            self.scheduler.cache.cache_unfinished_req(req, chunked=self.choose.random() < 0.5)
-            if len(req.fill_ids) == len(req.origin_input_ids) and not req.output_ids:
-                req.output_ids.append(self.choose.randint(0, 4))
-        elif self.choose.random() < 0.3 or not self.scheduler.decode(req, self.choose.randint(0, 4)):
-            self.scheduler.cache.cache_finished_req(req, is_insert=self.choose.random() < 0.9)
-            self.running.remove(req)
-
-    def land(self) -> None:
-        for _ in range(self.choose.choice([0, 0, 1, 3])):
-            if self.scheduler.client.tasks:
-                self.scheduler.client.land(self.choose.choice([None, None, "rank died"]))
-
-    def run(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            if self.choose.random() < 0.35 and len(self.running) < 4:
-                self.arrive()
-            elif self.running:
-                self.go_on(self.choose.choice(self.running))
-            self.land()
-            self.scheduler.manager.check_invariants()
-        for req in self.running:
-            self.scheduler.cache.cache_finished_req(req, is_insert=False)
-        self.scheduler.close()
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_random_schedules(seed: int) -> None:
-    """No wrong slot is read and none is lost, whatever comes when."""
-    story = Story(seed)
-    story.run(150)
-    assert story.num_found > 0
 
 
 def test_prefetch_waits_as_its_policy_says() -> None:
@@ -377,7 +327,6 @@ def test_hits_are_counted_when_inserted_not_when_matched(one: Scheduler) -> None
     one.serve([1, 2, 3, 4], [5])
     for _ in range(10):
         one.cache.match_prefix([1, 2, 3, 4])
-    assert {run.num_uses for run in one.manager.runs()} <= {1, 2}
-    before = max(run.num_uses for run in one.manager.runs())
+    assert {run.num_uses for run in one.manager.runs()} == {1}
     one.serve([1, 2, 3, 4], [5])
-    assert max(run.num_uses for run in one.manager.runs()) == before * 2
+    assert {run.num_uses for run in one.manager.runs()} == {2}
