@@ -14,6 +14,7 @@ TransferError                       transfer_manager
 +-- LayoutError                     settings of a layout, of the ranks or of storage that cannot be
 +-- RankStartError                  a rank did not become ready
 +-- DeviceError                     a copy that cannot be done as asked
++-- LinkError                       bytes of another instance could not be read; `.reason`, `.may_write_later`
 +-- StorageError                    a store failed; where it concerns a caller it is
 |   +-- StorageRefusedError         it cannot be opened as configured
 IPCError                            ipc

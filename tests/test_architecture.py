@@ -45,6 +45,7 @@ HOMES = {
         "transfer_manager/kv_memory.py",
         "transfer_manager/storage/keys.py",
         "transfer_manager/task.py",
+        "transfer_manager/peer/link.py",
         "fastdeploy_cache/config.py",
         "launch/chat_api.py",
         "launch/control.py",

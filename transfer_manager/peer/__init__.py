@@ -1,0 +1,37 @@
+"""Links between instances: reading blocks out of the registered memory of another process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transfer_manager.peer.link import Link, LinkError
+
+KINDS = ("shm", "nixl", "mooncake")
+
+
+def open_link(kind: str, options: Mapping[str, Any]) -> Link:
+    """A new link. Options, all of them optional:
+
+    - `shm` (both processes on one host, of one user): none.
+    - `nixl`: `backend` ("UCX").
+    - `mooncake`: `hostname` ("127.0.0.1"; where peers reach this process), `protocol` ("tcp"), `device_name` ("").
+
+    Raises:
+        LinkError: "refused": no such kind, or its library is missing; "failed": the library does not start.
+    """
+    if kind == "shm":
+        from transfer_manager.peer.link_shm import ShmLink
+
+        return ShmLink()
+    from transfer_manager.peer.link_address import AddressLink
+
+    if kind == "nixl":
+        from transfer_manager.peer.link_nixl import NixlEngine
+
+        return AddressLink(kind, NixlEngine(options))
+    if kind == "mooncake":
+        from transfer_manager.peer.link_mooncake import MooncakeEngine
+
+        return AddressLink(kind, MooncakeEngine(options))
+    raise LinkError(f"link kind is {kind!r}; known: {', '.join(KINDS)}", "refused")
