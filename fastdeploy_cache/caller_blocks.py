@@ -22,7 +22,7 @@ from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import GPU, CallerCopy, Run, Tier
-from fastdeploy_cache.run_view import RunView, view_of
+from fastdeploy_cache.run_view import RunView, views_of
 from fastdeploy_cache.stats import TierStats
 
 
@@ -236,7 +236,7 @@ class CallerBlocks:
             if len(gpu_ids(path, first_block)) < first_block:
                 raise RequestError(f"insert behind block {first_block}, but not all before it is on the GPU")
             self._pools[GPU].check(ids, CALLER)
-            caches = self.config.enable_prefix_caching and not self._is_asleep()
+            caches = self.config.enable_prefix_caching and not self.is_gpu_asleep
             if not num_blocks or not caches or not self._are_current(ids, generation):
                 return Inserted(first_block, ids.tolist(), self._pin_found(path, first_block) if pin else None)
             run, end = self._tree.place(path, first_block)
@@ -289,7 +289,7 @@ class CallerBlocks:
     def runs(self) -> list[RunView]:
         """Every run of the tree, parents first, as it is now. Walks the whole tree."""
         with self._lock:
-            return [view_of(self._tree, run) for run in self._tree.runs() if run.epoch == self._tree.epoch]
+            return list(views_of(self._tree))
 
     def free_block_ids(self, tier: Tier = GPU) -> list[int]:
         """The blocks of a tier that nobody owns, lowest first. Walks the pool."""
@@ -325,7 +325,7 @@ class CallerBlocks:
         most = request.num_tokens // self.config.block_size
         if num_blocks is not None:
             most = min(most, num_blocks)
-        if self._is_asleep():
+        if self.is_gpu_asleep:
             return [], 0
         path, num_found = self._tree.find(request.namespace, self._keys(request), most)
         whole = request.whole_images(num_found, self.config.block_size)
@@ -346,7 +346,9 @@ class CallerBlocks:
     def _check_running(self) -> None:
         raise NotImplementedError
 
-    def _is_asleep(self) -> bool:
+    @property
+    def is_gpu_asleep(self) -> bool:
+        """See `LifeCycle`."""
         raise NotImplementedError
 
     def _submit(self) -> None:

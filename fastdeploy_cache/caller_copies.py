@@ -157,7 +157,9 @@ class CallerCopies(CallerBlocks):
             self._pools[GPU].check(ids, CALLER)
             path, num_found = self._tree.find(request.namespace, keys, first_block + len(ids))
             num_new = first_block + len(ids) - num_found
-            enabled = self.config.enable_prefix_caching and not self._is_asleep() and self._are_current(ids, generation)
+            enabled = (
+                self.config.enable_prefix_caching and not self.is_gpu_asleep and self._are_current(ids, generation)
+            )
             if num_found < first_block or not num_new or not enabled or not self._mover.can(Direction.SWAP_OUT):
                 return CallerTransfer((), 0)
             pins = [self._pin_at(path, num_found)] if num_found else []
@@ -167,10 +169,10 @@ class CallerCopies(CallerBlocks):
             start = num_found - first_block
             sources = ids[start : start + len(destinations)]
             self._pools[GPU].begin_reading(sources)
-            when = self._tree.epoch, self._tree.num_kv_losses
+            began = self._tree.generation
 
             def end(succeeded: bool) -> None:
-                is_valid = succeeded and when == (self._tree.epoch, self._tree.num_kv_losses)
+                is_valid = succeeded and began == self._tree.generation
                 self._end_copies(request.namespace, keys, num_found, destinations if is_valid else array("i"))
                 self._end_cpu(destinations, sources)
 
@@ -248,15 +250,10 @@ class CallerCopies(CallerBlocks):
         return gpu_ids(pin.run.path(), pinned.num_blocks).tolist() if pin is not None else []
 
     def _start_load(self, path: list[Run], num_found: int, parts: list[Part]) -> bool:
-        residency, num_cold = self._tree.residency, sum(n for _, _, n in parts)
-        pin = self._tree.move_pin(None, *self._tree.place(path, num_found))
-        fits = num_cold <= residency.num_available(GPU) and self._mover.can(Direction.SWAP_IN)
-        if fits:
-            residency.evict(GPU, max(0, num_cold - self._pools[GPU].num_free))
-            self._mover.load(parts)
-            self._copy_down.moved(num_cold)
+        pin = self._tree.move_pin(None, *self._tree.place(path, num_found))  # or the eviction might take its beginning
+        starts = self._matcher.start_load(parts, sum(n for _, _, n in parts), 0)
         self._tree.move_pin(pin, None, 0)
-        return fits
+        return starts
 
     def _pin_at(self, path: list[Run], num_blocks: int) -> Pin:
         run, end = self._tree.place(path, num_blocks)

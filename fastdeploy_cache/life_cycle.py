@@ -263,13 +263,9 @@ class LifeCycle:
         else:
             drop_cpu(self._tree, self._pinned)
 
-    def _is_asleep(self) -> bool:
-        """Whether there is no GPU memory. Under the lock."""
-        return GPU in self._life.asleep
-
     def _check_running(self) -> None:
         self._check_open()
-        if self._is_asleep():
+        if self.is_gpu_asleep:
             raise LifeCycleError("the cache is asleep; wake it before its GPU blocks are used")
 
     def _check_open(self) -> None:

@@ -119,7 +119,7 @@ class PrefixCacheManager(Inspection, RankAccess, StorageAccess, LifeCycle, Calle
             num_blocks = self._check_new(request)
             keys = BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
             active = ActiveRequest(request, keys, self._tree.epoch, num_kv_losses=self._tree.num_kv_losses)
-            if self.config.enable_prefix_caching and not self._is_asleep():
+            if self.config.enable_prefix_caching and not self.is_gpu_asleep:
                 if self._storage is not None and (prefetch := self._storage.reads.take(request.request_id)) is not None:
                     self._matcher.follow(active, prefetch)
                 self._matcher.find(active, num_blocks)

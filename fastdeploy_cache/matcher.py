@@ -68,7 +68,7 @@ class Matcher:
         num_cold = sum(n for _, _, n in parts)
         num_near = active.num_gpu_blocks + num_coming
         worth = self._min_load <= num_cold <= self._max_load and num_cold and self._speeds.is_worth_loading(num_cold)
-        num_loaded = num_cold if worth and self._start_load(parts, num_cold, num_blocks - num_found) else 0
+        num_loaded = num_cold if worth and self.start_load(parts, num_cold, num_blocks - num_found) else 0
         num_pinned = request.whole_images(num_near + num_loaded, tree.block_size)
         active.num_unloaded_blocks = num_cold - num_loaded
         if active.num_unloaded_blocks:  # what storage has lies behind these
@@ -80,7 +80,7 @@ class Matcher:
             segments = [s for run in last.path() for s in segments_of(run, GPU) if run is not last or s.start < end]
             self._wait_for(active, list(dict.fromkeys([segment.transfer for segment in segments])))
 
-    def _start_load(self, parts: list[Part], num_cold: int, num_rest: int) -> bool:
+    def start_load(self, parts: list[Part], num_cold: int, num_rest: int) -> bool:
         """Load parts of a pinned path, `num_cold` blocks, for a prompt that needs `num_rest` others: all or nothing.
 
         Where they do not fit, they would not fit as computed blocks either.
@@ -190,7 +190,7 @@ class Matcher:
         num_cold = sum(n for _, _, n in parts)
         num_rest = -(-request.num_tokens // tree.block_size) - num_found
         fits = num_found - active.num_gpu_blocks <= self._max_load
-        if num_cold and not (fits and self._start_load(parts, num_cold, num_rest)):
+        if num_cold and not (fits and self.start_load(parts, num_cold, num_rest)):
             num_near = request.whole_images(num_found - num_cold, tree.block_size)  # others have computed or load these
             self._pin(active, path, max(before, num_near))
             active.num_unloaded_blocks = num_cold

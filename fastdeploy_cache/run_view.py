@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,6 @@ class RunView:
         cpu_start, cpu_block_ids: of an interval of its blocks, those in the CPU tier.
         num_held: its first blocks, which pins here or beneath keep where they are.
         num_pins: pins that end in it.
-        is_gpu_leaf, is_cpu_leaf: its end may be evicted in that tier now.
         last_used: the order of uses; higher is later. num_uses: requests that used it.
     """
 
@@ -40,34 +40,33 @@ class RunView:
     cpu_block_ids: list[int]
     num_held: int
     num_pins: int
-    is_gpu_leaf: bool
-    is_cpu_leaf: bool
     last_used: int
     num_uses: int
-    num_children: int
 
 
-def view_of(tree: PrefixTree, run: Run) -> RunView:
-    """Under the manager's lock."""
-    first_block, above = 0, run.parent
-    assert above is not None
-    parent_hash = above.last_hash
-    while above.parent is not None:
-        first_block, above = first_block + above.num_blocks, above.parent
+def views_of(tree: PrefixTree) -> Iterator[RunView]:
+    """Of every run that can be found, parents first. Under the manager's lock."""
+    below = [(root, name, 0) for name, root in tree.roots.items()]
+    while below:
+        run, namespace, first_block = below.pop()
+        end = first_block + run.num_blocks
+        below.extend((child, namespace, end) for child in run.children.values())
+        if run.parent is not None:
+            yield _view(run, run.parent, namespace, first_block)
+
+
+def _view(run: Run, parent: Run, namespace: str, first_block: int) -> RunView:
     return RunView(
-        namespace=next(name for name, root in tree.roots.items() if root is above),
+        namespace=namespace,
         first_block=first_block,
         token_ids=np.frombuffer(bytes(run.tokens), "<i4"),
         hashes=[bytes(run.hashes[i : i + HASH_BYTES]) for i in range(0, len(run.hashes), HASH_BYTES)],
-        parent_hash=parent_hash,
+        parent_hash=parent.last_hash,
         block_ids=run.ids[GPU].tolist(),
         cpu_start=run.cpu_start,
         cpu_block_ids=run.ids[CPU].tolist(),
         num_held=run.num_held,
         num_pins=sum(type(pin) is Pin for pin in run.pins),
-        is_gpu_leaf=tree.residency.is_leaf(run, GPU),
-        is_cpu_leaf=tree.residency.is_leaf(run, CPU),
         last_used=run.usage.last_used,
         num_uses=run.usage.num_uses,
-        num_children=len(run.children),
     )

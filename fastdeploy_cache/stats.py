@@ -45,11 +45,21 @@ class TierStats:
             num_evicted_by_kind=(residency.num_evicted[tier][0], residency.num_evicted[tier][1]),
         )
 
+    @property
+    def num_evictable(self) -> int:
+        """Cached, and not pinned."""
+        return self.num_cached - self.num_protected
+
+    @property
+    def num_available(self) -> int:
+        """Free or evictable: less, while something is read that does not keep its block."""
+        return self.num_free + self.num_evictable
+
     def by_state(self) -> dict[str, int]:
         """Every block in exactly one state."""
         return {
             "free": self.num_free,
-            "evictable": self.num_cached - self.num_protected,
+            "evictable": self.num_evictable,
             "pinned": self.num_protected,
             "private": self.num_private + self.num_callers,
             "in_flight": self.num_in_flight,

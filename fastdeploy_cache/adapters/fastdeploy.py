@@ -85,7 +85,7 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
     @property
     def available_gpu_resource(self) -> float:
         """Share of the GPU blocks that are free; 0.0 of an empty pool."""
-        gpu = self.cache.stats().gpu
+        gpu = self.cache.tier_stats()
         return gpu.num_free / gpu.num_blocks if gpu.num_blocks else 0.0
 
     @staticmethod
@@ -102,7 +102,7 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
             return False
         gpu = self.cache.tier_stats()
         missing = num_blocks - gpu.num_free
-        if missing > 0 and try_free_gpu_blocks and missing <= gpu.num_cached - gpu.num_protected:
+        if missing > 0 and try_free_gpu_blocks and missing <= gpu.num_evictable:
             missing -= self.cache.evict(missing)
         return missing <= 0
 

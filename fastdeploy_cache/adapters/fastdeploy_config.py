@@ -73,9 +73,10 @@ def cache_config(
             if policy not in WRITE_POLICIES:
                 raise ConfigError(f"write_policy (to storage) is {policy!r}; use one of {', '.join(WRITE_POLICIES)}")
             ours["storage_write_policy"] = policy
-        if device_ids is not None:
-            transfer["device_ids"] = tuple(int(i) for i in device_ids)
-    transfer |= dict(extra.pop("transfer", {}))
+    given = dict(extra.pop("transfer", {}))
+    if device_ids is not None and launched and given.get("device") == "cuda":  # on the CPU they mean nothing
+        transfer["device_ids"] = tuple(int(i) for i in device_ids)
+    transfer |= given
     settings = extra.pop("storage", None)
     check_keys({"storage": settings} if settings is not None else {})
     storage = _storage(theirs, settings)

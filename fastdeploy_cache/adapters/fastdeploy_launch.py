@@ -12,6 +12,7 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import CacheError, ConfigError
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
+from fastdeploy_cache.run import CPU
 from transfer_manager.client import RankStatus
 from transfer_manager.errors import IPCError, LayoutError, TransferError
 from transfer_manager.worker_signals import TreeStatus, WorkerSignals
@@ -92,7 +93,7 @@ class Launching:
             signals.close()
             raise
         self._signals, self._device_ids = signals, device_ids
-        signals.set_ready(with_swap_space=self.cache.stats().cpu.num_blocks > 0)
+        signals.set_ready(with_swap_space=self.cache.tier_stats(CPU).num_blocks > 0)
         return [RankProcess(lambda: self.cache.stats().ranks, status.rank) for status in self.cache.stats().ranks]
 
     def launch_cache_messager(self, *_: Any, **__: Any) -> list[RankProcess]:
@@ -120,7 +121,7 @@ class Launching:
         self._num_blocks = num_blocks
 
     def _check_nothing_is_held(self) -> None:
-        gpu = self.cache.stats().gpu
+        gpu = self.cache.tier_stats()
         num_held = gpu.num_private + gpu.num_callers
         if self._tasks or num_held:
             raise ConfigError(
@@ -132,8 +133,7 @@ class Launching:
     ) -> None:
         """The old one first: both would need the memory, and a store's folder. Where the new one cannot be, one without
         ranks takes its place."""
-        on_gpu = device_ids is not None and self._transfer_settings().get("device") == "cuda"
-        ours = self._ours(num_blocks, tp_size, device_ids=device_ids if on_gpu else None, launched=launched)
+        ours = self._ours(num_blocks, tp_size, device_ids=device_ids, launched=launched)
         self.cache.close()
         try:
             self.cache = NativeManager(ours)
@@ -153,11 +153,6 @@ class Launching:
             device_ids=device_ids,
             launched=launched,
         )
-
-    def _transfer_settings(self) -> Mapping[str, Any]:
-        extra = getattr(self._their_config.cache_config, "fastdeploy_cache", None) or {}
-        settings: Mapping[str, Any] = extra.get("transfer", {})
-        return settings
 
     # -- states
 

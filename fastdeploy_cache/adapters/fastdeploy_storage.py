@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,20 +57,15 @@ class StorageCalls:
         if direction is None or not is_sync:
             raise RequestError(f"swap task of {event_type!r}, is_sync={is_sync}; use SWAP2CPU or SWAP2GPU, in sync")
         del swap_node_ids
-        event = self.task_swapping_event[transfer_task_id] = threading.Event()
         sources, destinations = gpu_block_ids, cpu_block_ids
         if direction is Direction.SWAP_IN:
             sources, destinations = cpu_block_ids, gpu_block_ids
-        try:
+        with _running(self.task_swapping_event, transfer_task_id):
             return self.cache.copy_blocks(sources, destinations, direction=direction)
-        finally:
-            event.set()
-            del self.task_swapping_event[transfer_task_id]
 
     def sync_swap_task(self, transfer_task_id: str) -> bool:
         """Wait for a swap task that another thread has issued; False when the tasks' own deadline is over first."""
-        event = self.task_swapping_event.get(transfer_task_id)
-        return event is None or event.wait(self.cache.config.transfer.task_timeout_seconds)
+        return self._wait(self.task_swapping_event, transfer_task_id)
 
     # -- write
 
@@ -107,17 +103,12 @@ class StorageCalls:
             ValueError: as many keys as blocks are needed. RequestError: no token ids.
         """
         request = self._request_of(task)
-        event = self.task_write_back_event[task.task_id] = threading.Event()
-        try:
+        with _running(self.task_write_back_event, task.task_id):
             return self._copy_down(request, task.gpu_block_ids, is_sync=is_sync)
-        finally:
-            event.set()
-            del self.task_write_back_event[task.task_id]
 
     def wait_write_storage_task(self, task_id: str) -> bool:
         """Wait for a write that another thread has issued; False when the tasks' own deadline is over first."""
-        event = self.task_write_back_event.get(task_id)
-        return event is None or event.wait(self.cache.config.transfer.task_timeout_seconds)
+        return self._wait(self.task_write_back_event, task_id)
 
     # -- read
 
@@ -131,8 +122,7 @@ class StorageCalls:
         request = self._request_of(task)
         request.append_output([0])  # a prefetch leaves the last token to compute; here all blocks are wanted
         first = int(getattr(task, "start_read_block_idx", 0))
-        event = self.task_prefetch_event[task.task_id] = threading.Event()
-        try:
+        with _running(self.task_prefetch_event, task.task_id):
             seconds = min(float(getattr(task, "timeout", self._load_timeout_seconds)), self._load_timeout_seconds)
             deadline = time.monotonic() + seconds
             self.cache.prefetch(request).wait(seconds)
@@ -144,16 +134,15 @@ class StorageCalls:
             while len(self.storage_prefetch_block_ids) > _MAX_ANSWERS:
                 self.storage_prefetch_block_ids.pop(next(iter(self.storage_prefetch_block_ids)))
             return came
-        finally:
-            event.set()
-            del self.task_prefetch_event[task.task_id]
 
     def wait_prefetch_storage_task(self, task_id: str) -> list[int]:
         """The blocks that a read has filled, waiting for one that another thread has issued; each once."""
-        event = self.task_prefetch_event.get(task_id)
-        if event is not None:
-            event.wait(self.cache.config.transfer.task_timeout_seconds)
+        self._wait(self.task_prefetch_event, task_id)
         return self.storage_prefetch_block_ids.pop(task_id, [])
+
+    def _wait(self, running: dict[str, threading.Event], task_id: str) -> bool:
+        event = running.get(task_id)
+        return event is None or event.wait(self.cache.config.transfer.task_timeout_seconds)
 
     def _request_of(self, task: Any) -> Request:
         """What its blocks are named by: tokens, images and namespace, and keys that are not our own block hashes."""
@@ -174,3 +163,14 @@ class StorageCalls:
 
     def _held(self, task: Task) -> HeldTask:
         raise NotImplementedError
+
+
+@contextmanager
+def _running(running: dict[str, threading.Event], task_id: str) -> Iterator[None]:
+    """Others may wait for the task until it has ended, well or not."""
+    event = running[task_id] = threading.Event()
+    try:
+        yield
+    finally:
+        event.set()
+        del running[task_id]

@@ -10,7 +10,7 @@ import numpy as np
 from fastdeploy_cache.adapters.fastdeploy_nodes import BlockNode, NodeView
 from fastdeploy_cache.adapters.fastdeploy_task import HeldTask, path_hashes
 from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
-from fastdeploy_cache.run import CPU, GPU
+from fastdeploy_cache.run import CPU, GPU, Tier
 from metrics.fastdeploy_names import FastDeployNames
 from transfer_manager.worker_signals import WorkerSignals
 
@@ -43,12 +43,12 @@ class Views:
     @property
     def num_gpu_blocks(self) -> int:
         """Blocks of the GPU pool."""
-        return self.cache.stats().gpu.num_blocks
+        return self.cache.tier_stats(GPU).num_blocks
 
     @property
     def num_cpu_blocks(self) -> int:
         """Blocks of the CPU pool."""
-        return self.cache.stats().cpu.num_blocks
+        return self.cache.tier_stats(CPU).num_blocks
 
     def _nodes(self) -> NodeView:
         size = self.cache.config.block_size
@@ -149,9 +149,8 @@ class Views:
         return FastDeployNames(self.cache.metrics, self._block_gauges, self._shown_config, with_dp=with_dp)
 
     def _block_gauges(self) -> dict[str, float]:
-        stats = self.cache.stats()
-        gpu, cpu = stats.gpu, stats.cpu
-        num_free = gpu.num_free + gpu.num_cached - gpu.num_protected
+        gpu, cpu = (self.cache.tier_stats(tier) for tier in Tier)
+        num_free = gpu.num_available
         return {
             "available_gpu_block_num": num_free,
             "free_gpu_block_num": gpu.num_free,

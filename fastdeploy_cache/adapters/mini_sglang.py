@@ -171,8 +171,8 @@ class RadixPrefixCache:
     @property
     def size_info(self) -> SizeInfo:
         """Cached tokens on the GPU."""
-        gpu = self.manager.stats().gpu
-        return SizeInfo((gpu.num_cached - gpu.num_protected) * self.page_size, gpu.num_protected * self.page_size)
+        gpu = self.manager.tier_stats()
+        return SizeInfo(gpu.num_evictable * self.page_size, gpu.num_protected * self.page_size)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the books of tree and pool do not add up. Walks the whole tree."""

@@ -57,8 +57,7 @@ class CacheManager:
     @property
     def available_size(self) -> int:
         """Tokens for which pages are free or can be evicted."""
-        gpu = self._manager.stats().gpu
-        return (gpu.num_free + gpu.num_cached - gpu.num_protected) * self.page_size
+        return self._manager.tier_stats().num_available * self.page_size
 
     def match_req(self, req: PendingReq) -> MatchResult:
         """The longest cached prefix of all tokens but the last, which has to be computed.
@@ -179,7 +178,7 @@ class CacheManager:
     def check_integrity(self, num_held_pages: int = 0) -> None:
         """Raise `AssertionError` unless free and cached pages, and those that requests hold, are all: none is lost."""
         self.prefix_cache.check_integrity()
-        gpu = self._manager.stats().gpu
+        gpu = self._manager.tier_stats()
         if gpu.num_free + gpu.num_cached + num_held_pages != gpu.num_blocks:
             raise AssertionError(
                 f"{gpu.num_free} pages are free, {gpu.num_cached} cached, {num_held_pages} held, of {gpu.num_blocks}; "

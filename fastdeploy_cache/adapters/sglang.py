@@ -90,8 +90,7 @@ class HiRadixCache:
 
     def evictable_size(self) -> int:
         """Cached tokens on the GPU that are not locked."""
-        gpu = self.manager.tier_stats()
-        return (gpu.num_cached - gpu.num_protected) * self.page_size
+        return self.manager.tier_stats().num_evictable * self.page_size
 
     def protected_size(self) -> int:
         """Cached tokens on the GPU that are locked, or are being copied."""

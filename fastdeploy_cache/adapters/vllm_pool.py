@@ -164,8 +164,7 @@ class BlockPool:
 
     def get_num_free_blocks(self) -> int:
         """Blocks that are free, or cached and not in use."""
-        gpu = self.manager.stats().gpu
-        return gpu.num_free + gpu.num_cached - gpu.num_protected
+        return self.manager.tier_stats().num_available
 
     def get_usage(self) -> float:
         """Share of the blocks that are in use, 0 to 1."""
