@@ -115,15 +115,16 @@ def control_server(
 
 def _check_control(verb: str, weights_id: str | None, tier: list[str] | None, timeout: float) -> None:
     """Wrong usage: status 2."""
-    verbs = ("pause", "resume", "sleep", "wake", "clear", "update-weights")
-    if verb not in verbs:
-        raise typer.BadParameter(f"{verb!r} is no verb; use one of {', '.join(verbs)}")
+    from launch.control_socket import MAX_SECONDS, VERBS
+
+    if verb not in VERBS:
+        raise typer.BadParameter(f"{verb!r} is no verb; use one of {', '.join(VERBS)}")
     if weights_id is not None and verb != "update-weights":
         raise typer.BadParameter(f"{weights_id!r} behind {verb}; only update-weights takes a name")
     if tier and (verb != "sleep" or set(tier) - {"gpu", "cpu"}):
         raise typer.BadParameter(f"--tier {' '.join(tier)} with {verb}; sleep takes gpu and cpu")
-    if not 0 < timeout <= 600:
-        raise typer.BadParameter(f"--timeout {timeout}; use more than 0 and up to 600 seconds")
+    if not 0 < timeout <= MAX_SECONDS:
+        raise typer.BadParameter(f"--timeout {timeout}; use more than 0 and up to {MAX_SECONDS:.0f} seconds")
 
 
 @app.command()

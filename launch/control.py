@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from launch.control_socket import PrivateListener, peer_uid, receive_line
+from launch.control_socket import MAX_SECONDS, PrivateListener, peer_uid, receive_line
 from launch.errors import REPORTED, LaunchError
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ _READ_SECONDS = 5.0
 _WRITE_SECONDS = 5.0
 _KNOWN = (
     "the verbs are pause, resume, sleep (with tiers: gpu, cpu), wake, clear and update-weights (with weights_id); each "
-    "takes timeout_seconds, above 0 and up to 600"
+    f"takes timeout_seconds, above 0 and up to {MAX_SECONDS:.0f}"
 )
 
 Tier = Literal["gpu", "cpu"]
@@ -45,7 +45,7 @@ class Control(Protocol):
 
 
 class _Verb(msgspec.Struct, tag_field="verb", forbid_unknown_fields=True):
-    timeout_seconds: Annotated[float, msgspec.Meta(gt=0, le=600)] = 30.0
+    timeout_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = 30.0
 
 
 class _Pause(_Verb, tag="pause"):

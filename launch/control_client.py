@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launch.control_socket import connected, receive_line
+from launch.control_socket import MAX_SECONDS, connected, receive_line
 from launch.errors import LaunchError
 
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0  # beside the verb's own time
-_MAX_SECONDS = 600.0
 _MAX_ANSWER_BYTES = 65536
 
 
@@ -28,7 +27,7 @@ def ask(path: Path, verb: str, timeout_seconds: float, **fields: Any) -> str:
         with connected(path, _CONNECT_SECONDS) as connection:
             with contextlib.suppress(BrokenPipeError):  # it refuses before it has read: its answer says why
                 connection.sendall(json.dumps(request).encode() + b"\n")
-            seconds = min(_MAX_SECONDS, timeout_seconds) + _ANSWER_SECONDS
+            seconds = min(MAX_SECONDS, timeout_seconds) + _ANSWER_SECONDS
             line = receive_line(connection, seconds, _MAX_ANSWER_BYTES)
     except (FileNotFoundError, ConnectionRefusedError):
         raise

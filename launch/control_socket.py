@@ -18,6 +18,10 @@ _BACKLOG = 8
 _UCRED = struct.Struct("3i")  # pid, uid, gid; unix(7)
 
 
+VERBS = ("pause", "resume", "sleep", "wake", "clear", "update-weights")
+MAX_SECONDS = 600.0  # that a verb may take
+
+
 class PrivateListener:
     """Listens at `path`, mode 0600, in a folder of mode 0700 that is made where there is none.
 

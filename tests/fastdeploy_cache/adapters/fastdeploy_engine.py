@@ -29,6 +29,12 @@ class Task:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
+def images(*spans: tuple[int, int, str]) -> dict[str, list[object]]:
+    """`multimodal_inputs` with these (offset, length, hash)."""
+    positions: list[object] = [SimpleNamespace(offset=offset, length=length) for offset, length, _ in spans]
+    return {"mm_positions": positions, "mm_hashes": [name for *_, name in spans]}
+
+
 def new_config(
     num_gpu: int = 32,
     num_cpu: int = 0,

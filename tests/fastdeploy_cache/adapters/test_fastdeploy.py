@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,19 +21,12 @@ from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     Kernel,
     Task,
     give_up_v1,
+    images,
     launch,
     new_config,
     serve_v0,
     serve_v1,
 )
-
-
-@pytest.fixture
-def manager() -> Iterator[PrefixCacheManager]:
-    made = PrefixCacheManager(new_config(), 1)
-    yield made
-    made.cache.check_invariants()
-    made.close()
 
 
 def test_v1_hits_what_an_earlier_request_computed(manager: PrefixCacheManager) -> None:
@@ -193,25 +185,20 @@ def test_required_blocks_resource_and_block_size(manager: PrefixCacheManager) ->
         manager.request_match_blocks(Task("a", PROMPT), 16)
 
 
-def _picture(*spans: tuple[int, int, str]) -> dict[str, list[object]]:
-    positions = [SimpleNamespace(offset=offset, length=length) for offset, length, _ in spans]
-    return {"mm_positions": list(positions), "mm_hashes": [name for *_, name in spans]}
-
-
 def test_images_part_prompts_and_are_never_cut(manager: PrefixCacheManager) -> None:
     """Same tokens, another image: a miss from the image on; a chunk that ends inside one is matched before it."""
-    first = Task("a", PROMPT, multimodal_inputs=_picture((6, 8, "cat")))
+    first = Task("a", PROMPT, multimodal_inputs=images((6, 8, "cat")))
     assert serve_v1(manager, first, [1]) == 0
-    assert serve_v1(manager, Task("b", PROMPT, multimodal_inputs=_picture((6, 8, "cat"))), [1]) == 20
-    assert serve_v1(manager, Task("c", PROMPT, multimodal_inputs=_picture((6, 8, "dog"))), [1]) == 4
+    assert serve_v1(manager, Task("b", PROMPT, multimodal_inputs=images((6, 8, "cat"))), [1]) == 20
+    assert serve_v1(manager, Task("c", PROMPT, multimodal_inputs=images((6, 8, "dog"))), [1]) == 4
     assert serve_v1(manager, Task("d", PROMPT), [1]) == 4
-    chunked = Task("e", [*PROMPT[:12], 7, 7, *PROMPT[14:]], multimodal_inputs=_picture((6, 8, "cat")))
+    chunked = Task("e", [*PROMPT[:12], 7, 7, *PROMPT[14:]], multimodal_inputs=images((6, 8, "cat")))
     assert serve_v1(manager, chunked, [1], chunk=8) == 4, "12 tokens agree, but end inside the image"
 
 
 def test_extra_keys_and_chunked_images(manager: PrefixCacheManager) -> None:
     """Half-open borders; the cursor is carried so that every block gets every image that overlaps it."""
-    task = Task("a", PROMPT, multimodal_inputs=_picture((4, 4, "x"), (10, 6, "y"), (16, 2, "z")))
+    task = Task("a", PROMPT, multimodal_inputs=images((4, 4, "x"), (10, 6, "y"), (16, 2, "z")))
     cursor, found = 0, []
     for start in range(0, 20, 4):
         cursor, names = manager.get_block_hash_extra_keys(task, start, start + 4, cursor)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,14 +24,6 @@ from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     serve_v1,
     with_cpu,
 )
-
-
-@pytest.fixture
-def manager() -> Iterator[PrefixCacheManager]:
-    made = PrefixCacheManager(new_config(), 1)
-    yield made
-    made.cache.check_invariants()
-    made.close()
 
 
 def test_01_two_requests_compute_one_prompt_once_in_the_tree(manager: PrefixCacheManager) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     Kernel,
     Task,
     give_up_v1,
+    images,
     launch,
     new_config,
     serve_v0,
@@ -26,25 +26,10 @@ from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
 from transfer_manager.errors import StorageRefusedError
 
 
-@pytest.fixture
-def manager() -> Iterator[PrefixCacheManager]:
-    made = PrefixCacheManager(new_config(), 1)
-    yield made
-    made.cache.check_invariants()
-    gpu = made.cache.stats().gpu
-    assert gpu.num_private == gpu.num_callers == made.cache.stats().num_requests == 0, "something was left behind"
-    made.close()
-
-
-def _images(*spans: tuple[int, int, str]) -> dict[str, list[object]]:
-    positions = [SimpleNamespace(offset=offset, length=length) for offset, length, _ in spans]
-    return {"mm_positions": list(positions), "mm_hashes": [name for *_, name in spans]}
-
-
 def test_an_image_that_the_prompt_cuts_is_part_of_its_key(manager: PrefixCacheManager) -> None:
     """A cat and a dog that both go on behind the prompt's end share nothing from there on."""
-    assert serve_v1(manager, Task("a", PROMPT, multimodal_inputs=_images((10, 50, "cat"))), [1]) == 0
-    assert serve_v1(manager, Task("b", PROMPT, multimodal_inputs=_images((10, 50, "dog"))), [1]) == 8
+    assert serve_v1(manager, Task("a", PROMPT, multimodal_inputs=images((10, 50, "cat"))), [1]) == 0
+    assert serve_v1(manager, Task("b", PROMPT, multimodal_inputs=images((10, 50, "dog"))), [1]) == 8
     assert serve_v1(manager, Task("c", PROMPT), [1]) == 8
 
 
