@@ -8,24 +8,17 @@ ZeroMQ does not announce a peer's death; whoever owns the process watches that.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import shutil
-import tempfile
 import threading
-import time
 from collections.abc import Hashable
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
 from ipc.errors import IPCError, QueueDisconnectedError, QueueFullError
+from ipc.private_directory import PrivateDirectory
 
 _MAX_LANES = 8
-_PREFIX = "fdc-"
-_MIN_AGE_SECONDS = 60.0
-_MAX_BASE_PATH = 80  # a socket address holds 108 bytes, our names take 20
 
 
 class TaskQueue:
@@ -34,13 +27,8 @@ class TaskQueue:
     def __init__(self, context: zmq.Context[Any], max_messages: int) -> None:
         """Bind a ROUTER in a private directory; `max_messages` may wait in each lane and direction."""
         self._names = [_name(lane) for lane in range(_MAX_LANES)]
-        base = tempfile.gettempdir()
-        if len(os.fsencode(base)) >= _MAX_BASE_PATH:
-            base = "/tmp"  # noqa: S108 (mkdtemp: private, random name)
-        _sweep(Path(base))
-        self._directory = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
-        self._directory_lock = _lock(Path(self._directory), fcntl.LOCK_SH)
-        self.address = f"ipc://{self._directory}/queue"
+        self._directory = PrivateDirectory()
+        self.address = f"ipc://{self._directory.path}/queue"
         try:
             self.socket = context.socket(zmq.ROUTER)
         except zmq.ZMQError as error:
@@ -80,43 +68,12 @@ class TaskQueue:
 
     def hide(self) -> None:
         """Remove the socket's path and directory; the connected peer stays connected. Safe to call twice."""
-        shutil.rmtree(self._directory, ignore_errors=True)
-        if self._directory_lock is not None:
-            os.close(self._directory_lock)
-            self._directory_lock = None
+        self._directory.remove()
 
     def close(self) -> None:
         """Drop the socket and everything unread. Safe to call twice."""
         self.socket.close()
         self.hide()
-
-
-def _lock(directory: Path, kind: int) -> int | None:
-    """A descriptor that holds a lock of this kind on the directory, or None when it cannot be had."""
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
-
-
-def _sweep(base: Path) -> None:
-    """Remove what engines left that were killed while a rank was starting: nobody holds a lock on it any more.
-
-    Young ones stay: another engine may be between making its directory and locking it.
-    """
-    for directory in base.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            status = directory.lstat()
-            is_old = time.time() - status.st_mtime > _MIN_AGE_SECONDS
-            if is_old and status.st_uid == os.getuid() and (fd := _lock(directory, fcntl.LOCK_EX)) is not None:
-                shutil.rmtree(directory, ignore_errors=True)
-                os.close(fd)
 
 
 def _name(lane: int) -> bytes:
@@ -128,23 +85,30 @@ class RankQueue:
 
     def __init__(self, address: str, max_messages: int, lane: int = 0) -> None:
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.ROUTING_ID, _name(lane))
-        self._socket.set(zmq.LINGER, 1000)
-        self._socket.set_hwm(max_messages)
-        self._socket.connect(address)
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.set(zmq.ROUTING_ID, _name(lane))
+        self.socket.set(zmq.LINGER, 1000)
+        self.socket.set_hwm(max_messages)
+        self.socket.connect(address)
 
     def get(self) -> bytes:
         """The next message. Waits without limit: the caller's process ends with the engine's."""
-        return self._socket.recv()
+        return self.socket.recv()
+
+    def get_now(self) -> bytes | None:
+        """The next message, or None when there is none."""
+        try:
+            return self.socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
 
     def put(self, message: bytes) -> None:
         """Queue a message to the engine."""
-        self._socket.send(message)
+        self.socket.send(message)
 
     def close(self) -> None:
         """Send what is queued (for a second at most) and disconnect."""
-        self._socket.close()
+        self.socket.close()
         self._context.term()
 
 
@@ -174,22 +138,28 @@ class Wakeup:
             self.fd = -1
 
 
+class HasSocket(Protocol):
+    """A queue, or another end of a connection, that can be waited for."""
+
+    socket: zmq.Socket[Any]
+
+
 class Poller:
-    """Waits for task queues and plain descriptors together. One thread at a time."""
+    """Waits for queues and plain descriptors together. One thread at a time."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
         self._keys: dict[Any, Hashable] = {}
 
-    def register(self, source: TaskQueue | int, key: Hashable) -> None:
+    def register(self, source: HasSocket | int, key: Hashable) -> None:
         """Report `key` when `source` (a queue, or a readable descriptor) has something."""
-        handle = source.socket if isinstance(source, TaskQueue) else source
+        handle = source if isinstance(source, int) else source.socket
         self._poller.register(handle, zmq.POLLIN)
         self._keys[handle] = key
 
-    def unregister(self, source: TaskQueue | int) -> None:
+    def unregister(self, source: HasSocket | int) -> None:
         """Stop watching `source`; before it is closed."""
-        handle = source.socket if isinstance(source, TaskQueue) else source
+        handle = source if isinstance(source, int) else source.socket
         self._poller.unregister(handle)
         del self._keys[handle]
 

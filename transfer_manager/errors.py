@@ -7,6 +7,8 @@ __all__ = [
     "IPCError",
     "LayoutError",
     "NotEnoughMemoryError",
+    "PeerError",
+    "PeerRefusedError",
     "RankStartError",
     "StorageError",
     "StorageGoneError",
@@ -29,6 +31,14 @@ class RankStartError(TransferError):
 
 class DeviceError(TransferError):
     """A copy cannot be done as asked: an id outside its pool, lists of different length."""
+
+
+class PeerError(TransferError):
+    """Another instance could not be reached, or cannot be served; nothing of it counts."""
+
+
+class PeerRefusedError(PeerError):
+    """What was asked of another instance can never be: the message has what both sides say."""
 
 
 class StorageError(TransferError):

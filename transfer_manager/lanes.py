@@ -17,7 +17,7 @@ from ipc.codec import decode, encode
 from ipc.errors import IPCError
 from ipc.shared_array import SharedArray
 from ipc.task_queue import RankQueue
-from transfer_manager.errors import StorageRefusedError, TransferError
+from transfer_manager.errors import PeerRefusedError, StorageRefusedError, TransferError
 from transfer_manager.kv_memory import KVHandle
 from transfer_manager.rank_signal import RankSignal, RankState
 from transfer_manager.supervisor import EXIT_REFUSED
@@ -129,7 +129,7 @@ class LaneServer:
 
     def run(self) -> None:
         """Serve tasks until told to stop."""
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        start_heartbeat(self._signal, self._setup.heartbeat_seconds)
         self._signal.state = RankState.READY
         out = threading.Thread(target=self._serve_lane, args=(Lane.OUT,), name="lane-out")
         out.start()
@@ -193,16 +193,30 @@ class LaneServer:
             return "cancelled before the rank began"
         return "deadline passed before the rank began" if now > task.deadline else None
 
-    def _beat(self) -> None:
-        timer = threading.Event()
-        while not timer.wait(self._setup.heartbeat_seconds):
-            self._signal.beat()
+
+def start_heartbeat(signal_: RankSignal, heartbeat_seconds: float) -> None:
+    """A thread that shows that this process lives, whatever the others do."""
+    timer = threading.Event()
+
+    def beat() -> None:
+        while not timer.wait(heartbeat_seconds):
+            signal_.beat()
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
 
-def serve_process(setup_type: type[S], open_executor: Callable[[S, SharedArray, RankSignal], Executor]) -> int:
+class Server(Protocol):
+    """What a process does all its life."""
+
+    def run(self) -> None:
+        """Until told to stop."""
+        ...
+
+
+def serve_process(setup_type: type[S], open_server: Callable[[S, RankSignal], Server]) -> int:
     """A process's main: set-up from standard input, log to standard error; returns the exit status.
 
-    `open_executor` gets the set-up, the rank's CPU blocks and its signal words.
+    `open_server` gets the set-up and the process's signal words.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides when ranks end
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
@@ -210,11 +224,21 @@ def serve_process(setup_type: type[S], open_executor: Callable[[S, SharedArray, 
     setup = read_setup(lifeline, setup_type)
     end_with_engine(setup.engine_pid, lifeline)
     try:
-        words = RankSignal(SharedArray(setup.signal_fd, RankSignal.NUM_BYTES))
-        cpu = SharedArray(setup.cpu_fd, os.fstat(setup.cpu_fd).st_size)
-        executor = open_executor(setup, cpu, words)
+        server = open_server(setup, RankSignal(SharedArray(setup.signal_fd, RankSignal.NUM_BYTES)))
     except (TransferError, IPCError) as error:  # what is missing, for the engine's message: no traceback
         logger.error("event=cannot_start rank=%d reason=%s", setup.rank, error)
-        return EXIT_REFUSED if isinstance(error, StorageRefusedError) else 1
-    LaneServer(setup, words, executor).run()
+        return EXIT_REFUSED if isinstance(error, (StorageRefusedError, PeerRefusedError)) else 1
+    server.run()
     return 0
+
+
+def open_cpu_blocks(fd: int, num_blocks: int, block_bytes: int) -> SharedArray:
+    """The rank's CPU blocks, which are never initialised by those who attach.
+
+    Raises:
+        IPCError: they are fewer than that.
+    """
+    cpu = SharedArray(fd, os.fstat(fd).st_size)
+    if cpu.num_bytes < num_blocks * block_bytes:
+        raise IPCError(f"the CPU blocks have {cpu.num_bytes} bytes, too few for {num_blocks} blocks")
+    return cpu

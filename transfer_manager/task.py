@@ -20,7 +20,7 @@ Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Direction(Enum):
-    """Which way blocks go; the last four are a storage process's."""
+    """Which way blocks go, or what else is asked of a rank's storage process or peer process."""
 
     SWAP_IN = "swap_in"
     SWAP_OUT = "swap_out"
@@ -29,13 +29,18 @@ class Direction(Enum):
     PREFETCH = "prefetch"  # storage to CPU tier
     WRITE = "write"  # CPU tier to storage
     PROBE = "probe"  # blocks of noise there and back: whether the store works, and how fast it reads
+    SEND = "send"  # GPU to a peer's GPU: ends when the peer has read all, or never will
+    UPDATE_SEND = "update_send"  # more of a send is computed, or it has failed
+    RECEIVE = "receive"  # a peer's GPU to ours
+    END_RECEIVE = "end_receive"  # nobody wants a receive any more
 
     @property
     def lane(self) -> Lane:
         """Which of a rank's two threads does it: what requests wait for never queues behind copies down."""
-        return Lane.OUT if self in (Direction.SWAP_OUT, Direction.WRITE) else Lane.IN
+        return Lane.OUT if self in _OUTWARD else Lane.IN
 
 
+_OUTWARD = (Direction.SWAP_OUT, Direction.WRITE, Direction.SEND, Direction.UPDATE_SEND)
 SWAPS = (Direction.SWAP_IN, Direction.SWAP_OUT, Direction.COPY)  # what a device does
 
 
@@ -52,7 +57,8 @@ class TransferTask:
 
     Which tiers the ids are of follows from `direction`. Of a COPY `num_tokens` may be given: so many leading tokens of
     each block are copied. A task of storage has the blocks' hashes, joined, in the order of the prompt, where the
-    store asks for them the prompt's tokens up to there (int32, little-endian), and the ids of one tier only.
+    store asks for them the prompt's tokens up to there (int32, little-endian), and the ids of one tier only. What else
+    a peer process has to know is in `detail` (`transfer_manager.peer.messages`).
 
     `deadline` is on the clock of `time.monotonic()`, which all processes of a machine share.
     """
@@ -66,6 +72,7 @@ class TransferTask:
     hashes: bytes = b""
     token_ids: bytes = b""
     priority: float | None = None
+    detail: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +131,7 @@ class SwapMessage(msgspec.Struct, frozen=True, tag="swap"):
     hashes: bytes = b""
     token_ids: bytes = b""
     priority: float | None = None
+    detail: bytes = b""
 
     @classmethod
     def of(cls, task: TransferTask, incarnation: int) -> SwapMessage:
@@ -139,6 +147,7 @@ class SwapMessage(msgspec.Struct, frozen=True, tag="swap"):
             hashes=task.hashes,
             token_ids=task.token_ids,
             priority=task.priority,
+            detail=task.detail,
         )
 
 
@@ -179,8 +188,6 @@ class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     engine_pid: int
     queue_address: str
-    num_cpu_blocks: int
-    cpu_fd: int
     signal_fd: int
     heartbeat_seconds: float
     max_tasks_in_flight: int
@@ -189,6 +196,8 @@ class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
 class RankSetup(ProcessSetup, frozen=True, kw_only=True):
     """Of a rank's transfer process."""
 
+    num_cpu_blocks: int
+    cpu_fd: int
     device: str
     device_id: int
     layout: RankLayout
@@ -199,6 +208,8 @@ class RankSetup(ProcessSetup, frozen=True, kw_only=True):
 class StorageSetup(ProcessSetup, frozen=True, kw_only=True):
     """Of a rank's storage process."""
 
+    num_cpu_blocks: int
+    cpu_fd: int
     kind: str
     options: dict[str, Any]
     space: KeySpace

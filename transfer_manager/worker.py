@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from ipc.errors import IPCError
-from ipc.shared_array import SharedArray
 from transfer_manager.device import open_device
-from transfer_manager.lanes import Moved, serve_process
+from transfer_manager.lanes import LaneServer, Moved, open_cpu_blocks, serve_process
 from transfer_manager.rank_signal import RankSignal
 from transfer_manager.task import Direction, RankSetup, SwapMessage, unpack_ids
 
@@ -15,17 +13,15 @@ class CopyExecutor:
 
     needs_token_ids = False
 
-    def __init__(self, setup: RankSetup, cpu: SharedArray, signal: RankSignal) -> None:
+    def __init__(self, setup: RankSetup, signal: RankSignal) -> None:
         """Attach to the engine's segments.
 
         Raises:
             IPCError: a segment is smaller than the set-up says.
             DeviceError: the device cannot be used.
         """
-        if cpu.num_bytes < setup.num_cpu_blocks * setup.layout.block_bytes:
-            raise IPCError(f"the CPU blocks have {cpu.num_bytes} bytes, too few for {setup.num_cpu_blocks} blocks")
         self._signal = signal
-        self._opened = open_device(setup, cpu)
+        self._opened = open_device(setup, open_cpu_blocks(setup.cpu_fd, setup.num_cpu_blocks, setup.layout.block_bytes))
         self.new_kv = self._opened.new_kv
 
     @property
@@ -49,4 +45,4 @@ class CopyExecutor:
 
 def main() -> int:
     """The process's entry."""
-    return serve_process(RankSetup, CopyExecutor)
+    return serve_process(RankSetup, lambda setup, signal: LaneServer(setup, signal, CopyExecutor(setup, signal)))

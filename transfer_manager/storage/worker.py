@@ -14,12 +14,9 @@ import time
 
 import numpy as np
 
-from ipc.errors import IPCError
-from ipc.shared_array import SharedArray
 from transfer_manager.errors import StorageError, StorageGoneError
 from transfer_manager.kv_memory import KVHandle
-from transfer_manager.lanes import Moved, serve_process
-from transfer_manager.rank_signal import RankSignal
+from transfer_manager.lanes import LaneServer, Moved, open_cpu_blocks, serve_process
 from transfer_manager.storage import open_storage
 from transfer_manager.storage.base import Blocks
 from transfer_manager.task import Direction, StorageSetup, SwapMessage, unpack_ids
@@ -34,15 +31,15 @@ class StorageExecutor:
 
     new_kv: KVHandle | None = None
 
-    def __init__(self, setup: StorageSetup, cpu: SharedArray, signal: RankSignal) -> None:  # noqa: ARG002
-        """Open the store over the rank's CPU blocks, which are never initialised here.
+    def __init__(self, setup: StorageSetup) -> None:
+        """Open the store over the rank's CPU blocks.
 
         Raises:
+            IPCError: the CPU blocks are smaller than the set-up says.
             StorageRefusedError, StorageError: it cannot be opened.
         """
         size = setup.space.object_bytes
-        if cpu.num_bytes < setup.num_cpu_blocks * size:
-            raise IPCError(f"the CPU blocks have {cpu.num_bytes} bytes, too few for {setup.num_cpu_blocks} blocks")
+        cpu = open_cpu_blocks(setup.cpu_fd, setup.num_cpu_blocks, size)
         self._segment = cpu.view(np.uint8, (setup.num_cpu_blocks, size))
         self._base = self._segment.__array_interface__["data"][0]
         self._size = size
@@ -128,4 +125,4 @@ class StorageExecutor:
 
 def main() -> int:
     """The process's entry."""
-    return serve_process(StorageSetup, StorageExecutor)
+    return serve_process(StorageSetup, lambda setup, signal: LaneServer(setup, signal, StorageExecutor(setup)))

@@ -1,0 +1,184 @@
+"""Control messages between instances: a listener that many connect to, over ZeroMQ.
+
+On one host the address is a socket in a private folder; over TCP both ends need CURVE keys, and know each other's
+beforehand. Messages may be lost where an end goes or does not read: whoever uses this asks again.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+from ipc.errors import IPCError
+
+_OWN = "own"
+_TRUSTED = "trusted"
+_MAX_MESSAGE_BYTES = 64 * 2**20
+_DOMAIN = b"peers"
+
+
+class CurveKeys(NamedTuple):
+    """A host's own key pair, and the public keys of whom it talks to; Z85 texts."""
+
+    public: bytes
+    secret: bytes
+    trusted: frozenset[bytes]
+    folder: str
+
+
+def make_keys(folder: Path) -> Path:
+    """Make a key pair in a new folder; returns the file of the public one, for other hosts' `trusted` folders.
+
+    Raises:
+        IPCError: there are keys already, or the folder cannot be written.
+    """
+    if (folder / f"{_OWN}.key_secret").exists():
+        raise IPCError(f"{folder} has keys already; choose another folder")
+    try:
+        (folder / _TRUSTED).mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)  # before the secret is in it
+        public, secret = zmq.auth.create_certificates(folder, _OWN)
+        Path(secret).chmod(0o600)
+    except OSError as error:
+        raise IPCError(f"no keys can be made in {folder}: {error}") from error
+    return Path(public)
+
+
+def load_keys(folder: Path) -> CurveKeys:
+    """What `make_keys` has made, and the `trusted/*.key` that have come from other hosts.
+
+    Raises:
+        IPCError: something is missing or unreadable, or others may read the secret.
+    """
+    path = folder / f"{_OWN}.key_secret"
+    try:
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            raise IPCError(f"{path} may be read by others; chmod 600 it")
+        public, secret = zmq.auth.load_certificate(path)
+        trusted = zmq.auth.load_certificates(folder / _TRUSTED)
+    except (OSError, ValueError) as error:
+        raise IPCError(f"keys of {folder}: {error}; make them with `fastdeploy-cache peer-keys`") from error
+    if secret is None:
+        raise IPCError(f"{path} has no secret key; make new ones with `fastdeploy-cache peer-keys`")
+    return CurveKeys(public, secret, frozenset(trusted), str(folder))
+
+
+def check_address(address: str, keys: CurveKeys | None) -> None:
+    """Raise `IPCError` where an address and the keys do not go together."""
+    if not address.startswith(("ipc://", "tcp://")):
+        raise IPCError(f"address {address!r} of a peer; use tcp://HOST:PORT")
+    if address.startswith("tcp://") and keys is None:
+        raise IPCError(
+            f"{address} would be open to everybody; give peer.keys_folder (see `fastdeploy-cache peer-keys`)"
+        )
+
+
+class PeerListener:
+    """Bound to an address; knows who connects by a name that it chose. One thread at a time."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, keys: CurveKeys | None, max_messages: int) -> None:
+        """Raises `IPCError`: no keys for TCP, or the address cannot be had."""
+        check_address(address, keys)
+        self._authenticator: ThreadAuthenticator | None = None
+        self.socket = _new_socket(context, zmq.ROUTER, max_messages)
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)
+        if keys is not None and address.startswith("tcp://"):
+            self._authenticator = ThreadAuthenticator(context)
+            self._authenticator.start()
+            self._authenticator.configure_curve(domain="*", location=str(Path(keys.folder) / _TRUSTED))
+            self.socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
+            self.socket.set(zmq.CURVE_SERVER, 1)
+            self.socket.set(zmq.CURVE_SECRETKEY, keys.secret)
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise IPCError(f"cannot listen at {address}: {error}") from error
+
+    def get_now(self) -> tuple[bytes, bytes] | None:
+        """Who, and the message; None when there is none."""
+        try:
+            name, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return name, frames[0] if len(frames) == 1 else b""
+
+    def put(self, name: bytes, message: bytes) -> bool:
+        """Send it, unless that one is gone or does not read; never waits."""
+        try:
+            self.socket.send_multipart([name, message], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Drop the socket and everything unread."""
+        self.socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+
+
+class PeerConnection:
+    """An end that has connected to a `PeerListener`. One thread at a time."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        keys: CurveKeys | None,
+        public_key: bytes,
+        max_messages: int,
+    ) -> None:
+        """`public_key`: of the listener. Raises `IPCError` where the address is not to be used."""
+        check_address(address, keys)
+        self.socket = _new_socket(context, zmq.DEALER, max_messages)
+        self.socket.set(zmq.ROUTING_ID, b"c" + os.urandom(12))  # a first byte of zero is ZeroMQ's own
+        if keys is not None and address.startswith("tcp://"):
+            if public_key not in keys.trusted:
+                self.socket.close()
+                raise IPCError(f"the key of {address} is not among {keys.folder}/{_TRUSTED}; put its own.key there")
+            self.socket.set(zmq.CURVE_SERVERKEY, public_key)
+            self.socket.set(zmq.CURVE_PUBLICKEY, keys.public)
+            self.socket.set(zmq.CURVE_SECRETKEY, keys.secret)
+        try:
+            self.socket.connect(address)
+        except zmq.ZMQError as error:
+            self.socket.close()
+            raise IPCError(f"cannot connect to {address}: {error}") from error
+
+    def get_now(self) -> bytes | None:
+        """The next message, or None when there is none."""
+        try:
+            return self.socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def put(self, message: bytes) -> bool:
+        """Send it, unless too many wait to be sent; never waits."""
+        try:
+            self.socket.send(message, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Send what is queued, for a moment at most, and disconnect."""
+        self.socket.close()
+
+
+def _new_socket(context: zmq.Context[Any], kind: int, max_messages: int) -> zmq.Socket[Any]:
+    try:
+        socket: zmq.Socket[Any] = context.socket(kind)
+    except zmq.ZMQError as error:
+        raise IPCError(f"cannot make a socket: {error}; raise the limit of open files") from error
+    socket.set(zmq.LINGER, 500 if kind == zmq.DEALER else 0)
+    socket.set(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+    socket.set_hwm(max_messages)
+    return socket
