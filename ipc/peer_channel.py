@@ -21,6 +21,7 @@ _OWN = "own"
 _TRUSTED = "trusted"
 _MAX_MESSAGE_BYTES = 64 * 2**20
 _DOMAIN = b"peers"
+_LINGER_MILLISECONDS = 300
 
 
 class CurveKeys(NamedTuple):
@@ -178,7 +179,7 @@ def _new_socket(context: zmq.Context[Any], kind: int, max_messages: int) -> zmq.
         socket: zmq.Socket[Any] = context.socket(kind)
     except zmq.ZMQError as error:
         raise IPCError(f"cannot make a socket: {error}; raise the limit of open files") from error
-    socket.set(zmq.LINGER, 500 if kind == zmq.DEALER else 0)
+    socket.set(zmq.LINGER, _LINGER_MILLISECONDS)
     socket.set(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
     socket.set_hwm(max_messages)
     return socket

@@ -95,6 +95,15 @@ class ProcessClient:
                 self._io.wakeup.close()
             self._close_memory()
 
+    def _tell_kv_changed(self, rank: int) -> None:
+        """A rank's KV arrays have come or gone."""
+        io = self._io
+        assert io is not None
+        with io.lock:
+            io.changed_kv.add(rank)
+            io.all_ready.clear()  # at once, so that no task begins meanwhile; the I/O thread sets it
+        io.wakeup.set()
+
     def _close_memory(self) -> None:
         """Give up what the processes shared; they are gone."""
         raise NotImplementedError

@@ -102,14 +102,6 @@ class RankClient(ProcessClient):
             raise LayoutError("the ranks are not started")
         return self._io.ranks[rank]
 
-    def _tell_kv_changed(self, rank: int) -> None:
-        io = self._io
-        assert io is not None
-        with io.lock:
-            io.changed_kv.add(rank)
-            io.all_ready.clear()  # at once, so that no task begins meanwhile; the I/O thread sets it
-        io.wakeup.set()
-
     def layer_progress(self, rank: int) -> LayerProgress | None:
         return LayerProgress(self._memory[rank].signal)
 

@@ -216,6 +216,22 @@ class StorageSetup(ProcessSetup, frozen=True, kw_only=True):
     import_paths: list[str]  # where the engine finds its modules; a store of its own is found there
 
 
+class PeerSetup(ProcessSetup, frozen=True, kw_only=True):
+    """Of a rank's peer process."""
+
+    tp_size: int
+    layout: RankLayout
+    num_gpu_blocks: int
+    kv: KVHandle
+    instance_id: bytes
+    link: str
+    link_options: dict[str, Any]
+    address: str  # of its control socket
+    keys_folder: str | None
+    silence_seconds: float
+    peer_signal_fd: int
+
+
 def pack_ids(ids: Int32Array) -> bytes:
     """Block ids as they go on the wire."""
     return np.asarray(ids, dtype="<i4").tobytes()

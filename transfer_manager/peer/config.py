@@ -1,0 +1,95 @@
+"""How other instances are reached: settings of the engine's side, handed to the peer processes as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transfer_manager.config import check_integers
+from transfer_manager.errors import LayoutError
+
+LINKS = ("shm", "nixl", "mooncake", "storage")
+_MAX_TRANSFERS = 200  # below the tasks that a rank may have in flight: updates of sends need room, too
+_MAX_NAME = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerConfig:
+    """Other instances that blocks are sent to and received from.
+
+    Args:
+        weights_id: names the model's weights, as for storage. What other weights have computed is never received.
+        link: what moves the bytes. `shm`: between two instances on one host; `nixl`, `mooncake`: between hosts;
+            `storage`: the sending side writes to its store, the receiving one prefetches from there.
+        name: of this instance, in metrics and logs of the others; empty: host name and data-parallel id.
+        listen: where control messages of other instances arrive: empty for a private socket on this host, or
+            `tcp://ADDRESS:PORT`; rank r takes PORT + r. TCP needs `keys_folder`.
+        keys_folder: the keys of this host and the public ones of the others, made by `fastdeploy-cache peer-keys`.
+        offer_timeout_seconds: from the offer of a request to its end; after that its blocks go home.
+        receive_timeout_seconds: from the call of `receive` to its end.
+        silence_timeout_seconds: a peer that says nothing for so long is gone.
+        max_transfers: sends, and receives, at a time; more are refused.
+        nixl_backend: (nixl) its plug-in.
+        mooncake_hostname, mooncake_protocol, mooncake_device_name: (mooncake) as Mooncake's own set-up; at this
+            address others reach the Transfer Engine. Whoever reaches its port can read and write the KV arrays: use it
+            in a network that is trusted.
+    """
+
+    weights_id: str
+    link: Literal["shm", "nixl", "mooncake", "storage"] = "shm"
+    name: str = ""
+    listen: str = ""
+    keys_folder: str | None = None
+    offer_timeout_seconds: float = 60.0
+    receive_timeout_seconds: float = 60.0
+    silence_timeout_seconds: float = 5.0
+    max_transfers: int = 64
+    nixl_backend: str = "UCX"
+    mooncake_hostname: str = "127.0.0.1"
+    mooncake_protocol: str = "tcp"
+    mooncake_device_name: str = ""
+
+    def __post_init__(self) -> None:
+        check_integers(self, LayoutError, prefix="peer.")
+        if not isinstance(self.weights_id, str) or not self.weights_id.strip():
+            raise LayoutError(
+                f"peer.weights_id is {self.weights_id!r}; name the weights (a revision, or weights_id_of(files)): "
+                "what other weights have computed must never be received"
+            )
+        if self.link not in LINKS:
+            raise LayoutError(f"peer.link is {self.link!r}; use one of {', '.join(LINKS)}")
+        if not isinstance(self.name, str) or len(self.name) > _MAX_NAME:
+            raise LayoutError(f"peer.name is {self.name!r}; give a text of at most {_MAX_NAME} characters")
+        self._check_listen()
+        for name in ("offer_timeout_seconds", "receive_timeout_seconds", "silence_timeout_seconds"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 1 <= value < 86400:
+                raise LayoutError(f"peer.{name} is {value!r}; use 1 second or more, and less than a day")
+        if not 1 <= self.max_transfers <= _MAX_TRANSFERS:
+            raise LayoutError(f"peer.max_transfers is {self.max_transfers}; use 1 to {_MAX_TRANSFERS}")
+
+    def _check_listen(self) -> None:
+        if not self.listen:
+            return
+        if self.link == "storage":
+            raise LayoutError(f"peer.listen is {self.listen!r}; with peer.link 'storage' nothing listens")
+        address = self.listen.removeprefix("tcp://")
+        host, colon, port = address.rpartition(":")
+        if address == self.listen or not host or not colon or not port.isdigit() or not 0 < int(port) < 65536:
+            raise LayoutError(f"peer.listen is {self.listen!r}; use tcp://ADDRESS:PORT")
+        if host in ("*", "0.0.0.0", "[::]"):  # noqa: S104 (refused)
+            raise LayoutError(f"peer.listen is {self.listen!r}; name the address by which others reach this host")
+        if self.keys_folder is None:
+            raise LayoutError(f"peer.listen is {self.listen!r} without peer.keys_folder; nobody unknown may connect")
+
+    def link_options(self) -> dict[str, Any]:
+        """What the link is opened with."""
+        if self.link == "nixl":
+            return {"backend": self.nixl_backend}
+        if self.link == "mooncake":
+            return {
+                "hostname": self.mooncake_hostname,
+                "protocol": self.mooncake_protocol,
+                "device_name": self.mooncake_device_name,
+            }
+        return {}

@@ -1,0 +1,283 @@
+"""One receive of one rank: reads an offer's blocks, layer by layer, as another instance computes them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ipc.codec import decode, encode
+from ipc.errors import CodecError, IPCError
+from ipc.peer_channel import CurveKeys, PeerConnection
+from ipc.task_queue import Poller, Wakeup
+from transfer_manager.layout import Places, RankLayout
+from transfer_manager.peer.heads import PieceMaker, Share, Side, num_readers, shares_of
+from transfer_manager.peer.link import Link, LinkError, Peer
+from transfer_manager.peer.link_peers import LinkPeers
+from transfer_manager.peer.messages import (
+    Confirm,
+    Confirmed,
+    Hello,
+    Leave,
+    ReaderKey,
+    Reason,
+    ReceiveDetail,
+    SendKey,
+    SendState,
+    Subscribe,
+    ToOwner,
+    ToReader,
+    Welcome,
+    Why,
+)
+from transfer_manager.peer.progress import Progress
+from transfer_manager.task import Int32Array, unpack_ids
+
+_ASK_SECONDS = 0.5  # a reader asks again, and shows that it lives
+_STEP_BYTES = 16 * 2**20  # read at a time: between two it looks at its messages
+_MAX_MESSAGES = 1000
+
+
+class ReceiveFailedError(Exception):
+    """The receive came to nothing."""
+
+    def __init__(self, reason: Reason, text: str) -> None:
+        super().__init__(text)
+        self.why = Why(reason, text)
+
+
+class Here(NamedTuple):
+    """What all receives of a rank share."""
+
+    instance_id: bytes
+    rank: int
+    tp_size: int
+    layout: RankLayout
+    places: Places
+    link: Link
+    peers: LinkPeers
+    context: Any  # ZeroMQ's
+    keys: CurveKeys | None
+    silence_seconds: float
+    reading: threading.Semaphore  # so many reads at a time
+    count_in_flight: Callable[[int, int], None]  # slot, change in layers
+
+
+class _Source:
+    """One rank of the other instance."""
+
+    def __init__(self, here: Here, detail: ReceiveDetail, share: Share) -> None:
+        address, key = detail.source.addresses[share.rank], detail.source.public_key
+        self.share, self.address = share, address
+        self.connection = PeerConnection(here.context, address, here.keys, key, _MAX_MESSAGES)
+        self.welcome: Welcome | None = None
+        self.ids = [-1] * detail.first_block
+        num_blocks = detail.num_blocks if share.num_heads else detail.first_block
+        self.progress = Progress(detail.first_block, num_blocks, here.layout.num_layers)
+        self.is_complete = False  # as far as its owner says
+        self.is_confirmed = False
+        self.heard_at = time.monotonic()
+        self.asked_at = 0.0
+        self.maker: PieceMaker | None = None
+        self.peer: Peer | None = None
+        self.num_bytes = 0
+
+    @property
+    def is_read(self) -> bool:
+        return self.is_complete and self.progress.is_done
+
+
+class Receive:
+    """`run` is called once, by a thread of its own; `cancel` by any."""
+
+    def __init__(self, here: Here, detail: ReceiveDetail, destination_ids: bytes, deadline: float) -> None:
+        self._here, self._detail, self._deadline = here, detail, deadline
+        self._ids: Int32Array = unpack_ids(destination_ids)
+        self._key = SendKey(detail.source.instance_id, detail.number)
+        self._reader = ReaderKey(here.instance_id, detail.receive_number, here.rank)
+        self._cancelled = Wakeup()
+        self._is_cancelled = False
+        self._all_read = False
+        self._counted = 0
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+        self._is_cancelled = True
+        self._cancelled.set()
+
+    def run(self) -> int:
+        """Returns the bytes that were read; all of them count.
+
+        Raises:
+            ReceiveFailedError: see its reason; nothing counts.
+            LinkError: with `may_write_later`: the destinations are safe only once this process has ended.
+        """
+        sources: list[_Source] = []
+        try:
+            self._open(sources)
+            if self._detail.first_block == self._detail.num_blocks:
+                self._leave(sources, None)
+                return 0
+            self._read_all(sources)
+            return sum(source.num_bytes for source in sources)
+        except ReceiveFailedError as failure:
+            self._leave(sources, failure.why)
+            raise
+        except LinkError as error:
+            self._leave(sources, Why(error.reason, str(error)))
+            if error.may_write_later:
+                raise
+            raise ReceiveFailedError(error.reason, str(error)) from error
+        finally:
+            self._count_in_flight(0)
+            for source in sources:
+                if source.peer is not None:
+                    self._here.peers.release(source.peer)
+                source.connection.close()
+            self._cancelled.close()
+
+    # -- steps
+
+    def _open(self, sources: list[_Source]) -> None:
+        here, detail = self._here, self._detail
+        num_heads = detail.source.layout.num_kv_heads
+        try:
+            for share in shares_of(num_heads, here.tp_size, here.rank, detail.source.tp_size):
+                sources.append(_Source(here, detail, share))  # noqa: PERF401  those before a failure are closed
+        except IPCError as error:
+            raise ReceiveFailedError("refused", str(error)) from error
+
+    def _read_all(self, sources: list[_Source]) -> None:
+        with self._polling(sources) as poller:
+            while not all(source.is_confirmed for source in sources):
+                self._check(sources)
+                self._ask(sources)
+                if not any(self._read_some(source) for source in sources):
+                    poller.wait(min(_ASK_SECONDS / 2, max(0.0, self._deadline - time.monotonic())))
+                for source in sources:
+                    self._hear(source)
+
+    @contextmanager
+    def _polling(self, sources: list[_Source]) -> Iterator[Poller]:
+        poller = Poller()
+        poller.register(self._cancelled.fd, self._cancelled)
+        for source in sources:
+            poller.register(source.connection, source)
+        yield poller
+
+    def _check(self, sources: list[_Source]) -> None:
+        now = time.monotonic()
+        if self._is_cancelled:
+            raise ReceiveFailedError("cancelled", "nobody wants it any more")
+        if now > self._deadline:
+            raise ReceiveFailedError("late", "its time is over")
+        for source in sources:
+            if not source.is_confirmed and now - source.heard_at > self._here.silence_seconds:
+                raise ReceiveFailedError("gone", f"rank {source.share.rank} at {source.address} has gone silent")
+
+    def _ask(self, sources: list[_Source]) -> None:
+        """Say what each source has to know; again after a while, as messages may be lost."""
+        now, all_read = time.monotonic(), all(source.is_read for source in sources)
+        is_new, self._all_read = all_read and not self._all_read, all_read
+        for source in sources:
+            if is_new:
+                source.asked_at = 0.0
+            if source.is_confirmed or now - source.asked_at < _ASK_SECONDS:
+                continue
+            source.asked_at = now
+            self._put(source, self._question(source, all_read))
+
+    def _question(self, source: _Source, all_read: bool) -> ToOwner:
+        if source.welcome is None:
+            return Hello()
+        if all_read:
+            return Confirm(self._key, self._reader, source.num_bytes)
+        there = self._detail.source
+        readers = num_readers(there.layout.num_kv_heads, self._here.tp_size, there.tp_size, source.share.rank)
+        return Subscribe(self._key, self._reader, readers, len(source.ids))
+
+    def _put(self, source: _Source, message: ToOwner) -> None:
+        source.connection.put(encode(message))
+
+    def _hear(self, source: _Source) -> None:
+        while (data := source.connection.get_now()) is not None:
+            try:
+                message: ToReader = decode(data, ToReader)
+            except CodecError as error:
+                raise ReceiveFailedError("failed", f"{source.address} sent what is no message: {error}") from error
+            source.heard_at = time.monotonic()
+            if isinstance(message, Welcome):
+                self._meet(source, message)
+            elif message.key == self._key and message.reader == self._reader:
+                if isinstance(message, Confirmed):
+                    source.is_confirmed = True
+                else:
+                    self._follow(source, message)
+
+    def _meet(self, source: _Source, welcome: Welcome) -> None:
+        if source.welcome is not None:
+            return
+        here, there, share = self._here, self._detail.source, source.share
+        if (welcome.instance_id, welcome.rank) != (there.instance_id, share.rank):
+            raise ReceiveFailedError("gone", f"another run of an instance answers at {source.address}")
+        source.welcome, source.asked_at = welcome, 0.0
+        if not share.num_heads:
+            return
+        source.peer = here.peers.acquire(welcome.endpoint, self._seconds_left())
+        remote = Side(there.layout.for_rank(there.tp_size, there.block_size), welcome.places, share.first_remote)
+        source.maker = PieceMaker(Side(here.layout, here.places, share.first_local), remote, share.num_heads)
+
+    def _follow(self, source: _Source, state: SendState) -> None:
+        if state.why is not None:
+            raise ReceiveFailedError(state.why.reason, state.why.text)
+        new, known = unpack_ids(state.block_ids).tolist(), len(source.ids)
+        if state.first_id > known:  # something was lost in between
+            source.asked_at = 0.0
+            return
+        source.ids += new[known - state.first_id :]
+        if state.num_complete > len(source.ids) or any(chunk.end > len(source.ids) for chunk in state.chunks):
+            raise ReceiveFailedError("failed", f"{source.address} speaks of blocks that it has not named")
+        source.is_complete = state.num_complete >= self._detail.num_blocks
+        source.progress.note(state.num_complete, state.chunks)
+        self._count_in_flight(source.progress.num_layers_in_flight)
+
+    def _read_some(self, source: _Source) -> bool:
+        """One piece of what is ready; False where there is none."""
+        maker, peer = source.maker, source.peer
+        if maker is None or peer is None:
+            return False
+        step = source.progress.next_step(_STEP_BYTES * self._here.layout.num_layers // maker.block_bytes)
+        if step is None:
+            return False
+        first = self._detail.first_block
+        mine = self._ids[step.first - first : step.end - first]
+        theirs = np.asarray(source.ids[step.first : step.end], np.int32)
+        pieces = maker.pieces(mine, theirs, step.first_layer, step.end_layer)
+        if not self._here.reading.acquire(timeout=self._seconds_left()):
+            raise ReceiveFailedError("late", "its time is over: other reads are before it")
+        try:
+            seconds = min(self._seconds_left(), self._here.silence_seconds)
+            source.num_bytes += self._here.link.read(peer, pieces, seconds)
+        finally:
+            self._here.reading.release()
+        source.progress.note_read(step)
+        self._count_in_flight(source.progress.num_layers_in_flight)
+        return True
+
+    def _leave(self, sources: list[_Source], why: Why | None) -> None:
+        for source in sources:
+            if not source.is_confirmed:
+                self._put(source, Leave(self._key, self._reader, why))
+
+    def _seconds_left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _count_in_flight(self, num_layers: int) -> None:
+        """Of one source: the others are about as far."""
+        if num_layers != self._counted:
+            self._here.count_in_flight(self._detail.slot, num_layers - self._counted)
+            self._counted = num_layers

@@ -1,0 +1,224 @@
+"""The offers of one rank: what is computed of each, who reads it, and when it is over. No sockets, no threads."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from transfer_manager.peer.messages import (
+    Chunk,
+    Confirm,
+    Confirmed,
+    Leave,
+    ReaderKey,
+    SendDetail,
+    SendKey,
+    SendState,
+    Subscribe,
+    ToReader,
+    Why,
+)
+from transfer_manager.peer.peer_signal import layers_done
+from transfer_manager.task import SwapMessage, pack_ids, unpack_ids
+
+_MAX_REMEMBERED = 4096
+
+Put = Callable[[bytes, ToReader], None]  # to the connection of that name; may be lost
+
+
+@dataclass(frozen=True)
+class SendEnd:
+    """A send is over, for this rank: well unless there is a `why`."""
+
+    task_id: int
+    num_bytes: int
+    num_blocks: int
+    why: Why | None
+
+
+@dataclass
+class _Reader:
+    connection: bytes
+    num_told: int  # block ids
+    heard_at: float
+    told: tuple[int, tuple[Chunk, ...]] | None = None
+    has_confirmed: bool = False
+
+
+@dataclass
+class _Send:
+    task_id: int
+    num_blocks: int
+    deadline: float
+    ids: list[int] = field(default_factory=list)
+    num_complete: int = 0
+    steps: list[tuple[int, int]] = field(default_factory=list)  # end block and step of what is being computed
+    receiver: tuple[bytes, int] | None = None  # instance and number of the receive that it is bound to
+    readers: dict[int, _Reader] = field(default_factory=dict)  # by rank
+    num_readers: int = 0
+    num_bytes: int = 0
+
+    @property
+    def is_final(self) -> bool:
+        return self.num_complete == self.num_blocks == len(self.ids)
+
+
+class Sender:
+    """Sends by number. A reader's `Confirm` is answered only while the blocks are held, that is before the send's task
+    has been answered: what a reader has read after that never counts."""
+
+    def __init__(self, instance_id: bytes, num_layers: int, silence_seconds: float, put: Put) -> None:
+        self._instance_id, self._num_layers, self._silence_seconds = instance_id, num_layers, silence_seconds
+        self._put = put
+        self._sends: dict[int, _Send] = {}
+        self._confirmed: OrderedDict[tuple[SendKey, ReaderKey], None] = OrderedDict()
+        self._step_word = 0
+        self._ended: list[SendEnd] = []
+
+    @property
+    def has_sends(self) -> bool:
+        """Whether any is open."""
+        return bool(self._sends)
+
+    def take_ended(self) -> list[SendEnd]:
+        """What has ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # -- from the engine
+
+    def begin(self, task: SwapMessage, detail: SendDetail, deadline: float) -> None:
+        """SEND, which ends at that time of `time.monotonic` at the latest."""
+        self._sends[detail.number] = _Send(task.task_id, detail.num_blocks, deadline)
+        self._extend(detail.number, task, detail)
+
+    def update(self, task: SwapMessage, detail: SendDetail) -> None:
+        """UPDATE_SEND; of a send that is over it says nothing new."""
+        if detail.number in self._sends:
+            self._extend(detail.number, task, detail)
+
+    def _extend(self, number: int, task: SwapMessage, detail: SendDetail) -> None:
+        send = self._sends[number]
+        if detail.why is not None:
+            self._end(number, detail.why)
+            return
+        send.ids += unpack_ids(task.source_ids).tolist()
+        send.num_complete = detail.num_complete
+        send.steps = [(end, step) for end, step in send.steps if end > send.num_complete]
+        known = send.steps[-1][0] if send.steps else send.num_complete
+        if detail.step is not None and len(send.ids) > known:
+            send.steps.append((len(send.ids), detail.step))
+        self._tell(number, send)
+
+    def note_step(self, word: int) -> None:
+        """The model's worker has marked layers."""
+        self._step_word = word
+        for number, send in self._sends.items():
+            if send.steps:
+                self._tell(number, send)
+
+    # -- from readers
+
+    def subscribe(self, connection: bytes, message: Subscribe, now: float) -> None:
+        """A reader is there, new or again."""
+        key, reader = message.key, message.reader
+        send = self._sends.get(key.number)
+        if key.instance_id != self._instance_id or send is None:
+            why = Why("gone", f"offer {key.number} is over, or of another run of the instance")
+            self._put(connection, SendState(key, reader, why=why))
+            return
+        receiver = (reader.instance_id, reader.number)
+        if send.receiver != receiver:
+            # a receive that was given up and begun again takes over; the old one's `Confirm` finds itself unbound
+            send.receiver, send.readers = receiver, {}
+        send.num_readers = message.num_readers
+        known = min(message.num_known, len(send.ids))
+        mine = send.readers.setdefault(reader.rank, _Reader(connection, known, now))
+        mine.connection, mine.num_told, mine.heard_at, mine.told = connection, known, now, None
+        self._tell(key.number, send)
+
+    def confirm(self, connection: bytes, message: Confirm, now: float) -> None:
+        """A reader has read it all."""
+        key, reader = message.key, message.reader
+        if (key, reader) in self._confirmed:  # the answer was lost
+            self._put(connection, Confirmed(key, reader))
+            return
+        send = self._sends.get(key.number) if key.instance_id == self._instance_id else None
+        mine = send.readers.get(reader.rank) if send is not None else None
+        if send is None or mine is None or send.receiver != (reader.instance_id, reader.number) or not send.is_final:
+            why = Why("gone", f"offer {key.number} was over before its blocks were read")
+            self._put(connection, SendState(key, reader, why=why))
+            return
+        mine.has_confirmed, mine.heard_at = True, now
+        send.num_bytes += message.num_bytes
+        self._remember(key, reader)
+        self._put(connection, Confirmed(key, reader))
+        if len(send.readers) == send.num_readers and all(each.has_confirmed for each in send.readers.values()):
+            self._end(key.number, None)
+
+    def leave(self, message: Leave) -> None:
+        """A reader does not want it (any more): with it the send ends, on this rank."""
+        key, reader = message.key, message.reader
+        send = self._sends.get(key.number) if key.instance_id == self._instance_id else None
+        if send is not None and send.receiver in (None, (reader.instance_id, reader.number)):
+            self._end(key.number, message.why)
+
+    # -- time
+
+    def tick(self, now: float) -> None:
+        """End what is late, and what has lost a reader."""
+        for number, send in list(self._sends.items()):
+            silent = [r for r, each in send.readers.items() if self._is_silent(each, now)]
+            if now > send.deadline:
+                who = "read to the end" if send.readers else "asked for"
+                self._end(number, Why("late", f"offer {number} was not {who} in time"))
+            elif silent:
+                self._end(number, Why("gone", f"rank {silent[0]} of the receiver of offer {number} has gone silent"))
+
+    def stop(self) -> None:
+        """The instance ends: readers need not wait for it to go silent."""
+        for number in list(self._sends):
+            self._end(number, Why("gone", "the instance has been stopped"))
+
+    def _is_silent(self, reader: _Reader, now: float) -> bool:
+        return not reader.has_confirmed and now - reader.heard_at > self._silence_seconds
+
+    def _end(self, number: int, why: Why | None) -> None:
+        send = self._sends.pop(number)
+        if why is not None:
+            for rank, reader in send.readers.items():
+                self._put(reader.connection, SendState(self._key(number), self._name(send, rank), why=why))
+        num_blocks = 0 if why is not None else send.num_blocks
+        self._ended.append(SendEnd(send.task_id, send.num_bytes, num_blocks, why))
+
+    def _tell(self, number: int, send: _Send) -> None:
+        """Say to each reader what it does not know."""
+        chunks = tuple(Chunk(end, layers_done(self._step_word, step)) for end, step in send.steps)
+        now = (send.num_complete, chunks)
+        for rank, reader in send.readers.items():
+            if reader.told == now and reader.num_told == len(send.ids):
+                continue
+            new = np.asarray(send.ids[reader.num_told :], np.int32)
+            self._put(
+                reader.connection,
+                SendState(
+                    self._key(number), self._name(send, rank), reader.num_told, pack_ids(new), send.num_complete, chunks
+                ),
+            )
+            reader.told, reader.num_told = now, len(send.ids)
+
+    def _key(self, number: int) -> SendKey:
+        return SendKey(self._instance_id, number)
+
+    @staticmethod
+    def _name(send: _Send, rank: int) -> ReaderKey:
+        assert send.receiver is not None
+        return ReaderKey(*send.receiver, rank)
+
+    def _remember(self, key: SendKey, reader: ReaderKey) -> None:
+        self._confirmed[key, reader] = None
+        if len(self._confirmed) > _MAX_REMEMBERED:
+            self._confirmed.popitem(last=False)

@@ -1,0 +1,282 @@
+"""The rank's peer process: lets other instances read the rank's KV arrays, and reads theirs into it.
+
+A process of its own, because a read may go on in a library after it was given up: it is killed then, and once it has
+been reaped nothing writes into the blocks any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ipc.codec import decode, encode
+from ipc.errors import CodecError
+from ipc.peer_channel import PeerListener, load_keys
+from ipc.shared_array import SharedArray
+from ipc.task_queue import Poller, RankQueue, Wakeup, new_context
+from transfer_manager.errors import PeerRefusedError
+from transfer_manager.kv_memory import KVMemory
+from transfer_manager.lanes import serve_process, start_heartbeat
+from transfer_manager.peer import open_link
+from transfer_manager.peer.link import Link, LinkError
+from transfer_manager.peer.link_peers import LinkPeers
+from transfer_manager.peer.messages import (
+    Confirm,
+    EndReceiveDetail,
+    Hello,
+    Leave,
+    ReceiveDetail,
+    SendDetail,
+    Subscribe,
+    ToOwner,
+    ToReader,
+    Welcome,
+    Why,
+)
+from transfer_manager.peer.peer_signal import NUM_PEER_SLOTS, PeerSignal
+from transfer_manager.peer.receiver import Here, Receive, ReceiveFailedError
+from transfer_manager.peer.sender import Sender
+from transfer_manager.rank_signal import RankSignal, RankState
+from transfer_manager.task import (
+    Direction,
+    DoneMessage,
+    Lane,
+    PeerSetup,
+    ReadyMessage,
+    StopMessage,
+    SwapMessage,
+    ToRank,
+)
+
+logger = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.25  # while there is something that may be late
+_IDLE_SECONDS = 60.0
+_ANSWER_SECONDS = 0.5  # before a task's deadline, at which the engine begins to think that this process is stuck
+_MAX_READS = 4  # at a time: more only share the bandwidth
+_MAX_MESSAGES = 4096
+_STOP_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A task has come to its end."""
+
+    task_id: int
+    why: Why | None
+    num_bytes: int = 0
+    num_blocks: int = 0
+    seconds: float = 0.0
+    number: int = -1  # of a receive
+
+
+class PeerServer:
+    """One thread owns the sockets and all sends; each receive has a thread of its own, another one follows the model's
+    step."""
+
+    def __init__(self, setup: PeerSetup, signal: RankSignal) -> None:
+        """Attach the KV arrays and let the link know them.
+
+        Raises:
+            IPCError, LayoutError: the KV arrays cannot be attached, or the control socket's address not be had.
+            PeerRefusedError, LinkError: the link's library is missing, or does not start.
+        """
+        self._setup, self._signal = setup, signal
+        self._kv = KVMemory.open(setup.layout, setup.num_gpu_blocks, setup.kv)
+        self._words = PeerSignal(SharedArray(setup.peer_signal_fd, PeerSignal.NUM_BYTES))
+        try:
+            self._link: Link = open_link(setup.link, setup.link_options)
+            self._link.register(self._kv.segments)
+        except LinkError as error:
+            raise (PeerRefusedError(str(error)) if error.reason == "refused" else error) from error
+        self._context = new_context()
+        keys = load_keys(Path(setup.keys_folder)) if setup.keys_folder is not None else None
+        self._listener = PeerListener(self._context, setup.address, keys, _MAX_MESSAGES)
+        self._sender = Sender(setup.instance_id, setup.layout.num_layers, setup.silence_seconds, self._put)
+        self._num_in_flight = [0] * NUM_PEER_SLOTS
+        self._counting = threading.Lock()
+        self._here = Here(
+            setup.instance_id, setup.rank, setup.tp_size, setup.layout, self._kv.places, self._link,
+            LinkPeers(self._link), self._context, keys, setup.silence_seconds, threading.Semaphore(_MAX_READS),
+            self._count_in_flight,
+        )  # fmt: skip
+        self._wakeup = Wakeup()
+        self._ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
+        self._receives: dict[int, Receive] = {}
+        self._lanes: dict[Lane, RankQueue] = {}
+        self._step_word = self._words.step_word
+        self._is_busy = False
+
+    def run(self) -> None:
+        """Serve until told to stop. Ends the process: what links' libraries do at an interpreter's end is not known."""
+        try:
+            start_heartbeat(self._signal, self._setup.heartbeat_seconds)
+            threading.Thread(target=self._follow_step, name="step", daemon=True).start()
+            self._signal.state = RankState.READY
+            poller = self._open_lanes()
+            while self._turn(poller):
+                pass
+            self._stop()
+        except BaseException:
+            logger.exception("event=peer_failed rank=%d", self._setup.rank)
+            os._exit(1)
+        os._exit(0)
+
+    def _open_lanes(self) -> Poller:
+        setup, poller = self._setup, Poller()
+        for lane in Lane:
+            self._lanes[lane] = RankQueue(setup.queue_address, setup.max_tasks_in_flight, lane)
+            poller.register(self._lanes[lane], lane)
+            self._lanes[lane].put(encode(ReadyMessage(setup.incarnation, lane)))
+        poller.register(self._listener, self._listener)
+        poller.register(self._wakeup.fd, self._wakeup)
+        logger.info("event=ready rank=%d link=%s address=%s", setup.rank, setup.link, setup.address)
+        return poller
+
+    def _turn(self, poller: Poller) -> bool:
+        """False when told to stop."""
+        keys = poller.wait(_TICK_SECONDS if self._is_busy else _IDLE_SECONDS)
+        if self._wakeup in keys:
+            self._wakeup.clear()
+        while (named := self._listener.get_now()) is not None:
+            self._hear(*named)
+        for lane, lane_queue in self._lanes.items():
+            while (data := lane_queue.get_now()) is not None:
+                message: ToRank = decode(data, ToRank)
+                if isinstance(message, StopMessage):
+                    return False
+                self._do(lane, message)
+        if (word := self._words.step_word) != self._step_word:
+            self._step_word = word
+            self._sender.note_step(word)
+        self._sender.tick(time.monotonic())
+        self._answer()
+        self._is_busy = self._here.peers.drop_idle() or bool(self._receives) or self._sender.has_sends
+        return True
+
+    # -- tasks of the engine
+
+    def _do(self, lane: Lane, task: SwapMessage) -> None:
+        if task.incarnation != self._setup.incarnation:
+            self._done(lane, task, Why("failed", f"task is for incarnation {task.incarnation}"))
+        elif task.direction is Direction.SEND:
+            self._sender.begin(task, decode(task.detail, SendDetail), task.deadline - _ANSWER_SECONDS)
+        elif task.direction is Direction.UPDATE_SEND:
+            self._sender.update(task, decode(task.detail, SendDetail))
+            self._done(lane, task)
+        elif task.direction is Direction.RECEIVE:
+            self._receive(task, decode(task.detail, ReceiveDetail))
+        elif task.direction is Direction.END_RECEIVE:
+            detail: EndReceiveDetail = decode(task.detail, EndReceiveDetail)
+            if detail.receive_number in self._receives:
+                self._receives[detail.receive_number].cancel()
+            self._done(lane, task)
+        else:
+            self._done(lane, task, Why("failed", f"a peer process does not {task.direction.value}"))
+
+    def _done(self, lane: Lane, task: SwapMessage, why: Why | None = None) -> None:
+        self._reply(lane, _Ended(task.task_id, why))
+
+    def _reply(self, lane: Lane, ended: _Ended) -> None:
+        why, num_blocks = ended.why, ended.num_blocks if ended.why is None else 0
+        error = f"{why.reason}: {why.text}" if why is not None else None
+        incarnation = self._setup.incarnation
+        done = DoneMessage(ended.task_id, incarnation, ended.num_bytes, num_blocks, ended.seconds, error)
+        self._lanes[lane].put(encode(done))
+
+    def _receive(self, task: SwapMessage, detail: ReceiveDetail) -> None:
+        receive = Receive(self._here, detail, task.destination_ids, task.deadline - _ANSWER_SECONDS)
+        self._receives[detail.receive_number] = receive
+        num_blocks = len(task.destination_ids) // 4
+
+        def run() -> None:
+            started, num_bytes, why = time.monotonic(), 0, None
+            try:
+                num_bytes = receive.run()
+            except ReceiveFailedError as failure:
+                why = failure.why
+            except LinkError as error:
+                logger.error("event=read_given_up task_id=%d reason=%s action=end_process", task.task_id, error)
+                os._exit(1)  # bytes may still arrive: the blocks are free once this process is reaped
+            except BaseException:
+                logger.exception("event=receive_failed task_id=%d", task.task_id)
+                os._exit(1)
+            seconds = time.monotonic() - started
+            self._ended.put(_Ended(task.task_id, why, num_bytes, num_blocks, seconds, detail.receive_number))
+            self._wakeup.set()
+
+        threading.Thread(target=run, name=f"receive-{detail.receive_number}", daemon=True).start()
+
+    def _answer(self) -> None:
+        for end in self._sender.take_ended():
+            self._reply(Lane.OUT, _Ended(end.task_id, end.why, end.num_bytes, end.num_blocks))
+        while not self._ended.empty():
+            ended = self._ended.get()
+            del self._receives[ended.number]
+            self._reply(Lane.IN, ended)
+
+    # -- other instances
+
+    def _hear(self, connection: bytes, data: bytes) -> None:
+        try:
+            message: ToOwner = decode(data, ToOwner)
+        except CodecError as error:
+            logger.warning("event=bad_message num_bytes=%d error=%r", len(data), str(error))
+            return
+        now = time.monotonic()
+        if isinstance(message, Hello):
+            setup = self._setup
+            self._put(connection, Welcome(setup.instance_id, setup.rank, self._link.endpoint(), self._kv.places))
+        elif isinstance(message, Subscribe):
+            self._sender.subscribe(connection, message, now)
+        elif isinstance(message, Confirm):
+            self._sender.confirm(connection, message, now)
+        elif isinstance(message, Leave):
+            self._sender.leave(message)
+
+    def _put(self, connection: bytes, message: ToReader) -> None:
+        self._listener.put(connection, encode(message))
+
+    # -- other threads
+
+    def _follow_step(self) -> None:
+        word = self._words.step_word
+        while True:
+            seen = self._words.wait_step(word, _IDLE_SECONDS)
+            if seen != word:
+                word = seen
+                if self._sender.has_sends:
+                    self._wakeup.set()
+
+    def _count_in_flight(self, slot: int, change: int) -> None:
+        with self._counting:
+            self._num_in_flight[slot] += change
+            self._words.count_in_flight(slot, self._num_in_flight[slot])
+
+    def _stop(self) -> None:
+        """Tell whoever reads or is read from; the engine answers what is left."""
+        for receive in self._receives.values():
+            receive.cancel()
+        until = time.monotonic() + _STOP_SECONDS
+        while self._receives and (left := until - time.monotonic()) > 0:
+            try:
+                del self._receives[self._ended.get(timeout=left).number]
+            except queue.Empty:
+                break
+        self._signal.state = RankState.STOPPING
+        self._sender.stop()
+        self._listener.close()
+        if not self._receives:  # else a socket is open, and this would wait for it
+            self._context.term()
+        self._link.close()
+        logger.info("event=stopped rank=%d", self._setup.rank)
+
+
+def main() -> int:
+    """The process's entry."""
+    return serve_process(PeerSetup, PeerServer)
