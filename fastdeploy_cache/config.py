@@ -18,13 +18,20 @@ from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES, 
 from transfer_manager.config import TransferConfig, check_integers
 from transfer_manager.errors import LayoutError
 from transfer_manager.layout import KVLayout, RankLayout
+from transfer_manager.peer.config import PeerConfig
 from transfer_manager.storage.config import StorageConfig
 
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
 ENVIRONMENT_PREFIX = "FASTDEPLOY_CACHE_"
 _ALTERNATIVES = (("num_gpu_blocks", "gpu_memory_bytes"), ("num_cpu_blocks", "cpu_memory_bytes", "cpu_to_gpu_ratio"))
-_TABLES: dict[str, type] = {"layout": KVLayout, "transfer": TransferConfig, "storage": StorageConfig}
-_OPTIONAL_TABLES = ("layout", "storage")
+_TABLES: dict[str, type] = {
+    "layout": KVLayout,
+    "transfer": TransferConfig,
+    "storage": StorageConfig,
+    "peer": PeerConfig,
+}
+_OPTIONAL_TABLES = ("layout", "storage", "peer")
+ROLES = ("mixed", "prefill", "decode")
 PREFETCH_POLICIES = ("timeout", "best_effort", "wait_complete")
 LOAD_POLICIES = ("auto", "always", "never")
 
@@ -71,6 +78,9 @@ class CacheConfig:
         layout: what a token's keys and values look like; needed by `processes`.
         transfer: ranks and their deadlines.
         storage: a store below the CPU tier; None: none.
+        role: `prefill` computes prompts and offers their blocks to other instances, `decode` receives them; `mixed`
+            computes both, and with `peer` may do either.
+        peer: how blocks go from instance to instance; None: not at all.
         hit_rate_window_seconds: how far back the hit-rate gauges look.
 
     Raises:
@@ -106,6 +116,8 @@ class CacheConfig:
     layout: KVLayout | None = None
     transfer: TransferConfig = field(default_factory=TransferConfig)
     storage: StorageConfig | None = None
+    role: Literal["mixed", "prefill", "decode"] = "mixed"
+    peer: PeerConfig | None = None
     hit_rate_window_seconds: float = 300.0
 
     def __post_init__(self) -> None:
@@ -154,6 +166,7 @@ class CacheConfig:
             )
         self._check_movement()
         self._check_storage()
+        self._check_peer()
         if self.transfer_client not in ("processes", "inline"):
             raise ConfigError(f"transfer_client is {self.transfer_client!r}; use 'processes' or 'inline'")
 
@@ -188,6 +201,25 @@ class CacheConfig:
             raise ConfigError(f"prefill_tokens_per_second is {speed}; it must be above 0")
         if self.storage is not None and self.layout is None:
             raise ConfigError("storage needs a layout: it keeps bytes")
+
+    def _check_peer(self) -> None:
+        if self.role not in ROLES:
+            raise ConfigError(f"role is {self.role!r}; use one of {', '.join(ROLES)}")
+        peer = self.peer
+        if peer is None:
+            if self.role != "mixed":
+                raise ConfigError(f"role is {self.role!r} without a table 'peer'; say how blocks go between instances")
+            return
+        if self.layout is None or not self.enable_prefix_caching:
+            raise ConfigError("peer needs a layout, and enable_prefix_caching: what is received is found as a prefix")
+        if peer.link == "storage" and self.storage is None:
+            raise ConfigError("peer.link is 'storage' without a table 'storage'; give both instances the same store")
+        if self.storage is not None and peer.weights_id != self.storage.weights_id:
+            names = f"peer.weights_id is {peer.weights_id!r} and storage.weights_id {self.storage.weights_id!r}"
+            raise ConfigError(f"{names}; they name the same weights")
+        if peer.link != "storage" and self.transfer.device != "cpu":
+            given = f"peer.link is {peer.link!r} with transfer.device {self.transfer.device!r}"
+            raise ConfigError(f"{given}; links read KV arrays in CPU memory only: use peer.link 'storage' on a GPU")
 
     def load_limits(self) -> tuple[int, int]:
         """Blocks of the CPU tier below which, and above which, a prefix is not loaded."""

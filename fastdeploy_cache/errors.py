@@ -17,6 +17,8 @@ TransferError                       transfer_manager
 +-- LinkError                       bytes of another instance could not be read; `.reason`, `.may_write_later`
 +-- StorageError                    a store failed; where it concerns a caller it is
 |   +-- StorageRefusedError         it cannot be opened as configured
++-- PeerError                       nothing can be sent or received now
+|   +-- PeerRefusedError            what was asked of another instance can never be
 IPCError                            ipc
 +-- NotEnoughMemoryError            pools larger than the memory available
 +-- CodecError, QueueFullError, QueueDisconnectedError
@@ -26,7 +28,7 @@ MetricsError                        metrics
 
 from __future__ import annotations
 
-from transfer_manager.errors import LayoutError, StorageRefusedError
+from transfer_manager.errors import LayoutError, PeerError, PeerRefusedError, StorageRefusedError
 
 __all__ = [
     "BlockOwnerError",
@@ -37,6 +39,8 @@ __all__ = [
     "LayoutError",
     "LifeCycleError",
     "OutOfBlocksError",
+    "PeerError",
+    "PeerRefusedError",
     "PromptTooLongError",
     "RequestError",
     "StorageRefusedError",

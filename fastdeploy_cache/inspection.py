@@ -10,6 +10,7 @@ from fastdeploy_cache.block_mover import BlockMover
 from fastdeploy_cache.block_pool import BlockPool
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.invariants import check
+from fastdeploy_cache.peer_tier import PeerTier
 from fastdeploy_cache.pinned_prefix import Pinned
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, GPU, Tier, Transfer
@@ -30,6 +31,7 @@ class Inspection:
     _exporters: list[MetricsExporter]
     _lock: threading.Lock
     _mover: BlockMover
+    _peers: PeerTier | None
     _pinned: Pinned
     _pools: tuple[BlockPool, BlockPool]
     _requests: dict[str, ActiveRequest]
@@ -60,7 +62,18 @@ class Inspection:
             tiers = [*self._detached, *([self._storage] if self._storage is not None else [])]
             held = [block_id for tier in tiers for block_id in tier.held_ids]
             requests, transfers = list(self._requests.values()), list(self._mover.in_flight.values())
-            check(self._tree, requests, transfers, storage_ids=held, pins=list(self._pinned), ahead=self._ahead)
+            peers = self._peers
+            sends, receives = (peers.sends, peers.receives) if peers is not None else (None, None)
+            check(
+                self._tree,
+                requests,
+                transfers,
+                storage_ids=held,
+                pins=[*self._pinned, *(pin for each in (sends, receives) if each is not None for pin in each.pins)],
+                ahead=self._ahead,
+                peer_ids=[i for each in (sends, receives) if each is not None for i in each.held_ids],
+                waiting=receives.loads if receives is not None else (),
+            )
 
     def serve_metrics(self, host: str = "127.0.0.1", port: int = 0, *, also: Sequence[Collector] = ()) -> str:
         """Start the Prometheus endpoint of this cache; returns its URL. Port 0 takes a free one.

@@ -20,13 +20,17 @@ def check(
     storage_ids: Sequence[int] = (),
     pins: Sequence[Pin] = (),
     ahead: Mapping[Transfer, int] = MappingProxyType({}),
+    peer_ids: Sequence[int] = (),
+    waiting: Sequence[Transfer] = (),
 ) -> None:
     """Raise `AssertionError` naming the first broken promise. `storage_ids`: CPU blocks that storage fills now;
-    `pins`, `ahead`: of adapters' callers."""
+    `peer_ids`: GPU blocks that other instances fill or read; `pins`: of adapters' callers and of peers; `ahead`: of
+    callers; `waiting`: loads that receives wait for, once for each."""
     runs = list(tree.runs())
     _check_pins(runs, requests, transfers, pins)
     for tier in Tier:
-        _check_owners(tree.pools[tier], tier, runs, requests, transfers, storage_ids=storage_ids)
+        held_ids = peer_ids if tier is GPU else storage_ids
+        _check_owners(tree.pools[tier], tier, runs, requests, transfers, held_ids=held_ids)
         protected = sum(run.num_in(tier, run.num_held) for run in runs)
         assert tree.residency.num_protected[tier] == protected, (tier, "protected", protected)
     for run in runs:
@@ -36,7 +40,7 @@ def check(
         _check_request(active)
     for transfer in transfers:
         num_ahead = sum(transfer in active.ahead for active in requests) + ahead.get(transfer, 0)
-        num_waiting = sum(transfer in active.loads for active in requests)
+        num_waiting = sum(transfer in active.loads for active in requests) + list(waiting).count(transfer)
         assert (transfer.num_ahead, transfer.num_waiting) == (num_ahead, num_waiting), "waiters of a load miscounted"
         assert num_ahead or not transfer.done.is_set(), "an ended task is still held"
 
@@ -48,7 +52,7 @@ def _check_owners(
     requests: Iterable[ActiveRequest],
     transfers: Iterable[Transfer],
     *,
-    storage_ids: Sequence[int],
+    held_ids: Sequence[int],
 ) -> None:
     """free + runs + requests + tasks = all, and one owner each."""
     owned: dict[Owner, list[int]] = {
@@ -62,8 +66,7 @@ def _check_owners(
     if tier is GPU:
         owned[TASK] += [i for copy in _copies(transfers) for i in copy.ids]
         owned[TASK] += [i for transfer in transfers for i in transfer.kept_ids]
-    else:
-        owned[TASK] += storage_ids
+    owned[TASK] += held_ids
     owned[TASK] += pool.deferred_ids
     everything = sorted(i for ids in owned.values() for i in ids)
     assert everything == list(range(pool.num_blocks)), f"{pool.tier}: some block has no owner or two"

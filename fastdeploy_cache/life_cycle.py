@@ -16,6 +16,7 @@ from fastdeploy_cache.block_mover import BlockMover
 from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.errors import ConfigError, LifeCycleError
 from fastdeploy_cache.matcher import Matcher
+from fastdeploy_cache.peer_tier import PeerTier
 from fastdeploy_cache.pinned_prefix import Pinned
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, GPU, Tier, wait_done
@@ -84,6 +85,7 @@ class LifeCycle:
     _pinned: Pinned
     _requests: dict[str, ActiveRequest]
     _reopen: StorageConfig | None
+    _peers: PeerTier | None
     _storage: StorageTier | None
     _tree: PrefixTree
 
@@ -166,21 +168,22 @@ class LifeCycle:
     def update_weights(self, weights_id: str | None = None, timeout_seconds: float = 30.0) -> None:
         """The model's weights have changed: forget all that was computed with others.
 
-        Where a store is attached the new `weights_id` is needed: under it alone blocks are read and written from now
-        on. Requests that run go on with what they have, and publish nothing.
+        Where a store is attached, or there are peers, the new `weights_id` is needed: under it alone blocks are read
+        and written from now on. Requests that run go on with what they have, and publish nothing.
 
         Raises:
-            ConfigError: no `weights_id` with a store.
+            ConfigError: no `weights_id` with a store, or with peers.
             StorageRefusedError: the store cannot be opened again; the cache goes on without.
             LifeCycleError: see `pause`.
         """
-        if self._reopen is not None and not weights_id:
-            raise ConfigError("update_weights without a weights_id, but a store is attached; give the new one")
+        is_named = self._reopen is not None or self._peers is not None
+        if is_named and not weights_id:
+            raise ConfigError("update_weights without a weights_id, but a store or a peer goes by it; give the new one")
         with self._change("update_weights", LifeCycleStatus.UPDATING, timeout_seconds, _RESTING) as deadline:
             before = self._life.resting
             self._wait_until_quiet(deadline)
             try:
-                self.reset(weights_id=weights_id if self._reopen is not None else None)
+                self.reset(weights_id=weights_id if is_named else None)
             finally:
                 self._set_status(before)
 
@@ -221,6 +224,8 @@ class LifeCycle:
             self._mover.is_quiet = status is not LifeCycleStatus.RUNNING
             if self._storage is not None:
                 self._storage.be_quiet(self._mover.is_quiet)
+            if self._peers is not None:
+                self._peers.be_quiet(self._mover.is_quiet)
             if not self._mover.is_quiet:
                 self._copy_down.look_ahead()
         self._submit()
@@ -235,6 +240,9 @@ class LifeCycle:
             raise LifeCycleError(f"{num_left} copies have not ended in time; try again, or look at the ranks")
         if storage is not None and not storage.settled.wait(max(0.0, deadline - time.monotonic())):
             raise LifeCycleError("a task of storage has not ended in time; try again, or detach_storage first")
+        peers = self._peers
+        if peers is not None and not peers.settled.wait(max(0.0, deadline - time.monotonic())):
+            raise LifeCycleError("a send to another instance, or a receive, has not ended in time; try again")
         self._acknowledge(deadline)
 
     def _acknowledge(self, deadline: float) -> None:

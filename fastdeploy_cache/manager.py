@@ -6,6 +6,7 @@ import logging
 import operator
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from typing import Self
 
@@ -26,10 +27,11 @@ from fastdeploy_cache.life_cycle import LifeCycle, LifeCycleState
 from fastdeploy_cache.loads import MatchLoads, call_user
 from fastdeploy_cache.match import Match
 from fastdeploy_cache.parts import new_client, new_matcher, new_policy_of, new_speeds
+from fastdeploy_cache.peer_access import PeerAccess
+from fastdeploy_cache.peer_tier import PeerTier
 from fastdeploy_cache.pinned_prefix import Pinned
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
-from fastdeploy_cache.rank_access import RankAccess
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import GPU, CallerCopy, Transfer, wait_done
 from fastdeploy_cache.storage_access import StorageAccess
@@ -38,12 +40,13 @@ from fastdeploy_cache.tier_loss import drop_gpu
 from metrics.cache_metrics import CacheMetrics
 from metrics.exporter import MetricsExporter
 from transfer_manager.client import TransferClient
+from transfer_manager.peer.client import PeerClient
 from transfer_manager.task import Direction, TransferResult
 
 logger = logging.getLogger(__name__)
 
 
-class PrefixCacheManager(Inspection, RankAccess, StorageAccess, LifeCycle, CallerCopies):
+class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, CallerCopies):
     """Keeps computed KV blocks findable by prefix, on the GPU and in the CPU tier below it.
 
     Every verb either happens or leaves no trace, and may be called from any thread; calls for one request come one at a
@@ -56,20 +59,21 @@ class PrefixCacheManager(Inspection, RankAccess, StorageAccess, LifeCycle, Calle
         config: CacheConfig,
         *,
         client: TransferClient | None = None,
+        peer_client: PeerClient | None = None,
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_kv_lost: Callable[[int], None] | None = None,
     ) -> None:
         """Make the pools and start the ranks.
 
-        `client` and `policy` replace the configured ones (tests, simulation); `clock` gives the seconds that eviction
-        policies and hit-rate windows go by. `on_kv_lost` is called with a rank that has died with the KV arrays that it
-        owned (`kv_owner = "transfer"`), and again when it has made new ones; each time everything on the GPU has been
-        forgotten.
+        `client`, `peer_client` and `policy` replace the configured ones (tests, simulation); `clock` gives the seconds
+        that eviction policies and hit-rate windows go by. `on_kv_lost` is called with a rank that has died with the KV
+        arrays that it owned (`kv_owner = "transfer"`), and again when it has made new ones; each time everything on the
+        GPU has been forgotten.
 
         Raises:
             RankStartError: a rank did not start within its deadline; none is left.
-            StorageRefusedError: the storage's settings are wrong.
+            StorageRefusedError, PeerRefusedError: the storage's, or the link's, settings are wrong.
             NotEnoughMemoryError: the pools do not fit; nothing was taken.
         """
         self.config = config
@@ -94,12 +98,14 @@ class PrefixCacheManager(Inspection, RankAccess, StorageAccess, LifeCycle, Calle
         self._speeds = new_speeds(config)
         self._copy_down, self._matcher = new_matcher(config, self._tree, self._mover, self._speeds)
         self._storage: StorageTier | None = None
+        self._peers: PeerTier | None = None
         self._detached: list[StorageTier] = []
         self._exporters: list[MetricsExporter] = []
         self._closed = False
         self._call_on_kv_lost = on_kv_lost
         self._client.start(self._on_result, self._on_kv_lost)
         self._open_storage()
+        self._open_peers(peer_client)
         self._show_metrics()
 
     # -- the verbs
@@ -125,6 +131,8 @@ class PrefixCacheManager(Inspection, RankAccess, StorageAccess, LifeCycle, Calle
                 self._matcher.find(active, num_blocks)
                 if self._storage is not None:
                     self._storage.reads.advance()
+            if self._peers is not None:  # what has come is pinned by the request now
+                self._peers.receives.forget(request.request_id)
             self._requests[request.request_id] = active
             loads = MatchLoads(
                 active,
@@ -221,6 +229,8 @@ class PrefixCacheManager(Inspection, RankAccess, StorageAccess, LifeCycle, Calle
             publishes = self.config.enable_prefix_caching and active.epoch == self._tree.epoch and active.settled
             if num_blocks > active.num_committed_blocks and publishes:
                 self._matcher.publish(active, num_blocks)
+            if self._peers is not None:
+                self._peers.sends.committed(active)
         self._submit()
 
     def release(self, request: Request) -> None:
@@ -237,6 +247,9 @@ class PrefixCacheManager(Inspection, RankAccess, StorageAccess, LifeCycle, Calle
                 self._matcher.end_ahead(active, arrived=False)
             self._matcher.settle(active)
             private_ids = active.private_ids()
+            if self._peers is not None:
+                kept = self._peers.sends.released(active)
+                private_ids = array("i", [block_id for block_id in private_ids if block_id not in kept])
             if private_ids:
                 self._pools[GPU].free(private_ids, REQUEST)
             num_skipped = self._matcher.release(active)
@@ -264,6 +277,7 @@ class PrefixCacheManager(Inspection, RankAccess, StorageAccess, LifeCycle, Calle
         with self._lock:
             self._closed = True
         self.detach_storage()
+        self._close_peers()
         self._client.stop()
         while self._exporters:
             self._exporters.pop().close()
@@ -320,6 +334,8 @@ class PrefixCacheManager(Inspection, RankAccess, StorageAccess, LifeCycle, Calle
             self._mover.outbox.submit()
         if storage is not None and (storage.link.outbox or storage.link.calls):
             storage.link.submit()
+        if (peers := self._peers) is not None and (peers.outbox or peers.calls):
+            peers.submit()
 
     def _on_result(self, result: TransferResult) -> None:
         with self._lock:
@@ -343,9 +359,12 @@ class PrefixCacheManager(Inspection, RankAccess, StorageAccess, LifeCycle, Calle
     def _forget_gpu(self, rank: int) -> None:
         with self._lock:
             drop_gpu(self._tree)
+            self._cancel_peers("the KV arrays are lost")
             logger.info("event=gpu_forgotten rank=%d epoch=%d", rank, self._tree.epoch)
 
     def _on_kv_lost(self, rank: int) -> None:
         self._forget_gpu(rank)
+        self._peers_lose_kv(rank)
+        self._peers_attach_kv(rank)
         if (told := self._call_on_kv_lost) is not None:
             call_user(lambda: told(rank))

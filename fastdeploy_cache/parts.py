@@ -17,6 +17,10 @@ from fastdeploy_cache.storage_link import StorageLink
 from fastdeploy_cache.storage_prefetch import StorageLimits
 from fastdeploy_cache.storage_tier import StorageTier
 from transfer_manager.client import InlineClient, TransferClient
+from transfer_manager.errors import LayoutError
+from transfer_manager.kv_memory import KVHandle
+from transfer_manager.peer.client import PeerProcesses
+from transfer_manager.peer.config import PeerConfig
 from transfer_manager.rank_client import RankClient
 from transfer_manager.storage.client import StorageClient
 from transfer_manager.storage.config import StorageConfig
@@ -43,6 +47,25 @@ def new_client(config: CacheConfig) -> TransferClient:
         return RankClient(transfer, layout, num_gpu_blocks, num_cpu_blocks)
     own_kv = transfer.owner_of_kv != "worker"
     return InlineClient(layout, num_gpu_blocks, num_cpu_blocks, transfer.tp_size, own_kv)
+
+
+def new_peer_client(config: CacheConfig, peer: PeerConfig, instance_id: bytes, ranks: TransferClient) -> PeerProcesses:
+    """A process for each rank, over its KV arrays. Raises `PeerRefusedError`."""
+    layout, handles = config.rank_layout(), list[KVHandle | None]()
+    assert layout is not None
+    for rank in range(config.transfer.tp_size):
+        try:
+            handles.append(ranks.kv_handle(rank))
+        except LayoutError:  # its worker has not attached them yet
+            handles.append(None)
+    return PeerProcesses(
+        peer,
+        config.transfer,
+        instance_id=instance_id,
+        layout=layout,
+        num_gpu_blocks=config.pool_sizes()[0],
+        kv=handles,
+    )
 
 
 def new_speeds(config: CacheConfig) -> LoadOrCompute:

@@ -47,6 +47,7 @@ class RankAccess:
             self._client.attach_kv(rank, kv)
         finally:  # what was computed while the arrays were missing, or on some that came too late, is nowhere
             self._forget_gpu(rank)
+        self._peers_attach_kv(rank)
 
     def kv_lost(self, rank: int) -> None:
         """The rank's worker is gone, and its KV arrays with it.
@@ -57,6 +58,7 @@ class RankAccess:
         if not 0 <= rank < self.config.transfer.tp_size:
             raise ConfigError(f"there is no rank {rank}; this cache has {self.config.transfer.tp_size}")
         self._client.kv_lost(rank)
+        self._peers_lose_kv(rank)
         self._forget_gpu(rank)
 
     def layer_progress(self, rank: int) -> LayerProgress | None:
@@ -71,4 +73,10 @@ class RankAccess:
             raise ConfigError("this cache has no KV arrays; give its configuration a layout")
 
     def _forget_gpu(self, rank: int) -> None:
+        raise NotImplementedError
+
+    def _peers_attach_kv(self, rank: int) -> None:
+        raise NotImplementedError
+
+    def _peers_lose_kv(self, rank: int) -> None:
         raise NotImplementedError

@@ -16,6 +16,7 @@ from fastdeploy_cache.errors import ClosedError, ConfigError
 from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.matcher import Matcher
 from fastdeploy_cache.parts import new_storage
+from fastdeploy_cache.peer_tier import PeerTier
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
@@ -45,6 +46,7 @@ class StorageAccess:
     _lock: threading.Lock
     _matcher: Matcher
     _mover: BlockMover
+    _peers: PeerTier | None
     _requests: dict[str, ActiveRequest]
     _speeds: LoadOrCompute
     _is_attaching = False
@@ -292,20 +294,27 @@ class StorageAccess:
         which alone this cache reads and writes from then on.
 
         Raises:
-            ConfigError: `weights_id` without a store.
+            ConfigError: `weights_id` without a store or peers.
             LayoutError: an impossible `weights_id`; nothing was changed.
             StorageRefusedError: it cannot be opened again; the cache goes on without, and the next call tries again.
         """
         storage = self._reopen
         if weights_id is not None:
-            if storage is None:
-                raise ConfigError(f"reset with weights_id {weights_id!r}, but no store is attached")
-            storage = dataclasses.replace(storage, weights_id=weights_id)  # a wrong name is refused before all else
-            self._detach()
+            if storage is None and self._peers is None:
+                raise ConfigError(
+                    f"reset with weights_id {weights_id!r}, but no store is attached and there are no peers"
+                )
+            if storage is not None:
+                storage = dataclasses.replace(storage, weights_id=weights_id)  # a wrong name is refused before all else
+                self._detach()
         with self._lock:
             self._check_open()
             self._tree.reset()
+            if self._peers is not None:
+                self._peers.cancel_all("the cache was reset")
+                self._peers.rename_weights(weights_id or self._peers.info.weights_id)
             logger.info("event=reset epoch=%d", self._tree.epoch)
+        self._submit()
         if weights_id is not None and storage is not None:
             self.attach_storage(storage)
 

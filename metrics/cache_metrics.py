@@ -43,6 +43,13 @@ class StorageCounts(NamedTuple):
 
 
 @dataclass(slots=True)
+class _PeerSums:
+    num_tasks: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class _Swaps:
     num_tasks: int = 0
     num_bytes: int = 0
@@ -74,6 +81,9 @@ class CacheMetrics:
         self._num_tokens = 0
         self._hit_tokens = (0,) * len(TIERS)
         self._swaps: defaultdict[tuple[str, int], _Swaps] = defaultdict(_Swaps)
+        self._peers: defaultdict[tuple[str, str], _PeerSums] = defaultdict(_PeerSums)  # direction, peer
+        self._peer_failures: defaultdict[tuple[str, str, str], int] = defaultdict(int)  # direction, peer, reason
+        self._layers_in_flight: Callable[[], Mapping[str, int]] = dict
         self._num_skipped_writes = 0
         self._blocks: Callable[[], BlockCounts] = tuple
         self._evictions: Callable[[], EvictionCounts] = tuple
@@ -118,6 +128,20 @@ class CacheMetrics:
             sums.seconds += seconds
             sums.num_failures += failed
 
+    def observe_peers(self, layers_in_flight: Callable[[], Mapping[str, int]]) -> None:
+        """Read this at every scrape: by peer, layers that it has computed and that have not come yet."""
+        self._layers_in_flight = layers_in_flight
+
+    def record_peer(self, direction: str, peer: str, num_bytes: int, seconds: float, reason: str | None) -> None:
+        """A send to another instance, or a receive from it, has ended; with a reason it came to nothing."""
+        with self._lock:
+            sums = self._peers[direction, peer]
+            sums.num_tasks += 1
+            sums.num_bytes += num_bytes
+            sums.seconds += seconds
+            if reason is not None:
+                self._peer_failures[direction, peer, reason] += 1
+
     def record_skipped_writes(self, num_blocks: int) -> None:
         """Blocks that were to be copied down and were not: no room, or a rank was down."""
         with self._lock:
@@ -145,7 +169,7 @@ class CacheMetrics:
         rates = self.hit_rates()
         with self._lock:
             # not yielded from here: the consumer would hold the lock for as long as it likes
-            families = [*self._request_families(), *self._transfer_families()]
+            families = [*self._request_families(), *self._transfer_families(), *self._peer_families()]
         yield from families
         yield from self._gauge_families(rates)
 
@@ -180,6 +204,20 @@ class CacheMetrics:
             self._counter("swap_failures", "Swap tasks failed on a rank", labels, by_rank("num_failures")),
         ]
 
+    def _peer_families(self) -> list[Metric]:
+        def by_peer(name: str) -> dict[tuple[str, ...], float]:
+            return {key: getattr(sums, name) for key, sums in self._peers.items()}
+
+        labels = ("direction", "peer")
+        text = "Sends and receives that came to nothing, by reason"
+        failures: dict[tuple[str, ...], float] = {(*key,): n for key, n in self._peer_failures.items()}
+        return [
+            self._counter("peer_transfers", "Sends to and receives from other instances", labels, by_peer("num_tasks")),
+            self._counter("peer_bytes", "Bytes that went from one instance to another", labels, by_peer("num_bytes")),
+            self._counter("peer_seconds", "Time receives took, computing included", labels, by_peer("seconds")),
+            self._counter("peer_failures", text, (*labels, "reason"), failures),
+        ]
+
     def _gauge_families(self, rates: Mapping[str, float]) -> Iterator[Metric]:
         yield self._gauge(
             "blocks", "Blocks by tier and state", ("tier", "state"), {(t, s): n for t, s, n in self._blocks()}
@@ -197,6 +235,9 @@ class CacheMetrics:
         text = "Swap tasks that were not started because the ranks' queue was full"
         yield self._counter("refused_swaps", text, ("direction",), refused)
         yield from self._storage_families()
+        text = "Layers that another instance has computed and that have not come yet"
+        in_flight: dict[tuple[str, ...], float] = {(peer,): n for peer, n in self._layers_in_flight().items()}
+        yield self._gauge("peer_layers_in_flight", text, ("peer",), in_flight)
         if self._rank_counts is None:
             ranks = dict.fromkeys(self._ranks, (False, 0))
         else:  # none where the cache runs without rank processes: nothing is down then

@@ -31,9 +31,12 @@ PARENT_SIDE = {
 }
 # It runs in the model's worker, which makes KV arrays.
 IN_THE_WORKER = {"fastdeploy_cache/adapters/vllm_worker.py": {"tensors", "device"}}
-PARENT_SIDE_OF_STORAGE = {"config", "client", "weights"}
+PARENT_SIDE_OF = {
+    "storage": {"config", "client", "weights"},
+    "peer": {"client", "config", "messages", "offer", "peer_signal"},
+}
 HOMES = {
-    "zmq": {"ipc/task_queue.py", "launch/bench/ping_pong.py"},
+    "zmq": {"ipc/peer_channel.py", "ipc/task_queue.py", "launch/bench/ping_pong.py"},
     "msgspec": {
         "transfer_manager/storage/file_admin.py",
         "transfer_manager/storage/file_space.py",
@@ -46,6 +49,8 @@ HOMES = {
         "transfer_manager/storage/keys.py",
         "transfer_manager/task.py",
         "transfer_manager/peer/link.py",
+        "transfer_manager/peer/messages.py",
+        "transfer_manager/peer/offer.py",
         "fastdeploy_cache/config.py",
         "launch/chat_api.py",
         "launch/control.py",
@@ -120,7 +125,7 @@ def test_the_engine_side_uses_only_the_parent_side_of_the_ranks() -> None:
             if module.startswith("transfer_manager."):
                 room, *below = module.split(".")[1:]
                 rooms = PARENT_SIDE | IN_THE_WORKER.get(name(path), set())
-                allowed = room in rooms or (room == "storage" and below[0] in PARENT_SIDE_OF_STORAGE)
+                allowed = room in rooms or (room in PARENT_SIDE_OF and below[0] in PARENT_SIDE_OF[room])
                 assert allowed, f"{name(path)} imports {module}"
 
 

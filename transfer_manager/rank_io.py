@@ -230,6 +230,7 @@ class RankIO:
                 error=done.error,
                 was_tried=done.was_tried,
                 counts=done.counts,
+                peer=done.peer,
             )
             self._answer(flight, result)
 

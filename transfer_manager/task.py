@@ -84,6 +84,7 @@ class RankResult:
         was_tried: an error says something of what the rank works on; False for a task that was cancelled, late before
             it began, or in a process that died of another one.
         counts: what the store says of itself, see `StorageStats`.
+        peer: of a send, the name of the instance that read it.
     """
 
     rank: int
@@ -93,6 +94,7 @@ class RankResult:
     error: str | None = None
     was_tried: bool = True
     counts: dict[str, int] | None = None
+    peer: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +177,7 @@ class DoneMessage(msgspec.Struct, frozen=True, tag="done"):
     error: str | None
     was_tried: bool = True
     counts: dict[str, int] | None = None
+    peer: str = ""
 
 
 ToRank = SwapMessage | StopMessage
@@ -224,6 +227,7 @@ class PeerSetup(ProcessSetup, frozen=True, kw_only=True):
     num_gpu_blocks: int
     kv: KVHandle
     instance_id: bytes
+    name: str
     link: str
     link_options: dict[str, Any]
     address: str  # of its control socket

@@ -207,6 +207,7 @@ class PeerProcesses(ProcessClient):
             num_gpu_blocks=self._num_gpu_blocks,
             kv=kv,
             instance_id=self._instance_id,
+            name=self._peer.name,
             link=self._peer.link,
             link_options=self._peer.link_options(),
             address=self.addresses[rank],

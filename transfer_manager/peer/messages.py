@@ -17,6 +17,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
 
+from ipc.codec import encode
 from transfer_manager.layout import Places
 from transfer_manager.peer.offer import ID_BYTES, InstanceInfo
 
@@ -71,6 +72,7 @@ class Subscribe(msgspec.Struct, frozen=True, tag="subscribe"):
     reader: ReaderKey
     num_readers: _Count
     num_known: _Count
+    name: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of its instance
 
 
 class Chunk(NamedTuple):
@@ -123,7 +125,15 @@ ToReader = Welcome | SendState | Confirmed
 # -- from an engine to its own peer processes: `detail` of tasks
 
 
-class SendDetail(msgspec.Struct, frozen=True, kw_only=True):
+class Detail(msgspec.Struct, frozen=True, kw_only=True):
+    """What a task says beside its block ids."""
+
+    def to_bytes(self) -> bytes:
+        """For `TransferTask.detail`."""
+        return encode(self)
+
+
+class SendDetail(Detail, frozen=True, kw_only=True):
     """Of SEND and UPDATE_SEND; the task's `source_ids` are blocks behind those told before.
 
     `num_complete` of the blocks have all layers; with `step`, the blocks behind these are computed by the step of that
@@ -137,7 +147,7 @@ class SendDetail(msgspec.Struct, frozen=True, kw_only=True):
     why: Why | None = None
 
 
-class ReceiveDetail(msgspec.Struct, frozen=True, kw_only=True):
+class ReceiveDetail(Detail, frozen=True, kw_only=True):
     """Of RECEIVE; the task's `destination_ids` are of the offer's blocks from `first_block` on.
 
     `slot`: of `PeerSignal`, for layers in flight. With none of its blocks wanted the offer is left.
@@ -151,7 +161,7 @@ class ReceiveDetail(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
 
 
-class EndReceiveDetail(msgspec.Struct, frozen=True, kw_only=True):
+class EndReceiveDetail(Detail, frozen=True, kw_only=True):
     """Of END_RECEIVE."""
 
     receive_number: int

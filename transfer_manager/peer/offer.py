@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -34,6 +35,10 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     layout: KVLayout
     addresses: tuple[str, ...] = ()
     public_key: bytes = b""
+
+    def with_weights(self, weights_id: str) -> InstanceInfo:
+        """The same with other weights."""
+        return msgspec.structs.replace(self, weights_id=weights_id)
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +73,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         return offer
 
 
-def prompt_digest(namespace: str, tokens: bytes, extras: dict[int, bytes] | None) -> bytes:
+def prompt_digest(namespace: str, tokens: bytes, extras: Mapping[int, bytes] | None) -> bytes:
     """Names a prompt: SHA-256 over namespace, tokens (int32 LE) and each block's extra keys, lengths in front."""
     digest = hashlib.sha256()
     for part in (namespace.encode(), tokens):

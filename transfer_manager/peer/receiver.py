@@ -54,6 +54,7 @@ class Here(NamedTuple):
     """What all receives of a rank share."""
 
     instance_id: bytes
+    name: str
     rank: int
     tp_size: int
     layout: RankLayout
@@ -198,7 +199,7 @@ class Receive:
             return Confirm(self._key, self._reader, source.num_bytes)
         there = self._detail.source
         readers = num_readers(there.layout.num_kv_heads, self._here.tp_size, there.tp_size, source.share.rank)
-        return Subscribe(self._key, self._reader, readers, len(source.ids))
+        return Subscribe(self._key, self._reader, readers, len(source.ids), self._here.name)
 
     def _put(self, source: _Source, message: ToOwner) -> None:
         source.connection.put(encode(message))

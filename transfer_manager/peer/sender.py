@@ -37,6 +37,7 @@ class SendEnd:
     num_bytes: int
     num_blocks: int
     why: Why | None
+    peer: str  # who was to read it, as far as it is known
 
 
 @dataclass
@@ -60,6 +61,7 @@ class _Send:
     readers: dict[int, _Reader] = field(default_factory=dict)  # by rank
     num_readers: int = 0
     num_bytes: int = 0
+    peer: str = ""
 
     @property
     def is_final(self) -> bool:
@@ -134,7 +136,7 @@ class Sender:
         if send.receiver != receiver:
             # a receive that was given up and begun again takes over; the old one's `Confirm` finds itself unbound
             send.receiver, send.readers = receiver, {}
-        send.num_readers = message.num_readers
+        send.num_readers, send.peer = message.num_readers, message.name
         known = min(message.num_known, len(send.ids))
         mine = send.readers.setdefault(reader.rank, _Reader(connection, known, now))
         mine.connection, mine.num_told, mine.heard_at, mine.told = connection, known, now, None
@@ -192,7 +194,7 @@ class Sender:
             for rank, reader in send.readers.items():
                 self._put(reader.connection, SendState(self._key(number), self._name(send, rank), why=why))
         num_blocks = 0 if why is not None else send.num_blocks
-        self._ended.append(SendEnd(send.task_id, send.num_bytes, num_blocks, why))
+        self._ended.append(SendEnd(send.task_id, send.num_bytes, num_blocks, why, send.peer))
 
     def _tell(self, number: int, send: _Send) -> None:
         """Say to each reader what it does not know."""

@@ -73,6 +73,7 @@ class _Ended:
     num_blocks: int = 0
     seconds: float = 0.0
     number: int = -1  # of a receive
+    peer: str = ""
 
 
 class PeerServer:
@@ -101,7 +102,7 @@ class PeerServer:
         self._num_in_flight = [0] * NUM_PEER_SLOTS
         self._counting = threading.Lock()
         self._here = Here(
-            setup.instance_id, setup.rank, setup.tp_size, setup.layout, self._kv.places, self._link,
+            setup.instance_id, setup.name, setup.rank, setup.tp_size, setup.layout, self._kv.places, self._link,
             LinkPeers(self._link), self._context, keys, setup.silence_seconds, threading.Semaphore(_MAX_READS),
             self._count_in_flight,
         )  # fmt: skip
@@ -186,7 +187,9 @@ class PeerServer:
         why, num_blocks = ended.why, ended.num_blocks if ended.why is None else 0
         error = f"{why.reason}: {why.text}" if why is not None else None
         incarnation = self._setup.incarnation
-        done = DoneMessage(ended.task_id, incarnation, ended.num_bytes, num_blocks, ended.seconds, error)
+        done = DoneMessage(
+            ended.task_id, incarnation, ended.num_bytes, num_blocks, ended.seconds, error, peer=ended.peer
+        )
         self._lanes[lane].put(encode(done))
 
     def _receive(self, task: SwapMessage, detail: ReceiveDetail) -> None:
@@ -214,7 +217,7 @@ class PeerServer:
 
     def _answer(self) -> None:
         for end in self._sender.take_ended():
-            self._reply(Lane.OUT, _Ended(end.task_id, end.why, end.num_bytes, end.num_blocks))
+            self._reply(Lane.OUT, _Ended(end.task_id, end.why, end.num_bytes, end.num_blocks, peer=end.peer))
         while not self._ended.empty():
             ended = self._ended.get()
             del self._receives[ended.number]

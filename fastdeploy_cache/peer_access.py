@@ -1,0 +1,259 @@
+"""What a manager offers of other instances: offer, receive, steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import operator
+import os
+import socket
+import threading
+
+from fastdeploy_cache.active_request import ActiveRequest
+from fastdeploy_cache.copy_down import CopyDown
+from fastdeploy_cache.errors import ConfigError, PeerError, PeerRefusedError, RequestError
+from fastdeploy_cache.matcher import Matcher
+from fastdeploy_cache.parts import new_peer_client
+from fastdeploy_cache.peer_receives import OpenReceive
+from fastdeploy_cache.peer_tier import PeerTier
+from fastdeploy_cache.peer_transfer import Receive, Send
+from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.rank_access import RankAccess
+from fastdeploy_cache.request import Request
+from metrics.cache_metrics import CacheMetrics
+from transfer_manager.errors import LayoutError
+from transfer_manager.peer.client import PeerClient
+from transfer_manager.peer.offer import ID_BYTES, InstanceInfo, Offer
+from transfer_manager.peer.peer_signal import StepProgress
+from transfer_manager.task import Direction, TransferResult
+
+logger = logging.getLogger(__name__)
+
+
+class PeerAccess(RankAccess):
+    """The part of `PrefixCacheManager` that is about other instances; any thread."""
+
+    metrics: CacheMetrics
+    _copy_down: CopyDown
+    _lock: threading.Lock
+    _matcher: Matcher
+    _peers: PeerTier | None
+    _requests: dict[str, ActiveRequest]
+    _tree: PrefixTree
+
+    # -- the side that has computed
+
+    def offer(self, request: Request) -> Send:
+        """Offer the full blocks of a matched request's tokens to another instance, whose `receive` takes `Send.offer`.
+
+        Hand it over at once: each block can be read as soon as it is computed. What the match found is; the rest is
+        with each `commit`, or layer by layer where `begin_step` has announced the step. All of it has to be committed
+        before `release`, or the send fails; released or not, the blocks stay until it has ended.
+
+        Raises:
+            PeerRefusedError: this instance only receives.
+            PeerError: not now: too many sends, ranks that are down, a cache that is paused.
+            RequestError: no full block, or it is offered already.
+            UnknownRequestError: not matched, or released already.
+        """
+        with self._lock:
+            peers, active = self._peers_for("offer", "decode"), self._active(request)
+            num_blocks = request.num_tokens // self.config.block_size
+            if not num_blocks or request.request_id in peers.sends:
+                why = "is offered already" if num_blocks else f"has {request.num_tokens} tokens, no full block"
+                raise RequestError(f"offer of request {request.request_id!r}, which {why}")
+            self._matcher.settle(active)
+            if active.epoch != self._tree.epoch or self._matcher.is_lost(active):
+                raise PeerError(
+                    f"request {request.request_id!r} was matched before a reset; release and match it again"
+                )
+            self._check_room(peers, Direction.SEND, len(peers.sends))
+            send = peers.offer(active, num_blocks)
+        self._submit()
+        return send
+
+    def begin_step(self, request: Request, num_computed_tokens: int, step: int) -> None:
+        """Before a step: it computes the offered request's tokens up to `num_computed_tokens`, and the workers mark its
+        layers under the number `step` (`StepProgress.mark`).
+
+        Numbers rise; each is for one step. Only for requests that are offered, and only to send earlier: `commit`
+        tells the same at the end of the step.
+
+        Raises:
+            RequestError: more tokens than the request's blocks hold.
+            UnknownRequestError: not matched, or released already.
+        """
+        num_tokens, step = operator.index(num_computed_tokens), operator.index(step)
+        with self._lock:
+            active = self._active(request)
+            num_held = len(active.block_ids) * self.config.block_size
+            if not 0 <= num_tokens <= num_held or step < 0:
+                what = f"step {step} of request {request.request_id!r} computes {num_tokens} tokens"
+                raise RequestError(f"{what}; its blocks hold {num_held}")
+            if self._peers is not None:
+                self._peers.sends.step(active, num_tokens, step)
+        self._submit()
+
+    def cancel_send(self, send: Send) -> None:
+        """Nobody is to read it any more. It ends once every rank knows; blocks of a released request go home then."""
+        with self._lock:
+            if self._peers is not None:
+                self._peers.sends.cancel(send)
+        self._submit()
+
+    def step_progress(self, rank: int) -> StepProgress:
+        """For the model worker of a rank: where it marks the layers that it has computed.
+
+        Raises:
+            ConfigError: no such rank, or no link that moves single layers.
+        """
+        self._check_rank(rank)
+        if self._peers is None or self._peers.client is None:
+            raise ConfigError("this cache sends no layers; give its configuration a table 'peer' with a link")
+        return self._peers.client.step_progress(rank)
+
+    # -- the side that has not
+
+    def receive(self, request: Request, offer: bytes) -> Receive:
+        """Bring what another instance offers of the request's tokens to the GPU; returns at once.
+
+        Call it when the request is queued, and `match` it once it is `done`: then what came is found. What is cached
+        here is not sent. Without success nothing has changed, and the request is computed here, or given up. Room is
+        taken at once. `cancel_receive` where no `match` follows.
+
+        Raises:
+            PeerRefusedError: an offer that is none, is for another prompt, or of an instance that does not fit this
+                one; or this instance only computes. Trying again will not help.
+            PeerError: not now: too many receives, ranks that are down, a cache that is paused.
+            OutOfBlocksError: no room now; the offer stays good until its own deadline.
+            RequestError: it is matched or being received already.
+        """
+        opened = Offer.from_bytes(offer)
+        keys = BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
+        peers = self._peers_for("receive", "prefill")
+        peers.check_offer(request, keys, opened)  # hashes the prompt: not under the lock
+        with self._lock:
+            self._check_running()
+            if request.request_id in self._requests or request.request_id in peers.receives:
+                raise RequestError(f"request {request.request_id!r} is matched, or being received, already")
+            self._check_room(peers, Direction.RECEIVE, len(peers.receives))
+            mine = peers.receive(request, keys, opened)
+            for load in mine.loads:
+                load.on_done.append(lambda: self._on_peer_load(peers, mine))
+        self._submit()
+        return mine.receive
+
+    def cancel_receive(self, request: Request) -> None:
+        """The request has gone without being matched: what has come may be evicted, what has not need not come."""
+        with self._lock:
+            if self._peers is not None:
+                self._peers.receives.forget(request.request_id)
+        self._submit()
+
+    # -- steps
+
+    def _peers_for(self, verb: str, wrong_role: str) -> PeerTier:
+        self._check_open()
+        peers = self._peers
+        if peers is None:
+            raise PeerRefusedError(f"{verb}: this cache has no other instances; give its configuration a table 'peer'")
+        if self.config.role == wrong_role:
+            raise PeerRefusedError(f"{verb}: the role of this instance is {wrong_role!r}")
+        return peers
+
+    def _check_room(self, peers: PeerTier, direction: Direction, num_open: int) -> None:
+        if peers.is_quiet:
+            raise PeerError(f"{direction.value}: the cache is not running; try again when it is")
+        if num_open >= peers.config.max_transfers:
+            raise PeerError(f"{direction.value}: {num_open} are under way, as many as peer.max_transfers allows")
+        if not peers.client.has_room(direction):
+            raise PeerError(f"{direction.value}: not every peer process is ready; try again")
+
+    def _open_peers(self, client: PeerClient | None) -> None:
+        """At the end of the constructor; nothing stays where it is refused."""
+        peer, config, layout = self.config.peer, self.config, self.config.rank_layout()
+        if peer is None or peer.link == "storage":
+            return
+        assert layout is not None and config.layout is not None
+        name = peer.name or f"{socket.gethostname()}-{config.transfer.data_parallel_id}"[:64]
+        peer, instance_id = dataclasses.replace(peer, name=name), os.urandom(ID_BYTES)
+        try:
+            client = client or new_peer_client(config, peer, instance_id, self._client)
+            info = InstanceInfo(
+                instance_id=instance_id,
+                name=name,
+                link=peer.link,
+                weights_id=peer.weights_id,
+                block_size=config.block_size,
+                tp_size=config.transfer.tp_size,
+                layout=config.layout,
+                addresses=client.addresses,
+                public_key=client.public_key,
+            )
+            tier = PeerTier(
+                config=peer,
+                info=info,
+                tree=self._tree,
+                client=client,
+                matcher=self._matcher,
+                copy_down=self._copy_down,
+                metrics=self.metrics,
+                task_timeout_seconds=config.transfer.task_timeout_seconds,
+            )
+            client.start(lambda result: self._on_peer_result(tier, result))
+            self._peers = tier
+            self.metrics.observe_peers(tier.num_layers_in_flight)
+        except BaseException:
+            self.close()
+            raise
+
+    def _close_peers(self) -> None:
+        if self._peers is not None:
+            self._peers.client.stop()
+            self._peers.submit()
+
+    def _peers_attach_kv(self, rank: int) -> None:
+        """The rank has other KV arrays."""
+        if self._peers is not None:
+            try:
+                self._peers.client.attach_kv(rank, self._client.kv_handle(rank))
+            except LayoutError:  # not there yet
+                logger.info("event=peer_waits_for_kv rank=%d", rank)
+
+    def _peers_lose_kv(self, rank: int) -> None:
+        if self._peers is not None:
+            self._peers.client.kv_lost(rank)
+
+    def _cancel_peers(self, text: str) -> None:
+        """Under the lock: what blocks hold is not what it was."""
+        if self._peers is not None:
+            self._peers.cancel_all(text)
+
+    def _on_peer_result(self, peers: PeerTier, result: TransferResult) -> None:
+        with self._lock:
+            peers.finish(result)
+        if result.error is not None:
+            kind = result.task.direction.value
+            logger.info("event=peer_task_failed kind=%s task_id=%d error=%r", kind, result.task.task_id, result.error)
+        self._submit()
+
+    def _on_peer_load(self, peers: PeerTier, mine: OpenReceive) -> None:
+        with self._lock:
+            peers.try_land(mine)
+        self._submit()
+
+    def _active(self, request: Request) -> ActiveRequest:
+        raise NotImplementedError
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def _check_running(self) -> None:
+        raise NotImplementedError
+
+    def _submit(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """See `PrefixCacheManager`."""
+        raise NotImplementedError

@@ -1,0 +1,190 @@
+"""Other instances, as this one deals with them: tasks for the peer processes, and what becomes of them. Under the
+manager's lock, but for `submit`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from fastdeploy_cache.active_request import ActiveRequest
+from fastdeploy_cache.copy_down import CopyDown
+from fastdeploy_cache.errors import PeerRefusedError
+from fastdeploy_cache.matcher import Matcher
+from fastdeploy_cache.outbox import Outbox
+from fastdeploy_cache.peer_receives import OpenReceive, PeerReceives
+from fastdeploy_cache.peer_sends import PeerSends
+from fastdeploy_cache.peer_transfer import Send, why_of
+from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.request import Request
+from metrics.cache_metrics import CacheMetrics
+from transfer_manager.peer.client import PeerClient
+from transfer_manager.peer.config import PeerConfig
+from transfer_manager.peer.messages import Detail
+from transfer_manager.peer.offer import InstanceInfo, Offer, check_fits, prompt_digest
+from transfer_manager.peer.peer_signal import NUM_PEER_SLOTS
+from transfer_manager.task import Direction, TransferResult, TransferTask
+
+OTHERS = "others"  # the label of all peers behind the first few: names come from outside
+_NO_IDS = np.empty(0, np.int32)
+
+
+class PeerTier:
+    """Numbers of offers, receives and tasks are never used twice: what comes late finds nothing."""
+
+    def __init__(
+        self,
+        *,
+        config: PeerConfig,
+        info: InstanceInfo,
+        tree: PrefixTree,
+        client: PeerClient,
+        matcher: Matcher,
+        copy_down: CopyDown,
+        metrics: CacheMetrics,
+        task_timeout_seconds: float,
+    ) -> None:
+        """`task_timeout_seconds`: of tasks that are answered at once."""
+        self.config, self.info, self.client = config, info, client
+        self.outbox = Outbox(client)
+        self.sends = PeerSends(tree, self._put)
+        self.receives = PeerReceives(tree, matcher, copy_down, self._put)
+        self.calls: deque[Callable[[], None]] = deque()  # to be made without the lock
+        self.settled = threading.Event()  # nothing is on its way
+        self.settled.set()
+        self.is_quiet = False
+        self._names: list[str] = []  # of the first few peers
+        self._tree, self._metrics, self._timeout_seconds = tree, metrics, task_timeout_seconds
+        self._next_task_id = self._next_number = 1
+
+    def submit(self) -> None:
+        """Hand over what was decided on, and call whom it concerns. Without the lock."""
+        self.outbox.submit()
+        while self.calls:
+            try:
+                call = self.calls.popleft()
+            except IndexError:  # another thread took it
+                return
+            call()
+
+    # -- verbs
+
+    def offer(self, active: ActiveRequest, num_blocks: int) -> Send:
+        """Of a settled request."""
+        request, number = active.request, self._next_number
+        self._next_number += 1
+        prompt = prompt_digest(request.namespace, bytes(request.tokens), active.keys.extras)
+        offer = Offer(source=self.info, number=number, num_blocks=num_blocks, prompt=prompt)
+        send = Send(request.request_id, number, num_blocks, offer.to_bytes())
+        self.sends.begin(active, send)
+        return send
+
+    def check_offer(self, request: Request, keys: BlockKeys, offer: Offer) -> None:
+        """Raise `PeerRefusedError` where an offer is not for this request, or not for this instance. Any thread."""
+        check_fits(self.info, offer.source)
+        size = self._tree.block_size
+        if offer.source.instance_id == self.info.instance_id:
+            raise PeerRefusedError("the offer is this instance's own")
+        if offer.num_blocks > request.num_tokens // size:
+            raise PeerRefusedError(
+                f"the offer has {offer.num_blocks} blocks, request {request.request_id!r} {request.num_tokens // size}"
+            )
+        if offer.prompt != prompt_digest(request.namespace, bytes(request.tokens), keys.extras):
+            raise PeerRefusedError(
+                f"the offer of {offer.source.name!r} is of another prompt, namespace or images than request "
+                f"{request.request_id!r}"
+            )
+
+    def receive(self, request: Request, keys: BlockKeys, offer: Offer) -> OpenReceive:
+        """Raises `OutOfBlocksError`. The caller follows its loads: each one's end may be the last that was missing."""
+        number = self._next_number
+        self._next_number += 1
+        return self.receives.begin(request, keys, offer, number, self._slot(offer.source.name))
+
+    def be_quiet(self, quiet: bool) -> None:
+        """From now on start nothing, and end what is on its way."""
+        self.is_quiet = quiet
+        if quiet:
+            self.cancel_all("the instance moves nothing now")
+
+    def cancel_all(self, text: str) -> None:
+        """What blocks hold is not what it was, or is not to be moved."""
+        self.sends.fail_all("cancelled", text)
+        self.receives.cancel_all()
+
+    def rename_weights(self, weights_id: str) -> None:
+        """Offers are of other weights from now on."""
+        self.info = self.info.with_weights(weights_id)
+
+    # -- ends
+
+    def finish(self, result: TransferResult) -> None:
+        """Every rank has answered a task."""
+        direction, why = result.task.direction, why_of(result)
+        if direction is Direction.SEND:
+            send = self.sends.ended(result.task.task_id)
+            self._record(result, why, next((r.peer for r in result.ranks if r.peer), ""))
+            self.calls.append(lambda: send.end(why))
+        elif direction is Direction.RECEIVE:
+            mine = self.receives.answered(result.task.task_id, why)
+            self._record(result, why, mine.source_name)
+            self.try_land(mine)
+        self._note_settled()
+
+    def try_land(self, mine: OpenReceive) -> None:
+        """Its answer, or a load that it waits for, has come."""
+        if self.receives.try_land(mine):
+            self.calls.append(lambda: mine.receive.end(mine.why))
+            self._note_settled()
+
+    def num_layers_in_flight(self) -> dict[str, int]:
+        """By peer: layers that it has computed and that are not here yet, over all ranks and receives."""
+        names = [*self._names, OTHERS] if len(self._names) == NUM_PEER_SLOTS - 1 else self._names
+        return {name: self.client.num_layers_in_flight(slot) for slot, name in enumerate(names)}
+
+    def _record(self, result: TransferResult, why: tuple[str, str] | None, peer: str) -> None:
+        num_bytes = sum(r.num_bytes for r in result.ranks)
+        seconds = max((r.seconds for r in result.ranks), default=0.0)
+        self._metrics.record_peer(
+            result.task.direction.value, self._label(peer), num_bytes, seconds, why[0] if why is not None else None
+        )
+
+    def _label(self, name: str) -> str:
+        slot = self._slot(name)
+        return self._names[slot] if slot < len(self._names) else OTHERS
+
+    def _slot(self, name: str) -> int:
+        """The first few peers have one each, all others the last."""
+        if name not in self._names and len(self._names) < NUM_PEER_SLOTS - 1:
+            self._names.append(name)
+        return self._names.index(name) if name in self._names else NUM_PEER_SLOTS - 1
+
+    def _note_settled(self) -> None:
+        if not len(self.sends) and not len(self.receives):
+            self.settled.set()
+
+    def _put(self, direction: Direction, ids: array[int], detail: Detail) -> int:
+        task_id, self._next_task_id = self._next_task_id, self._next_task_id + 1
+        packed = np.frombuffer(ids, np.int32) if ids else _NO_IDS
+        is_send = direction in (Direction.SEND, Direction.UPDATE_SEND)
+        self.outbox.put(
+            TransferTask(
+                task_id=task_id,
+                direction=direction,
+                source_ids=packed if is_send else _NO_IDS,
+                destination_ids=_NO_IDS if is_send else packed,
+                deadline=time.monotonic() + self._seconds(direction),
+                detail=detail.to_bytes(),
+            )
+        )
+        self.settled.clear()
+        return task_id
+
+    def _seconds(self, direction: Direction) -> float:
+        if direction is Direction.SEND:
+            return self.config.offer_timeout_seconds
+        return self.config.receive_timeout_seconds if direction is Direction.RECEIVE else self._timeout_seconds
