@@ -28,7 +28,6 @@ from fastdeploy_cache.loads import MatchLoads, call_user
 from fastdeploy_cache.match import Match
 from fastdeploy_cache.parts import new_client, new_matcher, new_policy_of, new_speeds
 from fastdeploy_cache.peer_access import PeerAccess
-from fastdeploy_cache.peer_tier import PeerTier
 from fastdeploy_cache.pinned_prefix import Pinned
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
@@ -53,6 +52,8 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
     time. Nothing but `__init__`, `close` and what is called wait waits for more than the lock, which is held for
     bookkeeping only.
     """
+
+    _closed = False
 
     def __init__(
         self,
@@ -97,11 +98,8 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
         self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds)
         self._speeds = new_speeds(config)
         self._copy_down, self._matcher = new_matcher(config, self._tree, self._mover, self._speeds)
-        self._storage: StorageTier | None = None
-        self._peers: PeerTier | None = None
         self._detached: list[StorageTier] = []
         self._exporters: list[MetricsExporter] = []
-        self._closed = False
         self._call_on_kv_lost = on_kv_lost
         self._client.start(self._on_result, self._on_kv_lost)
         self._open_storage()

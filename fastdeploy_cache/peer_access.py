@@ -37,7 +37,7 @@ class PeerAccess(RankAccess):
     _copy_down: CopyDown
     _lock: threading.Lock
     _matcher: Matcher
-    _peers: PeerTier | None
+    _peers: PeerTier | None = None
     _requests: dict[str, ActiveRequest]
     _tree: PrefixTree
 

@@ -51,7 +51,7 @@ class StorageAccess:
     _speeds: LoadOrCompute
     _is_attaching = False
     _reopen: StorageConfig | None = None  # the attached store's settings
-    _storage: StorageTier | None
+    _storage: StorageTier | None = None
     _tree: PrefixTree
     _weights_id: str | None = None  # of what is cached, as far as a store has told
 
