@@ -214,6 +214,10 @@ class CacheConfig:
             raise ConfigError("peer needs a layout, and enable_prefix_caching: what is received is found as a prefix")
         if peer.link == "storage" and self.storage is None:
             raise ConfigError("peer.link is 'storage' without a table 'storage'; give both instances the same store")
+        if peer.link == "storage" and self.storage is not None and self.storage.kind == "file":
+            raise ConfigError(
+                "peer.link is 'storage' with storage.kind 'file', which is one engine's own; use a shared one"
+            )
         if self.storage is not None and peer.weights_id != self.storage.weights_id:
             names = f"peer.weights_id is {peer.weights_id!r} and storage.weights_id {self.storage.weights_id!r}"
             raise ConfigError(f"{names}; they name the same weights")

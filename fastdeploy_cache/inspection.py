@@ -16,6 +16,7 @@ from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, GPU, Tier, Transfer
 from fastdeploy_cache.stats import CacheStats, TierStats
 from fastdeploy_cache.storage_tier import StorageTier
+from fastdeploy_cache.stored_peers import StoredPeers
 from metrics.cache_metrics import CacheMetrics
 from metrics.exporter import Collector, MetricsExporter
 from transfer_manager.client import TransferClient
@@ -31,7 +32,7 @@ class Inspection:
     _exporters: list[MetricsExporter]
     _lock: threading.Lock
     _mover: BlockMover
-    _peers: PeerTier | None
+    _peers: PeerTier | StoredPeers | None
     _pinned: Pinned
     _pools: tuple[BlockPool, BlockPool]
     _requests: dict[str, ActiveRequest]

@@ -21,6 +21,7 @@ from fastdeploy_cache.pinned_prefix import Pinned
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, GPU, Tier, wait_done
 from fastdeploy_cache.storage_tier import StorageTier
+from fastdeploy_cache.stored_peers import StoredPeers
 from fastdeploy_cache.tier_loss import drop_cpu, drop_gpu
 from transfer_manager.client import TransferClient
 from transfer_manager.errors import NotEnoughMemoryError
@@ -85,7 +86,7 @@ class LifeCycle:
     _pinned: Pinned
     _requests: dict[str, ActiveRequest]
     _reopen: StorageConfig | None
-    _peers: PeerTier | None
+    _peers: PeerTier | StoredPeers | None
     _storage: StorageTier | None
     _tree: PrefixTree
 

@@ -35,6 +35,7 @@ from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import GPU, CallerCopy, Transfer, wait_done
 from fastdeploy_cache.storage_access import StorageAccess
 from fastdeploy_cache.storage_tier import StorageTier
+from fastdeploy_cache.stored_peers import StoredPeers
 from fastdeploy_cache.tier_loss import drop_gpu
 from metrics.cache_metrics import CacheMetrics
 from metrics.exporter import MetricsExporter
@@ -343,6 +344,8 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
                 self._copy_down.stored(result.error is None)
             if self._storage is not None:
                 self._storage.reads.advance()
+                if isinstance(self._peers, StoredPeers):
+                    self._peers.sends.check(self._storage)
         self._submit()
         if num_lost:
             self.metrics.record_skipped_writes(num_lost)

@@ -10,19 +10,25 @@ import socket
 import threading
 
 from fastdeploy_cache.active_request import ActiveRequest
+from fastdeploy_cache.block_mover import BlockMover
 from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.errors import ConfigError, PeerError, PeerRefusedError, RequestError
+from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.matcher import Matcher
 from fastdeploy_cache.parts import new_peer_client
+from fastdeploy_cache.peer_offers import PeerOffers
 from fastdeploy_cache.peer_receives import OpenReceive
 from fastdeploy_cache.peer_tier import PeerTier
 from fastdeploy_cache.peer_transfer import Receive, Send
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.rank_access import RankAccess
 from fastdeploy_cache.request import Request
+from fastdeploy_cache.storage_tier import StorageTier
+from fastdeploy_cache.stored_peers import StoredPeers
 from metrics.cache_metrics import CacheMetrics
 from transfer_manager.errors import LayoutError
 from transfer_manager.peer.client import PeerClient
+from transfer_manager.peer.config import PeerConfig
 from transfer_manager.peer.offer import ID_BYTES, InstanceInfo, Offer
 from transfer_manager.peer.peer_signal import StepProgress
 from transfer_manager.task import Direction, TransferResult
@@ -37,8 +43,10 @@ class PeerAccess(RankAccess):
     _copy_down: CopyDown
     _lock: threading.Lock
     _matcher: Matcher
-    _peers: PeerTier | None = None
+    _mover: BlockMover
+    _peers: PeerTier | StoredPeers | None = None
     _requests: dict[str, ActiveRequest]
+    _storage: StorageTier | None
     _tree: PrefixTree
 
     # -- the side that has computed
@@ -46,9 +54,10 @@ class PeerAccess(RankAccess):
     def offer(self, request: Request) -> Send:
         """Offer the full blocks of a matched request's tokens to another instance, whose `receive` takes `Send.offer`.
 
-        Hand it over at once: each block can be read as soon as it is computed. What the match found is; the rest is
-        with each `commit`, or layer by layer where `begin_step` has announced the step. All of it has to be committed
-        before `release`, or the send fails; released or not, the blocks stay until it has ended.
+        Hand it over at once: each block can be read as soon as it is computed. (With `peer.link` "storage": once the
+        send is `done`.) What the match found is; the rest is with each `commit`, or layer by layer where `begin_step`
+        has announced the step. All of it has to be committed before `release`, or the send fails; released or not, the
+        blocks stay until it has ended.
 
         Raises:
             PeerRefusedError: this instance only receives.
@@ -108,7 +117,7 @@ class PeerAccess(RankAccess):
             ConfigError: no such rank, or no link that moves single layers.
         """
         self._check_rank(rank)
-        if self._peers is None or self._peers.client is None:
+        if not isinstance(self._peers, PeerTier):
             raise ConfigError("this cache sends no layers; give its configuration a table 'peer' with a link")
         return self._peers.client.step_progress(rank)
 
@@ -131,11 +140,12 @@ class PeerAccess(RankAccess):
         opened = Offer.from_bytes(offer)
         keys = BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
         peers = self._peers_for("receive", "prefill")
-        peers.check_offer(request, keys, opened)  # hashes the prompt: not under the lock
+        peers.offers.check(request, keys.extras, opened)  # hashes the prompt: not under the lock
+        if isinstance(peers, StoredPeers):
+            return self._receive_stored(peers, request, opened)
         with self._lock:
             self._check_running()
-            if request.request_id in self._requests or request.request_id in peers.receives:
-                raise RequestError(f"request {request.request_id!r} is matched, or being received, already")
+            self._check_free(peers, request)
             self._check_room(peers, Direction.RECEIVE, len(peers.receives))
             mine = peers.receive(request, keys, opened)
             for load in mine.loads:
@@ -143,16 +153,34 @@ class PeerAccess(RankAccess):
         self._submit()
         return mine.receive
 
+    def _receive_stored(self, peers: StoredPeers, request: Request, offer: Offer) -> Receive:
+        with self._lock:
+            self._check_running()
+            self._check_free(peers, request)
+            self._check_room(peers, Direction.RECEIVE, len(peers.receives))
+        found = self.prefetch(request)
+        num_here = (found.num_gpu_tokens + found.num_cpu_tokens) // self.config.block_size
+        with self._lock:
+            number = peers.offers.next_number()
+            receive = Receive(request.request_id, number, max(0, offer.num_blocks - num_here))
+            storage = self._storage
+            prefetch = storage.reads.of(request.request_id) if storage is not None else None
+            peers.receives.begin(receive, prefetch)
+        self._submit()
+        return receive
+
     def cancel_receive(self, request: Request) -> None:
         """The request has gone without being matched: what has come may be evicted, what has not need not come."""
         with self._lock:
             if self._peers is not None:
                 self._peers.receives.forget(request.request_id)
+        if isinstance(self._peers, StoredPeers):
+            self.end_prefetch(request)
         self._submit()
 
     # -- steps
 
-    def _peers_for(self, verb: str, wrong_role: str) -> PeerTier:
+    def _peers_for(self, verb: str, wrong_role: str) -> PeerTier | StoredPeers:
         self._check_open()
         peers = self._peers
         if peers is None:
@@ -161,67 +189,98 @@ class PeerAccess(RankAccess):
             raise PeerRefusedError(f"{verb}: the role of this instance is {wrong_role!r}")
         return peers
 
-    def _check_room(self, peers: PeerTier, direction: Direction, num_open: int) -> None:
+    def _check_free(self, peers: PeerTier | StoredPeers, request: Request) -> None:
+        if request.request_id in self._requests or request.request_id in peers.receives:
+            raise RequestError(f"request {request.request_id!r} is matched, or being received, already")
+
+    def _check_room(self, peers: PeerTier | StoredPeers, direction: Direction, num_open: int) -> None:
         if peers.is_quiet:
             raise PeerError(f"{direction.value}: the cache is not running; try again when it is")
         if num_open >= peers.config.max_transfers:
             raise PeerError(f"{direction.value}: {num_open} are under way, as many as peer.max_transfers allows")
-        if not peers.client.has_room(direction):
+        if isinstance(peers, PeerTier) and not peers.client.has_room(direction):
             raise PeerError(f"{direction.value}: not every peer process is ready; try again")
 
     def _open_peers(self, client: PeerClient | None) -> None:
         """At the end of the constructor; nothing stays where it is refused."""
-        peer, config, layout = self.config.peer, self.config, self.config.rank_layout()
-        if peer is None or peer.link == "storage":
+        config, given = self.config, self.config.peer
+        if given is None:
             return
-        assert layout is not None and config.layout is not None
-        name = peer.name or f"{socket.gethostname()}-{config.transfer.data_parallel_id}"[:64]
-        peer, instance_id = dataclasses.replace(peer, name=name), os.urandom(ID_BYTES)
+        name = given.name or f"{socket.gethostname()}-{config.transfer.data_parallel_id}"[:64]
+        peer, instance_id = dataclasses.replace(given, name=name), os.urandom(ID_BYTES)
         try:
-            client = client or new_peer_client(config, peer, instance_id, self._client)
-            info = InstanceInfo(
-                instance_id=instance_id,
-                name=name,
-                link=peer.link,
-                weights_id=peer.weights_id,
-                block_size=config.block_size,
-                tp_size=config.transfer.tp_size,
-                layout=config.layout,
-                addresses=client.addresses,
-                public_key=client.public_key,
-            )
-            tier = PeerTier(
-                config=peer,
-                info=info,
-                tree=self._tree,
-                client=client,
-                matcher=self._matcher,
-                copy_down=self._copy_down,
-                metrics=self.metrics,
-                task_timeout_seconds=config.transfer.task_timeout_seconds,
-            )
-            client.start(lambda result: self._on_peer_result(tier, result))
-            self._peers = tier
-            self.metrics.observe_peers(tier.num_layers_in_flight)
+            if peer.link == "storage":
+                self._peers = StoredPeers(
+                    config=peer,
+                    offers=PeerOffers(self._instance_info(peer, instance_id)),
+                    tree=self._tree,
+                    mover=self._mover,
+                    copy_down=self._copy_down,
+                    matcher=self._matcher,
+                    expire=self._expire_send,
+                )
+            else:
+                client = client or new_peer_client(config, peer, instance_id, self._client)
+                self._peers = self._open_link(peer, client, self._instance_info(peer, instance_id, client))
         except BaseException:
             self.close()
             raise
 
+    def _instance_info(self, peer: PeerConfig, instance_id: bytes, client: PeerClient | None = None) -> InstanceInfo:
+        assert self.config.layout is not None
+        return InstanceInfo(
+            instance_id=instance_id,
+            name=peer.name,
+            link=peer.link,
+            weights_id=peer.weights_id,
+            block_size=self.config.block_size,
+            tp_size=self.config.transfer.tp_size,
+            layout=self.config.layout,
+            addresses=client.addresses if client is not None else (),
+            public_key=client.public_key if client is not None else b"",
+        )
+
+    def _open_link(self, peer: PeerConfig, client: PeerClient, info: InstanceInfo) -> PeerTier:
+        tier = PeerTier(
+            config=peer,
+            offers=PeerOffers(info),
+            tree=self._tree,
+            client=client,
+            matcher=self._matcher,
+            copy_down=self._copy_down,
+            metrics=self.metrics,
+            task_timeout_seconds=self.config.transfer.task_timeout_seconds,
+        )
+        client.start(lambda result: self._on_peer_result(tier, result))
+        self.metrics.observe_peers(tier.num_layers_in_flight)
+        return tier
+
     def _close_peers(self) -> None:
-        if self._peers is not None:
-            self._peers.client.stop()
-            self._peers.submit()
+        peers = self._peers
+        if isinstance(peers, PeerTier):
+            peers.client.stop()
+        elif peers is not None:
+            with self._lock:
+                peers.cancel_all("the cache is closed")
+        if peers is not None:
+            peers.submit()
+
+    def _expire_send(self, send: Send) -> None:
+        with self._lock:
+            if isinstance(self._peers, StoredPeers):
+                self._peers.sends.cancel(send, ("late", "it was not stored in time"))
+        self._submit()
 
     def _peers_attach_kv(self, rank: int) -> None:
         """The rank has other KV arrays."""
-        if self._peers is not None:
+        if isinstance(self._peers, PeerTier):
             try:
                 self._peers.client.attach_kv(rank, self._client.kv_handle(rank))
             except LayoutError:  # not there yet
                 logger.info("event=peer_waits_for_kv rank=%d", rank)
 
     def _peers_lose_kv(self, rank: int) -> None:
-        if self._peers is not None:
+        if isinstance(self._peers, PeerTier):
             self._peers.client.kv_lost(rank)
 
     def _cancel_peers(self, text: str) -> None:
@@ -246,6 +305,14 @@ class PeerAccess(RankAccess):
         raise NotImplementedError
 
     def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def prefetch(self, request: Request) -> Prefetch:
+        """See `StorageAccess`."""
+        raise NotImplementedError
+
+    def end_prefetch(self, request: Request) -> None:
+        """See `StorageAccess`."""
         raise NotImplementedError
 
     def _check_running(self) -> None:

@@ -115,10 +115,10 @@ class PeerSends:
             mine.has_failed = True
             self._put(Direction.UPDATE_SEND, array("i"), self._detail(mine, why=Why(reason, text)))
 
-    def fail_all(self, reason: Reason, text: str) -> None:
+    def cancel_all(self, text: str) -> None:
         """What they hold is not what it was, or is not to be moved now."""
         for mine in self._by_task.values():
-            self.fail(mine, reason, text)
+            self.fail(mine, "cancelled", text)
 
     def cancel(self, send: Send) -> None:
         """Its caller does not want it any more."""

@@ -13,9 +13,9 @@ import numpy as np
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.copy_down import CopyDown
-from fastdeploy_cache.errors import PeerRefusedError
 from fastdeploy_cache.matcher import Matcher
 from fastdeploy_cache.outbox import Outbox
+from fastdeploy_cache.peer_offers import PeerOffers
 from fastdeploy_cache.peer_receives import OpenReceive, PeerReceives
 from fastdeploy_cache.peer_sends import PeerSends
 from fastdeploy_cache.peer_transfer import Send, why_of
@@ -25,7 +25,7 @@ from metrics.cache_metrics import CacheMetrics
 from transfer_manager.peer.client import PeerClient
 from transfer_manager.peer.config import PeerConfig
 from transfer_manager.peer.messages import Detail
-from transfer_manager.peer.offer import InstanceInfo, Offer, check_fits, prompt_digest
+from transfer_manager.peer.offer import Offer
 from transfer_manager.peer.peer_signal import NUM_PEER_SLOTS
 from transfer_manager.task import Direction, TransferResult, TransferTask
 
@@ -34,13 +34,13 @@ _NO_IDS = np.empty(0, np.int32)
 
 
 class PeerTier:
-    """Numbers of offers, receives and tasks are never used twice: what comes late finds nothing."""
+    """Sends to, and receives from, other instances over a link; numbers of tasks are never used twice."""
 
     def __init__(
         self,
         *,
         config: PeerConfig,
-        info: InstanceInfo,
+        offers: PeerOffers,
         tree: PrefixTree,
         client: PeerClient,
         matcher: Matcher,
@@ -49,7 +49,7 @@ class PeerTier:
         task_timeout_seconds: float,
     ) -> None:
         """`task_timeout_seconds`: of tasks that are answered at once."""
-        self.config, self.info, self.client = config, info, client
+        self.config, self.offers, self.client = config, offers, client
         self.outbox = Outbox(client)
         self.sends = PeerSends(tree, self._put)
         self.receives = PeerReceives(tree, matcher, copy_down, self._put)
@@ -59,7 +59,7 @@ class PeerTier:
         self.is_quiet = False
         self._names: list[str] = []  # of the first few peers
         self._tree, self._metrics, self._timeout_seconds = tree, metrics, task_timeout_seconds
-        self._next_task_id = self._next_number = 1
+        self._next_task_id = 1
 
     def submit(self) -> None:
         """Hand over what was decided on, and call whom it concerns. Without the lock."""
@@ -75,35 +75,14 @@ class PeerTier:
 
     def offer(self, active: ActiveRequest, num_blocks: int) -> Send:
         """Of a settled request."""
-        request, number = active.request, self._next_number
-        self._next_number += 1
-        prompt = prompt_digest(request.namespace, bytes(request.tokens), active.keys.extras)
-        offer = Offer(source=self.info, number=number, num_blocks=num_blocks, prompt=prompt)
-        send = Send(request.request_id, number, num_blocks, offer.to_bytes())
+        send = self.offers.new_send(active, num_blocks)
         self.sends.begin(active, send)
         return send
 
-    def check_offer(self, request: Request, keys: BlockKeys, offer: Offer) -> None:
-        """Raise `PeerRefusedError` where an offer is not for this request, or not for this instance. Any thread."""
-        check_fits(self.info, offer.source)
-        size = self._tree.block_size
-        if offer.source.instance_id == self.info.instance_id:
-            raise PeerRefusedError("the offer is this instance's own")
-        if offer.num_blocks > request.num_tokens // size:
-            raise PeerRefusedError(
-                f"the offer has {offer.num_blocks} blocks, request {request.request_id!r} {request.num_tokens // size}"
-            )
-        if offer.prompt != prompt_digest(request.namespace, bytes(request.tokens), keys.extras):
-            raise PeerRefusedError(
-                f"the offer of {offer.source.name!r} is of another prompt, namespace or images than request "
-                f"{request.request_id!r}"
-            )
-
     def receive(self, request: Request, keys: BlockKeys, offer: Offer) -> OpenReceive:
         """Raises `OutOfBlocksError`. The caller follows its loads: each one's end may be the last that was missing."""
-        number = self._next_number
-        self._next_number += 1
-        return self.receives.begin(request, keys, offer, number, self._slot(offer.source.name))
+        number, slot = self.offers.next_number(), self._slot(offer.source.name)
+        return self.receives.begin(request, keys, offer, number, slot)
 
     def be_quiet(self, quiet: bool) -> None:
         """From now on start nothing, and end what is on its way."""
@@ -113,12 +92,8 @@ class PeerTier:
 
     def cancel_all(self, text: str) -> None:
         """What blocks hold is not what it was, or is not to be moved."""
-        self.sends.fail_all("cancelled", text)
+        self.sends.cancel_all(text)
         self.receives.cancel_all()
-
-    def rename_weights(self, weights_id: str) -> None:
-        """Offers are of other weights from now on."""
-        self.info = self.info.with_weights(weights_id)
 
     # -- ends
 

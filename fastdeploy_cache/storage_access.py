@@ -23,6 +23,7 @@ from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import CPU, Run, wait_done
 from fastdeploy_cache.storage_prefetch import StoragePrefetch
 from fastdeploy_cache.storage_tier import StorageTier
+from fastdeploy_cache.stored_peers import StoredPeers
 from fastdeploy_cache.write_out import WriteOut
 from metrics.cache_metrics import CacheMetrics
 from transfer_manager.client import TransferClient
@@ -46,7 +47,7 @@ class StorageAccess:
     _lock: threading.Lock
     _matcher: Matcher
     _mover: BlockMover
-    _peers: PeerTier | None
+    _peers: PeerTier | StoredPeers | None
     _requests: dict[str, ActiveRequest]
     _speeds: LoadOrCompute
     _is_attaching = False
@@ -312,7 +313,7 @@ class StorageAccess:
             self._tree.reset()
             if self._peers is not None:
                 self._peers.cancel_all("the cache was reset")
-                self._peers.rename_weights(weights_id or self._peers.info.weights_id)
+                self._peers.offers.rename_weights(weights_id or self._peers.offers.info.weights_id)
             logger.info("event=reset epoch=%d", self._tree.epoch)
         self._submit()
         if weights_id is not None and storage is not None:
@@ -326,6 +327,8 @@ class StorageAccess:
     def _on_storage_result(self, tier: StorageTier, result: TransferResult) -> None:
         with self._lock:
             tier.finish(result)
+            if isinstance(self._peers, StoredPeers):
+                self._peers.sends.check(tier)
         direction = result.task.direction.value
         for r in result.ranks:
             self.metrics.record_swap(direction, r.rank, r.num_bytes, r.seconds, failed=r.error is not None)

@@ -71,6 +71,10 @@ class StorageReads:
         task_id = self._send(Direction.LOOKUP, prefetch, 0, prefetch.num_wanted, None)
         self._lookups[task_id] = prefetch
 
+    def of(self, request_id: str) -> StoragePrefetch | None:
+        """What is being fetched for a queued request."""
+        return self._by_request.get(request_id)
+
     def take(self, request_id: str) -> StoragePrefetch | None:
         """The request's prefetch, which is the caller's to revoke from now on."""
         return self._by_request.pop(request_id, None)
