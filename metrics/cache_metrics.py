@@ -25,6 +25,8 @@ EVICTION_KINDS = ("copy_kept", "dropped")
 STORAGE_OPERATIONS = ("read", "write")
 STORAGE_FATES = ("fetched", "unasked", "written", "skipped")
 STORAGE_LOSSES = ("evicted", "declined", "damaged")
+PEER_DIRECTIONS = ("send", "receive")
+PEER_REASONS = ("gone", "late", "refused", "failed", "cancelled", "full")
 
 BlockCounts = Iterable[tuple[str, str, int]]  # tier, state, blocks
 EvictionCounts = Iterable[tuple[str, str, int]]  # tier, kind, blocks
@@ -60,7 +62,7 @@ class _Swaps:
 class CacheMetrics:
     """Counts what the cache did; a collector for `prometheus_client`. Any thread may call any method.
 
-    All series exist, at zero, from the first scrape on.
+    All series exist, at zero, from the first scrape on, but for those of single peers.
     """
 
     def __init__(
@@ -205,12 +207,15 @@ class CacheMetrics:
         ]
 
     def _peer_families(self) -> list[Metric]:
+        nobody = dict.fromkeys(((direction, "") for direction in PEER_DIRECTIONS), _PeerSums())
+
         def by_peer(name: str) -> dict[tuple[str, ...], float]:
-            return {key: getattr(sums, name) for key, sums in self._peers.items()}
+            return {key: getattr(sums, name) for key, sums in (nobody | self._peers).items()}
 
         labels = ("direction", "peer")
         text = "Sends and receives that came to nothing, by reason"
-        failures: dict[tuple[str, ...], float] = {(*key,): n for key, n in self._peer_failures.items()}
+        failures: dict[tuple[str, ...], float] = {(d, "", r): 0 for d in PEER_DIRECTIONS for r in PEER_REASONS}
+        failures |= {(*key,): n for key, n in self._peer_failures.items()}
         return [
             self._counter("peer_transfers", "Sends to and receives from other instances", labels, by_peer("num_tasks")),
             self._counter("peer_bytes", "Bytes that went from one instance to another", labels, by_peer("num_bytes")),
@@ -236,7 +241,8 @@ class CacheMetrics:
         yield self._counter("refused_swaps", text, ("direction",), refused)
         yield from self._storage_families()
         text = "Layers that another instance has computed and that have not come yet"
-        in_flight: dict[tuple[str, ...], float] = {(peer,): n for peer, n in self._layers_in_flight().items()}
+        in_flight: dict[tuple[str, ...], float] = {("",): 0}
+        in_flight |= {(peer,): n for peer, n in self._layers_in_flight().items()}
         yield self._gauge("peer_layers_in_flight", text, ("peer",), in_flight)
         if self._rank_counts is None:
             ranks = dict.fromkeys(self._ranks, (False, 0))

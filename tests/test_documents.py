@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_cache import CacheConfig, KVLayout, StorageConfig, TransferConfig
+from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, StorageConfig, TransferConfig
 from metrics.cache_metrics import CacheMetrics
 
 ROOT = Path(__file__).parent.parent
+TABLES = ("layout", "transfer", "storage", "peer")
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -71,8 +72,8 @@ def test_the_sample_of_an_own_store_works(tmp_path: Path) -> None:
     assert run().stdout.splitlines()[0] == "first engine: 0 tokens from disk"
 
 
-@pytest.mark.parametrize("page", ["adapters/fastdeploy", "adapters/sglang", "adapter_verbs"])
-def test_the_samples_of_adapters_print_what_they_say(page: str) -> None:
+@pytest.mark.parametrize("page", ["adapters/fastdeploy", "adapters/sglang", "adapter_verbs", "prefill_decode"])
+def test_the_samples_of_pages_print_what_they_say(page: str) -> None:
     """The first sample of such a page runs as it stands; the other adapters' own tests do the same."""
     sample = blocks(f"docs/{page}.md", "python")[0]
     result = subprocess.run([sys.executable, "-c", sample], capture_output=True, text=True, timeout=60, check=True)
@@ -98,10 +99,11 @@ def test_the_documented_toml_is_valid(tmp_path: Path) -> None:
 def test_every_setting_is_documented() -> None:
     """docs/configuration.md has a row for every key, with its true default, and none for others."""
     rows = dict(re.findall(r"^\| `([\w.]+)` \|([^|]*)\|", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE))
-    fields = {f.name: f for f in dataclasses.fields(CacheConfig) if f.name not in ("layout", "transfer", "storage")}
+    fields = {f.name: f for f in dataclasses.fields(CacheConfig) if f.name not in TABLES}
     fields |= {f"layout.{f.name}": f for f in dataclasses.fields(KVLayout)}
     fields |= {f"transfer.{f.name}": f for f in dataclasses.fields(TransferConfig)}
     fields |= {f"storage.{f.name}": f for f in dataclasses.fields(StorageConfig)}
+    fields |= {f"peer.{f.name}": f for f in dataclasses.fields(PeerConfig)}
     assert rows.keys() == fields.keys()
     for name, field in fields.items():
         if isinstance(field.default, int | float) and not isinstance(field.default, bool):

@@ -9,6 +9,8 @@ import pytest
 from metrics.cache_metrics import (
     DIRECTIONS,
     EVICTION_KINDS,
+    PEER_DIRECTIONS,
+    PEER_REASONS,
     STORAGE_FATES,
     STORAGE_LOSSES,
     STORAGE_OPERATIONS,
@@ -46,6 +48,10 @@ def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]
     keys |= {key("storage_breaker_state", operation=o) for o in STORAGE_OPERATIONS}
     keys |= {key("storage_blocks_total", fate=f) for f in STORAGE_FATES}
     keys |= {key("storage_lost_objects_total", reason=r) for r in STORAGE_LOSSES} | {key("storage_up")}
+    for name in ("peer_transfers_total", "peer_bytes_total", "peer_seconds_total"):
+        keys |= {key(name, direction=d, peer="") for d in PEER_DIRECTIONS}
+    keys |= {key("peer_failures_total", direction=d, peer="", reason=r) for d in PEER_DIRECTIONS for r in PEER_REASONS}
+    keys |= {key("peer_layers_in_flight", peer="")}
     return keys | {key(name, rank=r) for name in ("rank_up", "rank_restarts_total") for r in ranks}
 
 
@@ -70,10 +76,27 @@ def test_no_series_appears_later() -> None:
         counts = (dict.fromkeys(names, 1) for names in (STORAGE_OPERATIONS, STORAGE_FATES, STORAGE_LOSSES))
         return StorageCounts(True, *counts)
 
+    for direction, reason in product(PEER_DIRECTIONS, PEER_REASONS):
+        metrics.record_peer(direction, "", 1, 1.0, reason)
+    metrics.observe_peers(lambda: {"": 1})
     metrics.observe(tuple, lambda: evictions, lambda: [(0, True, 1), (1, True, 1)], lambda: refused, storage)
     samples = scrape(metrics)
     assert set(samples) == expected_keys(2)
     assert all(samples.values()), "and each was counted"
+
+
+def test_peers_are_counted_by_name() -> None:
+    """What goes to and comes from another instance, with its failures by reason, has series of that instance's name."""
+    metrics = CacheMetrics()
+    metrics.record_peer("receive", "prefill-1", 100, 0.5, None)
+    metrics.record_peer("receive", "prefill-1", 0, 1.5, "gone")
+    metrics.observe_peers(lambda: {"prefill-1": 7})
+    samples = scrape(metrics)
+    labels = {"direction": "receive", "peer": "prefill-1"}
+    counted = [samples[key(f"peer_{name}_total", **labels)] for name in ("transfers", "bytes", "seconds")]
+    assert counted == [2, 100, 2.0]
+    assert samples[key("peer_failures_total", **labels, reason="gone")] == 1
+    assert samples[key("peer_layers_in_flight", peer="prefill-1")] == 7
 
 
 def test_requests_and_tokens_are_counted() -> None:
