@@ -362,6 +362,7 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
             drop_gpu(self._tree)
             self._cancel_peers("the KV arrays are lost")
             logger.info("event=gpu_forgotten rank=%d epoch=%d", rank, self._tree.epoch)
+        self._submit()
 
     def _on_kv_lost(self, rank: int) -> None:
         self._forget_gpu(rank)

@@ -121,6 +121,14 @@ class PeerAccess(RankAccess):
             raise ConfigError("this cache sends no layers; give its configuration a table 'peer' with a link")
         return self._peers.client.step_progress(rank)
 
+    def wait_for_peers(self, timeout_seconds: float) -> bool:
+        """Wait until every peer process is ready, after one has died, too; False when the time is over first.
+
+        True where there are none: without a table `peer`, and through storage.
+        """
+        peers = self._peers
+        return not isinstance(peers, PeerTier) or peers.client.wait_ready(timeout_seconds)
+
     # -- the side that has not
 
     def receive(self, request: Request, offer: bytes) -> Receive:

@@ -79,24 +79,23 @@ class PeerReceives:
         Raises:
             OutOfBlocksError: there is none; nothing was changed.
         """
-        tree, residency = self._tree, self._tree.residency
+        tree = self._tree
         path, num_found = tree.find(request.namespace, keys, offer.num_blocks)
         pin = tree.move_pin(None, *tree.place(path, num_found))
         num_coming, parts = coming_and_cold(path, num_found)
         num_cold = sum(n for _, _, n in parts)
-        if num_cold and not self._matcher.start_load(parts, num_cold, offer.num_blocks - num_found):
-            num_found -= num_cold  # what cannot be loaded is received
-            pin = tree.move_pin(pin, *tree.place(path, num_found))
-        num_missing = offer.num_blocks - num_found
-        short = num_missing - residency.num_available(GPU)
+        short = offer.num_blocks - num_found + num_cold - tree.residency.num_available(GPU)
         if short > 0:
             tree.move_pin(pin, None, 0)
             raise OutOfBlocksError(short, num_coming)
-        residency.evict(GPU, max(0, num_missing - tree.pools[0].num_free))
-        receive = Receive(request.request_id, number, num_missing)
+        # before the load: its start may start copies down, which hold blocks that could be evicted now
+        ids = self._allocate(offer.num_blocks - num_found)
+        if num_cold and not self._matcher.start_load(parts, num_cold, 0):
+            num_found -= num_cold  # what cannot be loaded is received
+            pin, ids = tree.move_pin(pin, *tree.place(path, num_found)), self._allocate(num_cold) + ids
+        receive = Receive(request.request_id, number, len(ids))
         name = offer.source.name
-        mine = OpenReceive(receive, request.namespace, keys, num_found, tree.generation, name, pin=pin)
-        mine.ids = tree.pools[0].allocate(num_missing, TASK)
+        mine = OpenReceive(receive, request.namespace, keys, num_found, tree.generation, name, pin=pin, ids=ids)
         _, mine.loads = coming_ids(path, len(gpu_ids(path, num_found)), num_found)
         for load in mine.loads:
             load.num_waiting += 1
@@ -110,8 +109,14 @@ class PeerReceives:
         )
         mine.task_id = self._put(Direction.RECEIVE, mine.ids, detail)
         self._by_task[mine.task_id] = self._by_request[request.request_id] = mine
-        self._copy_down.moved(num_missing)
+        self._copy_down.moved(len(ids))
         return mine
+
+    def _allocate(self, num_blocks: int) -> array[int]:
+        """There is room."""
+        pool = self._tree.pools[0]
+        self._tree.residency.evict(GPU, max(0, num_blocks - pool.num_free))
+        return pool.allocate(num_blocks, TASK)
 
     def answered(self, task_id: int, why: Why | None) -> OpenReceive:
         """Every rank has answered, or is reaped."""

@@ -13,6 +13,7 @@ from fastdeploy_cache.block_pool import RUN
 from fastdeploy_cache.errors import CommitError, OutOfBlocksError, PromptTooLongError
 from fastdeploy_cache.request import Image
 from tests.simulated_client import SimulatedClient
+from tests.simulated_peers import SimulatedPeers
 
 Prefix = tuple[str, tuple[int, ...], tuple[Image, ...]]
 
@@ -44,11 +45,13 @@ class CacheModel:
         recompute_last_token: bool = False,
         write_policy: str = "write_through",
         clock: Callable[[], float] = time.monotonic,
+        peers: Callable[[list[object]], SimulatedPeers] | None = None,
         **settings: Any,
     ) -> None:
-        """`settings`: further ones of `CacheConfig`."""
+        """`settings`: further ones of `CacheConfig`; `peers` gets the GPU's memory."""
         self.size, self.num_gpu, self.num_cpu = block_size, num_gpu, num_cpu
         self.client = SimulatedClient(num_gpu, num_cpu)
+        self.peers = peers(self.client.gpu) if peers is not None else None
         config = CacheConfig(
             **{"load_policy": "always", **settings},
             block_size=block_size,
@@ -59,7 +62,7 @@ class CacheModel:
             recompute_last_token=recompute_last_token,
             cpu_write_policy=write_policy,  # type: ignore[arg-type]
         )
-        self.cache = PrefixCacheManager(config, client=self.client, clock=clock)
+        self.cache = PrefixCacheManager(config, client=self.client, peer_client=self.peers, clock=clock)
         self.live: list[LiveRequest] = []
         self.committed: set[Prefix] = set()
         self.epoch = 0

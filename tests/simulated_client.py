@@ -80,7 +80,7 @@ class SimulatedClient:
         pass
 
     def kv_lost(self, rank: int) -> None:
-        self.gpu = ["lost"] * len(self.gpu)
+        self.gpu[:] = ["lost"] * len(self.gpu)
 
     def layer_progress(self, rank: int) -> LayerProgress | None:
         return None
