@@ -26,6 +26,7 @@ from fastdeploy_cache.request import Request
 from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.stored_peers import StoredPeers
 from metrics.cache_metrics import CacheMetrics
+from transfer_manager.client import RankStatus
 from transfer_manager.errors import LayoutError
 from transfer_manager.peer.client import PeerClient
 from transfer_manager.peer.config import PeerConfig
@@ -128,6 +129,10 @@ class PeerAccess(RankAccess):
         """
         peers = self._peers
         return not isinstance(peers, PeerTier) or peers.client.wait_ready(timeout_seconds)
+
+    def peer_statuses(self) -> list[RankStatus]:
+        """One entry for each peer process; none where there are none."""
+        return self._peers.client.statuses() if isinstance(self._peers, PeerTier) else []
 
     # -- the side that has not
 

@@ -25,6 +25,7 @@ from transfer_manager.peer.peer_signal import layers_done
 from transfer_manager.task import SwapMessage, pack_ids, unpack_ids
 
 _MAX_REMEMBERED = 4096
+_MAX_EARLY = 1024
 
 Put = Callable[[bytes, ToReader], None]  # to the connection of that name; may be lost
 
@@ -77,6 +78,9 @@ class Sender:
         self._put = put
         self._sends: dict[int, _Send] = {}
         self._confirmed: OrderedDict[tuple[SendKey, ReaderKey], None] = OrderedDict()
+        self._failed: OrderedDict[int, Why] = OrderedDict()  # why sends came to nothing
+        self._early: OrderedDict[tuple[int, ReaderKey], tuple[bytes, Subscribe]] = OrderedDict()
+        self._last_number = 0
         self._step_word = 0
         self._ended: list[SendEnd] = []
 
@@ -92,10 +96,13 @@ class Sender:
 
     # -- from the engine
 
-    def begin(self, task: SwapMessage, detail: SendDetail, deadline: float) -> None:
-        """SEND, which ends at that time of `time.monotonic` at the latest."""
-        self._sends[detail.number] = _Send(task.task_id, detail.num_blocks, deadline)
-        self._extend(detail.number, task, detail)
+    def begin(self, task: SwapMessage, detail: SendDetail, deadline: float, now: float) -> None:
+        """SEND, which ends at that time of `time.monotonic` at the latest. Numbers rise."""
+        number = self._last_number = detail.number
+        self._sends[number] = _Send(task.task_id, detail.num_blocks, deadline)
+        self._extend(number, task, detail)
+        for key in [key for key in self._early if key[0] <= number]:
+            self.subscribe(*self._early.pop(key), now)
 
     def update(self, task: SwapMessage, detail: SendDetail) -> None:
         """UPDATE_SEND; of a send that is over it says nothing new."""
@@ -105,7 +112,7 @@ class Sender:
     def _extend(self, number: int, task: SwapMessage, detail: SendDetail) -> None:
         send = self._sends[number]
         if detail.why is not None:
-            self._end(number, detail.why)
+            self._end(number, Why(detail.why.reason, f"{detail.why.text}{self._place(send)}"))
             return
         send.ids += unpack_ids(task.source_ids).tolist()
         send.num_complete = detail.num_complete
@@ -114,6 +121,13 @@ class Sender:
         if detail.step is not None and len(send.ids) > known:
             send.steps.append((len(send.ids), detail.step))
         self._tell(number, send)
+
+    def _place(self, send: _Send) -> str:
+        """How far it had come, within the blocks that were being computed."""
+        if not send.steps:
+            return ""
+        num_layers = layers_done(self._step_word, send.steps[0][1])
+        return f", at layer {num_layers} of {self._num_layers} of the next"
 
     def note_step(self, word: int) -> None:
         """The model's worker has marked layers."""
@@ -128,8 +142,15 @@ class Sender:
         """A reader is there, new or again."""
         key, reader = message.key, message.reader
         send = self._sends.get(key.number)
+        if key.instance_id == self._instance_id and key.number > self._last_number:
+            # The engine hands an offer out when its task is on the way here: a reader may be faster.
+            self._early[key.number, reader] = (connection, message)
+            if len(self._early) > _MAX_EARLY:
+                self._early.popitem(last=False)
+            return
         if key.instance_id != self._instance_id or send is None:
-            why = Why("gone", f"offer {key.number} is over, or of another run of the instance")
+            failed = self._failed.get(key.number) if key.instance_id == self._instance_id else None
+            why = failed or Why("gone", f"offer {key.number} is over, or of another run of the instance")
             self._put(connection, SendState(key, reader, why=why))
             return
         receiver = (reader.instance_id, reader.number)
@@ -191,6 +212,9 @@ class Sender:
     def _end(self, number: int, why: Why | None) -> None:
         send = self._sends.pop(number)
         if why is not None:
+            self._failed[number] = why
+            if len(self._failed) > _MAX_REMEMBERED:
+                self._failed.popitem(last=False)
             for rank, reader in send.readers.items():
                 self._put(reader.connection, SendState(self._key(number), self._name(send, rank), why=why))
         num_blocks = 0 if why is not None else send.num_blocks

@@ -166,16 +166,17 @@ class PeerServer:
         if task.incarnation != self._setup.incarnation:
             self._done(lane, task, Why("failed", f"task is for incarnation {task.incarnation}"))
         elif task.direction is Direction.SEND:
-            self._sender.begin(task, decode(task.detail, SendDetail), task.deadline - _ANSWER_SECONDS)
+            detail: SendDetail = decode(task.detail, SendDetail)
+            self._sender.begin(task, detail, task.deadline - _ANSWER_SECONDS, time.monotonic())
         elif task.direction is Direction.UPDATE_SEND:
             self._sender.update(task, decode(task.detail, SendDetail))
             self._done(lane, task)
         elif task.direction is Direction.RECEIVE:
             self._receive(task, decode(task.detail, ReceiveDetail))
         elif task.direction is Direction.END_RECEIVE:
-            detail: EndReceiveDetail = decode(task.detail, EndReceiveDetail)
-            if detail.receive_number in self._receives:
-                self._receives[detail.receive_number].cancel()
+            ended: EndReceiveDetail = decode(task.detail, EndReceiveDetail)
+            if ended.receive_number in self._receives:
+                self._receives[ended.receive_number].cancel()
             self._done(lane, task)
         else:
             self._done(lane, task, Why("failed", f"a peer process does not {task.direction.value}"))
