@@ -20,7 +20,7 @@ from ipc.errors import IPCError
 _OWN = "own"
 _TRUSTED = "trusted"
 _MAX_MESSAGE_BYTES = 64 * 2**20
-_DOMAIN = b"peers"
+_DOMAIN = "peers"
 _LINGER_MILLISECONDS = 300
 
 
@@ -92,8 +92,8 @@ class PeerListener:
         if keys is not None and address.startswith("tcp://"):
             self._authenticator = ThreadAuthenticator(context)
             self._authenticator.start()
-            self._authenticator.configure_curve(domain="*", location=str(Path(keys.folder) / _TRUSTED))
-            self.socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
+            self._authenticator.configure_curve(domain=_DOMAIN, location=str(Path(keys.folder) / _TRUSTED))
+            self.socket.set(zmq.ZAP_DOMAIN, _DOMAIN.encode())
             self.socket.set(zmq.CURVE_SERVER, 1)
             self.socket.set(zmq.CURVE_SECRETKEY, keys.secret)
         try:
