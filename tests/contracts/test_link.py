@@ -29,7 +29,7 @@ KINDS = ["shm", "nixl", "nixl-tcp", pytest.param("mooncake", marks=pytest.mark.l
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     kind, _, transport = request.param.partition("-")
     if kind == "nixl" and find_spec("nixl_cu12") is None:
-        pytest.skip("needs NIXL (pip install --no-deps nixl-cu12)")  # with dependencies it brings PyTorch for CUDA
+        missing("NIXL (pip install --no-deps nixl-cu12)")  # with dependencies it brings PyTorch for CUDA
     if kind == "mooncake":
         _need_mooncake()
     # UCX's InfiniBand modules bring a libnl of their own; beside that of the system, the process ends in its destructor
