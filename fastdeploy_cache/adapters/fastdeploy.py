@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 
 from fastdeploy_cache.adapters.fastdeploy_config import cache_config, num_gpu_blocks
 from fastdeploy_cache.adapters.fastdeploy_launch import Launching
+from fastdeploy_cache.adapters.fastdeploy_peer import PeerCalls
 from fastdeploy_cache.adapters.fastdeploy_storage import StorageCalls
 from fastdeploy_cache.adapters.fastdeploy_task import (
     HeldTask,
+    NotEnoughBlocksError,
     Task,
     UnknownTaskError,
     block_hash_extra_keys,
@@ -30,14 +32,12 @@ from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from fastdeploy_cache.match import Match
 from fastdeploy_cache.run import CPU, GPU
 
+__all__ = ["NotEnoughBlocksError", "PrefixCacheManager"]
+
 T = TypeVar("T")
 
 
-class NotEnoughBlocksError(OutOfBlocksError, AssertionError):
-    """No room; nothing was changed. Theirs is an AssertionError, too."""
-
-
-class PrefixCacheManager(Views, StorageCalls, Launching):
+class PrefixCacheManager(Views, StorageCalls, PeerCalls, Launching):
     """Two call sequences, any thread; calls for one request come one at a time.
 
     v0: `request_block_ids`, compute, `release_block_ids`. Blocks become visible at release, or earlier by
@@ -242,34 +242,34 @@ class PrefixCacheManager(Views, StorageCalls, Launching):
 
     def _commit(self, held: HeldTask, task: Task, num_computed_tokens: int, *, visible: bool = True) -> None:
         request, size = held.request, self.cache.config.block_size
-        num_tokens = (
-            num_computed_tokens
-            if self.cache.config.cache_outputs
-            else min(num_computed_tokens, request.num_prompt_tokens)
-        )
         if num_computed_tokens <= 0:  # not admitted: no use, and no hit
             return
         if num_computed_tokens > request.num_tokens:
             raise RequestError(
                 f"{num_computed_tokens} tokens of {request.request_id!r} computed; it has {request.num_tokens}"
             )
-        num_blocks = min(num_tokens // size, held.num_path_blocks)
-        if num_blocks > held.num_handed_blocks:
-            if not held.with_path:
-                self._hand_over(held, task, num_blocks)
-            held.num_handed_blocks = num_blocks
+        num_blocks = self._hand_over(held, task, num_computed_tokens)
         if visible:
             self.cache.commit(request, num_blocks * size)  # also where nothing is new: the request counts as admitted
-        task.num_cached_blocks = held.num_handed_blocks  # type: ignore[attr-defined]
 
-    def _hand_over(self, held: HeldTask, task: Task, num_blocks: int) -> None:
-        table = list(task.block_tables)[held.num_handed_blocks : num_blocks]  # type: ignore[attr-defined]
-        if len(table) < num_blocks - held.num_handed_blocks:
-            raise RequestError(
-                f"{num_blocks} full blocks of {held.request.request_id!r} are computed, but its block_tables has "
-                f"{held.num_handed_blocks + len(table)}"
-            )
-        self.cache.hand_over(held.request, table)
+    def _hand_over(self, held: HeldTask, task: Task, num_tokens: int) -> int:
+        """The full blocks of its first tokens are the cache's, of output only where that is cached; how many."""
+        if not self.cache.config.cache_outputs:
+            num_tokens = min(num_tokens, held.request.num_prompt_tokens)
+        num_blocks = min(num_tokens // self.cache.config.block_size, held.num_path_blocks)
+        num_handed = held.num_handed_blocks
+        if num_blocks > num_handed:
+            if not held.with_path:
+                table = list(task.block_tables)[num_handed:num_blocks]  # type: ignore[attr-defined]
+                if len(table) < num_blocks - num_handed:
+                    raise RequestError(
+                        f"{num_blocks} full blocks of {held.request.request_id!r} are computed, but its block_tables "
+                        f"has {num_handed + len(table)}"
+                    )
+                self.cache.hand_over(held.request, table)
+            held.num_handed_blocks = num_blocks
+        task.num_cached_blocks = held.num_handed_blocks  # type: ignore[attr-defined]
+        return num_blocks
 
     def release_block_ids(self, task: Task) -> None:
         """The task is over: what it holds of the cache is unpinned. Ids behind `num_cached_blocks` stay the caller's

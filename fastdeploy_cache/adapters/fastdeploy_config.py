@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastdeploy_cache.config import WRITE_POLICIES, CacheConfig, check_keys
+from fastdeploy_cache.adapters.fastdeploy_peer_config import peer_config
+from fastdeploy_cache.config import ROLES, WRITE_POLICIES, CacheConfig, check_keys
 from fastdeploy_cache.errors import ConfigError
 from transfer_manager.config import TransferConfig
 from transfer_manager.layout import KVLayout
@@ -20,13 +21,12 @@ _DTYPES = {
     "int4": "int4",
     "float8_e4m3fn": "float8_e4m3",
 }
-_ROLES = ("mixed", "prefill", "decode")
 
 
 def num_gpu_blocks(config: Any, splitwise_role: str) -> int:
     """The size of the GPU pool."""
-    if splitwise_role not in _ROLES:
-        raise ConfigError(f"splitwise_role is {splitwise_role!r}; use one of {', '.join(_ROLES)}")
+    if splitwise_role not in ROLES:
+        raise ConfigError(f"splitwise_role is {splitwise_role!r}; use one of {', '.join(ROLES)}")
     return pool_size(config.cache_config)
 
 
@@ -45,14 +45,16 @@ def cache_config(
     num_blocks: int,
     data_parallel_id: int,
     device_ids: Sequence[int] | None = None,
+    splitwise_role: str = "mixed",
+    pod_ip: str = "127.0.0.1",
     launched: bool = False,
 ) -> CacheConfig:
-    """Ours, from FastDeploy's. Before it is launched there are no ranks, and so no tier below the GPU.
+    """Ours, from FastDeploy's. Before it is launched there are no ranks, and so no tier below the GPU and no peers.
 
     `config.cache_config.fastdeploy_cache`, a mapping, may hold further settings of `CacheConfig`; they win.
 
     Raises:
-        ConfigError: a value that cannot be, or a storage backend of which settings are missing.
+        ConfigError: a value that cannot be, or a storage backend or peers of which settings are missing.
     """
     theirs = config.cache_config
     ours: dict[str, Any] = {
@@ -63,30 +65,43 @@ def cache_config(
         "cache_outputs": bool(getattr(theirs, "enable_output_caching", False)),
         "min_prefetch_tokens": int(theirs.block_size),
     }
-    extra = dict(getattr(theirs, "fastdeploy_cache", None) or {})
+    extra = extra_settings(theirs)
     transfer: dict[str, Any] = {"tp_size": tp_size, "data_parallel_id": data_parallel_id}
     if launched:
         if "layout" not in extra:
             ours["layout"] = layout_of(config)
-        policy = getattr(theirs, "write_policy", None)
-        if policy is not None:
-            if policy not in WRITE_POLICIES:
-                raise ConfigError(f"write_policy (to storage) is {policy!r}; use one of {', '.join(WRITE_POLICIES)}")
-            ours["storage_write_policy"] = policy
+        ours |= _write_policy(theirs)
     given = dict(extra.pop("transfer", {}))
     if device_ids is not None and launched and given.get("device") == "cuda":  # on the CPU they mean nothing
         transfer["device_ids"] = tuple(int(i) for i in device_ids)
     transfer |= given
     settings = extra.pop("storage", None)
     check_keys({"storage": settings} if settings is not None else {})
-    storage = _storage(theirs, settings)
+    storage, peers = _storage(theirs, settings), extra.pop("peer", None)
     check_keys({key: value for key, value in extra.items() if key != "layout"} | {"transfer": transfer})
     ours |= extra | {"transfer": TransferConfig(**transfer)}
     if not launched:
         ours |= {"num_cpu_blocks": 0, "transfer_client": "inline", "layout": None}
-    elif storage is not None:
-        ours["storage"] = storage
+    else:
+        weights = storage.weights_id if storage is not None else None
+        peer = peer_config(theirs, splitwise_role, peers, weights_id=weights, tp_size=tp_size, pod_ip=pod_ip)
+        ours |= {"storage": storage, "role": splitwise_role, "peer": peer}
     return CacheConfig(**ours)
+
+
+def _write_policy(theirs: Any) -> dict[str, str]:
+    policy = getattr(theirs, "write_policy", None)
+    if policy is not None and policy not in WRITE_POLICIES:
+        raise ConfigError(f"write_policy (to storage) is {policy!r}; use one of {', '.join(WRITE_POLICIES)}")
+    return {"storage_write_policy": policy} if policy is not None else {}
+
+
+def extra_settings(theirs: Any) -> dict[str, Any]:
+    """A copy of `cache_config.fastdeploy_cache`."""
+    extra = dict(getattr(theirs, "fastdeploy_cache", None) or {})
+    if "role" in extra:
+        raise ConfigError(f"cache_config.fastdeploy_cache has role {extra['role']!r}; the role is splitwise_role")
+    return extra
 
 
 def _storage(theirs: Any, settings: Any) -> StorageConfig | None:

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastdeploy_cache.adapters.fastdeploy_config import cache_config, pool_size
+from fastdeploy_cache.adapters.fastdeploy_config import cache_config, extra_settings, pool_size
+from fastdeploy_cache.adapters.fastdeploy_peer_config import has_peers
 from fastdeploy_cache.adapters.fastdeploy_task import HeldTask
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import CacheError, ConfigError
@@ -14,7 +15,7 @@ from fastdeploy_cache.life_cycle import LifeCycleStatus
 from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from fastdeploy_cache.run import CPU
 from transfer_manager.client import RankStatus
-from transfer_manager.errors import IPCError, LayoutError, TransferError
+from transfer_manager.errors import IPCError, LayoutError, RankStartError, TransferError
 from transfer_manager.worker_signals import TreeStatus, WorkerSignals
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,12 @@ _CONTROL: dict[str, tuple[str, tuple[str, ...]]] = {  # the cache's verb, and wh
 }
 
 
+class PeersLateError(RankStartError):
+    """The ranks' peer processes were not ready in time."""
+
+
 class RankProcess:
-    """A rank, with as much of `subprocess.Popen` as a launcher looks at. The cache itself restarts and ends it."""
+    """A rank's process, with as much of `subprocess.Popen` as a launcher looks at. The cache restarts and ends it."""
 
     def __init__(self, statuses: Callable[[], Sequence[RankStatus]], rank: int) -> None:
         self._statuses, self.rank = statuses, rank
@@ -58,7 +63,9 @@ class Launching:
     _device_ids: Sequence[int] | None = None
     _dp_id: int
     _num_blocks: int
+    _pod_ip: str = "127.0.0.1"
     _signals: WorkerSignals | None
+    _suffix: str = ""
     _tasks: dict[str, HeldTask]
     _their_config: Any
     _tp_size: int
@@ -73,35 +80,78 @@ class Launching:
         ipc_suffix: int | str,
         create_cache_tensor: bool = True,
     ) -> list[RankProcess]:
-        """Start the ranks and wait until all are ready; make the signals, with `ipc_suffix` behind their names.
+        """Start the ranks and wait until all are ready, with `splitwise_role` prefill or decode their peer processes,
+        too; make the signals, with `ipc_suffix` behind their names. Returns the peer processes, then the ranks.
 
-        What was cached before is forgotten. `pod_ip` and the port are not used: nothing listens on the network; who
-        makes the KV arrays is said by `cache_config.fastdeploy_cache["transfer"]["kv_owner"]`, not by
-        `create_cache_tensor`.
+        What was cached before is forgotten. `pod_ip` is where others reach this host, for `local_rdma_comm_ports`; the
+        queue's port is not used. Who makes the KV arrays is said by
+        `cache_config.fastdeploy_cache["transfer"]["kv_owner"]`, not by `create_cache_tensor`.
 
         Raises:
             ConfigError: blocks are held by tasks or the caller, or an impossible setting.
-            RankStartError: a rank did not start in time. IPCError: another engine has these signals. Nothing is left.
+            RankStartError: a rank did not start in time. PeerRefusedError: the link cannot be opened as configured.
+            IPCError: another engine has these signals. Nothing is left.
         """
-        del cache_config, pod_ip, engine_worker_queue_port, create_cache_tensor
+        del cache_config, engine_worker_queue_port, create_cache_tensor
         self._check_nothing_is_held()
         self._close_signals()
         signals = WorkerSignals(ipc_suffix, tensor_parallel_size, on_asked=self._do_asked, state=self._transfer_state)
+        self._pod_ip = pod_ip
         try:
             self._replace_cache(self._num_blocks, device_ids, tensor_parallel_size)
         except BaseException:
             signals.close()
             raise
-        self._signals, self._device_ids = signals, device_ids
+        self._signals, self._device_ids, self._suffix = signals, device_ids, str(ipc_suffix)
         signals.set_ready(with_swap_space=self.cache.tier_stats(CPU).num_blocks > 0)
-        return [RankProcess(lambda: self.cache.stats().ranks, status.rank) for status in self.cache.stats().ranks]
+        ranks = [RankProcess(lambda: self.cache.stats().ranks, status.rank) for status in self.cache.stats().ranks]
+        return self._peer_processes() + ranks
 
-    def launch_cache_messager(self, *_: Any, **__: Any) -> list[RankProcess]:
-        """Refused: blocks are not sent to other instances yet."""
-        raise ConfigError(
-            f"launch_cache_messager for splitwise_role {self.splitwise_role!r}: this version sends no blocks to other "
-            "instances; use splitwise_role 'mixed', or hand prefixes over through storage"
-        )
+    def launch_cache_messager(  # noqa: PLR0917 (theirs)
+        self,
+        cache_config: Any,
+        tensor_parallel_size: int,
+        device_ids: Sequence[int],
+        key_cache_shape: Any,
+        value_cache_shape: Any,
+        pod_ip: str,
+        engine_worker_queue_port: int,
+        ipc_suffix: int | str,
+    ) -> list[RankProcess] | None:
+        """The ranks' peer processes, ready, with `cache_ready_signal` set; None where they are not ready in time.
+
+        `launch_cache_manager` starts them: where that was not called yet it is now, and all of it is started.
+
+        Raises:
+            ConfigError: no blocks go between instances, or it was launched with another suffix. As
+            `launch_cache_manager`.
+        """
+        del key_cache_shape, value_cache_shape
+        if not has_peers(self.splitwise_role, extra_settings(self._their_config.cache_config).get("peer")):
+            what = f"launch_cache_messager with splitwise_role {self.splitwise_role!r}"
+            raise ConfigError(f"{what}: no blocks go between instances; use 'prefill' and 'decode'")
+        if self._signals is None:
+            where = (pod_ip, engine_worker_queue_port, ipc_suffix)
+            try:
+                self.launch_cache_manager(cache_config, tensor_parallel_size, device_ids, *where)
+            except PeersLateError as error:
+                logger.error("event=messager_late error=%r", str(error))
+                return None
+        elif self._suffix != str(ipc_suffix):
+            raise ConfigError(f"launch_cache_messager with suffix {ipc_suffix!r}, but launched with {self._suffix!r}")
+        are_ready = self._wait_for_peers(self.cache.config.transfer.start_timeout_seconds)
+        return self._peer_processes() if are_ready else None
+
+    def _peer_processes(self) -> list[RankProcess]:
+        return [RankProcess(self._peer_statuses, status.rank) for status in self._peer_statuses()]
+
+    def _peer_statuses(self) -> Sequence[RankStatus]:
+        return self.cache.peer_statuses()  # of the cache that there is then
+
+    def _wait_for_peers(self, timeout_seconds: float) -> bool:
+        """Those without KV arrays are not waited for: workers bring them, once they have seen the signals."""
+        cache = self.cache
+        return cache.config.transfer.owner_of_kv == "worker" or cache.wait_for_peers(timeout_seconds)
 
     def update_cache_config(self, cache_config: Any) -> None:
         """Take over a new pool size, after profiling. What was cached is forgotten; the ranks are started anew, and a
@@ -137,7 +187,12 @@ class Launching:
         self.cache.close()
         try:
             self.cache = NativeManager(ours)
+            if not self._wait_for_peers(0.0):  # the constructor has waited
+                down = [status.rank for status in self._peer_statuses() if not status.up]
+                late = f"peer processes of ranks {down} are not ready after {ours.transfer.start_timeout_seconds} s"
+                raise PeersLateError(f"{late}; event=peers_late in this process's log says why")
         except BaseException:
+            self.cache.close()
             self.cache = NativeManager(self._ours(self._num_blocks, self._tp_size))
             raise
         self._tp_size = tp_size
@@ -151,6 +206,8 @@ class Launching:
             num_blocks=num_blocks,
             data_parallel_id=self._dp_id,
             device_ids=device_ids,
+            splitwise_role=self.splitwise_role,
+            pod_ip=self._pod_ip,
             launched=launched,
         )
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fastdeploy_cache.block_hash import BlockHasher, root_hash
-from fastdeploy_cache.errors import RequestError, UnknownRequestError
+from fastdeploy_cache.errors import OutOfBlocksError, RequestError, UnknownRequestError
 from fastdeploy_cache.request import Request
 
 
@@ -30,6 +30,10 @@ class Task(Protocol):
     def request_id(self) -> str: ...
     @property
     def prompt_token_ids(self) -> Sequence[int] | np.ndarray[Any, Any]: ...
+
+
+class NotEnoughBlocksError(OutOfBlocksError, AssertionError):
+    """No room; nothing was changed. Theirs is an AssertionError, too."""
 
 
 class UnknownTaskError(UnknownRequestError, KeyError):

@@ -94,7 +94,9 @@ class PeerServer:
             self._link: Link = open_link(setup.link, setup.link_options)
             self._link.register(self._kv.segments)
         except LinkError as error:
-            raise (PeerRefusedError(str(error)) if error.reason == "refused" else error) from error
+            # at the very first start it is the settings; later the library may have had a bad moment
+            is_hopeless = error.reason == "refused" or setup.incarnation == 1
+            raise (PeerRefusedError(str(error)) if is_hopeless else error) from error
         self._context = new_context()
         keys = load_keys(Path(setup.keys_folder)) if setup.keys_folder is not None else None
         self._listener = PeerListener(self._context, setup.address, keys, _MAX_MESSAGES)

@@ -297,8 +297,8 @@ def test_sizes_can_change_before_work_begins() -> None:
     manager.close()
 
 
-def test_a_splitwise_role_is_checked_and_the_messager_refused() -> None:
-    """What is not there says so."""
+def test_a_splitwise_role_is_checked() -> None:
+    """An unknown one is refused; a messager without settings for peers says what is missing."""
     with pytest.raises(ConfigError, match="splitwise_role is 'both'"):
         PrefixCacheManager(new_config(), 1, "both")
     manager = PrefixCacheManager(new_config(), 1, "prefill")
