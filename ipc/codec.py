@@ -24,6 +24,6 @@ def decode(data: bytes, message_type: type[M] | Any) -> M:
     """
     try:
         message: M = msgspec.msgpack.decode(data, type=message_type)
-    except msgspec.DecodeError as error:  # ValidationError is one of these
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is one of the first
         raise CodecError(f"{len(data)} bytes are no {message_type}: {error}") from error
     return message

@@ -23,8 +23,9 @@ _THREAD_NAP_MICROSECONDS = 1000
 class NixlEngine:
     """See `Engine`. What UCX may use (UCX_TLS, UCX_NET_DEVICES) is for the process's environment to say.
 
-    Every agent has a new name, so that none is taken for another. An agent has a thread of its own, which goes on with
-    transfers and answers peers. Over UCX's shared memory a read needs nothing of the peer, not even that it runs.
+    Every agent has a new name, so that none is taken for another. One agent owns what peers read; a thread of its own
+    answers them. Another one, without a thread, reads: beside its calls such a thread would spin for the lock, on a
+    second core. Over UCX's shared memory a read needs nothing of the peer, not even that it runs.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -37,6 +38,9 @@ class NixlEngine:
         config.useProgThread, config.pthrDelay = True, _THREAD_NAP_MICROSECONDS
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
         try:
+            self._owner: Any = self._nixl.nixlAgent(uuid.uuid4().hex, config)
+            self._owner_backends = [self._owner.createBackend(backend, {})]
+            config.useProgThread = False
             self._agent: Any = self._nixl.nixlAgent(uuid.uuid4().hex, config)
             self._backends = [self._agent.createBackend(backend, {})]
         except self._errors as error:
@@ -50,13 +54,14 @@ class NixlEngine:
         descriptors = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(memory.ctypes.data, memory.nbytes, 0, "")])
         try:
             self._agent.registerMem(descriptors, self._backends)
+            self._owner.registerMem(descriptors, self._owner_backends)
         except self._errors as error:
             raise LinkError(f"NIXL does not register {memory.nbytes} bytes: {error}", "failed") from error
         self._registered.append(descriptors)
 
     def contact(self) -> bytes:
-        """See `Engine`: the agent's name, its connections and what it has registered."""
-        return bytes(self._agent.getLocalMD())
+        """See `Engine`: the owner's name, its connections and what it has registered."""
+        return bytes(self._owner.getLocalMD())
 
     def reach(self, there: Endpoint, deadline: float) -> None:  # noqa: ARG002  the first read connects
         """See `Engine`."""
@@ -103,7 +108,9 @@ class NixlEngine:
         for descriptors in self._registered:
             with contextlib.suppress(*self._errors):  # a read that is late may hold it; the agent's end does not
                 self._agent.deregisterMem(descriptors, self._backends)
-        self._registered, self._agent = [], None
+            with contextlib.suppress(*self._errors):
+                self._owner.deregisterMem(descriptors, self._owner_backends)
+        self._registered, self._agent, self._owner = [], None, None
 
     def _wait(self, request: int, states: list[Any], deadline: float) -> None:
         """Add to the states until one is an end, or the deadline is over."""

@@ -17,6 +17,10 @@ class _Entry:
     num_users: int
     idle_since: float = 0.0
 
+    def is_idle(self, now: float) -> bool:
+        """Nobody has used it for a while."""
+        return not self.num_users and now - self.idle_since > _IDLE_SECONDS
+
 
 class LinkPeers:
     """Connecting costs more than a small read, so a connection outlives the receive that made it, for a while.
@@ -26,23 +30,33 @@ class LinkPeers:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the entries
+        self._connecting = threading.Lock()  # held as long as a connect or disconnect takes
         self._entries: dict[bytes, _Entry] = {}
 
     def acquire(self, endpoint: bytes, timeout_seconds: float) -> Peer:
         """The peer, until `release`. Raises `LinkError`."""
         deadline = time.monotonic() + timeout_seconds
-        if not self._lock.acquire(timeout=timeout_seconds):
+        if (peer := self._use(endpoint)) is not None:
+            return peer
+        if not self._connecting.acquire(timeout=timeout_seconds):
             raise LinkError("another connect takes too long", "late")
         try:
-            entry = self._entries.get(endpoint)
-            if entry is None:
-                peer = self._link.connect(endpoint, max(0.0, deadline - time.monotonic()))
-                entry = self._entries[endpoint] = _Entry(peer, 0)
-            entry.num_users += 1
-            return entry.peer
+            if (peer := self._use(endpoint)) is not None:  # who held the lock has connected to it
+                return peer
+            peer = self._link.connect(endpoint, max(0.0, deadline - time.monotonic()))
+            with self._lock:
+                self._entries[endpoint] = _Entry(peer, 1)
+            return peer
         finally:
-            self._lock.release()
+            self._connecting.release()
+
+    def _use(self, endpoint: bytes) -> Peer | None:
+        with self._lock:
+            entry = self._entries.get(endpoint)
+            if entry is not None:
+                entry.num_users += 1
+            return entry.peer if entry is not None else None
 
     def release(self, peer: Peer) -> None:
         """One user less."""
@@ -52,11 +66,17 @@ class LinkPeers:
             entry.idle_since = time.monotonic()
 
     def drop_idle(self) -> bool:
-        """Disconnect from those that nobody has used for a while; whether any is left."""
-        now = time.monotonic()
-        with self._lock:
-            for endpoint, entry in list(self._entries.items()):
-                if not entry.num_users and now - entry.idle_since > _IDLE_SECONDS:
-                    del self._entries[endpoint]
-                    self._link.disconnect(entry.peer)
-            return bool(self._entries)
+        """Disconnect from those that nobody has used for a while; whether any is left. Never waits for a connect."""
+        if not self._connecting.acquire(blocking=False):
+            return True
+        try:
+            now = time.monotonic()
+            with self._lock:
+                idle = [e for e, each in self._entries.items() if each.is_idle(now)]
+                gone = [self._entries.pop(endpoint).peer for endpoint in idle]
+                num_left = len(self._entries)
+            for peer in gone:
+                self._link.disconnect(peer)
+            return num_left > 0
+        finally:
+            self._connecting.release()

@@ -7,7 +7,7 @@ import mmap
 import os
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -117,16 +117,13 @@ class ShmLink:
             raise LinkError(f"the {peer.endpoint} is not connected", "refused")
         pieces = checked(pieces, [len(view) for view in self._views], peer.endpoint)
         peer.check_alive()
-        unchecked = 0
-        for local, start, remote, source, num_bytes in zip(*(array.tolist() for array in pieces), strict=True):
-            for done in range(0, num_bytes, _CHECK_BYTES):
-                step = min(_CHECK_BYTES, num_bytes - done)
-                view = peer.sources[remote][source + done : source + done + step]
-                self._views[local][start + done : start + done + step] = view
-                unchecked += step
-                if unchecked >= _CHECK_BYTES:
-                    _check_time(peer, deadline, timeout_seconds)
-                    unchecked = 0
+        unchecked, views, sources = 0, self._views, peer.sources
+        for local, start, remote, source, num_bytes in _cut(pieces):
+            views[local][start : start + num_bytes] = sources[remote][source : source + num_bytes]
+            unchecked += num_bytes
+            if unchecked >= _CHECK_BYTES:
+                _check_time(peer, deadline, timeout_seconds)
+                unchecked = 0
         _check_time(peer, deadline, timeout_seconds)
         peer.check_alive()  # its death may have been that of a process that was still writing
         return int(pieces.num_bytes.sum())
@@ -142,6 +139,17 @@ class ShmLink:
         for peer in tuple(self._peers):
             self.disconnect(peer)
         self._segments, self._views = (), []
+
+
+def _cut(pieces: Pieces) -> Iterator[tuple[int, int, int, int, int]]:
+    """The pieces one by one, large ones in several."""
+    rows = zip(*(array.tolist() for array in pieces), strict=True)
+    if not len(pieces.num_bytes) or pieces.num_bytes.max() <= _CHECK_BYTES:
+        yield from rows
+        return
+    for local, start, remote, source, num_bytes in rows:
+        for done in range(0, num_bytes, _CHECK_BYTES):
+            yield local, start + done, remote, source + done, min(_CHECK_BYTES, num_bytes - done)
 
 
 def _check_time(peer: Peer, deadline: float, timeout_seconds: float) -> None:

@@ -96,6 +96,11 @@ def check_fits(here: InstanceInfo, there: InstanceInfo) -> None:
     for name, mine, other in pairs:
         if mine != other:
             raise PeerRefusedError(f"instance {there.name!r} has {name} {other!r}, this one {mine!r}; they must agree")
+    try:
+        there.layout.heads_per_rank(there.tp_size)
+    except LayoutError as error:
+        ranks = f"instance {there.name!r} has {there.tp_size} ranks, this one {here.tp_size}"
+        raise PeerRefusedError(f"{ranks}: {error}") from error
     large, small = max(here.tp_size, there.tp_size), min(here.tp_size, there.tp_size)
     if large % small or (here.link == "storage" and large != small):
         rule = "must be equal through storage" if here.link == "storage" else "must divide one another"

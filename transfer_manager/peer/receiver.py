@@ -40,6 +40,7 @@ from transfer_manager.task import Int32Array, unpack_ids
 _ASK_SECONDS = 0.5  # a reader asks again, and shows that it lives
 _STEP_BYTES = 16 * 2**20  # read at a time: between two it looks at its messages
 _MAX_MESSAGES = 1000
+_ID_BYTES = 4
 
 
 class ReceiveFailedError(Exception):
@@ -102,6 +103,7 @@ class Receive:
         self._reader = ReaderKey(here.instance_id, detail.receive_number, here.rank)
         self._cancelled = Wakeup()
         self._is_cancelled = False
+        self._sources: list[_Source] = []
         self._all_read = False
         self._counted = 0
 
@@ -117,7 +119,7 @@ class Receive:
             ReceiveFailedError: see its reason; nothing counts.
             LinkError: with `may_write_later`: the destinations are safe only once this process has ended.
         """
-        sources: list[_Source] = []
+        sources = self._sources
         try:
             self._open(sources)
             if self._detail.first_block == self._detail.num_blocks:
@@ -134,7 +136,8 @@ class Receive:
                 raise
             raise ReceiveFailedError(error.reason, str(error)) from error
         finally:
-            self._count_in_flight(0)
+            self._sources = []
+            self._count_in_flight()
             for source in sources:
                 if source.peer is not None:
                     self._here.peers.release(source.peer)
@@ -190,11 +193,11 @@ class Receive:
             if source.is_confirmed or now - source.asked_at < _ASK_SECONDS:
                 continue
             source.asked_at = now
+            if source.welcome is None:
+                self._put(source, Hello())
             self._put(source, self._question(source, all_read))
 
     def _question(self, source: _Source, all_read: bool) -> ToOwner:
-        if source.welcome is None:
-            return Hello()
         if all_read:
             return Confirm(self._key, self._reader, source.num_bytes)
         there = self._detail.source
@@ -225,16 +228,21 @@ class Receive:
         here, there, share = self._here, self._detail.source, source.share
         if (welcome.instance_id, welcome.rank) != (there.instance_id, share.rank):
             raise ReceiveFailedError("gone", f"another run of an instance answers at {source.address}")
-        source.welcome, source.asked_at = welcome, 0.0
+        source.welcome = welcome
         if not share.num_heads:
             return
-        source.peer = here.peers.acquire(welcome.endpoint, self._seconds_left())
-        remote = Side(there.layout.for_rank(there.tp_size, there.block_size), welcome.places, share.first_remote)
+        layout = there.layout.for_rank(there.tp_size, there.block_size)
+        if [len(in_layer) for in_layer in welcome.places] != [len(layout.parts)] * layout.num_layers:
+            raise ReceiveFailedError("refused", f"{source.address} has KV arrays of another layout than its offer says")
+        source.peer = here.peers.acquire(welcome.endpoint, min(self._seconds_left(), here.silence_seconds))
+        remote = Side(layout, welcome.places, share.first_remote)
         source.maker = PieceMaker(Side(here.layout, here.places, share.first_local), remote, share.num_heads)
 
     def _follow(self, source: _Source, state: SendState) -> None:
         if state.why is not None:
             raise ReceiveFailedError(state.why.reason, state.why.text)
+        if len(state.block_ids) % _ID_BYTES:
+            raise ReceiveFailedError("failed", f"{source.address} sent {len(state.block_ids)} bytes of block ids")
         new, known = unpack_ids(state.block_ids).tolist(), len(source.ids)
         if state.first_id > known:  # something was lost in between
             source.asked_at = 0.0
@@ -244,10 +252,10 @@ class Receive:
             raise ReceiveFailedError("failed", f"{source.address} speaks of blocks that it has not named")
         source.is_complete = state.num_complete >= self._detail.num_blocks
         source.progress.note(state.num_complete, state.chunks)
-        self._count_in_flight(source.progress.num_layers_in_flight)
+        self._count_in_flight()
 
     def _read_some(self, source: _Source) -> bool:
-        """One piece of what is ready; False where there is none."""
+        """One piece of what is ready; False where there is none, or others are reading."""
         maker, peer = source.maker, source.peer
         if maker is None or peer is None:
             return False
@@ -258,15 +266,15 @@ class Receive:
         mine = self._ids[step.first - first : step.end - first]
         theirs = np.asarray(source.ids[step.first : step.end], np.int32)
         pieces = maker.pieces(mine, theirs, step.first_layer, step.end_layer)
-        if not self._here.reading.acquire(timeout=self._seconds_left()):
-            raise ReceiveFailedError("late", "its time is over: other reads are before it")
+        if not self._here.reading.acquire(timeout=_ASK_SECONDS / 2):
+            return False  # it has to show that it lives meanwhile
         try:
             seconds = min(self._seconds_left(), self._here.silence_seconds)
             source.num_bytes += self._here.link.read(peer, pieces, seconds)
         finally:
             self._here.reading.release()
         source.progress.note_read(step)
-        self._count_in_flight(source.progress.num_layers_in_flight)
+        self._count_in_flight()
         return True
 
     def _leave(self, sources: list[_Source], why: Why | None) -> None:
@@ -277,8 +285,8 @@ class Receive:
     def _seconds_left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def _count_in_flight(self, num_layers: int) -> None:
-        """Of one source: the others are about as far."""
+    def _count_in_flight(self) -> None:
+        num_layers = sum(source.progress.num_layers_in_flight for source in self._sources)
         if num_layers != self._counted:
             self._here.count_in_flight(self._detail.slot, num_layers - self._counted)
             self._counted = num_layers

@@ -80,6 +80,7 @@ class Sender:
         self._confirmed: OrderedDict[tuple[SendKey, ReaderKey], None] = OrderedDict()
         self._failed: OrderedDict[int, Why] = OrderedDict()  # why sends came to nothing
         self._early: OrderedDict[tuple[int, ReaderKey], tuple[bytes, Subscribe]] = OrderedDict()
+        self._left: OrderedDict[int, Why | None] = OrderedDict()  # before they were begun
         self._last_number = 0
         self._step_word = 0
         self._ended: list[SendEnd] = []
@@ -101,6 +102,8 @@ class Sender:
         number = self._last_number = detail.number
         self._sends[number] = _Send(task.task_id, detail.num_blocks, deadline)
         self._extend(number, task, detail)
+        if number in self._left:
+            self._end(number, self._left.pop(number))
         for key in [key for key in self._early if key[0] <= number]:
             self.subscribe(*self._early.pop(key), now)
 
@@ -185,7 +188,12 @@ class Sender:
     def leave(self, message: Leave) -> None:
         """A reader does not want it (any more): with it the send ends, on this rank."""
         key, reader = message.key, message.reader
-        send = self._sends.get(key.number) if key.instance_id == self._instance_id else None
+        is_mine = key.instance_id == self._instance_id
+        if is_mine and key.number > self._last_number:  # faster than the offer's task, as a `Subscribe` may be
+            self._left[key.number] = message.why
+            if len(self._left) > _MAX_EARLY:
+                self._left.popitem(last=False)
+        send = self._sends.get(key.number) if is_mine else None
         if send is not None and send.receiver in (None, (reader.instance_id, reader.number)):
             self._end(key.number, message.why)
 

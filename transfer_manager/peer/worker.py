@@ -51,6 +51,7 @@ from transfer_manager.task import (
     StopMessage,
     SwapMessage,
     ToRank,
+    unpack_ids,
 )
 
 logger = logging.getLogger(__name__)
@@ -89,10 +90,13 @@ class PeerServer:
         """
         self._setup, self._signal = setup, signal
         self._kv = KVMemory.open(setup.layout, setup.num_gpu_blocks, setup.kv)
+        for segment in self._kv.segments:
+            segment.prefault()  # or the first receives would be several times as slow
         self._words = PeerSignal(SharedArray(setup.peer_signal_fd, PeerSignal.NUM_BYTES))
         try:
             self._link: Link = open_link(setup.link, setup.link_options)
             self._link.register(self._kv.segments)
+            self._welcome = encode(Welcome(setup.instance_id, setup.rank, self._link.endpoint(), self._kv.places))
         except LinkError as error:
             # at the very first start it is the settings; later the library may have had a bad moment
             is_hopeless = error.reason == "refused" or setup.incarnation == 1
@@ -102,6 +106,8 @@ class PeerServer:
         self._listener = PeerListener(self._context, setup.address, keys, _MAX_MESSAGES)
         self._sender = Sender(setup.instance_id, setup.layout.num_layers, setup.silence_seconds, self._put)
         self._num_in_flight = [0] * NUM_PEER_SLOTS
+        for slot in range(NUM_PEER_SLOTS):  # what a killed process was reading is read no more
+            self._words.count_in_flight(slot, 0)
         self._counting = threading.Lock()
         self._here = Here(
             setup.instance_id, setup.name, setup.rank, setup.tp_size, setup.layout, self._kv.places, self._link,
@@ -113,6 +119,7 @@ class PeerServer:
         self._receives: dict[int, Receive] = {}
         self._lanes: dict[Lane, RankQueue] = {}
         self._step_word = self._words.step_word
+        self._sender.note_step(self._step_word)
         self._is_busy = False
 
     def run(self) -> None:
@@ -196,6 +203,9 @@ class PeerServer:
         self._lanes[lane].put(encode(done))
 
     def _receive(self, task: SwapMessage, detail: ReceiveDetail) -> None:
+        if (error := self._why_not(task, detail)) is not None:
+            self._done(Lane.IN, task, Why("refused", error))
+            return
         receive = Receive(self._here, detail, task.destination_ids, task.deadline - _ANSWER_SECONDS)
         self._receives[detail.receive_number] = receive
         num_blocks = len(task.destination_ids) // 4
@@ -218,6 +228,16 @@ class PeerServer:
 
         threading.Thread(target=run, name=f"receive-{detail.receive_number}", daemon=True).start()
 
+    def _why_not(self, task: SwapMessage, detail: ReceiveDetail) -> str | None:
+        """What would be written elsewhere than into the task's blocks is refused before anything is read."""
+        ids, num_blocks = unpack_ids(task.destination_ids), self._setup.num_gpu_blocks
+        if detail.receive_number in self._receives:
+            return f"receive {detail.receive_number} is under way already"
+        if len(ids) != detail.num_blocks - detail.first_block:
+            return f"{len(ids)} blocks for blocks {detail.first_block} to {detail.num_blocks} of an offer"
+        outside = ids[(ids < 0) | (ids >= num_blocks)]
+        return f"block {outside[0]} is outside a pool of {num_blocks}" if len(outside) else None
+
     def _answer(self) -> None:
         for end in self._sender.take_ended():
             self._reply(Lane.OUT, _Ended(end.task_id, end.why, end.num_bytes, end.num_blocks, peer=end.peer))
@@ -236,8 +256,7 @@ class PeerServer:
             return
         now = time.monotonic()
         if isinstance(message, Hello):
-            setup = self._setup
-            self._put(connection, Welcome(setup.instance_id, setup.rank, self._link.endpoint(), self._kv.places))
+            self._listener.put(connection, self._welcome)
         elif isinstance(message, Subscribe):
             self._sender.subscribe(connection, message, now)
         elif isinstance(message, Confirm):

@@ -1,0 +1,152 @@
+"""The benchmark of sending between instances: it measures all that it promises, and its verdict follows from that."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch.bench.peer import PIECE_SIZES, medians
+from launch.bench.peer_library import open_library
+from launch.bench.peer_memory import LinkedMemory, LinkMissingError, Way, scattered
+from launch.errors import LaunchError
+from tests.launch.test_bench_transfer import is_consistent
+from tests.launch.test_cli import CLI
+from transfer_manager.peer import KINDS
+
+TINY = ["--repeats", "1", "--memory-mib", "16"]
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Run:
+    """One run of the program and what it wrote."""
+
+    status: int
+    output: str
+    found: dict[str, Any]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`fastdeploy-cache bench peer` of this checkout; bounded."""
+    # NIXL's InfiniBand modules bring a libnl of their own, which ends the process at its end
+    known = {"PYTHONPATH": str(ROOT), "UCX_MODULES": "^ib"}
+    return subprocess.run(
+        [*CLI, "bench", "peer", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        env=os.environ | known | environment,
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The whole benchmark with tiny sizes, once."""
+    path = tmp_path_factory.mktemp("bench") / "peer.json"
+    result = run(*TINY, "--json", str(path))
+    assert result.returncode in (0, 1) and path.exists(), result.stderr
+    return Run(result.returncode, result.stdout, json.loads(path.read_text()))
+
+
+def test_every_link_is_measured_or_named_with_the_reason(tiny: Run) -> None:
+    """`shm` always is; of the others, those whose library is here; GPU memory never is, and the text says so."""
+    links, missing = tiny.found["links"], tiny.found["not_measured"]
+    assert "shm" in links and "gpu" in missing
+    assert set(links) | set(missing) == {*KINDS, "gpu"} and not set(links) & set(missing)
+    assert "GPU memory is not measured" in tiny.output
+    assert all(f"{kind} is not measured" in tiny.output for kind in set(missing) - {"gpu"})
+
+
+def test_each_size_of_pieces_stands_beside_its_floor(tiny: Run) -> None:
+    """A row for each size with the floor, the link and a whole receive; 16 MiB at a time, or eight pieces."""
+    for link in tiny.found["links"].values():
+        assert [row["piece_bytes"] for row in link["rows"]] == list(PIECE_SIZES)
+        for row in link["rows"]:
+            assert row["num_pieces"] == max(8, 2**24 // row["piece_bytes"])
+            assert all(row[f"{name}_bytes_per_second"] > 0 for name in ("floor", "link", "receive"))
+
+
+def test_the_overlap_says_what_it_was_measured_with(tiny: Run) -> None:
+    """Layers of two blocks of an 8B model, no faster than 5 ms and half of what sending one takes."""
+    for link in tiny.found["links"].values():
+        row = link["overlap"]
+        assert (row["num_layers"], row["layer_bytes"]) == (32, 2 * 64 * 8 * 128 * 2 * 2)
+        assert row["layer_seconds"] >= 0.005
+        assert all(row[name] > 0 for name in ("visible", "alone", "whole"))
+        assert link["smallest_receive_seconds"] > 0
+
+
+def test_every_promised_figure_has_a_verdict_that_follows(tiny: Run) -> None:
+    """Two entries for each link, each the ratio of its own figures; the status is their verdict."""
+    values = {entry["name"]: entry["value"] for entry in tiny.found["reach"]}
+    assert len(values) == 2 * len(tiny.found["links"]) and all(is_consistent(e) for e in tiny.found["reach"])
+    for kind, link in tiny.found["links"].items():
+        promised = 2**18 if kind == "shm" else 2**20
+        (row,) = [row for row in link["rows"] if row["piece_bytes"] == promised]
+        (share,) = [value for name, value in values.items() if name.startswith(f"{kind}, pieces of")]
+        assert share == pytest.approx(row["link_bytes_per_second"] / row["floor_bytes_per_second"], abs=0.001)
+        (ratio,) = [value for name, value in values.items() if name.startswith(f"{kind}: visible")]
+        assert ratio == pytest.approx(link["overlap"]["visible"] / link["overlap"]["alone"], abs=0.001)
+    assert tiny.status == (0 if all(entry["ok"] for entry in tiny.found["reach"]) else 1)
+
+
+def test_a_library_that_is_not_there_is_told_apart_from_one_that_fails() -> None:
+    """A kind that nobody can open is missing, with the reason: it is named, and nothing fails."""
+    with pytest.raises(LinkMissingError, match="carrier pigeon"):
+        LinkedMemory("carrier pigeon", 4096)
+
+
+def test_a_process_that_dies_is_an_error_with_its_last_words() -> None:
+    """More pieces than the memory holds: the reader ends, and what it said last is in the error."""
+    memory = LinkedMemory("shm", 2**16)
+    try:
+        assert memory.seconds(Way("link", 2**12, 4)) > 0
+        with pytest.raises(LaunchError, match=r"does not answer.*no library"):
+            memory.seconds(Way("library", 2**12, 4))
+    finally:
+        memory.close()
+
+
+def test_shm_has_no_library() -> None:
+    """What has no library says what to compare with instead."""
+    prepare = open_library("shm", np.zeros(8, np.uint8), b"")
+    with pytest.raises(LaunchError, match="plain copy"):
+        prepare(scattered(2**16, 2**12, 4))
+
+
+def test_pieces_are_scattered() -> None:
+    """Every piece has its own place on both sides, and hardly any follows the one before it on both."""
+    pieces = scattered(2**26, 2**16, 512)
+    for offsets in (pieces.local_offset, pieces.remote_offset):
+        assert len(set(offsets.tolist())) == 512 and offsets.max() <= 2**26 - 2**16
+    steps = [np.diff(offsets) == 2**16 for offsets in (pieces.local_offset, pieces.remote_offset)]
+    assert (steps[0] & steps[1]).sum() < 5
+
+
+def test_medians_leave_the_first_round_out() -> None:
+    """Each is measured once more than asked for; the first of them, though the slowest, does not count."""
+    times = {"a": iter([9.0, 1.0, 2.0, 3.0]), "b": iter([9.0, 5.0, 4.0, 6.0])}
+    assert medians({name: left.__next__ for name, left in times.items()}, 3) == {"a": 2.0, "b": 5.0}
+    assert not [*times["a"], *times["b"]]
+
+
+def test_a_target_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    """A folder that does not exist: status 1 and one line on standard error, no table."""
+    result = run(*TINY, "--json", str(tmp_path / "nowhere" / "x.json"))
+    assert result.returncode == 1 and "nowhere" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert "GB/s" not in result.stdout
+
+
+@pytest.mark.parametrize("options", [["--memory-mib", "1"], ["--repeats", "0"]])
+def test_sizes_that_measure_nothing_are_refused(options: list[str]) -> None:
+    """Too small to say anything: the command line says which option, status 2."""
+    result = run(*options)
+    assert result.returncode == 2 and options[0] in result.stderr

@@ -1,0 +1,89 @@
+"""A sender without sockets, for its tests: what it puts, and short ways to talk to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from transfer_manager.peer.messages import (
+    Chunk,
+    Confirm,
+    ReaderKey,
+    SendDetail,
+    SendKey,
+    SendState,
+    Subscribe,
+    ToReader,
+    Why,
+)
+from transfer_manager.peer.sender import SendEnd, Sender
+from transfer_manager.task import Direction, SwapMessage, pack_ids, unpack_ids
+
+OWNER, READER, OTHER = (bytes([n]) * 16 for n in (1, 2, 3))
+NUM_LAYERS, SILENCE, DEADLINE = 4, 5.0, 100.0
+OVER = Why("cancelled", "not needed")
+
+
+def word(step: int, num_layers: int) -> int:
+    return step << 12 | num_layers
+
+
+class Stage:
+    """A sender, what it has put, and short ways to talk to it. Offer 7 has four blocks; its task is number 70."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, ToReader]] = []
+        self.sender = Sender(OWNER, NUM_LAYERS, SILENCE, lambda to, message: self.sent.append((to, message)))
+        self.key = SendKey(OWNER, 7)
+
+    def reader(self, rank: int = 0, receive: int = 1, instance: bytes = READER) -> ReaderKey:
+        return ReaderKey(instance, receive, rank)
+
+    def _task(self, direction: Direction, ids: Sequence[int]) -> SwapMessage:
+        return SwapMessage(70, 1, direction, pack_ids(np.array(ids, np.int32)), b"", 0.0)
+
+    def begin(self, *ids: int, complete: int = 0, step: int | None = None, now: float = 0.0) -> None:
+        detail = SendDetail(number=7, num_blocks=4, num_complete=complete, step=step)
+        self.sender.begin(self._task(Direction.SEND, ids), detail, DEADLINE, now)
+
+    def update(self, *ids: int, complete: int = 0, step: int | None = None, why: Why | None = None) -> None:
+        detail = SendDetail(number=7, num_blocks=4, num_complete=complete, step=step, why=why)
+        self.sender.update(self._task(Direction.UPDATE_SEND, ids), detail)
+
+    def subscribe(
+        self, reader: ReaderKey, known: int = 0, now: float = 0.0, readers: int = 1, to: bytes = b"c"
+    ) -> None:
+        self.sender.subscribe(to, Subscribe(self.key, reader, readers, known, "decode"), now)
+
+    def confirm(self, reader: ReaderKey, num_bytes: int = 10, to: bytes = b"c") -> ToReader:
+        """The answer."""
+        self.heard()
+        self.sender.confirm(to, Confirm(self.key, reader, num_bytes), 0.0)
+        ((connection, answer),) = self.heard()
+        assert connection == to
+        return answer
+
+    def heard(self) -> list[tuple[bytes, ToReader]]:
+        """What was put since the last call."""
+        sent, self.sent = self.sent, []
+        return sent
+
+    def state(self) -> SendState:
+        """The only message since the last call."""
+        ((_, message),) = self.heard()
+        assert isinstance(message, SendState) and message.key == self.key
+        return message
+
+    def ends(self) -> list[SendEnd]:
+        return self.sender.take_ended()
+
+
+def said(state: SendState) -> tuple[int, list[int], int, tuple[Chunk, ...]]:
+    assert state.why is None
+    return state.first_id, unpack_ids(state.block_ids).tolist(), state.num_complete, state.chunks
+
+
+def reason(message: ToReader) -> str:
+    assert isinstance(message, SendState) and message.why is not None
+    return message.why.reason
