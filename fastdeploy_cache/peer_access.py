@@ -32,7 +32,7 @@ from transfer_manager.peer.client import PeerClient
 from transfer_manager.peer.config import PeerConfig
 from transfer_manager.peer.offer import ID_BYTES, InstanceInfo, Offer
 from transfer_manager.peer.peer_signal import StepProgress
-from transfer_manager.task import Direction, TransferResult
+from transfer_manager.task import Direction, TransferResult, TransferTask
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ class PeerAccess(RankAccess):
             metrics=self.metrics,
             task_timeout_seconds=self.config.transfer.task_timeout_seconds,
         )
-        client.start(lambda result: self._on_peer_result(tier, result))
+        client.start(lambda result: self._on_peer_result(tier, result), lambda task: self._on_peer_failing(tier, task))
         self.metrics.observe_peers(tier.num_layers_in_flight)
         return tier
 
@@ -307,6 +307,11 @@ class PeerAccess(RankAccess):
         if result.error is not None:
             kind = result.task.direction.value
             logger.info("event=peer_task_failed kind=%s task_id=%d error=%r", kind, result.task.task_id, result.error)
+        self._submit()
+
+    def _on_peer_failing(self, peers: PeerTier, task: TransferTask) -> None:
+        with self._lock:
+            peers.failing(task)
         self._submit()
 
     def _on_peer_load(self, peers: PeerTier, mine: OpenReceive) -> None:

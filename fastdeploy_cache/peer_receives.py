@@ -172,10 +172,19 @@ class PeerReceives:
             return None
         mine.is_wanted = False
         if mine.task_id in self._by_task:
-            self._put(Direction.END_RECEIVE, array("i"), EndReceiveDetail(receive_number=mine.receive.number))
+            self._end(mine)
             return mine.receive
         self._let_go(mine)
         return None
+
+    def failing(self, task_id: int) -> None:
+        """One rank has failed it: what the others bring is worth nothing."""
+        if (mine := self._by_task.get(task_id)) is not None:
+            self._end(mine)
+
+    def _end(self, mine: OpenReceive) -> None:
+        number = mine.receive.number
+        self._put(Direction.END_RECEIVE, array("i"), EndReceiveDetail(receive_number=number))
 
     def cancel_all(self) -> None:
         """Nothing is to be moved now. What has landed stays until it is matched."""

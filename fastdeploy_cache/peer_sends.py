@@ -120,6 +120,11 @@ class PeerSends:
         for mine in self._by_task.values():
             self.fail(mine, "cancelled", text)
 
+    def failing(self, task_id: int) -> None:
+        """One rank has failed it."""
+        if (mine := self._by_task.get(task_id)) is not None:
+            self.fail(mine, "cancelled", "another rank has failed it")
+
     def cancel(self, send: Send) -> None:
         """Its caller does not want it any more."""
         for mine in self._by_task.values():

@@ -110,6 +110,13 @@ class PeerTier:
             self.try_land(mine)
         self._note_settled()
 
+    def failing(self, task: TransferTask) -> None:
+        """A rank has failed it: the others need not go on."""
+        if task.direction is Direction.SEND:
+            self.sends.failing(task.task_id)
+        elif task.direction is Direction.RECEIVE:
+            self.receives.failing(task.task_id)
+
     def try_land(self, mine: OpenReceive) -> None:
         """Its answer, or a load that it waits for, has come."""
         if self.receives.try_land(mine):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import time
 import uuid
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from launch.reference_engine.engine import Engine
-from launch.reference_engine.generation import Generation
+from launch.reference_engine.generation import Generation, GenerationError
 from launch.reference_engine.tokenizer import ChatTokenizer, StreamDecoder
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 _TOKEN_TIMEOUT_SECONDS = 120.0
+_OFFER_TIMEOUT_SECONDS = 60.0  # for a prompt to be begun
+_STORED_TIMEOUT_SECONDS = 120.0  # for all of it to be in storage
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):
@@ -43,7 +46,10 @@ class StreamOptions(msgspec.Struct):
 
 
 class ChatRequest(msgspec.Struct):
-    """The body of POST /v1/chat/completions. Sampling is greedy; other fields of the API are ignored."""
+    """The body of POST /v1/chat/completions and /v1/prefill. Sampling is greedy; other fields of the API are ignored.
+
+    `kv_offer`: what /v1/prefill of another instance has answered for the same messages.
+    """
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 64
@@ -51,6 +57,14 @@ class ChatRequest(msgspec.Struct):
     n: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
+    kv_offer: bytes | None = None  # base64 in JSON
+
+
+class Prefill(NamedTuple):
+    """A prompt that is computed for another instance: what is done, None where it is too short, and the answer."""
+
+    generation: Generation | None
+    answer: dict[str, Any]
 
 
 class ChatApi:
@@ -66,18 +80,51 @@ class ChatApi:
         Raises:
             GenerationError: too long, or the engine has stopped.
         """
-        messages = [{"role": message.role, "content": message.text()} for message in request.messages]
-        prompt = self._tokenizer.encode_chat(messages)
-        return self._engine.submit(prompt, request.max_completion_tokens or request.max_tokens)
+        max_new_tokens = request.max_completion_tokens or request.max_tokens
+        return self._engine.submit(self._prompt(request), max_new_tokens, request.kv_offer)
 
-    def complete(self, generation: Generation) -> dict[str, Any]:
-        """Wait for the whole answer.
+    def prefill(self, request: ChatRequest) -> Prefill:
+        """Have the prompt computed for another instance; returns once its blocks can be asked for.
+
+        With the link `storage` that is when they are in the store, with all others as soon as it has begun.
+
+        Raises:
+            GenerationError: too long, not now, or the engine has stopped.
+        """
+        config, prompt = self._engine.cache.config, self._prompt(request)
+        if len(prompt) < config.block_size:
+            return Prefill(None, {"offer": None, "request_id": None, "num_blocks": 0})
+        generation = self._engine.submit_prefill(prompt)
+        try:
+            send = generation.wait_send(_OFFER_TIMEOUT_SECONDS)
+            in_storage = config.peer is not None and config.peer.link == "storage"
+            if in_storage and not send.wait(_STORED_TIMEOUT_SECONDS):
+                raise GenerationError(f"the blocks are not in storage: {send.error or 'not in time'}")
+        except GenerationError:
+            self._engine.cancel(generation)
+            raise
+        offer = base64.b64encode(send.offer).decode()
+        answer = {"offer": offer, "request_id": generation.request.request_id, "num_blocks": send.num_blocks}
+        return Prefill(generation, answer)
+
+    def cancel(self, generation: Generation) -> None:
+        """Nobody waits for it any more."""
+        self._engine.cancel(generation)
+
+    def _prompt(self, request: ChatRequest) -> Any:
+        messages = [{"role": message.role, "content": message.text()} for message in request.messages]
+        return self._tokenizer.encode_chat(messages)
+
+    def complete(self, generation: Generation, is_wanted: Callable[[], bool]) -> dict[str, Any] | None:
+        """Wait for the whole answer; None where it is no longer wanted.
 
         Raises:
             GenerationError: the engine failed it, or is too slow.
         """
         while generation.next_token(_TOKEN_TIMEOUT_SECONDS) is not None:
-            pass
+            if not is_wanted():
+                self._engine.cancel(generation)
+                return None
         message = {"role": "assistant", "content": self._tokenizer.decode(generation.output)}
         choice = {"index": 0, "message": message, "finish_reason": generation.finish_reason}
         return {**_envelope("chat.completion"), "choices": [choice], "usage": _usage(generation)}

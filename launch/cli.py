@@ -10,6 +10,7 @@ import typer
 
 from launch.storage_command import storage_app
 
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
 app.add_typer(config_app, name="config")
@@ -65,13 +66,23 @@ def serve(
     control_socket: Annotated[
         Path | None, typer.Option(help="Take the verbs of `control` at this unix socket, in a folder of mode 700.")
     ] = None,
+    role: Annotated[
+        str, typer.Option(help="prefill computes prompts for decode instances (see `route`); mixed does both alone.")
+    ] = "mixed",
+    on_receive_failure: Annotated[
+        str, typer.Option(help="Where offered blocks do not come: recompute the prompt, or fail the request.")
+    ] = "recompute",
     log_dir: LogDir = None,
 ) -> None:
     """Serve SmolLM2 over HTTP (POST /v1/chat/completions) until SIGTERM or Ctrl-C."""
     from launch.serve import device_settings
     from launch.serve import serve as run
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if role not in ("mixed", "prefill", "decode"):
+        raise typer.BadParameter(f"--role {role}; use mixed, prefill or decode")
+    if on_receive_failure not in ("recompute", "fail"):
+        raise typer.BadParameter(f"--on-receive-failure {on_receive_failure}; use recompute or fail")
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     given = list(settings or [])
     given += [f"transfer.tp_size={ranks}"] if ranks is not None else []
     given += [f"transfer.log_dir={log_dir}"] if log_dir is not None else []
@@ -84,7 +95,40 @@ def serve(
         metrics_port=metrics_port,
         storage_folder=storage,
         control_socket=control_socket,
+        role=role,
+        recompute_not_received=on_receive_failure == "recompute",
     )
+
+
+@app.command()
+def route(
+    decode: Annotated[list[str], typer.Option(help="URL of a decode instance; can be repeated.")],
+    prefill: Annotated[list[str] | None, typer.Option(help="URL of a prefill instance; can be repeated.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = 8000,
+    prefill_timeout: Annotated[
+        float, typer.Option(min=0.1, max=600, help="Seconds for a prefill instance's offer; then decode computes.")
+    ] = 10.0,
+) -> None:
+    """Answer chats with prefill and decode instances (`serve --role ...`) until SIGTERM or Ctrl-C."""
+    from launch.router import route as run
+
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+    run(prefill or [], decode, host=host, port=port, prefill_seconds=prefill_timeout)
+
+
+@app.command()
+def peer_keys(
+    folder: Annotated[Path, typer.Argument(help="A new folder for this host's keys: peer.keys_folder.")],
+) -> None:
+    """Make the keys that instances on different hosts know each other by."""
+    from ipc.peer_channel import make_keys
+
+    public = make_keys(folder)
+    typer.echo(
+        f"copy {public} into the folder {folder.name}/trusted of every other host, under a name of its own: HOST.key"
+    )
+    typer.echo(f"and theirs into {folder / 'trusted'}; the file with _secret in its name stays here")
 
 
 @app.command("control")
@@ -225,6 +269,18 @@ def storage(
         with_model=model,
     )
     raise typer.Exit(0 if run(wanted, json) else 1)
+
+
+@bench_app.command()
+def peer(
+    json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 15,
+    memory_mib: Annotated[int, typer.Option(min=16, help="What is moved at a time; 8 times as much is needed.")] = 128,
+) -> None:
+    """What links between instances reach beside plain copies and their libraries. Status 1: a figure missed."""
+    from launch.bench.peer_command import bench_peer as run
+
+    raise typer.Exit(0 if run(json, repeats, memory_mib) else 1)
 
 
 @config_app.command()

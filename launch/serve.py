@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import queue
+import select
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,10 +15,9 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy_cache import CacheConfig, CacheStats, PrefixCacheManager
+from fastdeploy_cache import CacheConfig, PrefixCacheManager
 from fastdeploy_cache.errors import ConfigError, LifeCycleError, RequestError
 from fastdeploy_cache.life_cycle import LifeCycleStatus
-from fastdeploy_cache.policies.breaker import BreakerState
 from launch.chat_api import MODEL_NAME, ChatApi, ChatRequest
 from launch.control import ControlServer
 from launch.engine_control import EngineControl
@@ -27,6 +28,7 @@ from launch.reference_engine.paddle_runtime import import_paddle
 from launch.reference_engine.serving import layout_of, running_engine
 from launch.reference_engine.tokenizer import ChatTokenizer
 from launch.reference_engine.weights import ModelFiles, load_model_files
+from launch.serve_status import status_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,11 @@ _MAX_BODY_BYTES = 4 * 2**20
 _READ_TIMEOUT_SECONDS = 30.0
 _FLUSH_SECONDS = 10.0
 _DEFAULT_FILE = Path(__file__).with_name("serve.toml")
+_CHAT, _PREFILL = "/v1/chat/completions", "/v1/prefill"
+_NOT_SERVED = {  # by role and path
+    ("prefill", _CHAT): f"the role of this instance is prefill: use {_PREFILL}, or ask a decode instance",
+    ("decode", _PREFILL): "the role of this instance is decode: ask a prefill instance",
+}
 
 
 def serve(
@@ -45,11 +52,14 @@ def serve(
     metrics_port: int,
     storage_folder: Path | None,
     control_socket: Path | None = None,
+    role: str = "mixed",
+    recompute_not_received: bool = True,
 ) -> None:
     """Run until SIGTERM or SIGINT. `settings` are KEY=VALUE and win over file and environment.
 
     `storage_folder` is short for a file store there, named by the digest of the model's weights. At `control_socket`
-    it takes the verbs of `launch.control`.
+    it takes the verbs of `launch.control`. `role` is short for that setting and the peer's `weights_id`; without
+    `recompute_not_received` a chat whose offered blocks do not come is answered with an error.
 
     Raises:
         LaunchError, PortInUseError: a port or the socket is taken.
@@ -57,20 +67,19 @@ def serve(
     """
     import_paddle()  # before the signal handlers below, which its own would replace
     files = load_model_files()
-    if storage_folder is not None:
-        store = {"kind": "file", "folder": str(storage_folder), "weights_id": files.digest, "admission": "all"}
-        settings = [*(f"storage.{key}={value}" for key, value in store.items()), *settings]
+    settings = [*_role_settings(files, role, config_file), *_storage_settings(files, storage_folder), *settings]
     config = _config(files, config_file, settings)
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: endings.put("asked"))
     server, control = _listen(host, port, control_socket)  # before the ranks start: what is taken should cost nothing
     try:
-        with running_engine(files, config) as engine:
+        with running_engine(files, config, recompute_not_received=recompute_not_received) as engine:
             metrics_url = engine.cache.serve_metrics(host, metrics_port)
             server.api, server.engine = ChatApi(engine, ChatTokenizer(files)), engine
             url = f"http://{host}:{server.server_port}"
-            logger.info("event=serving url=%s metrics=%s ranks=%d", url, metrics_url, config.transfer.tp_size)
+            ranks, role = config.transfer.tp_size, config.role
+            logger.info("event=serving url=%s metrics=%s ranks=%d role=%s", url, metrics_url, ranks, role)
             if control is not None:
                 control.start(EngineControl(engine))
             ending = _run_until(endings, engine, server)
@@ -81,6 +90,20 @@ def serve(
     logger.info("event=stopped")
     if ending != "asked":
         raise LaunchError("the engine ended by itself; its log says why")
+
+
+def _role_settings(files: ModelFiles, role: str, config_file: Path | None) -> list[str]:
+    if role == "mixed":
+        return []
+    name = [f"peer.name={role}"] if config_file is None else []  # a file may say another
+    return [f"role={role}", f"peer.weights_id={files.digest}", *name]
+
+
+def _storage_settings(files: ModelFiles, folder: Path | None) -> list[str]:
+    if folder is None:
+        return []
+    store = {"kind": "file", "folder": str(folder), "weights_id": files.digest, "admission": "all"}
+    return [f"storage.{key}={value}" for key, value in store.items()]
 
 
 def device_settings(device: str, settings: Sequence[str]) -> list[str]:
@@ -180,31 +203,63 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             self._send(200, {"status": "ok"})
         elif self.path == "/status":
-            cache = self.server.engine.cache
-            self._send(200, {"life_cycle": cache.life_cycle_status.value, **_status(cache.stats())})
+            self._send(200, status_of(self.server.engine.cache))
         elif self.path == "/v1/models":
             self._send(200, {"object": "list", "data": [{"id": MODEL_NAME, "object": "model"}]})
         else:
             self._fail(404, f"no page {self.path}; there are /v1/chat/completions, /v1/models, /health and /status")
 
     def do_POST(self) -> None:
-        """A chat."""
-        if self.path != "/v1/chat/completions":
+        """A chat, or a prompt to be computed for another instance."""
+        if self.path not in (_CHAT, _PREFILL):
             self.close_connection = True  # its body is not read, and must not be taken for the next request
-            self._fail(404, f"nothing is posted to {self.path}; use /v1/chat/completions")
+            self._fail(404, f"nothing is posted to {self.path}; use {_CHAT}")
             return
         try:
             request = msgspec.json.decode(self._body(), type=ChatRequest)
-            generation = self.server.api.submit(request)
-            if not request.stream:
-                self._send(200, self.server.api.complete(generation))
-                return
-            usage = request.stream_options is not None and request.stream_options.include_usage
-            self._stream(generation, self.server.api.stream(generation, usage))
+            self._check_served()
+            if self.path == _PREFILL:
+                self._prefill(request)
+            else:
+                self._chat(request)
         except (msgspec.DecodeError, LaunchError, RequestError, GenerationRefusedError, ValueError) as error:
             self._fail(400, str(error))
         except GenerationError as error:
             self._fail(503, str(error))
+
+    def _check_served(self) -> None:
+        config = self.server.engine.cache.config
+        refusal = _NOT_SERVED.get((config.role, self.path))
+        if self.path == _PREFILL and config.peer is None:
+            refusal = "this instance has no others: start it with --role prefill"
+        if refusal is not None:
+            raise LaunchError(refusal)
+
+    def _prefill(self, request: ChatRequest) -> None:
+        generation, answer = self.server.api.prefill(request)
+        if generation is not None and not self._is_wanted():
+            self.server.api.cancel(generation)  # else its blocks would wait for somebody who never comes
+        self._send(200, answer)
+
+    def _chat(self, request: ChatRequest) -> None:
+        generation = self.server.api.submit(request)
+        if request.stream:
+            usage = request.stream_options is not None and request.stream_options.include_usage
+            self._stream(generation, self.server.api.stream(generation, usage))
+        elif (answer := self.server.api.complete(generation, self._is_wanted)) is not None:
+            self._send(200, answer)
+        else:
+            self.close_connection = True
+            logger.info("event=client_gone request=%s", generation.request.request_id)
+
+    def _is_wanted(self) -> bool:
+        """Whether the client is still there: one that has closed its end can be read, and has nothing to say."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        try:
+            return not poll.poll(0) or self.connection.recv(1, socket.MSG_PEEK) != b""
+        except OSError:  # reset
+            return False
 
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length", "")
@@ -228,7 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
         except GenerationError as error:  # the status is out: say it in the stream
             self.wfile.write(b"data: " + msgspec.json.encode({"error": {"message": str(error)}}) + b"\n\n")
         except (BrokenPipeError, ConnectionResetError):
-            generation.cancelled = True
+            self.server.api.cancel(generation)
             logger.info("event=client_gone request=%s", generation.request.request_id)
 
     def _fail(self, status: int, message: str) -> None:
@@ -240,6 +295,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         try:
             self.end_headers()
             self.wfile.write(body)
@@ -250,22 +307,3 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name)
         """To the log instead of standard error."""
         logger.info("event=http %s", format % args)
-
-
-def _status(stats: CacheStats) -> dict[str, Any]:
-    return {
-        "ranks": [msgspec.to_builtins(status) for status in stats.ranks],
-        "tiers": {"gpu": stats.gpu.by_state(), "cpu": stats.cpu.by_state()},
-        "storage": _storage_status(stats),
-        "hit_rates": dict(stats.hit_rates),
-        "requests": stats.num_requests,
-        "transfers_in_flight": stats.num_transfers_in_flight,
-    }
-
-
-def _storage_status(stats: CacheStats) -> dict[str, Any] | None:
-    if stats.storage is None:
-        return None
-    is_up, breakers, blocks, lost = stats.storage_counts()
-    names = {operation: BreakerState(state).name.lower() for operation, state in breakers.items()}
-    return {"available": is_up, "breakers": names, "blocks": dict(blocks), "lost_objects": dict(lost)}

@@ -1,4 +1,5 @@
-# Sourced by start.sh, stop.sh, status.sh and control.sh: where the background server keeps its things. Not run by itself.
+# Sourced by start.sh, stop.sh, status.sh, control.sh and start_prefill_decode.sh: where servers in the background keep
+# their things. Not run by itself.
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 RUN_DIR="${FASTDEPLOY_CACHE_RUN_DIR:-$ROOT/run}"
@@ -9,15 +10,17 @@ CONTROL_SOCKET="$RUN_DIR/control/serve.sock"
 # The environment prefix FASTDEPLOY_CACHE_ belongs to configuration keys; the server must not see ours.
 unset FASTDEPLOY_CACHE_RUN_DIR
 
-# The server's pid, if it runs: the process of the pid file, when it still is one of ours.
-running_pid() {
+# pid_in FILE: the pid in there, if it runs: when it still is one of ours.
+pid_in() {
     local pid
-    pid="$(cat "$PID_FILE" 2>/dev/null)" || return 1
+    pid="$(cat "$1" 2>/dev/null)" || return 1
     [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null && grep -qa 'fastdeploy-cache' "/proc/$pid/cmdline" 2>/dev/null || return 1
     printf '%s' "$pid"
 }
 
-# field NAME: the value of NAME= in the server's last "event=serving" line
-field() { grep 'event=serving' "$LOG_FILE" 2>/dev/null | tail -n 1 | grep -o "$1=[^ ]*" | cut -d= -f2-; }
+running_pid() { pid_in "$PID_FILE"; }
+
+# field NAME [LOG]: the value of NAME= in the server's last "event=serving" line
+field() { grep 'event=serving' "${2:-$LOG_FILE}" 2>/dev/null | tail -n 1 | grep -o "$1=[^ ]*" | cut -d= -f2-; }
 
 get() { "$PYTHON" -c 'import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5).read().decode())' "$1"; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ipc.codec import decode
@@ -67,7 +68,7 @@ class SimulatedPeers:
         self._on_result: OnResult | None = None
         network.append(self)
 
-    def start(self, on_result: OnResult) -> None:
+    def start(self, on_result: OnResult, on_failing: Callable[[TransferTask], None]) -> None:
         self._on_result = on_result
 
     def submit(self, task: TransferTask) -> None:

@@ -74,6 +74,7 @@ HOMES = {
     "rich": {
         "launch/conventions/command.py",
         "launch/bench/command.py",
+        "launch/bench/peer_command.py",
         "launch/bench/reach.py",
         "launch/bench/storage_command.py",
         "launch/bench/transfer_command.py",

@@ -10,7 +10,7 @@ from transfer_manager.config import TransferConfig
 from transfer_manager.flights import failed
 from transfer_manager.rank_io import RankIO
 from transfer_manager.supervisor import Phase
-from transfer_manager.task import Direction, TransferTask
+from transfer_manager.task import TO_WHO_IS_UP, Direction, TransferTask
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,9 @@ class ProcessClient:
     def has_room(self, direction: Direction) -> bool:
         """See `TransferClient`."""
         io = self._io
-        return io is not None and self.available and io.num_tasks[direction.lane] < self._config.max_tasks_in_flight
+        if io is None or not (self.available or (io.open and direction in TO_WHO_IS_UP)):
+            return False
+        return io.num_tasks[direction.lane] < self._config.max_tasks_in_flight
 
     def wait_ready(self, timeout_seconds: float) -> bool:
         """See `TransferClient`."""

@@ -21,6 +21,7 @@ from transfer_manager.rank_process import RankProcess
 from transfer_manager.rank_signal import NUM_SLOTS, RankSignal
 from transfer_manager.supervisor import EXIT_REFUSED, Phase, RankSupervisor
 from transfer_manager.task import (
+    TO_WHO_IS_UP,
     Direction,
     DoneMessage,
     FromRank,
@@ -46,6 +47,10 @@ def _ignore_ready() -> None:
     """For who asks `all_ready` instead."""
 
 
+def ignore_failing(task: TransferTask) -> None:
+    """For tasks that end soon anyway."""
+
+
 class RankIO:
     """`run` is the thread; `lock` guards what others touch: `open`, `num_tasks`, `outbox` and `changed_kv`.
 
@@ -63,16 +68,18 @@ class RankIO:
         on_result: OnResult,
         on_kv_lost: OnKVLost,
         on_ready: Callable[[], None] = _ignore_ready,
+        on_failing: Callable[[TransferTask], None] = ignore_failing,
         optional: bool = False,
         process_name: str = "transfer",
     ) -> None:
         """`spawn(rank, incarnation, queue address)` starts a process. Those that are `optional` may come later: then a
         failed start ends nothing, but for one that refuses its settings. `on_ready` is called each time that all have
-        become ready."""
+        become ready, `on_failing` when a rank has failed a task that others still work on."""
         self._config, self._optional = config, optional
         self.memory, self.kv = memory, kv
         self.needs_token_ids = False
         self._on_result, self._on_kv_lost, self._on_ready = on_result, on_kv_lost, on_ready
+        self._on_failing = on_failing
         self._context = new_context()
         self.ranks = [
             RankSupervisor(rank, config, each.signal, self._new_queue, spawn, process_name=process_name)
@@ -239,6 +246,8 @@ class RankIO:
         result = self._flights.answer(flight, answer, time.monotonic())
         if result is not None:
             self._finish(result)
+        elif answer.error is not None and sum(each.error is not None for each in flight.results) == 1:
+            self._call_back(lambda: self._on_failing(flight.task))
 
     def _fail(self, flight: Flight, rank: int, error: str, *, was_tried: bool = False) -> None:
         """A rank is gone or never got the task: now the engine may write its words, and its waiters hear of it."""
@@ -300,11 +309,14 @@ class RankIO:
 
     def _send(self) -> None:
         for task in self._take_outbox():
+            ranks = self.ranks
             if not self.all_ready.is_set():
-                self._finish(self.refused(task, "a rank is down"))
-                continue
-            flight = self._flights.add(task, range(self._config.tp_size))
-            for rank in self.ranks:
+                ranks = [rank for rank in ranks if rank.is_usable] if task.direction in TO_WHO_IS_UP else []
+                if not ranks:
+                    self._finish(self.refused(task, "a rank is down"))
+                    continue
+            flight = self._flights.add(task, [rank.rank for rank in ranks])
+            for rank in ranks:
                 assert rank.queue is not None
                 try:
                     rank.queue.put(encode(SwapMessage.of(task, rank.incarnation)), task.direction.lane)

@@ -41,6 +41,8 @@ class Direction(Enum):
 
 
 _OUTWARD = (Direction.SWAP_OUT, Direction.WRITE, Direction.SEND, Direction.UPDATE_SEND)
+# Of use even where a rank is down: they end, or go on with, what the others are doing.
+TO_WHO_IS_UP = (Direction.UPDATE_SEND, Direction.END_RECEIVE)
 SWAPS = (Direction.SWAP_IN, Direction.SWAP_OUT, Direction.COPY)  # what a device does
 
 

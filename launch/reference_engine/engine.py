@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from fastdeploy_cache import Match, PrefixCacheManager, Request
-from fastdeploy_cache.errors import CacheError, OutOfBlocksError
-from launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
+from fastdeploy_cache import Match, PrefixCacheManager
+from fastdeploy_cache.errors import CacheError, OutOfBlocksError, PeerError
+from launch.reference_engine.generation import Generation, GenerationError
+from launch.reference_engine.intake import Intake
+from launch.reference_engine.open_transfers import OpenTransfers
 from launch.reference_engine.paged_kv import SequenceChunk
+from launch.reference_engine.receiving import Receives
+from launch.reference_engine.sending import Sends
 
 # Tokens of one step: enough to use the matrix units, few enough that running answers do not stall behind a prompt.
 _STEP_TOKENS = 256
@@ -34,12 +37,13 @@ class Model(Protocol):
         ...
 
 
-class Engine:
+class Engine(Intake):
     """Continuous batching with greedy sampling: match, allocate, run, commit per step, release.
 
     With `overlap` a prompt is computed while its cached prefix is still being loaded: each layer waits for its own.
-    `step` and `run` may be called by one thread, `pause`, `preempt_all` and `resume` by another one, `submit` and
-    `stop` by any.
+    Without `recompute_not_received` a prompt whose blocks do not come from the instance that offered them has failed.
+    `step` and `run` may be called by one thread, `pause`, `preempt_all` and `resume` by another one, what `Intake` has
+    by any.
     """
 
     def __init__(
@@ -51,12 +55,12 @@ class Engine:
         context_length: int,
         max_running: int = 4,
         overlap: bool = True,
+        recompute_not_received: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.cache = cache
+        super().__init__(cache, context_length)
         self._model = model
         self._eos_token_id = eos_token_id
-        self._context_length = context_length
         self._max_running = max_running
         ranks = range(cache.config.transfer.tp_size)
         progress = [cache.layer_progress(rank) for rank in ranks] if overlap and cache.config.layout else []
@@ -65,43 +69,11 @@ class Engine:
         self.load_seconds = self.waited_for_layers_seconds = 0.0
         self._clock = clock
         self._running: list[Generation] = []  # oldest first
-        self._waiting: deque[Generation] = deque()
-        self._changed = threading.Condition()  # guards _waiting and _stopping
-        self._stopping = False
         self._paused = False
         self._step_lock = threading.Lock()  # held while _running changes: by a step, by preempt_all, at the end
-        self._num_submitted = 0
-
-    def submit(self, prompt_token_ids: np.ndarray[Any, Any], max_new_tokens: int) -> Generation:
-        """Queue a prompt.
-
-        Raises:
-            RequestError: an empty prompt or an impossible token.
-            GenerationRefusedError: prompt and answer exceed the context or the GPU pool.
-            GenerationError: the engine has stopped.
-        """
-        num_tokens = len(prompt_token_ids) + max_new_tokens
-        size = self.cache.config.block_size
-        limit = min(self._context_length, self.cache.config.pool_sizes()[0] * size)
-        if max_new_tokens < 1 or num_tokens > limit:
-            raise GenerationRefusedError(
-                f"{len(prompt_token_ids)} prompt tokens and {max_new_tokens} new ones; together they must be at most "
-                f"{limit}, and at least one new"
-            )
-        with self._changed:
-            if self._stopping:
-                raise GenerationError("the engine has stopped")
-            self._num_submitted += 1
-            request = Request(request_id=f"request-{self._num_submitted}", prompt_token_ids=prompt_token_ids)
-        generation = Generation(request, max_new_tokens)
-        self.cache.prefetch(request)  # before anybody can match it
-        with self._changed:
-            if self._stopping:
-                self.cache.end_prefetch(request)
-                raise GenerationError("the engine has stopped")
-            self._waiting.append(generation)
-            self._changed.notify()
-        return generation
+        self._transfers = OpenTransfers(self._wake)
+        self._sends = Sends(cache, self._transfers)
+        self._receives = Receives(cache, self._transfers, max_open=max_running, can_recompute=recompute_not_received)
 
     def step(self) -> bool:
         """Admit what fits and compute one batch, unless paused; False when there is nothing to do."""
@@ -119,20 +91,16 @@ class Engine:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._stopping or (not self._paused and (self._waiting or self._running))
-                    )
+                    self._changed.wait_for(lambda: self._stopping or (not self._paused and self._has_work()))
                     if self._stopping:
                         return
                 self.step()
         finally:
             self._abort_all()
 
-    def stop(self) -> None:
-        """Let `run` return after its present step."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
+    def _has_work(self) -> bool:
+        """What only waits for another instance's blocks wakes `run` when they have come."""
+        return bool(self._running) or any(each.cancelled or not each.is_receiving for each in self._waiting)
 
     def pause(self, timeout_seconds: float) -> bool:
         """Take no further step until `resume`: what is submitted waits, what runs stands still and keeps its blocks.
@@ -166,57 +134,89 @@ class Engine:
                 generation.note_refusal()
 
     def _drop_cancelled(self) -> None:
+        for generation in list(self._running):
+            is_over = generation.send is not None and generation.send.done
+            if is_over and not generation.cancelled:  # early: refused, or its reader has it all
+                self._end_prefill(generation)
         with self._changed:  # a submit meanwhile would change what is iterated over
             cancelled = [g for g in (*self._running, *self._waiting) if g.cancelled]
         for generation in cancelled:
-            if generation in self._running or generation.match is not None:
-                self.cache.release(generation.request)
-            else:
-                self.cache.end_prefetch(generation.request)
+            self._withdraw(generation)
             with self._changed:
                 (self._running if generation in self._running else self._waiting).remove(generation)
             generation.finish("cancelled")
 
+    def _withdraw(self, generation: Generation) -> None:
+        """Give back what it has of the cache, wherever it is."""
+        if generation in self._running or generation.match is not None:
+            self.cache.release(generation.request)
+        else:
+            self.cache.end_prefetch(generation.request)
+            self.cache.cancel_receive(generation.request)
+            self._receives.forget(generation)
+
     # -- admission
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._max_running:
-            generation = self._waiting[0]
-            if not self._try_admit(generation):
-                return
-            with self._changed:
-                self._waiting.popleft()
+        with self._changed:
+            waiting = list(self._waiting)
+        self._transfers.look()
+        for generation in [each for each in waiting if not each.is_receiving]:
+            if len(self._running) == self._max_running:
+                break
+            if self._try_admit(generation):
+                with self._changed:
+                    self._waiting.remove(generation)
+            elif not generation.is_receiving:
+                return  # nobody takes the blocks that it waits for
+        self._receives.begin_next(each for each in waiting if not each.finish_reason)
 
     def _try_admit(self, generation: Generation) -> bool:
         """False when it has to wait: for its loads, or, holding nothing, for blocks. True when it runs or failed."""
         request = generation.request
         try:
+            if not self._receives.is_settled(generation):
+                return False
             match = self._match(generation)
-            if not match.ready and not self._can_overlap(match):
+            if not match.ready and not self._can_overlap(generation, match):
                 return False
             num_matched = len(match.block_ids) + len(match.coming_block_ids)
-            num_missing = self._num_blocks(request.num_tokens) - num_matched
+            num_missing = self._num_blocks(generation.num_wanted_tokens) - num_matched
             generation.is_ahead = not match.ready
             new = self.cache.allocate(request, num_missing, ahead_of_loads=generation.is_ahead)
             if generation.is_ahead:
                 self._follow(match)
                 match = match.poll()
+            if generation.num_offered_tokens:
+                self._sends.offer(generation)
         except OutOfBlocksError as shortage:
-            self.cache.release(request)
+            self._withdraw(generation)
             generation.note_refusal()
-            if self._running:
-                return False
-            if shortage.coming:
-                self.cache.wait_for_transfers(_TRANSFER_WAIT_SECONDS)
+            if self._can_wait(shortage):
                 return False
             generation.finish("error", f"no room for {request.num_tokens} tokens though nothing runs: {shortage}")
             return True
-        except CacheError as error:
+        except (CacheError, PeerError, GenerationError) as error:
+            self._withdraw(generation)
             generation.finish("error", str(error))
             return True
         generation.note_admission(match)
         generation.block_ids += new
         self._running.append(generation)
+        if generation.is_prefilled:  # all was cached
+            self._end_prefill(generation)
+        return True
+
+    def _can_wait(self, shortage: OutOfBlocksError) -> bool:
+        """Whether blocks will come home, with nobody to begin a step meanwhile: then some time has passed."""
+        if self._running or self._receives.give_back():
+            return True
+        if shortage.coming:
+            self.cache.wait_for_transfers(_TRANSFER_WAIT_SECONDS)
+        elif self._transfers.may_give_blocks():
+            self._transfers.wait_end(_TRANSFER_WAIT_SECONDS)
+        else:
+            return False
         return True
 
     def _match(self, generation: Generation) -> Match:
@@ -225,7 +225,7 @@ class Engine:
             generation.note_match(self._clock(), self.cache.match(generation.request), _LOAD_SECONDS)
         assert generation.match is not None
         generation.match = generation.match.poll()
-        if not generation.match.ready and not self._can_overlap(generation.match):
+        if not generation.match.ready and not self._can_overlap(generation, generation.match):
             seconds_left = max(0.0, generation.load_deadline - self._clock())
             if not self._running or not seconds_left:
                 generation.match = generation.match.wait(seconds_left)
@@ -240,10 +240,11 @@ class Engine:
 
         match.on_ready(note)
 
-    def _can_overlap(self, match: Match) -> bool:
-        """Whether all that is coming is followed layer by layer."""
+    def _can_overlap(self, generation: Generation, match: Match) -> bool:
+        """Whether all that is coming is followed layer by layer. A prefill offers what is there, so it waits."""
         num_coming = len(match.coming_block_ids) * self.cache.config.block_size
-        return bool(self._progress) and 0 < num_coming == match.num_coming_tokens
+        can_follow = bool(self._progress) and not generation.num_offered_tokens
+        return can_follow and 0 < num_coming == match.num_coming_tokens
 
     # -- one step
 
@@ -253,7 +254,7 @@ class Engine:
         for generation in list(self._running):
             if generation not in self._running:  # preempted for an older one
                 continue
-            num_tokens = min(generation.request.num_tokens - generation.num_computed_tokens, max(budget, 1))
+            num_tokens = min(generation.num_wanted_tokens - generation.num_computed_tokens, max(budget, 1))
             if budget and self._has_room(generation, generation.num_computed_tokens + num_tokens):
                 batch.append((generation, num_tokens))
                 budget = max(0, budget - num_tokens)
@@ -275,9 +276,15 @@ class Engine:
         return True
 
     def _preempt(self, generation: Generation) -> None:
-        """Give everything back; it is matched again later, over its prompt and what it has said so far."""
+        """Give everything back; it is matched again later, over its prompt and what it has said so far.
+
+        A prefill ends: its offer has failed with the release, and who has it computes the prompt or asks again.
+        """
         self.cache.release(generation.request)
         self._running.remove(generation)
+        if generation.num_offered_tokens:
+            generation.finish("error", "its blocks were taken back before they were computed")
+            return
         generation.block_ids, generation.is_ahead, generation.load_ids, generation.match = [], False, (), None
         with self._changed:
             self._waiting.appendleft(generation)
@@ -290,13 +297,21 @@ class Engine:
             blocks = np.array(generation.block_ids, dtype=np.int32)
             chunks.append(SequenceChunk(tokens[start : start + num_tokens], start, blocks))
         arrived = {generation: True for generation, _ in batch if generation.is_ahead}
-        logits = self._model.forward(chunks, self._layer_waiter(arrived))
+        wait, mark = self._layer_waiter(arrived), self._sends.begin_step(batch)
+
+        def before_layer(layer: int) -> None:
+            mark(layer)  # those before it are written
+            wait(layer)
+
+        logits = self._model.forward(chunks, before_layer)
         for (generation, num_tokens), scores in zip(batch, logits, strict=True):
             if generation.is_ahead and not self._confirm(generation, arrived[generation]):
                 continue
             generation.num_computed_tokens += num_tokens
             self.cache.commit(generation.request, generation.num_computed_tokens)
-            if generation.num_computed_tokens == generation.request.num_tokens:
+            if generation.is_prefilled:
+                self._end_prefill(generation)
+            elif generation.num_computed_tokens == generation.request.num_tokens:
                 self._sample(generation, int(scores.argmax()))
 
     def _layer_waiter(self, arrived: dict[Generation, bool]) -> Callable[[int], None]:
@@ -332,16 +347,26 @@ class Engine:
             self.cache.release(generation.request)
             generation.finish("stop" if is_last else "length")
 
+    def _end_prefill(self, generation: Generation) -> None:
+        """All of it is computed, or its send has ended before. The blocks stay until they have been read."""
+        send = generation.send
+        assert send is not None
+        self._running.remove(generation)
+        self.cache.release(generation.request)
+        if generation.cancelled:  # who did so before there was a send could not end it
+            self.cache.cancel_send(send)
+        if send.done and not send.succeeded:
+            generation.finish("error", f"nobody reads its blocks any more: {send.reason}: {send.error}")
+        else:
+            generation.finish("sent")
+
     def _abort_all(self) -> None:
         with self._changed:
             self._stopping = True  # nobody joins them any more
         with self._step_lock:
             unfinished = [*self._running, *self._waiting]
             for generation in unfinished:
-                if generation in self._running or generation.match is not None:
-                    self.cache.release(generation.request)
-                else:
-                    self.cache.end_prefetch(generation.request)
+                self._withdraw(generation)
             self._running = []
             self._waiting.clear()
         for generation in unfinished:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from dataclasses import dataclass, field
 
 from fastdeploy_cache import Match, Request
+from fastdeploy_cache.peer_transfer import Receive, Send
 
 
 class GenerationError(Exception):
@@ -21,14 +23,15 @@ class GenerationRefusedError(GenerationError):
 class Generation:
     """A request on its way through the engine.
 
-    The engine thread fills it; any one other thread may take its tokens with `next_token`.
+    The engine thread fills it; any one other thread may take its tokens with `next_token`. A prefill has no tokens, but
+    a send (`wait_send`).
     """
 
     request: Request
     max_new_tokens: int
     output: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop" (end token), "length", "cancelled" or "error"
-    cancelled: bool = False  # set by whoever no longer wants the answer
+    finish_reason: str | None = None  # "stop" (end token), "length", "sent" (a prefill), "cancelled" or "error"
+    cancelled: bool = False  # see `Engine.cancel`
     error: str | None = None
     # of its first admission
     num_gpu_tokens: int = 0
@@ -43,7 +46,29 @@ class Generation:
     num_computed_tokens: int = 0
     is_ahead: bool = False  # it runs on blocks that have yet to be confirmed
     load_ids: tuple[int, ...] = ()  # of the loads that bring them
+    # of other instances
+    num_offered_tokens: int = 0  # a prefill: so many are computed, for another instance, and none is sampled
+    send: Send | None = None
+    offer: bytes | None = None  # of another instance's blocks, that is still to be taken
+    receive: Receive | None = None  # what comes of it, until the match
+    receive_error: str | None = None  # why nothing has come
+    _offered: threading.Event = field(default_factory=threading.Event)
     _tokens: queue.SimpleQueue[int | None] = field(default_factory=queue.SimpleQueue)
+
+    @property
+    def num_wanted_tokens(self) -> int:
+        """To be computed before it is sampled, or has been sent."""
+        return self.num_offered_tokens or self.request.num_tokens
+
+    @property
+    def is_prefilled(self) -> bool:
+        """A prefill of which all is computed."""
+        return 0 < self.num_offered_tokens == self.num_computed_tokens
+
+    @property
+    def is_receiving(self) -> bool:
+        """Blocks of another instance are on their way: it is not to be matched yet."""
+        return self.receive is not None and not self.receive.done
 
     @property
     def num_cached_tokens(self) -> int:
@@ -96,10 +121,28 @@ class Generation:
         self.output.append(token_id)
         self._tokens.put(token_id)
 
+    def note_send(self, send: Send) -> None:
+        """Its blocks are offered; they are computed from now on."""
+        self.send = send
+        self._offered.set()
+
     def finish(self, reason: str, error: str | None = None) -> None:
         """No more tokens."""
         self.finish_reason, self.error = reason, error
         self._tokens.put(None)
+        self._offered.set()
+
+    def wait_send(self, timeout_seconds: float) -> Send:
+        """The send of a prefill, once its blocks are offered.
+
+        Raises:
+            GenerationError: the engine failed it, or the time is over.
+        """
+        if not self._offered.wait(timeout_seconds):
+            raise GenerationError(f"not begun within {timeout_seconds} s; the engine is overloaded, paused or asleep")
+        if self.send is None:
+            raise GenerationError(self.error or "the request was cancelled")
+        return self.send
 
     def next_token(self, timeout_seconds: float) -> int | None:
         """The next token, None after the last.

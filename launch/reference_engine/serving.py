@@ -26,7 +26,9 @@ def cpu_shard(cache: PrefixCacheManager, rank: int) -> KVShard:
 
 
 @contextlib.contextmanager
-def running_engine(files: ModelFiles, config: CacheConfig, max_running: int = 4) -> Iterator[Engine]:
+def running_engine(
+    files: ModelFiles, config: CacheConfig, max_running: int = 4, *, recompute_not_received: bool = True
+) -> Iterator[Engine]:
     """An engine that holds all ranks' shards in one process.
 
     Its KV arrays are views on the ranks' shared memory or, with the device `cuda`, on the GPU of rank 0.
@@ -54,6 +56,7 @@ def running_engine(files: ModelFiles, config: CacheConfig, max_running: int = 4)
             eos_token_id=files.spec.eos_token_id,
             context_length=files.spec.context_length,
             max_running=max_running,
+            recompute_not_received=recompute_not_received,
         )
         engines.append(engine)
         yield engine

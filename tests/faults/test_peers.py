@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -256,4 +258,27 @@ def test_cancelled_from_either_side(rig: Rig) -> None:
         prefill.release(name)
     assert decode.wait_receive("c")[0] and decode.serve("c") == NUM_BLOCKS * BLOCK_SIZE
     decode.cache.cancel_receive(decode.receives.pop("b")[1])
+    assert prefill.check() == decode.check() == NONE_HELD
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_one_rank_of_several_is_killed(rig: Rig, side: str) -> None:
+    """The other ranks hear of it at once: both sides end while the prompt is still being computed, and the rank comes
+    back for the next request."""
+    prefill, decode = rig.here("prefill", tp_size=2), rig.here("decode", tp_size=2)
+    decode.receive("a", TOKENS, prefill.offer("a", TOKENS))
+    prefill.compute("a", 8)
+    decode.wait_for_blocks("a", 2)
+    cache = (prefill if side == "prefill" else decode).cache
+    pid = cache.peer_statuses()[1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert not decode.wait_receive("a")[0] and not prefill.wait_send("a")[0]
+    prefill.release("a")
+    assert decode.serve("a") == 0
+    assert cache.wait_for_peers(SECONDS)
+    decode.receive("b", TOKENS, prefill.offer("b", TOKENS))
+    prefill.compute("b", len(TOKENS))
+    prefill.release("b")
+    assert decode.wait_receive("b") == [True, None, None] and decode.serve("b") == NUM_BLOCKS * BLOCK_SIZE
     assert prefill.check() == decode.check() == NONE_HELD

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ipc.peer_channel import load_keys
 from tests.launch.reference import needs_model
 
 CLI = [sys.executable, "-c", "from launch.cli import main; main()"]
@@ -67,6 +68,32 @@ def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
     result = run("demo", "--ranks", "2")
     assert result.returncode == 1
     assert result.stderr.strip().endswith("--ranks is 2; the model has 3 KV heads, so use 1 or 3")
+
+
+def test_peer_keys_says_what_goes_where(tmp_path: Path) -> None:
+    """A key pair that the cache accepts, and the file that other hosts need; a second pair is not made over it."""
+    result = run("peer-keys", str(tmp_path / "keys"))
+    assert result.returncode == 0
+    assert load_keys(tmp_path / "keys").public
+    assert f"copy {tmp_path / 'keys' / 'own.key'} " in result.stdout
+    again = run("peer-keys", str(tmp_path / "keys"))
+    assert (again.returncode, len(again.stderr.splitlines())) == (1, 1)
+    assert "has keys already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--role", "both"], "use mixed, prefill or decode"),
+        (["serve", "--on-receive-failure", "wait"], "use recompute or fail"),
+        (["route", "--decode", "localhost"], "use http://HOST:PORT"),
+    ],
+)
+def test_what_roles_and_routes_cannot_be(arguments: list[str], words: str) -> None:
+    """Wrong usage names what would be right."""
+    result = run(*arguments)
+    assert result.returncode in (1, 2)
+    assert words in " ".join(result.stderr.replace("│", " ").split())
 
 
 @needs_model

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -78,6 +81,56 @@ def test_a_server_that_cannot_start_is_reported(environment: dict[str, str]) -> 
     assert result.returncode == 1
     assert "3 KV heads neither divide by 2 ranks" in result.stderr
     assert run("status.sh", environment=environment).returncode == 3
+
+
+def test_a_group_of_prefill_and_decode(environment: dict[str, str], tmp_path: Path) -> None:
+    """Started, it answers through the router; it is not started twice; a member that dies shows; stopped, it leaves no
+    process, no pid file, no folder of sockets."""
+    script = "start_prefill_decode.sh"
+    with tempfile.TemporaryDirectory(prefix="group-") as sockets:  # a short path: addresses are
+        environment["TMPDIR"] = sockets
+        _try_group(script, environment, tmp_path)
+        assert not list(Path(sockets).iterdir())
+
+
+def _try_group(script: str, environment: dict[str, str], tmp_path: Path) -> None:
+    assert run(script, "--status", environment=environment).returncode == 3
+    arguments = ["--prefill", "2", "--port", "0", "--set", "num_gpu_blocks=256", "--set", "num_cpu_blocks=0"]
+    result = run(script, *arguments, environment=environment)
+    try:
+        assert result.returncode == 0, result.stdout + result.stderr
+        url = re.search(r"ready: API (\S+)", result.stdout)
+        assert url is not None
+        chat = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}'
+        with urllib.request.urlopen(url.group(1), chat, timeout=60) as answer:
+            assert answer.status == 200
+        second = run(script, environment=environment)
+        assert (second.returncode, "already running" in second.stderr) == (1, True)
+        folder = tmp_path / "run" / "prefill_decode"
+        pids = {path.stem: int(path.read_text()) for path in folder.glob("*.pid")}
+        assert set(pids) == {"prefill-0", "prefill-1", "decode-0", "router"}
+        handles = {name: os.pidfd_open(pid) for name, pid in pids.items()}
+        os.kill(pids["prefill-1"], signal.SIGTERM)
+        assert select.select([handles["prefill-1"]], [], [], 30)[0]
+        status = run(script, "--status", environment=environment)
+        assert (status.returncode, "prefill-1: NOT RUNNING" in status.stdout) == (4, True)
+    finally:
+        stopped = run(script, "--stop", environment=environment)
+    assert (stopped.returncode, stopped.stdout) == (0, "== stopped\n"), stopped.stderr
+    assert not list(folder.glob("*.pid"))
+    for handle in handles.values():
+        assert select.select([handle], [], [], 5)[0], "it runs on"
+        os.close(handle)
+
+
+def test_a_group_that_cannot_start_leaves_nothing(environment: dict[str, str], tmp_path: Path) -> None:
+    """The reason from the log; whoever had started is stopped."""
+    result = run("start_prefill_decode.sh", "--prefill-ranks", "2", environment=environment)
+    assert result.returncode == 1
+    assert "3 KV heads neither divide by 2 ranks" in result.stderr
+    assert not list((tmp_path / "run" / "prefill_decode").glob("*.pid"))
+    wrong = run("start_prefill_decode.sh", "--prefill", "none", environment=environment)
+    assert (wrong.returncode, wrong.stderr) == (1, "error: --prefill is 'none'; give a number from 1 on\n")
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")

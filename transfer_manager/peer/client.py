@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from transfer_manager.layout import RankLayout
 from transfer_manager.peer.config import PeerConfig
 from transfer_manager.peer.peer_signal import PeerSignal, StepProgress
 from transfer_manager.process_client import ProcessClient
-from transfer_manager.rank_io import RankIO
+from transfer_manager.rank_io import RankIO, ignore_failing
 from transfer_manager.rank_kv import RankKV
 from transfer_manager.rank_process import RankProcess
 from transfer_manager.rank_signal import RankSignal
@@ -37,8 +37,10 @@ class PeerClient(Protocol):
     addresses: tuple[str, ...]  # of the ranks' control sockets
     public_key: bytes
 
-    def start(self, on_result: OnResult) -> None:
+    def start(self, on_result: OnResult, on_failing: Callable[[TransferTask], None] = ignore_failing) -> None:
         """Start the processes. One that dies is started again and again, and tasks fail until then.
+
+        `on_failing` gets a send or a receive that a rank has failed while others still work on it.
 
         Raises:
             PeerRefusedError: the settings are wrong; everything is gone again.
@@ -152,7 +154,7 @@ class PeerProcesses(ProcessClient):
         host, _, port = self._peer.listen.rpartition(":")
         return f"{host}:{int(port) + rank}"
 
-    def start(self, on_result: OnResult) -> None:
+    def start(self, on_result: OnResult, on_failing: Callable[[TransferTask], None] = ignore_failing) -> None:
         io = RankIO(
             self._config,
             spawn=self._spawn,
@@ -160,6 +162,7 @@ class PeerProcesses(ProcessClient):
             kv=self._kv,
             on_result=on_result,
             on_kv_lost=ignore_kv_lost,
+            on_failing=on_failing,
             optional=True,
             process_name="peer",
         )

@@ -1,0 +1,96 @@
+"""How requests come to the engine, and what waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from fastdeploy_cache import PrefixCacheManager, Request
+from launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
+
+
+class Intake:
+    """The part of `Engine` that callers of any thread use."""
+
+    def __init__(self, cache: PrefixCacheManager, context_length: int) -> None:
+        self.cache = cache
+        self._context_length = context_length
+        self._waiting: deque[Generation] = deque()
+        self._changed = threading.Condition()  # guards _waiting and _stopping
+        self._stopping = False
+        self._num_submitted = 0
+
+    def submit(
+        self, prompt_token_ids: np.ndarray[Any, Any], max_new_tokens: int, offer: bytes | None = None
+    ) -> Generation:
+        """Queue a prompt. With an `offer` (`Send.offer` of another instance) its blocks are received first.
+
+        Raises:
+            RequestError: an empty prompt or an impossible token.
+            GenerationRefusedError: prompt and answer exceed the context or the GPU pool.
+            GenerationError: the engine has stopped.
+        """
+        num_tokens, limit = len(prompt_token_ids) + max_new_tokens, self._max_tokens
+        if max_new_tokens < 1 or num_tokens > limit:
+            raise GenerationRefusedError(
+                f"{len(prompt_token_ids)} prompt tokens and {max_new_tokens} new ones; together they must be at most "
+                f"{limit}, and at least one new"
+            )
+        return self._enqueue(Generation(self._new_request(prompt_token_ids), max_new_tokens, offer=offer))
+
+    def submit_prefill(self, prompt_token_ids: np.ndarray[Any, Any]) -> Generation:
+        """Queue a prompt whose full blocks are computed for another instance; see `Generation.wait_send`.
+
+        Raises:
+            RequestError: an impossible token.
+            GenerationRefusedError: no full block, or more than the context or the GPU pool holds.
+            GenerationError: the engine has stopped.
+        """
+        num_tokens, size = len(prompt_token_ids), self.cache.config.block_size
+        if not size <= num_tokens <= self._max_tokens:
+            raise GenerationRefusedError(f"{num_tokens} prompt tokens; give {size} to {self._max_tokens}")
+        num_offered_tokens = num_tokens // size * size  # what is behind them is the other instance's
+        return self._enqueue(Generation(self._new_request(prompt_token_ids), 0, num_offered_tokens=num_offered_tokens))
+
+    def cancel(self, generation: Generation) -> None:
+        """Nobody wants it any more: it ends, and what is sent of it, with the next step."""
+        generation.cancelled = True
+        if generation.send is not None:
+            self.cache.cancel_send(generation.send)
+        self._wake()
+
+    @property
+    def _max_tokens(self) -> int:
+        config = self.cache.config
+        return min(self._context_length, config.pool_sizes()[0] * config.block_size)
+
+    def _new_request(self, prompt_token_ids: np.ndarray[Any, Any]) -> Request:
+        with self._changed:
+            if self._stopping:
+                raise GenerationError("the engine has stopped")
+            self._num_submitted += 1
+            return Request(request_id=f"request-{self._num_submitted}", prompt_token_ids=prompt_token_ids)
+
+    def _enqueue(self, generation: Generation) -> Generation:
+        if generation.offer is None:  # else its blocks need not be anywhere here
+            self.cache.prefetch(generation.request)  # before anybody can match it
+        with self._changed:
+            if self._stopping:
+                self.cache.end_prefetch(generation.request)
+                raise GenerationError("the engine has stopped")
+            self._waiting.append(generation)
+            self._changed.notify()
+        return generation
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Let `run` return after its present step."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()

@@ -1,0 +1,95 @@
+"""Prompts whose blocks another instance computes: received while they wait, and matched after that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from fastdeploy_cache import PrefixCacheManager
+from fastdeploy_cache.errors import CacheError, OutOfBlocksError, PeerError
+from launch.reference_engine.generation import Generation, GenerationError
+from launch.reference_engine.open_transfers import OpenTransfers
+
+logger = logging.getLogger(__name__)
+
+
+class Receives:
+    """Who holds blocks here waits for none: receives begin in the order of the queue, and what has landed is given up
+    where nothing else can go on. The engine thread's."""
+
+    def __init__(
+        self, cache: PrefixCacheManager, transfers: OpenTransfers, *, max_open: int, can_recompute: bool
+    ) -> None:
+        """At most `max_open` prompts hold blocks before they run. Without `can_recompute` a prompt whose blocks do not
+        come has failed."""
+        self._cache, self._transfers = cache, transfers
+        self._max_open, self._can_recompute = max_open, can_recompute
+        self._open: list[Generation] = []  # oldest first: on the way, or landed and not matched
+
+    def begin_next(self, waiting: Iterable[Generation]) -> None:
+        """Begin those that are next, as far as there is room."""
+        for generation in waiting:
+            if generation.offer is not None:
+                if len(self._open) >= self._max_open:
+                    return
+                try:
+                    self._begin(generation)
+                except CacheError:  # it is asked again when it is its turn
+                    return
+
+    def is_settled(self, generation: Generation) -> bool:
+        """Whether it can be matched now; False while its blocks are on their way. Each answer True is for one match.
+
+        Raises:
+            OutOfBlocksError: no room to receive them now.
+            GenerationError: they did not come, and are not to be computed here.
+        """
+        if generation.offer is not None:
+            self._begin(generation)
+        if generation.is_receiving:
+            return False
+        if generation.receive is not None:
+            receive = generation.receive
+            self.forget(generation)
+            if not receive.succeeded:
+                generation.receive_error = f"{receive.reason}: {receive.error}"
+        if generation.receive_error is not None:
+            self._do_without(generation)
+        return True
+
+    def give_back(self) -> bool:
+        """Let the blocks that have come for the youngest be evicted; False where nobody has any."""
+        for generation in reversed(self._open):
+            if generation.receive is not None and generation.receive.succeeded:
+                self._cache.cancel_receive(generation.request)
+                self.forget(generation)
+                return True
+        return False
+
+    def forget(self, generation: Generation) -> None:
+        """It is being matched, or has gone."""
+        if generation.receive is not None:
+            self._open.remove(generation)
+            generation.receive = None
+
+    def _begin(self, generation: Generation) -> None:
+        """Raises `OutOfBlocksError`: then the offer stays for another time."""
+        assert generation.offer is not None
+        try:
+            receive = self._cache.receive(generation.request, generation.offer)
+        except OutOfBlocksError:
+            raise
+        except (PeerError, CacheError) as error:  # refused, or the peer processes are down: not worth waiting for
+            generation.offer, generation.receive_error = None, str(error)
+            return
+        generation.offer, generation.receive = None, receive
+        self._open.append(generation)
+        self._transfers.add(receive)
+
+    def _do_without(self, generation: Generation) -> None:
+        request, error, generation.receive_error = generation.request, generation.receive_error, None
+        action = "recompute" if self._can_recompute else "fail"
+        logger.warning("event=not_received request=%s action=%s error=%r", request.request_id, action, error)
+        if not self._can_recompute:
+            raise GenerationError(f"the blocks of another instance did not come: {error}")
+        self._cache.prefetch(request)  # it was not, as the blocks were to come

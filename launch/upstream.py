@@ -1,0 +1,131 @@
+"""Requests of the router to instances, given up when the client that they are for has gone."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import select
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Self
+from urllib.parse import urlsplit
+
+from launch.errors import LaunchError
+
+_CONNECT_SECONDS = 5.0
+_PIECE_BYTES = 65536
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Instances:
+    """URLs of instances of one role, used in turn. Any thread."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        """Raises `LaunchError` for what is no http://HOST:PORT."""
+        self._places = [_place(url) for url in urls]
+        self._turns = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def in_turn(self) -> Iterator[tuple[str, int]]:
+        """Each once, as host and port; a call later the next one is first."""
+        turn = next(self._turns)
+        return (self._places[(turn + index) % len(self)] for index in range(len(self)))
+
+
+def _place(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "http" or not parts.hostname or port is None or parts.path.strip("/"):
+        raise LaunchError(f"{url!r} is no instance's URL; use http://HOST:PORT")
+    return parts.hostname, port
+
+
+class Question(NamedTuple):
+    """What an instance is asked, and how long its answer may take to begin, and each piece of it."""
+
+    method: str
+    path: str
+    body: bytes | None
+    timeout_seconds: float
+
+
+class Upstream:
+    """One request to an instance; its answer is read in one of two ways. A context: at the end it is closed, and an
+    instance that still works for it will notice.
+
+    Every method raises:
+        OSError, http.client.HTTPException: it cannot be reached, or does not answer in time.
+        ClientGoneError: the client has gone first.
+    """
+
+    def __init__(self, place: tuple[str, int], question: Question, client: socket.socket) -> None:
+        self._client: socket.socket | None = client
+        self._timeout_seconds = question.timeout_seconds
+        seconds = min(_CONNECT_SECONDS, question.timeout_seconds)
+        self._connection = http.client.HTTPConnection(*place, timeout=seconds)
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        try:
+            self._connection.request(question.method, question.path, question.body, headers)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def answer(self) -> tuple[int, bytes]:
+        """Status and whole body of a short answer."""
+        self._wait()
+        response = self._connection.getresponse()
+        return response.status, response.read()
+
+    def pieces(self) -> Iterator[bytes]:
+        """The whole answer as it comes, headers and all; empty where the instance ends without one."""
+        upstream = self._connection.sock
+        while True:
+            self._wait()
+            piece = upstream.recv(_PIECE_BYTES)
+            if not piece:
+                return
+            yield piece
+
+    def _wait(self) -> None:
+        """Until the instance has something to say."""
+        upstream, until = self._connection.sock, time.monotonic() + self._timeout_seconds
+        while True:
+            readable = _readable([upstream, self._client], until - time.monotonic())
+            if self._client in readable:
+                self._check_client()
+            if upstream in readable:
+                return
+            if not readable:
+                raise TimeoutError(f"no answer within {self._timeout_seconds} s")
+
+    def _check_client(self) -> None:
+        assert self._client is not None
+        try:
+            said = self._client.recv(1, socket.MSG_PEEK)
+        except OSError as error:
+            raise ClientGoneError from error
+        if not said:
+            raise ClientGoneError
+        self._client = None  # its next request: there is no waiting for its end then
+
+
+def _readable(sockets: Sequence[socket.socket | None], timeout_seconds: float) -> list[socket.socket]:
+    poll, found = select.poll(), {each.fileno(): each for each in sockets if each is not None}
+    for number in found:
+        poll.register(number, select.POLLIN)
+    return [found[number] for number, _ in poll.poll(max(0.0, timeout_seconds) * 1000)]

@@ -1,0 +1,308 @@
+"""Prompts computed by one engine and answered by another: real caches and peer processes under a model of integers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+
+from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, TransferConfig
+from launch.reference_engine.engine import Engine
+from launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
+from launch.reference_engine.paged_kv import SequenceChunk
+from tests.launch.test_engine import EOS, SIZE, VOCABULARY, expected, next_token
+from transfer_manager.peer.config import PeerConfig
+
+NUM_LAYERS = 3
+SECONDS = 20.0
+PROMPT = list(range(1, 23))  # five full blocks and two tokens
+LONG = [token % VOCABULARY for token in range(301)]  # more than one step
+
+
+class LayerModel:
+    """Keys and values of a token are the token and its layer, on all heads; what comes next depends on all of them."""
+
+    def __init__(self, cache: PrefixCacheManager) -> None:
+        self._views = [cache.kv_views(rank) for rank in range(cache.config.transfer.tp_size)]
+        self.num_computed_tokens = 0
+        self.on_layer: Callable[[int], None] = lambda _: None
+
+    def forward(self, chunks: Sequence[SequenceChunk], before_layer: Callable[[int], None]) -> np.ndarray:
+        contexts: list[set[tuple[int, ...]]] = [set() for _ in chunks]
+        self.num_computed_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        for layer in range(NUM_LAYERS):
+            before_layer(layer)
+            self.on_layer(layer)
+            for chunk, found in zip(chunks, contexts, strict=True):
+                positions = np.arange(chunk.end)
+                where = chunk.block_ids[positions // SIZE], positions % SIZE
+                new = where[0][chunk.start :], where[1][chunk.start :]
+                for views in self._views:
+                    for part, factor in (("key", 1), ("value", -1)):
+                        array = views[layer][part]
+                        array[new] = (factor * (chunk.token_ids + layer * VOCABULARY))[:, None, None]
+                        heads = factor * array[where][:, :, 0].astype(int) - layer * VOCABULARY
+                        found.update(tuple(heads[:, head]) for head in range(heads.shape[1]))
+        logits = np.zeros((len(chunks), VOCABULARY), np.float32)
+        for row, found in zip(logits, contexts, strict=True):
+            assert len(found) == 1, "ranks, heads or layers disagree"
+            row[next_token(found.pop())] = 1.0
+        return logits
+
+
+class Instance:
+    """A cache, its engine and the thread that runs it."""
+
+    def __init__(self, role: str, tp_size: int, num_gpu: int = 100, *, max_running: int = 4, recompute: bool = True):
+        config = CacheConfig(
+            block_size=SIZE,
+            num_gpu_blocks=num_gpu,
+            layout=KVLayout(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=1, dtype="float32"),
+            transfer=TransferConfig(tp_size=tp_size),
+            role=role,
+            peer=PeerConfig(weights_id="integers", name=role, silence_timeout_seconds=2.0),
+        )
+        self.cache = PrefixCacheManager(config)
+        self.model = LayerModel(self.cache)
+        self.engine = Engine(
+            self.cache,
+            self.model,
+            eos_token_id=EOS,
+            context_length=1000,
+            max_running=max_running,
+            recompute_not_received=recompute,
+        )
+        self._thread = threading.Thread(target=self.engine.run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.engine.stop()
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive()
+        self.cache.check_invariants()
+        assert self.cache.stats().num_requests == 0
+        self.cache.close()
+
+    def offer(self, prompt: Sequence[int]) -> tuple[Generation, bytes]:
+        generation = self.engine.submit_prefill(np.array(prompt))
+        return generation, generation.wait_send(SECONDS).offer
+
+    def num_bytes(self, direction: str) -> float:
+        name = "fastdeploy_cache_peer_bytes"
+        samples = [s for family in self.cache.metrics.collect() if family.name == name for s in family.samples]
+        return sum(sample.value for sample in samples if sample.labels["direction"] == direction)
+
+
+@contextmanager
+def instances(*wanted: Callable[[], Instance]) -> Iterator[list[Instance]]:
+    with ExitStack() as stack:
+        made = []
+        for make in wanted:
+            made.append(make())
+            stack.callback(made[-1].close)
+        yield made
+
+
+def all_tokens(generation: Generation) -> list[int]:
+    while generation.next_token(SECONDS) is not None:
+        pass
+    return generation.output
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (2, 1), (1, 2)])
+def test_the_answer_is_the_one_computed_alone(num_prefill: int, num_decode: int) -> None:
+    """Whatever the ranks of both sides: the blocks come, only what is behind them is computed, every token is right;
+    and of a prompt that goes on, only the new blocks are sent."""
+    with instances(lambda: Instance("prefill", num_prefill), lambda: Instance("decode", num_decode)) as (there, here):
+        sent = []
+        for prompt in (PROMPT, [*PROMPT, *expected(PROMPT, 4), 7, 8, 9]):
+            before, computed = here.num_bytes("receive"), here.model.num_computed_tokens
+            prefill, offer = there.offer(prompt)
+            answer = here.engine.submit(np.array(prompt), 8, offer)
+            assert all_tokens(answer) == expected(prompt, 8)
+            assert answer.num_gpu_tokens == len(prompt) // SIZE * SIZE
+            assert here.model.num_computed_tokens - computed == len(prompt) % SIZE + len(answer.output) - 1
+            assert prefill.next_token(SECONDS) is None
+            assert prefill.finish_reason == "sent"
+            assert prefill.send is not None
+            assert prefill.send.wait(SECONDS)
+            sent.append((here.num_bytes("receive") - before) / (NUM_LAYERS * 2 * 2 * 4 * SIZE))
+        assert sent == [5, 1]  # the second is 7 blocks, 6 of which the first and its answer have filled
+
+
+class Gate:
+    """Holds an instance's model before a layer until it is opened."""
+
+    def __init__(self, instance: Instance, layer: int) -> None:
+        self._layer, self._reached, self._open = layer, threading.Event(), threading.Event()
+        instance.model.on_layer = self._pass
+
+    def _pass(self, layer: int) -> None:
+        if layer == self._layer:
+            self._reached.set()
+            assert self._open.wait(SECONDS)
+
+    def wait_reached(self) -> None:
+        assert self._reached.wait(SECONDS)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def wait_arrived(here: Instance, layer: int) -> None:
+    """Until another process has written into that layer: it has nothing to wait on."""
+    keys, until = here.cache.kv_views(0)[layer]["key"], time.monotonic() + SECONDS
+    while not keys.any():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def prefill() -> Instance:
+    return Instance("prefill", 1)
+
+
+def decode() -> Instance:
+    return Instance("decode", 1)
+
+
+def decode_or_fail() -> Instance:
+    return Instance("decode", 1, recompute=False)
+
+
+def test_what_decode_has_is_not_sent() -> None:
+    """The same prompt again: not a byte, and the same answer."""
+    with instances(prefill, decode) as (there, here):
+        for num_times in range(2):
+            before = here.num_bytes("receive")
+            _, offer = there.offer(PROMPT)
+            assert all_tokens(here.engine.submit(np.array(PROMPT), 4, offer)) == expected(PROMPT, 4)
+            assert (here.num_bytes("receive") > before) == (num_times == 0)
+
+
+def test_layers_arrive_while_the_step_computes_the_next_ones() -> None:
+    """The first step stands still before its last layer: those before it come across all the same."""
+    with instances(prefill, decode) as (there, here):
+        gate = Gate(there, NUM_LAYERS - 1)
+        _, offer = there.offer(PROMPT)
+        gate.wait_reached()
+        answer = here.engine.submit(np.array(PROMPT), 4, offer)
+        wait_arrived(here, NUM_LAYERS - 2)
+        assert not here.cache.kv_views(0)[NUM_LAYERS - 1]["key"].any()
+        gate.open()
+        assert all_tokens(answer) == expected(PROMPT, 4)
+
+
+@pytest.mark.parametrize("here_type", [decode, decode_or_fail])
+def test_a_send_that_fails_midway(here_type: Callable[[], Instance]) -> None:
+    """The prompt is computed where it was to be received, or the request fails with the reason, as was chosen; the next
+    one is received again."""
+    with instances(prefill, here_type) as (there, here):
+        gate = Gate(there, 1)
+        generation, offer = there.offer(LONG)
+        gate.wait_reached()
+        answer = here.engine.submit(np.array(LONG), 4, offer)
+        wait_arrived(here, 0)
+        there.engine.cancel(generation)
+        gate.open()
+        if here_type is decode:
+            assert all_tokens(answer) == expected(LONG, 4)
+        else:
+            with pytest.raises(GenerationError, match="did not come: cancelled"):
+                all_tokens(answer)
+        assert generation.next_token(SECONDS) is None
+        assert generation.finish_reason == "cancelled"
+        _, offer = there.offer(PROMPT[::-1])
+        assert all_tokens(here.engine.submit(np.array(PROMPT[::-1]), 4, offer)) == expected(PROMPT[::-1], 4)
+
+
+@pytest.mark.parametrize("here_type", [decode, decode_or_fail])
+def test_an_offer_that_is_none_or_of_another_prompt(here_type: Callable[[], Instance]) -> None:
+    """Refused at once, and treated as one that does not come."""
+    with instances(prefill, here_type) as (there, here):
+        _, other = there.offer(PROMPT[::-1])
+        for offer, words in ((b"nothing", "no offer"), (other, "another prompt")):
+            answer = here.engine.submit(np.array(PROMPT), 4, offer)
+            if here_type is decode:
+                assert all_tokens(answer) == expected(PROMPT, 4)
+            else:
+                with pytest.raises(GenerationError, match=words):
+                    all_tokens(answer)
+
+
+def test_cancelled_while_it_is_received() -> None:
+    """It ends at once though nothing else happens, its blocks go home, and the other side stops as well."""
+    with instances(prefill, decode) as (there, here):
+        gate = Gate(there, 1)
+        generation, offer = there.offer(LONG)
+        gate.wait_reached()
+        num_free = here.cache.stats().gpu.by_state()["free"]
+        answer = here.engine.submit(np.array(LONG), 4, offer)
+        wait_arrived(here, 0)
+        receive = answer.receive
+        assert receive is not None
+        here.engine.cancel(answer)
+        assert answer.next_token(SECONDS) is None
+        assert answer.finish_reason == "cancelled"
+        assert generation.send is not None
+        generation.send.wait(SECONDS)
+        gate.open()
+        with pytest.raises(GenerationError, match="nobody reads its blocks any more: cancelled"):
+            generation.next_token(SECONDS)
+        assert there.model.num_computed_tokens < len(LONG)
+        receive.wait(SECONDS)
+        assert (receive.reason, here.cache.stats().gpu.by_state()["free"]) == ("cancelled", num_free)
+
+
+def test_a_prompt_taken_back_is_computed_by_the_other() -> None:
+    """What a sleep or new weights do to a prompt that is being computed: its send fails, the answer is right."""
+    with instances(prefill, decode) as (there, here):
+        gate = Gate(there, 1)
+        generation, offer = there.offer(LONG)
+        gate.wait_reached()
+        answer = here.engine.submit(np.array(LONG), 4, offer)
+        there.model.on_layer = lambda _: None
+        pausing = threading.Thread(target=there.engine.pause, args=(SECONDS,))
+        pausing.start()
+        gate.open()
+        pausing.join(SECONDS)
+        there.engine.preempt_all()
+        there.engine.resume()
+        with pytest.raises(GenerationError, match="taken back"):
+            generation.next_token(SECONDS)
+        assert all_tokens(answer) == expected(LONG, 4)
+
+
+def test_prompts_that_cannot_be_offered() -> None:
+    """Less than a block, more than the pool; and no offers where the role is to take them."""
+    with instances(prefill, decode) as (there, here):
+        for prompt in (np.arange(SIZE - 1), np.arange(100 * SIZE + 1)):
+            with pytest.raises(GenerationRefusedError, match="4 to 400"):
+                there.engine.submit_prefill(prompt)
+        with pytest.raises(GenerationError, match="'decode'"):
+            here.engine.submit_prefill(np.array(PROMPT)).wait_send(SECONDS)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pools_that_hold_few_of_the_prompts(seed: int) -> None:
+    """Prompts wait on both sides for the blocks of others, some without an offer or with a bad one: all are answered,
+    rightly, and nothing is held at the end."""
+    choose = np.random.default_rng(seed)
+    sizes = choose.integers(13, 24, 2)
+    with instances(
+        lambda: Instance("prefill", 1, int(sizes[0])), lambda: Instance("decode", 1, int(sizes[1]), max_running=3)
+    ) as (there, here):
+        prompts = [choose.integers(1, VOCABULARY, choose.integers(4, 40)).tolist() for _ in range(14)]
+        prefills = [there.engine.submit_prefill(np.array(prompt)) for prompt in prompts]
+        answers = []
+        for prompt, prefill in zip(prompts, prefills, strict=True):
+            fate = choose.random()
+            offer = prefill.wait_send(SECONDS).offer if fate < 0.8 else b"bad" if fate < 0.9 else None
+            if fate >= 0.8:
+                there.engine.cancel(prefill)
+            answers.append(here.engine.submit(np.array(prompt), 6, offer))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert all_tokens(answer) == expected(prompt, 6)

@@ -1,0 +1,252 @@
+"""The router between stand-ins for instances: whom it asks, in which order, and what it does without them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from launch.errors import LaunchError
+from launch.router import Router
+from launch.upstream import Instances
+
+SECONDS = 10.0
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+class Instance(ThreadingHTTPServer):
+    """Answers as it is told to, and remembers what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self, answer: Callable[[_Handler], None]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answer = answer
+        self.asked: list[dict[str, Any]] = []
+        self.is_held = threading.Event()  # somebody waits for an answer that does not come
+        self.has_lost_client = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Instance
+
+    def do_GET(self) -> None:
+        self.reply(200, {"path": self.path})
+
+    def do_POST(self) -> None:
+        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.server.answer(self)
+
+    def reply(self, status: int, content: Any) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name)
+        pass
+
+
+def offers(handler: _Handler) -> None:
+    handler.reply(200, {"offer": "b2ZmZXI=", "request_id": "request-1", "num_blocks": 1})
+
+
+def answers(handler: _Handler) -> None:
+    handler.reply(200, {"by": handler.server.url})
+
+
+def refuses(handler: _Handler) -> None:
+    handler.reply(503, {"error": {"message": "not now"}})
+
+
+def hangs_up(handler: _Handler) -> None:
+    handler.close_connection = True
+
+
+def never_answers(handler: _Handler) -> None:
+    """Until the router hangs up."""
+    handler.server.is_held.set()
+    handler.connection.settimeout(SECONDS)
+    assert handler.connection.recv(1) == b""
+    handler.server.has_lost_client.set()
+    handler.close_connection = True
+
+
+@contextmanager
+def running(*servers: ThreadingHTTPServer) -> Iterator[None]:
+    threads = [threading.Thread(target=server.serve_forever, args=(0.01,)) for server in servers]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for server, thread in zip(servers, threads, strict=True):
+            server.shutdown()
+            thread.join(SECONDS)
+            server.server_close()
+
+
+@contextmanager
+def routed(prefill: list[Instance], decode: list[Instance | str], prefill_seconds: float = SECONDS) -> Iterator[Router]:
+    """A router before these; a text is a URL that nobody listens at."""
+    urls = [each if isinstance(each, str) else each.url for each in decode]
+    router = Router(("127.0.0.1", 0), Instances([each.url for each in prefill]), Instances(urls), prefill_seconds)
+    servers = [*prefill, *(each for each in decode if not isinstance(each, str)), router]
+    with ExitStack() as stack:
+        stack.enter_context(running(*servers))
+        yield router
+
+
+def ask(router: Router, body: Any = CHAT, method: str = "POST", path: str = "/v1/chat/completions") -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", router.server_port, timeout=SECONDS)
+    try:
+        connection.request(method, path, body if isinstance(body, bytes) else json.dumps(body))
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def nobody() -> str:
+    """A URL of this host that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_the_offer_goes_to_the_decode_instance() -> None:
+    """The chat is posted to both, to the second with what the first has offered; a client's own offer goes nowhere."""
+    prefill, decode = Instance(offers), Instance(answers)
+    with routed([prefill], [decode]) as router:
+        assert ask(router, {**CHAT, "kv_offer": "Zm9yZ2Vk"}) == (200, {"by": decode.url})
+    assert prefill.asked == [CHAT]
+    assert decode.asked == [{**CHAT, "kv_offer": "b2ZmZXI="}]
+
+
+def test_instances_take_turns() -> None:
+    """Four chats over two and two: each has two."""
+    everyone = [Instance(offers), Instance(offers), Instance(answers), Instance(answers)]
+    with routed(everyone[:2], [*everyone[2:]]) as router:
+        for _ in range(4):
+            assert ask(router)[0] == 200
+    assert [len(each.asked) for each in everyone] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("fault", [refuses, hangs_up, never_answers, lambda h: h.reply(200, b"[]")])
+def test_without_an_offer_decode_computes(fault: Callable[[_Handler], None]) -> None:
+    """A prefill instance that refuses, breaks off, is too late or talks nonsense: the chat is answered all the same."""
+    prefill, decode = Instance(fault), Instance(answers)
+    with routed([prefill], [decode], prefill_seconds=0.3) as router:
+        assert ask(router) == (200, {"by": decode.url})
+    assert decode.asked == [CHAT]
+
+
+def test_no_prefill_instance_at_all() -> None:
+    """Decode instances alone are served as well."""
+    decode = Instance(answers)
+    with routed([], [decode]) as router:
+        assert ask(router) == (200, {"by": decode.url})
+
+
+@pytest.mark.parametrize("fault", [None, hangs_up])
+def test_the_next_decode_instance_is_asked(nobody: str, fault: Callable[[_Handler], None] | None) -> None:
+    """One that is not there, or ends before it has said anything, is passed over; the offer is still good."""
+    prefill, broken, decode = Instance(offers), Instance(fault) if fault else nobody, Instance(answers)
+    with routed([prefill], [broken, decode]) as router:
+        for _ in range(2):
+            assert ask(router) == (200, {"by": decode.url})
+    assert [chat["kv_offer"] for chat in decode.asked] == ["b2ZmZXI="] * 2
+
+
+def test_no_decode_instance(nobody: str) -> None:
+    """Status 503, for chats, health and models alike."""
+    with routed([], [nobody]) as router:
+        for method, path in (("POST", "/v1/chat/completions"), ("GET", "/health"), ("GET", "/v1/models")):
+            status, answer = ask(router, CHAT, method, path)
+            assert (status, answer["error"]["type"]) == (503, "server_error")
+
+
+def test_what_decode_says_is_said(nobody: str) -> None:
+    """Its refusals are passed on, and its models; one healthy instance is enough."""
+    decode = Instance(refuses)
+    with routed([], [nobody, decode]) as router:
+        assert ask(router) == (503, {"error": {"message": "not now"}})
+        assert ask(router, method="GET", path="/v1/models") == (200, {"path": "/v1/models"})
+        assert ask(router, method="GET", path="/health") == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "status"),
+    [
+        (b"no json", "/v1/chat/completions", 400),
+        (b"[1]", "/v1/chat/completions", 400),
+        (b"[" * 100_000, "/v1/chat/completions", 400),
+        (b"{}", "/v1/prefill", 404),
+    ],
+)
+def test_what_is_no_chat_goes_nowhere(body: bytes, path: str, status: int) -> None:
+    """It is refused with a reason; no instance hears of it."""
+    decode = Instance(answers)
+    with routed([], [decode]) as router:
+        assert ask(router, body, path=path)[0] == status
+    assert decode.asked == []
+
+
+def test_a_stream_comes_through_as_it_is_made() -> None:
+    """The first piece is at the client before the second one exists."""
+    may_go_on = threading.Event()
+
+    def stream(handler: _Handler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(b"data: first\n\n")
+        assert may_go_on.wait(SECONDS)
+        handler.wfile.write(b"data: second\n\n")
+
+    with routed([], [Instance(stream)]) as router:
+        connection = http.client.HTTPConnection("127.0.0.1", router.server_port, timeout=SECONDS)
+        connection.request("POST", "/v1/chat/completions", json.dumps(CHAT))
+        response = connection.getresponse()
+        assert response.read1() == b"data: first\n\n"
+        may_go_on.set()
+        assert response.read() == b"data: second\n\n"
+        connection.close()
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_a_client_that_leaves_is_not_answered(kind: str) -> None:
+    """Whoever works for it loses the connection; nobody else is asked."""
+    held, decode = Instance(never_answers), Instance(answers)
+    with routed(*(([held], [decode]) if kind == "prefill" else ([], [held, decode]))) as router:
+        connection = http.client.HTTPConnection("127.0.0.1", router.server_port, timeout=SECONDS)
+        connection.request("POST", "/v1/chat/completions", json.dumps(CHAT))
+        assert held.is_held.wait(SECONDS)
+        connection.close()
+        assert held.has_lost_client.wait(SECONDS)
+    assert decode.asked == []
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:80", "https://a:1", "http://a", "http://a:x", "http://a:1/v1", ""])
+def test_urls_that_are_none(url: str) -> None:
+    """They are named."""
+    with pytest.raises(LaunchError, match="use http://HOST:PORT"):
+        Instances([url])
+
+
+def test_a_taken_port() -> None:
+    """It is said which."""
+    taken = Instance(answers)
+    with running(taken), pytest.raises(LaunchError, match=f"cannot listen on 127.0.0.1:{taken.server_port}"):
+        Router(("127.0.0.1", taken.server_port), Instances([]), Instances([taken.url]), SECONDS)
