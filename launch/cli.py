@@ -276,11 +276,12 @@ def peer(
     json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 15,
     memory_mib: Annotated[int, typer.Option(min=16, help="What is moved at a time; 8 times as much is needed.")] = 128,
+    link: Annotated[list[str], typer.Option(help="Links to measure.")] = ["shm", "nixl", "mooncake"],  # noqa: B006
 ) -> None:
     """What links between instances reach beside plain copies and their libraries. Status 1: a figure missed."""
     from launch.bench.peer_command import bench_peer as run
 
-    raise typer.Exit(0 if run(json, repeats, memory_mib) else 1)
+    raise typer.Exit(0 if run(json, repeats, memory_mib, link) else 1)
 
 
 @config_app.command()

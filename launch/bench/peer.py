@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from launch.bench.peer_instances import Instances
@@ -22,13 +23,15 @@ _PAUSE_SECONDS = 0.1
 
 
 class Row(NamedTuple):
-    """Medians, in bytes per second. `floor` is a plain copy (shm), or the library alone."""
+    """Medians, in bytes per second. `floor` is a plain copy (shm: the faster of two), or the library alone; `each`
+    (shm) a plain copy of the same pieces, one by one."""
 
     piece_bytes: int
     num_pieces: int
     floor: float
     link: float
     receive: float
+    each: float | None = None
 
 
 class Overlap(NamedTuple):
@@ -77,20 +80,16 @@ def _row(kind: str, memory: LinkedMemory, piece_bytes: int, memory_bytes: int, r
         num_layers=_NUM_LAYERS, num_kv_heads=1, head_dim=piece_bytes // (2 * _BLOCK_SIZE), dtype="bfloat16"
     )
     instances = Instances(kind, layout, _BLOCK_SIZE, num_blocks)
-    floor = Way("plain" if kind == "shm" else "library", piece_bytes, num_pieces)
+    floors = ("plain", "own") if kind == "shm" else ("library",)
+    names = (*floors, "link", *(("each",) if kind == "shm" else ()))
+    ways = {name: partial(memory.seconds, Way(name, piece_bytes, num_pieces)) for name in names}
     try:
-        seconds = medians(
-            {
-                "floor": lambda: memory.seconds(floor),
-                "link": lambda: memory.seconds(floor._replace(name="link")),
-                "receive": instances.whole_seconds,
-            },
-            repeats,
-        )
+        seconds = medians({**ways, "receive": instances.whole_seconds}, repeats)
     finally:
         instances.close()
-    speeds: Sequence[float] = [piece_bytes * num_pieces / seconds[name] for name in ("floor", "link", "receive")]
-    return Row(piece_bytes, num_pieces, *speeds)
+    seconds["floor"] = min(seconds[name] for name in floors)
+    speeds = {name: piece_bytes * num_pieces / each for name, each in seconds.items()}
+    return Row(piece_bytes, num_pieces, speeds["floor"], speeds["link"], speeds["receive"], speeds.get("each"))
 
 
 def overlap(kind: str, memory_bytes: int, repeats: int) -> Overlap:

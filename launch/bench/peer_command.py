@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from launch.bench.machine import describe_machine
 from launch.bench.peer import Overlap, Row, link_rows, overlap, smallest_receive_seconds
 from launch.bench.peer_memory import LinkMissingError
 from launch.bench.reach import Reach, add_at_least, add_at_most, show_reach, table_of
+from launch.errors import LaunchError
 from launch.findings import check_target, console_beside, write_json
 from transfer_manager.peer import KINDS
 
@@ -20,14 +22,16 @@ _PROMISED = {"shm": (256 * 2**10, 0.8), "nixl": (_MIB, 0.85), "mooncake": (_MIB,
 _NO_GPU = "GPU memory is not measured: the KV arrays of this benchmark are in host memory"
 
 
-def bench_peer(json_file: Path | None, repeats: int, memory_mib: int) -> bool:
-    """Run everything, print it, write it; whether every figure was reached.
+def bench_peer(json_file: Path | None, repeats: int, memory_mib: int, kinds: Sequence[str]) -> bool:
+    """Run everything over these links, print it, write it; whether every figure was reached.
 
     Raises:
-        LaunchError: a folder that does not exist, or a process that fails.
+        LaunchError: no such link, a folder that does not exist, or a process that fails.
         NotEnoughMemoryError: about eight times `memory_mib` are not there.
     """
     check_target(json_file)
+    if unknown := set(kinds) - set(KINDS):
+        raise LaunchError(f"--link {unknown.pop()}; use {', '.join(KINDS)}")
     console = console_beside(json_file, 110)
     reach: Reach = []
     links: dict[str, Any] = {}
@@ -35,7 +39,7 @@ def bench_peer(json_file: Path | None, repeats: int, memory_mib: int) -> bool:
     found: dict[str, Any] = {"machine": describe_machine(), "links": links, "not_measured": missing, "reach": reach}
     console.print(found["machine"]["text"])
     console.print(_NO_GPU)
-    for kind in KINDS:
+    for kind in kinds:
         try:
             links[kind] = {"rows": _run_link(console, kind, memory_mib * _MIB, repeats, reach)}
         except LinkMissingError as error:
@@ -54,23 +58,28 @@ def bench_peer(json_file: Path | None, repeats: int, memory_mib: int) -> bool:
 
 def _run_link(console: Console, kind: str, memory_bytes: int, repeats: int, reach: Reach) -> list[dict[str, float]]:
     floor = _FLOORS[kind]
-    columns = ("pieces of", "pieces", floor, "link", "of it", "receive", "of it")
+    also = ("each plainly",) if kind == "shm" else ()
+    columns = ("pieces of", "pieces", floor, "link", "of it", "receive", "of it", *also)
     table = table_of(f"{kind}: GB/s of a link, and of a whole receive", columns)
     rows = link_rows(kind, memory_bytes, repeats)
     promised_bytes, limit = _PROMISED[kind]
     for row in rows:
         table.add_row(*_cells(row))
         if row.piece_bytes == promised_bytes:
-            add_at_least(reach, f"{kind}, pieces of {_size(row.piece_bytes)}: of {floor}", row.link / row.floor, limit)
+            name = f"{kind}, pieces of {_size(row.piece_bytes)}: of"
+            add_at_least(reach, f"{name} {floor}", row.link / row.floor, limit)
+            if row.each is not None:
+                add_at_least(reach, f"{name} each plainly", row.link / row.each, limit)
     console.print(table)
-    names = ("floor", "link", "receive")
+    names = ("floor", "link", "receive", "each")
     fields = {name: f"{name}_bytes_per_second" for name in names}
-    return [{fields.get(name, name): value for name, value in row._asdict().items()} for row in rows]
+    return [{fields.get(n, n): value for n, value in row._asdict().items() if value is not None} for row in rows]
 
 
 def _cells(row: Row) -> list[str]:
     shares = [cell for speed in (row.link, row.receive) for cell in (f"{speed / _GB:.2f}", f"{speed / row.floor:.2f}")]
-    return [_size(row.piece_bytes), str(row.num_pieces), f"{row.floor / _GB:.2f}", *shares]
+    each = [f"{row.each / _GB:.2f}"] if row.each is not None else []
+    return [_size(row.piece_bytes), str(row.num_pieces), f"{row.floor / _GB:.2f}", *shares, *each]
 
 
 def _size(num_bytes: int) -> str:

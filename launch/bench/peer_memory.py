@@ -1,5 +1,5 @@
 """Two processes with a link between them: one owns memory, the other reads it, in the same rounds by the link, by the
-link's library alone, and (shm) as a plain copy of memory that it has mapped.
+link's library alone, and (shm) as plain copies: of the owner's memory, which it has mapped, and of its own.
 
 As a program: `own KIND NUM_BYTES`, or `read KIND NUM_BYTES ENDPOINT`; both end with standard input.
 """
@@ -33,7 +33,8 @@ class LinkMissingError(LaunchError):
 
 
 class Way(NamedTuple):
-    """What is timed: `link`, `library` or `plain`, over so many scattered pieces of one size."""
+    """What is timed, over so many scattered pieces of one size: `link`, `library`; `plain` or `own`, as many bytes in
+    one piece; `each`, the same pieces plainly."""
 
     name: str
     piece_bytes: int
@@ -123,6 +124,7 @@ class _Reader:
         memory = SharedArray.create("reader", num_bytes)
         self._local = memory.view(np.uint8, (num_bytes,))
         self._theirs = _mapped(kind, endpoint) if kind == "shm" else self._local
+        self._own = np.ones(num_bytes if kind == "shm" else 0, np.uint8)
         self._link = open_link(kind, {})
         self._link.register([memory])
         self._peer = self._link.connect(endpoint, _SECONDS)
@@ -135,7 +137,7 @@ class _Reader:
         if run is None:
             pieces = scattered(len(self._local), way.piece_bytes, way.num_pieces)
             run = self._ready[way] = self._runner(way, pieces)
-            if way.name != "plain":
+            if way.name in ("link", "library", "each"):
                 self._local[:] = 255
                 run()
                 _check(self._local, pieces)
@@ -144,17 +146,24 @@ class _Reader:
         return time.perf_counter() - started
 
     def _runner(self, way: Way, pieces: Pieces) -> Callable[[], object]:
-        if way.name == "plain":
-            num_bytes = way.piece_bytes * way.num_pieces
-            return lambda: np.copyto(self._local[:num_bytes], self._theirs[:num_bytes])
+        if way.name in ("plain", "own"):
+            num_bytes, source = way.piece_bytes * way.num_pieces, self._theirs if way.name == "plain" else self._own
+            return lambda: np.copyto(self._local[:num_bytes], source[:num_bytes])
         if way.name == "link":
             return lambda: self._link.read(self._peer, pieces, _SECONDS)
+        if way.name == "each":
+            rows = list(zip(pieces.local_offset.tolist(), pieces.remote_offset.tolist(), strict=True))
+            return lambda: self._copy_each(rows, way.piece_bytes)
         return self._library(pieces)
+
+    def _copy_each(self, rows: list[tuple[int, int]], num_bytes: int) -> None:
+        local, theirs = self._local, self._theirs
+        for start, source in rows:
+            local[start : start + num_bytes] = theirs[source : source + num_bytes]
 
 
 def _mapped(kind: str, endpoint: bytes) -> Bytes:
-    """The owner's memory: which pages a copy reads and writes makes a difference of a third, so the plain copy is
-    between the same ones as the link's."""
+    """The owner's memory: which pages a copy reads and writes makes a difference of a third."""
     there = open_endpoint(endpoint, kind)
     (num_bytes,), (handle,) = there.segment_bytes, there.handles
     memory = SharedArray(os.open(f"/proc/{there.pid}/fd/{handle}", os.O_RDWR | os.O_CLOEXEC), num_bytes)

@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launch.bench import peer
 from launch.bench.peer import PIECE_SIZES, medians
 from launch.bench.peer_library import open_library
 from launch.bench.peer_memory import LinkedMemory, LinkMissingError, Way, scattered
 from launch.errors import LaunchError
 from tests.launch.test_bench_transfer import is_consistent
 from tests.launch.test_cli import CLI
+from tests.storage_servers import missing
 from transfer_manager.peer import KINDS
 
-TINY = ["--repeats", "1", "--memory-mib", "16"]
+TINY = ["--repeats", "1", "--memory-mib", "16", "--link", "shm"]
 ROOT = Path(__file__).parents[2]
 
 
@@ -56,13 +58,28 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(result.returncode, result.stdout, json.loads(path.read_text()))
 
 
-def test_every_link_is_measured_or_named_with_the_reason(tiny: Run) -> None:
-    """`shm` always is; of the others, those whose library is here; GPU memory never is, and the text says so."""
-    links, missing = tiny.found["links"], tiny.found["not_measured"]
-    assert "shm" in links and "gpu" in missing
-    assert set(links) | set(missing) == {*KINDS, "gpu"} and not set(links) & set(missing)
+def test_a_link_that_was_asked_for_is_measured(tiny: Run) -> None:
+    """And GPU memory never is, as the text says."""
+    assert set(tiny.found["links"]) == {"shm"} and set(tiny.found["not_measured"]) == {"gpu"}
     assert "GPU memory is not measured" in tiny.output
-    assert all(f"{kind} is not measured" in tiny.output for kind in set(missing) - {"gpu"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_every_link(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One size of pieces over each library that is here: link, library and whole receive all move bytes."""
+    monkeypatch.setenv("UCX_MODULES", "^ib")
+    monkeypatch.setattr(peer, "PIECE_SIZES", (2**20,))
+    try:
+        (row,) = peer.link_rows(kind, 2**24, 1)
+    except LinkMissingError as error:
+        missing(str(error))
+    assert row.num_pieces == 16 and min(row.floor, row.link, row.receive) > 0
+
+
+def test_an_unknown_link_is_refused() -> None:
+    """With the names that are known."""
+    result = run("--link", "pigeon")
+    assert result.returncode == 1 and "shm, nixl, mooncake" in result.stderr
 
 
 def test_each_size_of_pieces_stands_beside_its_floor(tiny: Run) -> None:
@@ -85,14 +102,19 @@ def test_the_overlap_says_what_it_was_measured_with(tiny: Run) -> None:
 
 
 def test_every_promised_figure_has_a_verdict_that_follows(tiny: Run) -> None:
-    """Two entries for each link, each the ratio of its own figures; the status is their verdict."""
+    """Two entries for each link, three for shm, each the ratio of its own figures; the status is their verdict."""
     values = {entry["name"]: entry["value"] for entry in tiny.found["reach"]}
-    assert len(values) == 2 * len(tiny.found["links"]) and all(is_consistent(e) for e in tiny.found["reach"])
+    assert len(values) == 2 * len(tiny.found["links"]) + 1 and all(is_consistent(e) for e in tiny.found["reach"])
     for kind, link in tiny.found["links"].items():
         promised = 2**18 if kind == "shm" else 2**20
         (row,) = [row for row in link["rows"] if row["piece_bytes"] == promised]
-        (share,) = [value for name, value in values.items() if name.startswith(f"{kind}, pieces of")]
+        share, *of_each = [value for name, value in values.items() if name.startswith(f"{kind}, pieces of")]
         assert share == pytest.approx(row["link_bytes_per_second"] / row["floor_bytes_per_second"], abs=0.001)
+        assert of_each == [
+            pytest.approx(row["link_bytes_per_second"] / row[name], abs=0.001)
+            for name in ("each_bytes_per_second",)
+            if name in row
+        ]
         (ratio,) = [value for name, value in values.items() if name.startswith(f"{kind}: visible")]
         assert ratio == pytest.approx(link["overlap"]["visible"] / link["overlap"]["alone"], abs=0.001)
     assert tiny.status == (0 if all(entry["ok"] for entry in tiny.found["reach"]) else 1)
