@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from transfer_manager.task import TransferTask
@@ -13,6 +14,29 @@ class TakesTasks(Protocol):
     """A client, as far as this goes."""
 
     def submit(self, task: TransferTask) -> None: ...
+
+
+class Calls:
+    """Callbacks that were decided on under the manager's lock and are made without it, each once."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], None]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Make it with the next `make`."""
+        self._calls.append(call)
+
+    def make(self) -> None:
+        """Make those that are there, and what comes meanwhile."""
+        while self._calls:
+            try:
+                call = self._calls.popleft()
+            except IndexError:  # another thread took it
+                return
+            call()
 
 
 class Outbox:

@@ -6,15 +6,13 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.matcher import Matcher
-from fastdeploy_cache.outbox import Outbox
+from fastdeploy_cache.outbox import Calls, Outbox
 from fastdeploy_cache.peer_offers import PeerOffers
 from fastdeploy_cache.peer_receives import OpenReceive, PeerReceives
 from fastdeploy_cache.peer_sends import PeerSends
@@ -53,7 +51,7 @@ class PeerTier:
         self.outbox = Outbox(client)
         self.sends = PeerSends(tree, self._put)
         self.receives = PeerReceives(tree, matcher, copy_down, self._put)
-        self.calls: deque[Callable[[], None]] = deque()  # to be made without the lock
+        self.calls = Calls()  # to be made without the lock
         self.settled = threading.Event()  # nothing is on its way
         self.settled.set()
         self.is_quiet = False
@@ -64,12 +62,7 @@ class PeerTier:
     def submit(self) -> None:
         """Hand over what was decided on, and call whom it concerns. Without the lock."""
         self.outbox.submit()
-        while self.calls:
-            try:
-                call = self.calls.popleft()
-            except IndexError:  # another thread took it
-                return
-            call()
+        self.calls.make()
 
     # -- verbs
 
@@ -103,7 +96,7 @@ class PeerTier:
         if direction is Direction.SEND:
             send = self.sends.ended(result.task.task_id)
             self._record(result, why, next((r.peer for r in result.ranks if r.peer), ""))
-            self.calls.append(lambda: send.end(why))
+            self.calls.put(lambda: send.end(why))
         elif direction is Direction.RECEIVE:
             mine = self.receives.answered(result.task.task_id, why)
             self._record(result, why, mine.source_name)
@@ -120,7 +113,7 @@ class PeerTier:
     def try_land(self, mine: OpenReceive) -> None:
         """Its answer, or a load that it waits for, has come."""
         if self.receives.try_land(mine):
-            self.calls.append(lambda: mine.receive.end(mine.why))
+            self.calls.put(lambda: mine.receive.end(mine.why))
             self._note_settled()
 
     def num_layers_in_flight(self) -> dict[str, int]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 
 from fastdeploy_cache.block_hash import HASH_BYTES
 from fastdeploy_cache.block_pool import TASK
-from fastdeploy_cache.outbox import Outbox
+from fastdeploy_cache.outbox import Calls, Outbox
 from fastdeploy_cache.policies.breaker import Breaker
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.prefix_tree import PrefixTree
@@ -45,7 +44,7 @@ class StorageLink:
         self.reading, self.writing = breakers
         self.outbox = Outbox(client)
         self.counts: dict[int, dict[str, int]] = {}  # by rank: what its store says of itself
-        self.calls: deque[Callable[[], None]] = deque()  # to be made without the lock
+        self.calls = Calls()  # to be made without the lock
         self.is_quiet = False  # nothing is to be started
         self._next_task_id = 1
         self._probes: dict[int, array[int]] = {}
@@ -63,12 +62,7 @@ class StorageLink:
     def submit(self) -> None:
         """Hand over what was decided on, and call whom it concerns. Without the lock."""
         self.outbox.submit()
-        while self.calls:
-            try:
-                call = self.calls.popleft()
-            except IndexError:  # another thread took it
-                return
-            call()
+        self.calls.make()
 
     def can(self, direction: Direction) -> bool:
         """Whether to give it a task now. Where it was left alone for long enough, a probe is sent."""

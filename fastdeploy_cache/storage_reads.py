@@ -137,7 +137,8 @@ class StorageReads:
     def _end(self, prefetch: StoragePrefetch) -> None:
         self._waiting.pop(prefetch, None)
         prefetch.done.set()
-        self._link.calls += prefetch.on_done
+        for call in prefetch.on_done:
+            self._link.calls.put(call)
         prefetch.on_done = []
 
     def _num_piece_blocks(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover
 from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.matcher import Matcher
+from fastdeploy_cache.outbox import Calls
 from fastdeploy_cache.peer_offers import PeerOffers
 from fastdeploy_cache.peer_transfer import Receive, Send
 from fastdeploy_cache.prefix_tree import PrefixTree
@@ -44,7 +44,7 @@ class StoredSends:
         copy_down: CopyDown,
         matcher: Matcher,
         *,
-        calls: deque[Callable[[], None]],
+        calls: Calls,
         expire: Callable[[Send], None],
     ) -> None:
         """`expire` is called, without the lock, with a send whose time is over."""
@@ -135,7 +135,7 @@ class StoredSends:
         pin, mine.pin = mine.pin, None
         if pin is not None:
             self._tree.unpin(pin)
-        self._calls.append(lambda: mine.send.end(why))
+        self._calls.put(lambda: mine.send.end(why))
 
 
 class StoredReceives:
@@ -145,7 +145,7 @@ class StoredReceives:
     held_ids: tuple[int, ...] = ()
     loads: tuple[Transfer, ...] = ()
 
-    def __init__(self, calls: deque[Callable[[], None]]) -> None:
+    def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._open: dict[str, Receive] = {}
 
@@ -159,7 +159,7 @@ class StoredReceives:
         """Ends with the prefetch; with none there is nothing to wait for."""
         self._open[receive.request_id] = receive
         if prefetch is None or prefetch.done.is_set():
-            self._calls.append(lambda: receive.end(_why_not(receive, prefetch)))
+            self._calls.put(lambda: receive.end(_why_not(receive, prefetch)))
         else:
             prefetch.on_done.append(lambda: receive.end(_why_not(receive, prefetch)))
 
@@ -195,7 +195,7 @@ class StoredPeers:
         """`expire`: see `StoredSends`."""
         self.config, self.offers = config, offers
         self.outbox: tuple[()] = ()
-        self.calls: deque[Callable[[], None]] = deque()  # to be made without the lock
+        self.calls = Calls()  # to be made without the lock
         self.sends = StoredSends(tree, mover, copy_down, matcher, calls=self.calls, expire=expire)
         self.receives = StoredReceives(self.calls)
         self.settled = threading.Event()  # storage's own tasks are waited for as such
@@ -210,12 +210,7 @@ class StoredPeers:
 
     def submit(self) -> None:
         """Call whom it concerns. Without the lock."""
-        while self.calls:
-            try:
-                call = self.calls.popleft()
-            except IndexError:  # another thread took it
-                return
-            call()
+        self.calls.make()
 
     def be_quiet(self, quiet: bool) -> None:
         """From now on start nothing, and end what is on its way."""

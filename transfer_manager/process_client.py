@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
+from typing import Any
 
 from transfer_manager.client import OnResult, RankStatus
 from transfer_manager.config import TransferConfig
@@ -13,6 +15,25 @@ from transfer_manager.supervisor import Phase
 from transfer_manager.task import TO_WHO_IS_UP, Direction, TransferTask
 
 logger = logging.getLogger(__name__)
+
+_RESTART_BACKOFF_SECONDS = (
+    0.5  # doubles with each death in a minute, so up to half a minute: what it needs may come back
+)
+_NEVER_GIVE_UP = 10**6
+
+
+def config_beside(transfer: TransferConfig, **changes: Any) -> TransferConfig:
+    """Of processes beside the ranks' own, which the engine can do without: they are started again and again."""
+    return dataclasses.replace(
+        transfer,
+        device="cpu",
+        device_ids=(),
+        max_restarts=_NEVER_GIVE_UP,
+        restart_window_seconds=TransferConfig.restart_window_seconds,
+        restart_backoff_seconds=_RESTART_BACKOFF_SECONDS,
+        max_tasks_in_flight=TransferConfig.max_tasks_in_flight,
+        **{"kv_owner": None, **changes},
+    )
 
 
 class ProcessClient:

@@ -18,7 +18,7 @@ from transfer_manager.kv_memory import KVHandle
 from transfer_manager.layout import RankLayout
 from transfer_manager.peer.config import PeerConfig
 from transfer_manager.peer.peer_signal import PeerSignal, StepProgress
-from transfer_manager.process_client import ProcessClient
+from transfer_manager.process_client import ProcessClient, config_beside
 from transfer_manager.rank_io import RankIO, ignore_failing
 from transfer_manager.rank_kv import RankKV
 from transfer_manager.rank_process import RankProcess
@@ -26,9 +26,6 @@ from transfer_manager.rank_signal import RankSignal
 from transfer_manager.task import Direction, PeerSetup, TransferTask
 
 logger = logging.getLogger(__name__)
-
-_RESTART_BACKOFF_SECONDS = 0.5
-_NEVER_GIVE_UP = 10**6
 
 
 class PeerClient(Protocol):
@@ -117,21 +114,8 @@ class PeerProcesses(ProcessClient):
         Raises:
             PeerRefusedError: keys are missing.
         """
-        super().__init__(
-            TransferConfig(
-                tp_size=transfer.tp_size,
-                data_parallel_id=transfer.data_parallel_id,
-                log_dir=transfer.log_dir,
-                kv_owner="engine" if all(kv) else "worker",  # the latter are waited for by nobody
-                start_timeout_seconds=transfer.start_timeout_seconds,
-                task_timeout_seconds=transfer.task_timeout_seconds,
-                heartbeat_seconds=transfer.heartbeat_seconds,
-                heartbeat_timeout_seconds=transfer.heartbeat_timeout_seconds,
-                stop_timeout_seconds=transfer.stop_timeout_seconds,
-                max_restarts=_NEVER_GIVE_UP,
-                restart_backoff_seconds=_RESTART_BACKOFF_SECONDS,
-            )
-        )
+        # the engine's own arrays are there; those of others are waited for by nobody
+        super().__init__(config_beside(transfer, kv_owner="engine" if all(kv) else "worker"))
         self._peer, self._instance_id, self._layout, self._num_gpu_blocks = config, instance_id, layout, num_gpu_blocks
         self.public_key = b""
         if config.keys_folder is not None:

@@ -14,7 +14,7 @@ from transfer_manager.client import OnResult, RankStatus, ignore_kv_lost
 from transfer_manager.config import TransferConfig
 from transfer_manager.errors import StorageRefusedError
 from transfer_manager.layout import RankLayout
-from transfer_manager.process_client import ProcessClient
+from transfer_manager.process_client import ProcessClient, config_beside
 from transfer_manager.rank_io import RankIO
 from transfer_manager.rank_kv import RankKV
 from transfer_manager.rank_process import RankProcess
@@ -24,9 +24,6 @@ from transfer_manager.storage.keys import KeySpace
 from transfer_manager.task import Direction, StorageSetup, TransferTask
 
 logger = logging.getLogger(__name__)
-
-_RESTART_BACKOFF_SECONDS = 0.5  # doubles with each death in a minute, so up to half a minute: a store may come back
-_NEVER_GIVE_UP = 10**6
 
 
 class StorageClient(Protocol):
@@ -95,17 +92,10 @@ class StorageProcesses(ProcessClient):
     ) -> None:
         """`segments`: the CPU blocks of each rank. `block_size` in tokens."""
         super().__init__(
-            TransferConfig(
-                tp_size=transfer.tp_size,
-                data_parallel_id=transfer.data_parallel_id,
-                log_dir=transfer.log_dir,
+            config_beside(
+                transfer,
                 start_timeout_seconds=config.start_timeout_seconds,
                 task_timeout_seconds=config.task_timeout_seconds,
-                heartbeat_seconds=transfer.heartbeat_seconds,
-                heartbeat_timeout_seconds=transfer.heartbeat_timeout_seconds,
-                stop_timeout_seconds=transfer.stop_timeout_seconds,
-                max_restarts=_NEVER_GIVE_UP,
-                restart_backoff_seconds=_RESTART_BACKOFF_SECONDS,
             )
         )
         self._storage, self._layout, self._segments = config, layout, segments
