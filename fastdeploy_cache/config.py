@@ -212,6 +212,8 @@ class CacheConfig:
             return
         if self.layout is None or not self.enable_prefix_caching:
             raise ConfigError("peer needs a layout, and enable_prefix_caching: what is received is found as a prefix")
+        if peer.port is not None and peer.port + self.transfer.tp_size > 65536:
+            raise ConfigError(f"peer.listen is {peer.listen!r} with {self.transfer.tp_size} ranks; each takes a port")
         if peer.link == "storage" and self.storage is None:
             raise ConfigError("peer.link is 'storage' without a table 'storage'; give both instances the same store")
         if peer.link == "storage" and self.storage is not None and self.storage.kind == "file":

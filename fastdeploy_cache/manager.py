@@ -365,8 +365,8 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
         self._submit()
 
     def _on_kv_lost(self, rank: int) -> None:
-        self._forget_gpu(rank)
         self._peers_lose_kv(rank)
+        self._forget_gpu(rank)
         self._peers_attach_kv(rank)
         if (told := self._call_on_kv_lost) is not None:
             call_user(lambda: told(rank))

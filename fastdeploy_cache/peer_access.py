@@ -68,16 +68,15 @@ class PeerAccess(RankAccess):
         """
         with self._lock:
             peers, active = self._peers_for("offer", "decode"), self._active(request)
-            num_blocks = request.num_tokens // self.config.block_size
+            num_blocks = self._num_offered(request, peers)
             if not num_blocks or request.request_id in peers.sends:
                 why = "is offered already" if num_blocks else f"has {request.num_tokens} tokens, no full block"
                 raise RequestError(f"offer of request {request.request_id!r}, which {why}")
             self._matcher.settle(active)
             if active.epoch != self._tree.epoch or self._matcher.is_lost(active):
-                raise PeerError(
-                    f"request {request.request_id!r} was matched before a reset; release and match it again"
-                )
-            self._check_room(peers, Direction.SEND, len(peers.sends))
+                what = f"request {request.request_id!r} is older than a reset, or holds other blocks than are cached"
+                raise PeerError(f"{what}; release and match it again")
+            self._check_room(peers, Direction.SEND)
             send = peers.offer(active, num_blocks)
         self._submit()
         return send
@@ -90,7 +89,7 @@ class PeerAccess(RankAccess):
         tells the same at the end of the step.
 
         Raises:
-            RequestError: more tokens than the request's blocks hold.
+            RequestError: more tokens than the request's blocks hold, or a number that is over.
             UnknownRequestError: not matched, or released already.
         """
         num_tokens, step = operator.index(num_computed_tokens), operator.index(step)
@@ -147,6 +146,7 @@ class PeerAccess(RankAccess):
             PeerRefusedError: an offer that is none, is for another prompt, or of an instance that does not fit this
                 one; or this instance only computes. Trying again will not help.
             PeerError: not now: too many receives, ranks that are down, a cache that is paused.
+            PromptTooLongError: it can never fit.
             OutOfBlocksError: no room now; the offer stays good until its own deadline.
             RequestError: it is matched or being received already.
         """
@@ -157,9 +157,7 @@ class PeerAccess(RankAccess):
         if isinstance(peers, StoredPeers):
             return self._receive_stored(peers, request, opened)
         with self._lock:
-            self._check_running()
-            self._check_free(peers, request)
-            self._check_room(peers, Direction.RECEIVE, len(peers.receives))
+            self._check_may_receive(peers, request, opened)
             mine = peers.receive(request, keys, opened)
             for load in mine.loads:
                 load.on_done.append(lambda: self._on_peer_load(peers, mine))
@@ -168,9 +166,7 @@ class PeerAccess(RankAccess):
 
     def _receive_stored(self, peers: StoredPeers, request: Request, offer: Offer) -> Receive:
         with self._lock:
-            self._check_running()
-            self._check_free(peers, request)
-            self._check_room(peers, Direction.RECEIVE, len(peers.receives))
+            self._check_may_receive(peers, request, offer)
         found = self.prefetch(request)
         num_here = (found.num_gpu_tokens + found.num_cpu_tokens) // self.config.block_size
         with self._lock:
@@ -193,6 +189,12 @@ class PeerAccess(RankAccess):
 
     # -- steps
 
+    def _num_offered(self, request: Request, peers: PeerTier | StoredPeers) -> int:
+        """Full blocks; a store takes only what may be cached."""
+        only_prompt = isinstance(peers, StoredPeers) and not self.config.cache_outputs
+        num_tokens = request.num_prompt_tokens if only_prompt else request.num_tokens
+        return num_tokens // self.config.block_size
+
     def _peers_for(self, verb: str, wrong_role: str) -> PeerTier | StoredPeers:
         self._check_open()
         peers = self._peers
@@ -202,17 +204,26 @@ class PeerAccess(RankAccess):
             raise PeerRefusedError(f"{verb}: the role of this instance is {wrong_role!r}")
         return peers
 
-    def _check_free(self, peers: PeerTier | StoredPeers, request: Request) -> None:
+    def _check_may_receive(self, peers: PeerTier | StoredPeers, request: Request, offer: Offer) -> None:
+        """Under the lock."""
+        self._check_open()
+        peers.offers.check_fits(offer)  # again: the weights may have changed meanwhile
+        self._check_new(request)
         if request.request_id in self._requests or request.request_id in peers.receives:
             raise RequestError(f"request {request.request_id!r} is matched, or being received, already")
+        self._check_room(peers, Direction.RECEIVE)
 
-    def _check_room(self, peers: PeerTier | StoredPeers, direction: Direction, num_open: int) -> None:
+    def _check_room(self, peers: PeerTier | StoredPeers, direction: Direction) -> None:
+        num_open = peers.num_open(direction)
         if peers.is_quiet:
             raise PeerError(f"{direction.value}: the cache is not running; try again when it is")
         if num_open >= peers.config.max_transfers:
             raise PeerError(f"{direction.value}: {num_open} are under way, as many as peer.max_transfers allows")
         if isinstance(peers, PeerTier) and not peers.client.has_room(direction):
-            raise PeerError(f"{direction.value}: not every peer process is ready; try again")
+            why = "too many tasks are under way" if peers.client.available else "not every peer process is ready"
+            raise PeerError(f"{direction.value}: {why}; try again")
+        if isinstance(peers, StoredPeers) and self._storage is None:
+            raise PeerError(f"{direction.value}: no store is attached; attach_storage first")
 
     def _open_peers(self, client: PeerClient | None) -> None:
         """At the end of the constructor; nothing stays where it is refused."""
@@ -270,12 +281,14 @@ class PeerAccess(RankAccess):
 
     def _close_peers(self) -> None:
         peers = self._peers
+        if peers is None:
+            return
+        with self._lock:
+            peers.cancel_all("the cache is closed")
+        peers.submit()
         if isinstance(peers, PeerTier):
+            peers.settled.wait(self.config.transfer.stop_timeout_seconds)
             peers.client.stop()
-        elif peers is not None:
-            with self._lock:
-                peers.cancel_all("the cache is closed")
-        if peers is not None:
             peers.submit()
 
     def _expire_send(self, send: Send) -> None:
@@ -325,15 +338,15 @@ class PeerAccess(RankAccess):
     def _check_open(self) -> None:
         raise NotImplementedError
 
+    def _check_new(self, request: Request) -> int:
+        raise NotImplementedError
+
     def prefetch(self, request: Request) -> Prefetch:
         """See `StorageAccess`."""
         raise NotImplementedError
 
     def end_prefetch(self, request: Request) -> None:
         """See `StorageAccess`."""
-        raise NotImplementedError
-
-    def _check_running(self) -> None:
         raise NotImplementedError
 
     def _submit(self) -> None:

@@ -34,9 +34,13 @@ class PeerOffers:
         """Offers are of other weights from now on, and so have those of others to be."""
         self.info = self.info.with_weights(weights_id)
 
+    def check_fits(self, offer: Offer) -> None:
+        """Raise `PeerRefusedError` where the other instance's blocks are none for this one."""
+        check_fits(self.info, offer.source)
+
     def check(self, request: Request, extras: Mapping[int, bytes] | None, offer: Offer) -> None:
         """Raise `PeerRefusedError` where an offer is not for this request, or not for this instance. Any thread."""
-        check_fits(self.info, offer.source)
+        self.check_fits(offer)
         size = self.info.block_size
         if offer.source.instance_id == self.info.instance_id:
             raise PeerRefusedError("the offer is this instance's own")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_pool import REQUEST, TASK
+from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.peer_transfer import Send
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import Pin
@@ -27,19 +28,28 @@ class OpenSend:
     task_id: int = -1
     num_told: int = 0  # blocks
     num_complete: int = 0
-    has_failed: bool = False
+    step: int | None = None  # that computes what is told and not complete
+    why: Why | None = None  # it has failed
+    update_id: int | None = None  # the task that tells of it now
+    untold_ids: array[int] = field(default_factory=lambda: array("i"))  # with the next
+    is_stale: bool = False  # there is more to tell
     pin: Pin | None = None
     ids: array[int] = field(default_factory=lambda: array("i"))  # blocks of the request that are not the tree's
 
 
 class PeerSends:
     """Blocks of a send stay as they are until every rank has answered its task: until then readers may be told that
-    what they have read counts. So nothing is freed when a send fails, only when it has ended."""
+    what they have read counts. So nothing is freed when a send fails, only when it has ended.
+
+    Of each send one update is on its way at a time; what comes meanwhile goes with the next. So there is always room.
+    """
 
     def __init__(self, tree: PrefixTree, put: Put) -> None:
         self._tree, self._put = tree, put
         self._by_task: dict[int, OpenSend] = {}
         self._by_request: dict[str, OpenSend] = {}  # whose request runs
+        self._by_update: dict[int, OpenSend] = {}
+        self._last_step, self._done_step = 0, -1
 
     def __len__(self) -> int:
         return len(self._by_task)
@@ -69,26 +79,59 @@ class PeerSends:
         """The model's step of that number computes the request's tokens up to there.
 
         Of one that runs ahead of loads nothing is told: what it computes may be worth nothing.
+
+        Raises:
+            RequestError: the number is of an older step, or of one that is over: layers marked under it are none of
+                this one.
         """
+        if step < self._last_step or step <= self._done_step:
+            over = max(self._last_step - 1, self._done_step)
+            raise RequestError(f"step {step} after step {over} is over; numbers rise, and each is for one step")
+        self._last_step = step
         mine = self._by_request.get(active.request.request_id)
-        if mine is not None and not active.is_ahead and not mine.has_failed:
+        if mine is not None and not active.is_ahead and mine.why is None:
             self._tell(mine, active, num_tokens // self._tree.block_size, step)
 
     def committed(self, active: ActiveRequest) -> None:
         """The request's step is complete."""
         mine = self._by_request.get(active.request.request_id)
-        if mine is None or active.is_ahead or active.is_void or mine.has_failed:
+        if mine is None or active.is_ahead or active.is_void or mine.why is not None:
             return
+        if mine.step is not None:
+            self._done_step, mine.step = max(self._done_step, mine.step), None
         num_complete = min(self._num_computed(active), mine.send.num_blocks)
-        if num_complete > mine.num_complete:
+        if num_complete < mine.num_told:
+            text = f"a step computed {num_complete} of the {mine.num_told} blocks that it was to"
+            self.fail(mine, "failed", text)  # what was read of the others is computed again
+        elif num_complete > mine.num_complete:
             mine.num_complete = num_complete
-            self._tell(mine, active, num_complete)
+            self._tell(mine, active, num_complete, None)
 
-    def _tell(self, mine: OpenSend, active: ActiveRequest, num_blocks: int, step: int | None = None) -> None:
+    def _tell(self, mine: OpenSend, active: ActiveRequest, num_blocks: int, step: int | None) -> None:
         ids = active.block_ids[mine.num_told : min(num_blocks, mine.send.num_blocks)]
         mine.num_told += len(ids)
+        mine.untold_ids += ids
+        mine.step = step
         if ids or step is None:
-            self._put(Direction.UPDATE_SEND, ids, self._detail(mine, step))
+            self._update(mine)
+
+    def _update(self, mine: OpenSend) -> None:
+        mine.is_stale = mine.update_id is not None
+        if not mine.is_stale:
+            ids, mine.untold_ids = mine.untold_ids, array("i")
+            mine.update_id = self._put(Direction.UPDATE_SEND, ids, self._detail(mine))
+            self._by_update[mine.update_id] = mine
+
+    def updated(self, task_id: int, *, is_lost: bool) -> None:
+        """An update was answered. One that was lost leaves its readers without block ids: the send fails."""
+        mine = self._by_update.pop(task_id)
+        mine.update_id = None
+        if mine.task_id not in self._by_task:
+            return
+        if is_lost and mine.why is None:
+            self.fail(mine, "failed", "a rank did not hear what is computed")
+        elif mine.is_stale:
+            self._update(mine)
 
     def released(self, active: ActiveRequest) -> array[int]:
         """The request goes: what was offered of it is the send's now. Returns those of its private ids that stay."""
@@ -96,7 +139,7 @@ class PeerSends:
         if mine is None:
             return array("i")
         mine.active = None
-        if mine.num_complete < mine.send.num_blocks:
+        if mine.num_complete < mine.send.num_blocks or active.is_void:
             text = f"the request was released with {mine.num_complete} of {mine.send.num_blocks} blocks computed"
             self.fail(mine, "failed", text)
         told = set(active.block_ids[: mine.num_told])
@@ -111,9 +154,9 @@ class PeerSends:
 
     def fail(self, mine: OpenSend, reason: Reason, text: str) -> None:
         """Nobody is to get it any more."""
-        if not mine.has_failed:
-            mine.has_failed = True
-            self._put(Direction.UPDATE_SEND, array("i"), self._detail(mine, why=Why(reason, text)))
+        if mine.why is None:
+            mine.why = Why(reason, text)
+            self._update(mine)
 
     def cancel_all(self, text: str) -> None:
         """What they hold is not what it was, or is not to be moved now."""
@@ -143,17 +186,18 @@ class PeerSends:
         return mine.send
 
     def _num_computed(self, active: ActiveRequest) -> int:
-        """Full blocks that hold what they should."""
-        num_matched = active.num_readable_blocks if active.is_ahead else active.num_matched_blocks
-        num_computed = max(active.num_computed_tokens // self._tree.block_size, num_matched)
+        """Full blocks that hold what they should: of one that runs ahead of loads those that were there before."""
+        if active.is_ahead:
+            return active.num_readable_blocks
+        num_computed = max(active.num_computed_tokens // self._tree.block_size, active.num_matched_blocks)
         return min(num_computed, len(active.block_ids))
 
     @staticmethod
-    def _detail(mine: OpenSend, step: int | None = None, why: Why | None = None) -> SendDetail:
+    def _detail(mine: OpenSend) -> SendDetail:
         return SendDetail(
             number=mine.send.number,
             num_blocks=mine.send.num_blocks,
             num_complete=mine.num_complete,
-            step=step,
-            why=why,
+            step=mine.step,
+            why=mine.why,
         )

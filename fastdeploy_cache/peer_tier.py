@@ -72,6 +72,10 @@ class PeerTier:
         self.sends.begin(active, send)
         return send
 
+    def num_open(self, direction: Direction) -> int:
+        """Sends, or receives, that are under way."""
+        return len(self.sends) if direction is Direction.SEND else len(self.receives)
+
     def receive(self, request: Request, keys: BlockKeys, offer: Offer) -> OpenReceive:
         """Raises `OutOfBlocksError`. The caller follows its loads: each one's end may be the last that was missing."""
         number, slot = self.offers.next_number(), self._slot(offer.source.name)
@@ -97,6 +101,8 @@ class PeerTier:
             send = self.sends.ended(result.task.task_id)
             self._record(result, why, next((r.peer for r in result.ranks if r.peer), ""))
             self.calls.put(lambda: send.end(why))
+        elif direction is Direction.UPDATE_SEND:
+            self.sends.updated(result.task.task_id, is_lost=result.error is not None)
         elif direction is Direction.RECEIVE:
             mine = self.receives.answered(result.task.task_id, why)
             self._record(result, why, mine.source_name)

@@ -248,6 +248,7 @@ class StorageAccess:
             with self._lock:
                 self._check_open()
                 self._follow(tier, storage.weights_id)
+            self._submit()
         except ClosedError:
             client.stop()
             raise
@@ -255,9 +256,9 @@ class StorageAccess:
 
     def _follow(self, tier: StorageTier, weights_id: str) -> None:
         config = self.config
-        if self._weights_id not in (None, weights_id):
-            self._tree.reset()
-            logger.info("event=reset reason=other_weights epoch=%d", self._tree.epoch)
+        others = {self._weights_id, self._peers.offers.info.weights_id if self._peers is not None else None}
+        if others - {None, weights_id}:
+            self._forget_all(weights_id)
         self._weights_id = weights_id
         tier.writes.forget_stored()
         self._storage = self._matcher.storage = tier
@@ -305,19 +306,25 @@ class StorageAccess:
                 raise ConfigError(
                     f"reset with weights_id {weights_id!r}, but no store is attached and there are no peers"
                 )
+            if self.config.peer is not None:
+                dataclasses.replace(self.config.peer, weights_id=weights_id)  # a wrong name is refused before all else
             if storage is not None:
-                storage = dataclasses.replace(storage, weights_id=weights_id)  # a wrong name is refused before all else
+                storage = dataclasses.replace(storage, weights_id=weights_id)
                 self._detach()
         with self._lock:
             self._check_open()
-            self._tree.reset()
-            if self._peers is not None:
-                self._peers.cancel_all("the cache was reset")
-                self._peers.offers.rename_weights(weights_id or self._peers.offers.info.weights_id)
-            logger.info("event=reset epoch=%d", self._tree.epoch)
+            self._forget_all(weights_id)
         self._submit()
         if weights_id is not None and storage is not None:
             self.attach_storage(storage)
+
+    def _forget_all(self, weights_id: str | None) -> None:
+        """Under the lock: nothing that is cached, or on its way to and from other instances, counts any more."""
+        self._tree.reset()
+        if self._peers is not None:
+            self._peers.cancel_all("the cache was reset")
+            self._peers.offers.rename_weights(weights_id or self._peers.offers.info.weights_id)
+        logger.info("event=reset epoch=%d", self._tree.epoch)
 
     def _on_storage_ready(self, tier: StorageTier) -> None:
         with self._lock:

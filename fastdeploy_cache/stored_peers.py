@@ -20,6 +20,7 @@ from fastdeploy_cache.run import Pin, Transfer
 from fastdeploy_cache.storage_prefetch import StoragePrefetch
 from fastdeploy_cache.storage_tier import StorageTier
 from transfer_manager.peer.config import PeerConfig
+from transfer_manager.task import Direction
 
 Why = tuple[str, str]
 
@@ -69,8 +70,8 @@ class StoredSends:
         """Its blocks are written once all are committed."""
         timer = threading.Timer(timeout_seconds, self._expire, (send,))
         timer.daemon = True
-        self._open[send.request_id] = _Stored(send, self._tree.generation, timer)
         timer.start()
+        self._open[send.request_id] = _Stored(send, self._tree.generation, timer)
         self.committed(active)
 
     def step(self, active: ActiveRequest, num_tokens: int, step: int) -> None:
@@ -150,7 +151,7 @@ class StoredReceives:
         self._open: dict[str, Receive] = {}
 
     def __len__(self) -> int:
-        return len(self._open)
+        return sum(not receive.done for receive in self._open.values())
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
@@ -171,6 +172,8 @@ class StoredReceives:
 def _why_not(receive: Receive, prefetch: StoragePrefetch | None) -> Why | None:
     if not receive.num_blocks:
         return None
+    if prefetch is not None and prefetch.revoked:
+        return "cancelled", "it is not wanted any more, or the store is to be quiet"
     if prefetch is None:
         return "refused", "storage was not asked: it is away, busy, or slower than computing so few tokens"
     if prefetch.num_landed < prefetch.num_wanted:
@@ -201,6 +204,10 @@ class StoredPeers:
         self.settled = threading.Event()  # storage's own tasks are waited for as such
         self.settled.set()
         self.is_quiet = False
+
+    def num_open(self, direction: Direction) -> int:
+        """Sends, or receives, that are under way."""
+        return len(self.sends) if direction is Direction.SEND else len(self.receives)
 
     def offer(self, active: ActiveRequest, num_blocks: int) -> Send:
         """Of a settled request."""

@@ -27,7 +27,9 @@ class Flights:
     leaves too late is skipped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_order: bool = True) -> None:
+        """Not `in_order`: a lane does its tasks side by side, and each is held to its own deadline."""
+        self._in_order = in_order
         self._flights: dict[int, Flight] = {}
         self._answered_at: dict[tuple[int, Lane], float] = {}
 
@@ -59,11 +61,15 @@ class Flights:
     def stuck_at(self) -> dict[tuple[int, Lane], tuple[float, int]]:
         """By rank and lane: when the rank is stuck unless it answers, and which task it owes."""
         found: dict[tuple[int, Lane], tuple[float, int]] = {}
-        for flight in self._flights.values():
+        flights = list(self._flights.values())
+        if not self._in_order:
+            flights.sort(key=lambda flight: flight.task.deadline)
+        for flight in flights:
             lane = flight.task.direction.lane
             for rank in flight.waiting:
                 if (rank, lane) not in found:
-                    since = max(flight.task.deadline, self._answered_at.get((rank, lane), 0.0))
+                    answered_at = self._answered_at.get((rank, lane), 0.0) if self._in_order else 0.0
+                    since = max(flight.task.deadline, answered_at)
                     found[rank, lane] = (since + _ANSWER_GRACE_SECONDS, flight.task.task_id)
         return found
 

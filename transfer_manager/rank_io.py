@@ -70,6 +70,7 @@ class RankIO:
         on_ready: Callable[[], None] = _ignore_ready,
         on_failing: Callable[[TransferTask], None] = ignore_failing,
         optional: bool = False,
+        in_order: bool = True,
         process_name: str = "transfer",
     ) -> None:
         """`spawn(rank, incarnation, queue address)` starts a process. Those that are `optional` may come later: then a
@@ -96,7 +97,7 @@ class RankIO:
         self.start_failure: str | None = None
         self.wakeup = Wakeup()
         self._busy_slots: set[int] = set()  # progress words of loads in flight
-        self._flights = Flights()
+        self._flights = Flights(in_order=in_order)
         self._stuck: dict[int, int] = {}  # rank -> the task that it is being killed for
         self._poller = Poller()
         for rank in self.ranks:

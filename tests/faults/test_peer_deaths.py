@@ -11,8 +11,8 @@ import pytest
 from tests.faults.conftest import stopped
 from tests.faults.peer_relay import relayed
 from tests.faults.peer_rig import NUM_LAYERS, Pair, look, pair_of
+from transfer_manager import process_client
 from transfer_manager.layout import KVLayout
-from transfer_manager.peer import client
 from transfer_manager.peer.messages import Confirm, Confirmed, ToOwner, ToReader
 
 SOURCES, BLOCKS = (3, 9, 4, 17), (20, 1, 7, 8)
@@ -23,7 +23,7 @@ LARGE = KVLayout(num_layers=8, num_kv_heads=4, head_dim=2048)  # a block is 1 Mi
 @pytest.fixture(autouse=True)
 def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pause before a restart doubles with each death; these tests bring many."""
-    monkeypatch.setattr(client, "_RESTART_BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(process_client, "_RESTART_BACKOFF_SECONDS", 0.001)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ class Story:
     receives: list[tuple[Receive, Request, int]] = field(default_factory=list)  # with b's epoch
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("sent", "received", "failed", "full"), 0))
     num_requests: int = 0
+    num_steps: int = 0
 
     def text(self) -> list[int]:
         return self.choose.choice(TEXTS)[: self.choose.randint(1, 44)]
@@ -58,7 +59,8 @@ class Story:
             live = self.choose.choice(self.a.live)
             upto = self.choose.randint(live.num_computed, live.request.num_tokens)
             self.a.settle(live)
-            self.a.cache.begin_step(live.request, upto, self.choose.randint(1, 9))
+            self.num_steps += 1
+            self.a.cache.begin_step(live.request, upto, self.num_steps)
             self.a.compute(live, upto)
 
     def release(self) -> None:

@@ -148,6 +148,7 @@ class PeerProcesses(ProcessClient):
             on_kv_lost=ignore_kv_lost,
             on_failing=on_failing,
             optional=True,
+            in_order=False,
             process_name="peer",
         )
         for rank, kv in enumerate(self._kv):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,7 +11,7 @@ from transfer_manager.config import check_integers
 from transfer_manager.errors import LayoutError
 
 LINKS = ("shm", "nixl", "mooncake", "storage")
-_MAX_TRANSFERS = 200  # below the tasks that a rank may have in flight: updates of sends need room, too
+_MAX_TRANSFERS = 120  # with an update of each at a time, below the tasks that a rank may have in flight
 _MAX_NAME = 64
 
 
@@ -77,10 +79,15 @@ class PeerConfig:
         host, colon, port = address.rpartition(":")
         if address == self.listen or not host or not colon or not port.isdigit() or not 0 < int(port) < 65536:
             raise LayoutError(f"peer.listen is {self.listen!r}; use tcp://ADDRESS:PORT")
-        if host in ("*", "0.0.0.0", "[::]"):  # noqa: S104 (refused)
+        if host == "*" or _is_any(host):
             raise LayoutError(f"peer.listen is {self.listen!r}; name the address by which others reach this host")
         if self.keys_folder is None:
             raise LayoutError(f"peer.listen is {self.listen!r} without peer.keys_folder; nobody unknown may connect")
+
+    @property
+    def port(self) -> int | None:
+        """Of rank 0; None for private sockets."""
+        return int(self.listen.rpartition(":")[2]) if self.listen else None
 
     def link_options(self) -> dict[str, Any]:
         """What the link is opened with."""
@@ -93,3 +100,15 @@ class PeerConfig:
                 "device_name": self.mooncake_device_name,
             }
         return {}
+
+
+def _is_any(host: str) -> bool:
+    """Whether this stands for all of a host's addresses, however it is written ("0", "[::]", ...)."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        pass
+    try:
+        return not any(socket.inet_aton(host))
+    except OSError:  # a name
+        return False

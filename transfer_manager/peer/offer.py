@@ -61,6 +61,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_bytes(cls, data: bytes) -> Offer:
         """Raises `PeerRefusedError` for what is no offer of this version."""
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise PeerRefusedError(f"an offer is bytes, not {data!r:.80}")
         try:
             offer: Offer = decode(data, Offer)
         except (CodecError, LayoutError) as error:

@@ -7,7 +7,9 @@ import os
 from ipc.codec import decode, encode
 from ipc.shared_array import SharedArray
 from ipc.shared_signal import SharedSignal
+from transfer_manager.errors import LayoutError
 from transfer_manager.kv_memory import SegmentHandle
+from transfer_manager.layout import MAX_LAYERS
 
 NUM_PEER_SLOTS = 16  # peers whose layers in flight are counted apart; the last is for all others
 _LAYER_BITS = 12
@@ -84,5 +86,12 @@ class StepProgress:
 
         On a GPU: after the kernels have ended, not when they are launched. The bytes come before the word: x86-64
         keeps the order of stores; on aarch64 nothing but the interpreter's lock stands between them.
+
+        Raises:
+            LayoutError: a negative step, or a number of layers that cannot be.
         """
+        if step < 0 or not 0 <= num_layers <= MAX_LAYERS:
+            raise LayoutError(
+                f"step {step} with {num_layers} layers marked; use 0 or more, and up to {MAX_LAYERS} layers"
+            )
         self._signal.mark_layers(step, num_layers)

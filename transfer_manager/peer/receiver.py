@@ -41,6 +41,7 @@ _ASK_SECONDS = 0.5  # a reader asks again, and shows that it lives
 _STEP_BYTES = 16 * 2**20  # read at a time: between two it looks at its messages
 _MAX_MESSAGES = 1000
 _ID_BYTES = 4
+_MAX_OFFSET = 2**62
 
 
 class ReceiveFailedError(Exception):
@@ -218,7 +219,7 @@ class Receive:
                 self._meet(source, message)
             elif message.key == self._key and message.reader == self._reader:
                 if isinstance(message, Confirmed):
-                    source.is_confirmed = True
+                    source.is_confirmed |= self._all_read  # else nobody has asked
                 else:
                     self._follow(source, message)
 
@@ -232,7 +233,9 @@ class Receive:
         if not share.num_heads:
             return
         layout = there.layout.for_rank(there.tp_size, there.block_size)
-        if [len(in_layer) for in_layer in welcome.places] != [len(layout.parts)] * layout.num_layers:
+        numbers = [n for in_layer in welcome.places for place in in_layer for n in place]
+        is_other = [len(in_layer) for in_layer in welcome.places] != [len(layout.parts)] * layout.num_layers
+        if is_other or not all(0 <= n < _MAX_OFFSET for n in numbers):
             raise ReceiveFailedError("refused", f"{source.address} has KV arrays of another layout than its offer says")
         source.peer = here.peers.acquire(welcome.endpoint, min(self._seconds_left(), here.silence_seconds))
         remote = Side(layout, welcome.places, share.first_remote)

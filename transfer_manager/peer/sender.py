@@ -80,7 +80,7 @@ class Sender:
         self._confirmed: OrderedDict[tuple[SendKey, ReaderKey], None] = OrderedDict()
         self._failed: OrderedDict[int, Why] = OrderedDict()  # why sends came to nothing
         self._early: OrderedDict[tuple[int, ReaderKey], tuple[bytes, Subscribe]] = OrderedDict()
-        self._left: OrderedDict[int, Why | None] = OrderedDict()  # before they were begun
+        self._left: OrderedDict[tuple[int, ReaderKey], Leave] = OrderedDict()  # before they were begun
         self._last_number = 0
         self._step_word = 0
         self._ended: list[SendEnd] = []
@@ -102,10 +102,10 @@ class Sender:
         number = self._last_number = detail.number
         self._sends[number] = _Send(task.task_id, detail.num_blocks, deadline)
         self._extend(number, task, detail)
-        if number in self._left:
-            self._end(number, self._left.pop(number))
         for key in [key for key in self._early if key[0] <= number]:
             self.subscribe(*self._early.pop(key), now)
+        for key in [key for key in self._left if key[0] <= number]:
+            self.leave(self._left.pop(key))
 
     def update(self, task: SwapMessage, detail: SendDetail) -> None:
         """UPDATE_SEND; of a send that is over it says nothing new."""
@@ -158,7 +158,8 @@ class Sender:
             return
         receiver = (reader.instance_id, reader.number)
         if send.receiver != receiver:
-            # a receive that was given up and begun again takes over; the old one's `Confirm` finds itself unbound
+            # of an instance that was started again, or whose `Leave` was lost; the old one's `Confirm` finds itself
+            # unbound
             send.receiver, send.readers = receiver, {}
         send.num_readers, send.peer = message.num_readers, message.name
         known = min(message.num_known, len(send.ids))
@@ -190,7 +191,8 @@ class Sender:
         key, reader = message.key, message.reader
         is_mine = key.instance_id == self._instance_id
         if is_mine and key.number > self._last_number:  # faster than the offer's task, as a `Subscribe` may be
-            self._left[key.number] = message.why
+            self._early.pop((key.number, reader), None)
+            self._left[key.number, reader] = message
             if len(self._left) > _MAX_EARLY:
                 self._left.popitem(last=False)
         send = self._sends.get(key.number) if is_mine else None

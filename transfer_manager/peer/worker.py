@@ -153,17 +153,17 @@ class PeerServer:
         keys = poller.wait(_TICK_SECONDS if self._is_busy else _IDLE_SECONDS)
         if self._wakeup in keys:
             self._wakeup.clear()
-        while (named := self._listener.get_now()) is not None:
-            self._hear(*named)
+        if (word := self._words.step_word) != self._step_word:
+            self._step_word = word
+            self._sender.note_step(word)
         for lane, lane_queue in self._lanes.items():
             while (data := lane_queue.get_now()) is not None:
                 message: ToRank = decode(data, ToRank)
                 if isinstance(message, StopMessage):
                     return False
                 self._do(lane, message)
-        if (word := self._words.step_word) != self._step_word:
-            self._step_word = word
-            self._sender.note_step(word)
+        while (named := self._listener.get_now()) is not None:  # after the lanes: offers before those who ask for them
+            self._hear(*named)
         self._sender.tick(time.monotonic())
         self._answer()
         self._is_busy = self._here.peers.drop_idle() or bool(self._receives) or self._sender.has_sends

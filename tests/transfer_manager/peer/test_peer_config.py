@@ -47,8 +47,8 @@ def test_addresses_that_others_can_reach(listen: str) -> None:
         ({"silence_timeout_seconds": float("nan")}, "1 second or more"),
         ({"silence_timeout_seconds": "5"}, "1 second or more"),
         ({"silence_timeout_seconds": True}, "1 second or more"),
-        ({"max_transfers": 0}, "use 1 to 200"),
-        ({"max_transfers": 201}, "use 1 to 200"),
+        ({"max_transfers": 0}, "use 1 to 120"),
+        ({"max_transfers": 121}, "use 1 to 120"),
         ({"max_transfers": 1.5}, "give a whole number"),
     ],
 )

@@ -1,0 +1,212 @@
+"""Offers and receives in the books: what may be told to others, what may be believed of them, and when. Simulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastdeploy_cache import KVLayout, PeerConfig, Request, StorageConfig, TransferConfig
+from fastdeploy_cache.errors import LayoutError, PeerRefusedError, PromptTooLongError, RequestError
+from tests.cache_model import CacheModel
+from tests.simulated_peers import SimulatedPeers
+from tests.simulated_storage import SimulatedStorage
+
+TEXT = [(5 * i * i) % 7 for i in range(44)]
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2)
+
+
+class Pair:
+    """Two instances; the first computes."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._network: list[SimulatedPeers] = []
+        self.a, self.b = (self._model(name, **settings) for name in ("a", "b"))
+
+    def _model(self, name: str, num_gpu: int = 30, num_cpu: int = 20, **settings: Any) -> CacheModel:
+        return CacheModel(
+            4,
+            num_gpu,
+            num_cpu,
+            peers=lambda memory: SimulatedPeers(name, self._network, memory),
+            layout=LAYOUT,
+            peer=PeerConfig(weights_id="w", name=name),
+            transfer=TransferConfig(kv_owner="worker"),
+            **settings,
+        )
+
+    def go_on(self) -> None:
+        """Let everything between the instances happen."""
+        for end in self._network:
+            for receive in list(end.receives):
+                end.read(receive, 100)
+                if not end.confirm(receive) and receive.send is None:
+                    end.fail(receive, "gone: it is over")
+            for send in list(end.sends.values()):
+                if send.is_over or send.why:
+                    end.end_send(send, send.why)
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_what_runs_ahead_of_loads_is_not_offered_as_computed(pair: Pair) -> None:
+    """An offer made while its blocks still load has none of them; where the load fails, the send does, too."""
+    a, b = pair.a, pair.b
+    a.serve_and_copy(TEXT)
+    a.cache.evict(30)
+    live = a.must_match(TEXT)
+    assert a.run_ahead(live, 1)
+    a.cache.commit(live.request, len(TEXT))  # its step is over, and nobody has confirmed it
+    send = a.cache.offer(live.request)
+    receive = b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
+    pair.go_on()
+    assert not receive.done
+    a.client.land("failed")
+    assert not a.cache.confirm(live.request, 0, arrived=True)
+    a.cache.release(live.request)
+    for _ in range(3):
+        pair.go_on()
+    assert receive.reason is not None and send.reason == "failed"
+
+
+def test_a_load_that_comes_makes_it_computed(pair: Pair) -> None:
+    """The same where the load succeeds: after `confirm` the next commit tells."""
+    a, b = pair.a, pair.b
+    a.serve_and_copy(TEXT)
+    a.cache.evict(30)
+    live = a.must_match(TEXT)
+    assert a.run_ahead(live, 1)
+    send = a.cache.offer(live.request)
+    receive = b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
+    a.client.land_all()
+    a.confirm(live)
+    a.compute(live, len(TEXT))
+    for _ in range(3):
+        pair.go_on()
+    assert receive.succeeded and send.succeeded
+
+
+def test_a_store_of_other_weights_ends_transfers(pair: Pair) -> None:
+    """Attaching it forgets all that others of the old weights may still ask for, and offers are of the new ones."""
+    a, b = pair.a, pair.b
+    live = a.must_match(TEXT)
+    assert a.allocate(live, 11)
+    send = a.cache.offer(live.request)
+    a.cache.attach_storage(StorageConfig(folder="/nowhere", weights_id="v"), client=SimulatedStorage(a.client))
+    pair.go_on()
+    assert send.reason == "cancelled"
+    a.release(live)
+    live = a.must_match(TEXT)
+    assert a.allocate(live, 11)
+    with pytest.raises(PeerRefusedError, match="'v', this one 'w'"):
+        b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), a.cache.offer(live.request).offer)
+
+
+def test_weights_that_change_while_a_receive_is_checked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check hashes the prompt without the lock: new weights meanwhile make it another instance."""
+    a, b = pair.a, pair.b
+    live = a.must_match(TEXT)
+    assert a.allocate(live, 11)
+    offer = a.cache.offer(live.request).offer
+    peers = b.cache._peers
+    assert peers is not None
+    check = peers.offers.check
+
+    def slow(*arguments: Any) -> None:
+        check(*arguments)
+        b.cache.reset(weights_id="v")
+
+    monkeypatch.setattr(peers.offers, "check", slow)
+    with pytest.raises(PeerRefusedError, match="weights_id"):
+        b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), offer)
+
+
+def test_numbers_of_steps_rise_and_are_used_once(pair: Pair) -> None:
+    """Layers that were marked under a number say nothing of another step: it is refused."""
+    a = pair.a
+    live = a.must_match(TEXT)
+    assert a.allocate(live, 11)
+    a.cache.offer(live.request)
+    a.cache.begin_step(live.request, 20, 5)
+    with pytest.raises(RequestError, match="numbers rise"):
+        a.cache.begin_step(live.request, 24, 4)
+    a.compute(live, 20)
+    with pytest.raises(RequestError, match="each is for one step"):
+        a.cache.begin_step(live.request, 24, 5)
+    a.cache.begin_step(live.request, 24, 6)
+
+
+def test_a_step_that_does_less_than_announced_fails_the_send(pair: Pair) -> None:
+    """Readers may have read layers of blocks that will be computed again."""
+    a = pair.a
+    live = a.must_match(TEXT)
+    assert a.allocate(live, 11)
+    send = a.cache.offer(live.request)
+    a.cache.begin_step(live.request, 40, 1)
+    a.compute(live, 20)
+    pair.go_on()
+    assert send.reason == "failed" and "5 of the 10 blocks" in str(send.error)
+
+
+def test_updates_wait_for_each_other(pair: Pair) -> None:
+    """While a rank has not answered one, what comes meanwhile goes together with the next."""
+    a, b = pair.a, pair.b
+    assert a.peers is not None
+    live = a.must_match(TEXT)
+    assert a.allocate(live, 11)
+    send = a.cache.offer(live.request)
+    held: list[Any] = []
+    answer, a.peers.answer = a.peers.answer, lambda *given, **named: held.append((given, named))  # type: ignore[method-assign]
+    for upto in (8, 16, 24, 44):
+        a.compute(live, upto)
+    assert len(held) == 1
+    a.peers.answer = answer  # type: ignore[method-assign]
+    a.peers.answer(*held[0][0], **held[0][1])
+    receive = b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
+    for _ in range(3):
+        pair.go_on()
+    assert receive.succeeded and send.succeeded
+
+
+def test_an_update_that_is_lost_fails_the_send(pair: Pair) -> None:
+    """A rank that has not heard of blocks could never name them."""
+    a = pair.a
+    assert a.peers is not None
+    live = a.must_match(TEXT)
+    assert a.allocate(live, 11)
+    send = a.cache.offer(live.request)
+    answer = a.peers.answer
+    a.peers.answer = lambda task, *_, **__: answer(task, "the rank has not read its earlier tasks")  # type: ignore[method-assign]
+    a.compute(live, 8)
+    a.peers.answer = answer  # type: ignore[method-assign]
+    pair.go_on()
+    assert send.reason == "failed"
+
+
+def test_a_prompt_that_can_never_fit_is_no_shortage() -> None:
+    """Asking again would not help."""
+    pair = Pair()
+    small = pair._model("small", num_gpu=5)
+    live = pair.a.must_match(TEXT)
+    assert pair.a.allocate(live, 11)
+    with pytest.raises(PromptTooLongError):
+        small.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), pair.a.cache.offer(live.request).offer)
+
+
+@pytest.mark.parametrize("offer", [None, "abc", 12, [1]])
+def test_no_offer_at_all(pair: Pair, offer: Any) -> None:
+    """What is no bytes is refused as such."""
+    with pytest.raises(PeerRefusedError, match="an offer is bytes"):
+        pair.b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), offer)
+
+
+@pytest.mark.parametrize("weights_id", [5, "  "])
+def test_names_of_weights_are_checked_before_anything_changes(pair: Pair, weights_id: Any) -> None:
+    """Without a store, too."""
+    pair.a.serve(TEXT, stays=False, patient=True)
+    with pytest.raises(LayoutError):
+        pair.a.cache.reset(weights_id=weights_id)
+    assert pair.a.cache.lookup(Request(request_id="x", prompt_token_ids=TEXT)).num_blocks == 11
