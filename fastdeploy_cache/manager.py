@@ -142,7 +142,7 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
                 size=self.config.block_size,
                 timeout_seconds=self.config.transfer.task_timeout_seconds,
             )
-            if active.settled:
+            if active.settled and (self._peers is None or not self._peers.outbox):
                 return loads.describe()
         self._submit()
         with self._lock:

@@ -151,6 +151,14 @@ class PeerAccess(RankAccess):
             RequestError: it is matched or being received already.
         """
         opened = Offer.from_bytes(offer)
+        try:
+            return self._receive(request, opened)
+        except PeerRefusedError:
+            self.metrics.record_peer("receive", opened.source.name, 0, 0.0, "refused")
+            logger.warning("event=receive_refused request=%s peer=%s", request.request_id, opened.source.name)
+            raise
+
+    def _receive(self, request: Request, opened: Offer) -> Receive:
         keys = BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
         peers = self._peers_for("receive", "prefill")
         peers.offers.check(request, keys.extras, opened)  # hashes the prompt: not under the lock

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import base64
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from fastdeploy_cache.peer_transfer import Send
 from launch.reference_engine.engine import Engine
-from launch.reference_engine.generation import Generation, GenerationError
+from launch.reference_engine.generation import Generation, GenerationError, GenerationTimeoutError
 from launch.reference_engine.tokenizer import ChatTokenizer, StreamDecoder
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
+_SLICE_SECONDS = 1.0  # so soon it is noticed that a client has gone
 _TOKEN_TIMEOUT_SECONDS = 120.0
 _OFFER_TIMEOUT_SECONDS = 60.0  # for a prompt to be begun
 _STORED_TIMEOUT_SECONDS = 120.0  # for all of it to be in storage
+
+
+T = TypeVar("T")
+
+
+class NotWantedError(Exception):
+    """The client has gone; what worked for it is cancelled."""
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):
@@ -59,6 +69,11 @@ class ChatRequest(msgspec.Struct):
     stream_options: StreamOptions | None = None
     kv_offer: bytes | None = None  # base64 in JSON
 
+    @property
+    def max_new_tokens(self) -> int:
+        """Of the answer."""
+        return self.max_completion_tokens or self.max_tokens
+
 
 class Prefill(NamedTuple):
     """A prompt that is computed for another instance: what is done, None where it is too short, and the answer."""
@@ -73,6 +88,8 @@ class ChatApi:
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._offered: dict[str, Generation] = {}  # by request id, while their sends are open
 
     def submit(self, request: ChatRequest) -> Generation:
         """Queue it.
@@ -80,32 +97,70 @@ class ChatApi:
         Raises:
             GenerationError: too long, or the engine has stopped.
         """
-        max_new_tokens = request.max_completion_tokens or request.max_tokens
-        return self._engine.submit(self._prompt(request), max_new_tokens, request.kv_offer)
+        return self._engine.submit(self._prompt(request), request.max_new_tokens, request.kv_offer)
 
-    def prefill(self, request: ChatRequest) -> Prefill:
+    def prefill(self, request: ChatRequest, is_wanted: Callable[[], bool]) -> Prefill:
         """Have the prompt computed for another instance; returns once its blocks can be asked for.
 
         With the link `storage` that is when they are in the store, with all others as soon as it has begun.
 
         Raises:
-            GenerationError: too long, not now, or the engine has stopped.
+            NotWantedError: nobody waits for it any more.
+            GenerationError: too long with its answer, not now, or the engine has stopped.
         """
         config, prompt = self._engine.cache.config, self._prompt(request)
         if len(prompt) < config.block_size:
             return Prefill(None, {"offer": None, "request_id": None, "num_blocks": 0})
-        generation = self._engine.submit_prefill(prompt)
-        try:
-            send = generation.wait_send(_OFFER_TIMEOUT_SECONDS)
-            in_storage = config.peer is not None and config.peer.link == "storage"
-            if in_storage and not send.wait(_STORED_TIMEOUT_SECONDS):
-                raise GenerationError(f"the blocks are not in storage: {send.error or 'not in time'}")
-        except GenerationError:
-            self._engine.cancel(generation)
-            raise
+        generation = self._engine.submit_prefill(prompt, request.max_new_tokens)
+        send = self._wait(generation, generation.wait_send, _OFFER_TIMEOUT_SECONDS, is_wanted)
+        if config.peer is not None and config.peer.link == "storage":
+            self._wait(generation, lambda seconds: _wait_stored(send, seconds), _STORED_TIMEOUT_SECONDS, is_wanted)
+        self._note_offered(generation, send)
         offer = base64.b64encode(send.offer).decode()
         answer = {"offer": offer, "request_id": generation.request.request_id, "num_blocks": send.num_blocks}
         return Prefill(generation, answer)
+
+    def _note_offered(self, generation: Generation, send: Send) -> None:
+        request_id = generation.request.request_id
+        with self._lock:
+            self._offered[request_id] = generation
+
+        def forget() -> None:
+            with self._lock:
+                self._offered.pop(request_id, None)
+
+        send.on_done(forget)
+
+    def cancel_prefill(self, request_id: str) -> bool:
+        """Nobody will ask for what `prefill` has answered under this id; False where it is read or given up already."""
+        with self._lock:
+            generation = self._offered.get(request_id)
+        if generation is not None:
+            self._engine.cancel(generation)
+        return generation is not None
+
+    def _wait(
+        self, generation: Generation, wait: Callable[[float], T], seconds: float, is_wanted: Callable[[], bool]
+    ) -> T:
+        """What `wait` brings within these seconds; else the generation is cancelled.
+
+        Raises:
+            NotWantedError, GenerationError: see `complete`.
+        """
+        until = time.monotonic() + seconds
+        try:
+            while True:
+                try:
+                    return wait(max(0.0, min(_SLICE_SECONDS, until - time.monotonic())))
+                except GenerationTimeoutError:
+                    if not is_wanted():
+                        raise NotWantedError from None
+                    if time.monotonic() >= until:
+                        text = f"nothing came within {seconds} s; the engine is overloaded, paused or asleep"
+                        raise GenerationTimeoutError(text) from None
+        except (GenerationError, NotWantedError):
+            self._engine.cancel(generation)
+            raise
 
     def cancel(self, generation: Generation) -> None:
         """Nobody waits for it any more."""
@@ -115,24 +170,28 @@ class ChatApi:
         messages = [{"role": message.role, "content": message.text()} for message in request.messages]
         return self._tokenizer.encode_chat(messages)
 
-    def complete(self, generation: Generation, is_wanted: Callable[[], bool]) -> dict[str, Any] | None:
-        """Wait for the whole answer; None where it is no longer wanted.
+    def complete(self, generation: Generation, is_wanted: Callable[[], bool]) -> dict[str, Any]:
+        """Wait for the whole answer.
 
         Raises:
+            NotWantedError: nobody waits for it any more.
             GenerationError: the engine failed it, or is too slow.
         """
-        while generation.next_token(_TOKEN_TIMEOUT_SECONDS) is not None:
+        while self._wait(generation, generation.next_token, _TOKEN_TIMEOUT_SECONDS, is_wanted) is not None:
             if not is_wanted():
                 self._engine.cancel(generation)
-                return None
+                raise NotWantedError
         message = {"role": "assistant", "content": self._tokenizer.decode(generation.output)}
         choice = {"index": 0, "message": message, "finish_reason": generation.finish_reason}
         return {**_envelope("chat.completion"), "choices": [choice], "usage": _usage(generation)}
 
-    def stream(self, generation: Generation, include_usage: bool) -> Iterator[dict[str, Any]]:
+    def stream(
+        self, generation: Generation, include_usage: bool, is_wanted: Callable[[], bool]
+    ) -> Iterator[dict[str, Any]]:
         """The answer piece by piece.
 
         Raises:
+            NotWantedError: nobody waits for it any more.
             GenerationError: the engine failed it, or is too slow.
         """
         envelope, decoder = _envelope("chat.completion.chunk"), StreamDecoder(self._tokenizer)
@@ -141,7 +200,8 @@ class ChatApi:
             return {**envelope, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
 
         yield chunk({"role": "assistant", "content": ""})
-        while (token := generation.next_token(_TOKEN_TIMEOUT_SECONDS)) is not None:
+        wait = generation.next_token
+        while (token := self._wait(generation, wait, _TOKEN_TIMEOUT_SECONDS, is_wanted)) is not None:
             if text := decoder.push(token):
                 yield chunk({"content": text})
         if text := decoder.finish():
@@ -149,6 +209,14 @@ class ChatApi:
         yield chunk({}, generation.finish_reason)
         if include_usage:
             yield {**envelope, "choices": [], "usage": _usage(generation)}
+
+
+def _wait_stored(send: Send, seconds: float) -> None:
+    if send.wait(seconds):
+        return
+    if not send.done:
+        raise GenerationTimeoutError("the blocks are not in storage yet")
+    raise GenerationError(f"the blocks are not in storage: {send.error}")
 
 
 def _envelope(kind: str) -> dict[str, Any]:

@@ -125,10 +125,10 @@ def peer_keys(
     from ipc.peer_channel import make_keys
 
     public = make_keys(folder)
+    typer.echo(f"copy {public} to every other host, into the folder trusted/ of its own keys, as THIS_HOST.key")
     typer.echo(
-        f"copy {public} into the folder {folder.name}/trusted of every other host, under a name of its own: HOST.key"
+        f"and each one's own.key into {folder / 'trusted'}/ as OTHER_HOST.key; what has _secret in its name stays"
     )
-    typer.echo(f"and theirs into {folder / 'trusted'}; the file with _secret in its name stays here")
 
 
 @app.command("control")

@@ -10,17 +10,19 @@ import signal
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from launch.errors import LaunchError
-from launch.upstream import ClientGoneError, Instances, Question, Upstream
+from launch.upstream import HEALTH, ClientGoneError, Instances, Place, Question, Upstream
 
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 4 * 2**20
 _READ_TIMEOUT_SECONDS = 30.0
 _ANSWER_SECONDS = 600.0  # a whole answer comes in one piece
-_HEALTH_SECONDS = 2.0
+_SHORT_SECONDS = 2.0
+_PROBE_SECONDS = 5.0  # without a word of a decode instance
 _CHAT, _PREFILL = "/v1/chat/completions", "/v1/prefill"
 _UNREACHABLE = (OSError, http.client.HTTPException)
 
@@ -29,7 +31,8 @@ def route(prefill: Sequence[str], decode: Sequence[str], *, host: str, port: int
     """Run until SIGTERM or SIGINT.
 
     Without an offer of a prefill instance within `prefill_seconds` the decode instance computes the prompt itself. A
-    decode instance that cannot be reached is passed over, as long as it has not begun to answer.
+    decode instance that cannot be reached, or whose health does not answer meanwhile, is passed over, as long as it has
+    not begun to answer. An offer that no decode instance takes is given up.
 
     Raises:
         LaunchError: the port is taken, or a URL is none.
@@ -51,14 +54,30 @@ def route(prefill: Sequence[str], decode: Sequence[str], *, host: str, port: int
         server.server_close()
 
 
+class Offer(NamedTuple):
+    """What a prefill instance has computed, and where it is given up."""
+
+    offer: str
+    place: Place
+    request_id: str
+
+
 class Router(ThreadingHTTPServer):
     """A thread for each connection; they share the turns alone."""
 
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], prefill: Instances, decode: Instances, prefill_seconds: float) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        prefill: Instances,
+        decode: Instances,
+        prefill_seconds: float,
+        probe_seconds: float = _PROBE_SECONDS,
+    ) -> None:
         """Raises `LaunchError` where the address cannot be listened on."""
-        self.prefill, self.decode, self.prefill_seconds = prefill, decode, prefill_seconds
+        self.prefill, self.decode = prefill, decode
+        self.prefill_seconds, self.probe_seconds = prefill_seconds, probe_seconds
         try:
             super().__init__(address, _Handler)
         except OSError as error:
@@ -77,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
             if self.path == "/health":
                 self._health()
             elif self.path == "/v1/models":
-                self._forward(Question("GET", self.path, None, _HEALTH_SECONDS))
+                self._forward(Question("GET", self.path, None, _SHORT_SECONDS), self.server.decode.in_order())
             else:
                 self._fail(404, f"no page {self.path}; there are {_CHAT}, /v1/models and /health")
         except ClientGoneError:
@@ -102,20 +121,43 @@ class _Handler(BaseHTTPRequestHandler):
             return
         chat.pop("kv_offer", None)  # only our own: an offer says where to read memory
         try:
-            offer = self._prefill(json.dumps(chat).encode())
-            chat |= {"kv_offer": offer} if offer is not None else {}
-            self._forward(Question("POST", _CHAT, json.dumps(chat).encode(), _ANSWER_SECONDS))
+            self._answer(chat)
         except ClientGoneError:
             self._note_client_gone()
 
-    def _prefill(self, body: bytes) -> str | None:
+    def _answer(self, chat: dict[str, Any]) -> None:
+        offer, is_taken = self._prefill(json.dumps(chat).encode()), False
+        chat |= {"kv_offer": offer.offer} if offer is not None else {}
+        question = Question("POST", _CHAT, json.dumps(chat).encode(), _ANSWER_SECONDS, self.server.probe_seconds)
+        try:
+            is_taken = self._forward(question, self.server.decode.in_turn(), is_stream=bool(chat.get("stream")))
+        finally:  # refused, nobody there, or the client has gone: blocks would wait for a reader until their deadline
+            if offer is not None and not is_taken:
+                self._give_up(offer)
+
+    def _give_up(self, offer: Offer) -> None:
+        question = Question("DELETE", f"{_PREFILL}/{quote(offer.request_id)}", None, _SHORT_SECONDS)
+        try:
+            with Upstream(offer.place, question, None) as upstream:
+                status, _ = upstream.answer()
+            logger.info("event=offer_given_up request=%s status=%d", offer.request_id, status)
+        except _UNREACHABLE as error:
+            logger.warning("event=offer_not_given_up request=%s error=%r", offer.request_id, error)
+
+    def _prefill(self, body: bytes) -> Offer | None:
         """What a prefill instance offers of this prompt, if it does in time."""
         question = Question("POST", _PREFILL, body, self.server.prefill_seconds)
         for place in self.server.prefill.in_turn():
+            if self.server.prefill.is_hung(place):  # and all that follow
+                return None
             try:
                 with Upstream(place, question, self.connection) as upstream:
-                    status, answer = upstream.answer()
-                    offer = json.loads(answer)["offer"] if status == 200 else None
+                    status, text = upstream.answer()
+                    offer = _offer(place, json.loads(text)) if status == 200 else None
+            except TimeoutError as error:  # no time is left for another
+                self.server.prefill.note_hung(place)
+                logger.warning("event=prefill_hung at=%s:%d error=%r", *place, error)
+                return None
             except ConnectionError as error:  # at once: there is time for another
                 logger.warning("event=prefill_unreachable at=%s:%d error=%r", *place, error)
                 continue
@@ -123,25 +165,37 @@ class _Handler(BaseHTTPRequestHandler):
                 logger.warning("event=prefill_failed at=%s:%d error=%r", *place, error)
                 return None
             if status != 200:
-                logger.warning("event=prefill_refused at=%s:%d status=%d answer=%r", *place, status, answer[:200])
-            return offer if isinstance(offer, str) else None
+                logger.warning("event=prefill_refused at=%s:%d status=%d answer=%r", *place, status, text[:200])
+            return offer
         return None
 
-    def _forward(self, question: Question) -> None:
-        """Pass the request on, and the answer back as it comes."""
-        for place in self.server.decode.in_turn():
-            has_begun = False
+    def _forward(self, question: Question, places: Sequence[Place], *, is_stream: bool = False) -> bool:
+        """Pass the request on, and the answer back as it comes; whether the offer in it was taken."""
+        for place in places:
+            has_begun = is_good = False
             try:
                 with Upstream(place, question, self.connection) as upstream:
                     for piece in upstream.pieces():
+                        is_good = is_good if has_begun else _is_good(piece)
                         has_begun = self.close_connection = True  # the answer ends with the connection
                         self._write(piece)
+            except ClientGoneError:
+                if not is_good:
+                    raise
+                self._note_client_gone()  # a stream begins before the offer is asked for, other answers after that
+                return not is_stream
+            except TimeoutError as error:
+                is_good = False
+                self.server.decode.note_hung(place)
+                logger.warning("event=decode_hung at=%s:%d begun=%s error=%r", *place, has_begun, error)
             except _UNREACHABLE as error:
                 logger.warning("event=decode_unreachable at=%s:%d begun=%s error=%r", *place, has_begun, error)
+                is_good = False
             if has_begun:
                 self.log_request("forwarded")
-                return
+                return is_good
         self._fail(503, "no decode instance can be reached")
+        return False
 
     def _write(self, piece: bytes) -> None:
         try:
@@ -150,10 +204,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise ClientGoneError from error
 
     def _health(self) -> None:
-        question = Question("GET", "/health", None, _HEALTH_SECONDS)
-        for place in self.server.decode.in_turn():
+        for place in self.server.decode.in_order():
             try:
-                with Upstream(place, question, self.connection) as upstream:
+                with Upstream(place, HEALTH, self.connection) as upstream:
                     if upstream.answer()[0] == 200:
                         self._send(200, {"status": "ok"})
                         return
@@ -185,3 +238,14 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name)
         """To the log instead of standard error."""
         logger.info("event=http %s", format % args)
+
+
+def _is_good(piece: bytes) -> bool:
+    """Whether an answer that begins so is none of a failure; too short a beginning counts as one."""
+    return piece.startswith((b"HTTP/1.1 2", b"HTTP/1.0 2"))
+
+
+def _offer(place: Place, answer: Any) -> Offer | None:
+    """None where the prompt is too short for one. Raises `LookupError`, `TypeError` for what is no answer."""
+    offer, request_id = answer["offer"], answer["request_id"]
+    return Offer(offer, place, request_id) if isinstance(offer, str) and isinstance(request_id, str) else None

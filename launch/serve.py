@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import select
@@ -18,7 +19,7 @@ import msgspec
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
 from fastdeploy_cache.errors import ConfigError, LifeCycleError, RequestError
 from fastdeploy_cache.life_cycle import LifeCycleStatus
-from launch.chat_api import MODEL_NAME, ChatApi, ChatRequest
+from launch.chat_api import MODEL_NAME, ChatApi, ChatRequest, NotWantedError
 from launch.control import ControlServer
 from launch.engine_control import EngineControl
 from launch.errors import LaunchError
@@ -67,13 +68,14 @@ def serve(
     """
     import_paddle()  # before the signal handlers below, which its own would replace
     files = load_model_files()
-    settings = [*_role_settings(files, role, config_file), *_storage_settings(files, storage_folder), *settings]
+    settings = [*_role_settings(files, role), *_storage_settings(files, storage_folder), *settings]
     config = _config(files, config_file, settings)
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: endings.put("asked"))
     server, control = _listen(host, port, control_socket)  # before the ranks start: what is taken should cost nothing
     try:
+        config = _named(config, server.server_port) if role != "mixed" else config
         with running_engine(files, config, recompute_not_received=recompute_not_received) as engine:
             metrics_url = engine.cache.serve_metrics(host, metrics_port)
             server.api, server.engine = ChatApi(engine, ChatTokenizer(files)), engine
@@ -92,11 +94,15 @@ def serve(
         raise LaunchError("the engine ended by itself; its log says why")
 
 
-def _role_settings(files: ModelFiles, role: str, config_file: Path | None) -> list[str]:
-    if role == "mixed":
-        return []
-    name = [f"peer.name={role}"] if config_file is None else []  # a file may say another
-    return [f"role={role}", f"peer.weights_id={files.digest}", *name]
+def _role_settings(files: ModelFiles, role: str) -> list[str]:
+    return [f"role={role}", f"peer.weights_id={files.digest}"] if role != "mixed" else []
+
+
+def _named(config: CacheConfig, port: int) -> CacheConfig:
+    """With a name that tells the instances of a host apart, where nobody has named this one."""
+    if config.peer is None or config.peer.name:
+        return config
+    return dataclasses.replace(config, peer=dataclasses.replace(config.peer, name=f"{config.role}-{port}"))
 
 
 def _storage_settings(files: ModelFiles, folder: Path | None) -> list[str]:
@@ -226,6 +232,19 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(400, str(error))
         except GenerationError as error:
             self._fail(503, str(error))
+        except NotWantedError:
+            self.close_connection = True
+            logger.info("event=client_gone")
+
+    def do_DELETE(self) -> None:
+        """An offer that nobody will ask for: its blocks need not wait."""
+        request_id = self.path.removeprefix(f"{_PREFILL}/")
+        if request_id == self.path:
+            self._fail(404, f"nothing is deleted at {self.path}; use {_PREFILL}/REQUEST_ID")
+        elif self.server.api.cancel_prefill(request_id):
+            self._send(200, {"request_id": request_id, "status": "cancelled"})
+        else:
+            self._fail(404, f"no open offer of {request_id!r}; it was read, or given up, already")
 
     def _check_served(self) -> None:
         config = self.server.engine.cache.config
@@ -236,7 +255,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise LaunchError(refusal)
 
     def _prefill(self, request: ChatRequest) -> None:
-        generation, answer = self.server.api.prefill(request)
+        generation, answer = self.server.api.prefill(request, self._is_wanted)
         if generation is not None and not self._is_wanted():
             self.server.api.cancel(generation)  # else its blocks would wait for somebody who never comes
         self._send(200, answer)
@@ -245,12 +264,9 @@ class _Handler(BaseHTTPRequestHandler):
         generation = self.server.api.submit(request)
         if request.stream:
             usage = request.stream_options is not None and request.stream_options.include_usage
-            self._stream(generation, self.server.api.stream(generation, usage))
-        elif (answer := self.server.api.complete(generation, self._is_wanted)) is not None:
-            self._send(200, answer)
+            self._stream(generation, self.server.api.stream(generation, usage, self._is_wanted))
         else:
-            self.close_connection = True
-            logger.info("event=client_gone request=%s", generation.request.request_id)
+            self._send(200, self.server.api.complete(generation, self._is_wanted))
 
     def _is_wanted(self) -> bool:
         """Whether the client is still there: one that has closed its end can be read, and has nothing to say."""
@@ -282,7 +298,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"data: [DONE]\n\n")
         except GenerationError as error:  # the status is out: say it in the stream
             self.wfile.write(b"data: " + msgspec.json.encode({"error": {"message": str(error)}}) + b"\n\n")
-        except (BrokenPipeError, ConnectionResetError):
+        except (BrokenPipeError, ConnectionResetError, NotWantedError):
             self.server.api.cancel(generation)
             logger.info("event=client_gone request=%s", generation.request.request_id)
 

@@ -23,4 +23,17 @@ running_pid() { pid_in "$PID_FILE"; }
 # field NAME [LOG]: the value of NAME= in the server's last "event=serving" line
 field() { grep 'event=serving' "${2:-$LOG_FILE}" 2>/dev/null | tail -n 1 | grep -o "$1=[^ ]*" | cut -d= -f2-; }
 
+# http_status URL: the number that it is answered with; nothing where nobody answers
+http_status() {
+    "$PYTHON" - "$1" <<'EOF'
+import sys, urllib.error, urllib.request
+try:
+    print(urllib.request.urlopen(sys.argv[1], timeout=5).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+except OSError:
+    pass
+EOF
+}
+
 get() { "$PYTHON" -c 'import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5).read().decode())' "$1"; }

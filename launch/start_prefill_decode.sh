@@ -4,10 +4,11 @@
 #                           [--host ADDRESS] [--port PORT] [options of `fastdeploy-cache serve` for every instance]
 #   start_prefill_decode.sh --status     exit status 3 when nothing of it runs, 4 when not all of it does
 #   start_prefill_decode.sh --stop       SIGTERM, then SIGKILL after 30 seconds
-# One of each with one rank, and the router at 127.0.0.1:8000, where nothing is said.
+# One of each with one rank, and the router at 127.0.0.1:8000, where nothing is said. Ports of instances are free ones.
+# Where some of it has died, a start without options starts what is missing, with the options and ports it had.
 set -euo pipefail
 case " $* " in *" --help "*)
-    sed -n '2,7s/^# //p' "${BASH_SOURCE[0]}"
+    sed -n '2,8s/^# //p' "${BASH_SOURCE[0]}"
     exit 0
     ;;
 esac
@@ -49,15 +50,22 @@ stop_group() { # status 1 when one had to be killed
 }
 
 show_status() {
-    local name url all=0
+    local name url code metrics all=0
     any_runs || { say "not running"; exit 3; }
     for name in $(members); do
         url="$(field url "$LOG_DIR/$name.log")" || url=""
         if ! pid_in "$GROUP_DIR/$name.pid" >/dev/null; then
-            say "$name: NOT RUNNING; its log is $LOG_DIR/$name.log"
+            say "$name: NOT RUNNING; its log is $LOG_DIR/$name.log; a start without options starts it again"
             all=4
-        elif get "$url/health" >/dev/null 2>&1; then
-            say "$name: up, $url"
+            continue
+        fi
+        code="$(http_status "$url/health")"
+        if [ "$code" = 200 ]; then
+            metrics="$(field metrics "$LOG_DIR/$name.log")" || metrics=""
+            say "$name: up, API $url${metrics:+, metrics $metrics}"
+        elif [ "$name $code" = "router 503" ]; then
+            say "$name: up, no decode instance healthy, API $url"
+            all=4
         else
             say "$name: DOES NOT ANSWER at $url; its log is $LOG_DIR/$name.log"
             all=4
@@ -66,12 +74,68 @@ show_status() {
     exit $all
 }
 
+children=() interrupted=""
+
 launch() { # launch NAME COMMAND...: in the background, without the lock
     local name="$1"
     shift
+    printf '%s\0' "$@" >"$GROUP_DIR/$name.arguments"
     : >"$LOG_DIR/$name.log"
+    # not ended between the start of a server and the note of its pid: nobody would know of it. Not ignored either: the
+    # server would inherit that.
+    trap 'interrupted=1' INT TERM
     nohup "$VENV/bin/fastdeploy-cache" "$@" </dev/null >>"$LOG_DIR/$name.log" 2>&1 9>&- &
+    children+=("$!")
     printf '%s\n' "$!" >"$GROUP_DIR/$name.pid"
+    trap 'exit 130' INT TERM
+    [ -z "$interrupted" ] || exit 130
+}
+
+note_ports() { # note_ports NAME: started again it takes those that the others know; the last of an option counts
+    local name="$1" metrics
+    printf '%s\0' --port "${URL##*:}" >>"$GROUP_DIR/$name.arguments"
+    metrics="$(field metrics "$LOG_DIR/$name.log")" || return 0
+    metrics="${metrics%/metrics}"
+    [ -z "$metrics" ] || printf '%s\0' --metrics-port "${metrics##*:}" >>"$GROUP_DIR/$name.arguments"
+}
+
+end_children() { # what this start has begun; by its pids, as a process that was just started is not known by its name
+    local pid
+    trap '' INT TERM
+    for pid in "${children[@]}"; do kill -TERM "$pid" 2>/dev/null || true; done
+    for _ in $(seq 300); do
+        any_child_runs || break
+        sleep 0.1
+    done
+    for pid in "${children[@]}"; do kill -KILL "$pid" 2>/dev/null || true; done
+    wait
+}
+
+any_child_runs() {
+    local pid
+    for pid in "${children[@]}"; do kill -0 "$pid" 2>/dev/null && return 0; done
+    return 1
+}
+
+start_missing() {
+    local name arguments missing=()
+    for name in $(members); do
+        pid_in "$GROUP_DIR/$name.pid" >/dev/null || missing=("$name" "${missing[@]}") # the router last
+    done
+    [ ${#missing[@]} -gt 0 ] || die "already running; see --status, or stop it with --stop"
+    [ "$has_options" = 0 ] || die "already running but for ${missing[*]}; start it without options to start those"
+    install demo
+    trap end_children EXIT
+    for name in "${missing[@]}"; do
+        [ -e "$GROUP_DIR/$name.arguments" ] || die "how $name was started is not known; stop the group with --stop"
+        mapfile -d '' arguments <"$GROUP_DIR/$name.arguments"
+        launch "$name" "${arguments[@]}"
+    done
+    for name in "${missing[@]}"; do
+        wait_ready "$name"
+        say "$name: up again, $URL"
+    done
+    trap - EXIT INT TERM
 }
 
 wait_ready() { # wait_ready NAME: sets URL
@@ -92,6 +156,11 @@ number() { # number OPTION VALUE
     printf '%s' "$2"
 }
 
+refuse_shared() { # refuse_shared OPTION WHY
+    die "$1 is not for a whole group: $2"
+}
+
+has_options=$#
 num_prefill=1 num_decode=1 prefill_ranks=1 decode_ranks=1 action=start router=() serve=()
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -104,6 +173,13 @@ while [ $# -gt 0 ]; do
         router+=("$1" "$2")
         shift
         ;;
+    --host=* | --port=*) router+=("$1") ;;
+    --role | --role=* | role=* | --set=role=*) refuse_shared "$1" "use --prefill N and --decode N" ;;
+    --control-socket | --control-socket=*) refuse_shared "$1" "all would take one socket; start them one by one" ;;
+    --metrics-port | --metrics-port=*) refuse_shared "$1" "each member takes a free port, which --status shows" ;;
+    --log-dir | --log-dir=*) refuse_shared "$1" "each member has its own folder in $LOG_DIR" ;;
+    peer.listen=* | --set=peer.listen=*) refuse_shared "$1" "all members would take one port; start them one by one" ;;
+    peer.name=* | --set=peer.name=*) refuse_shared "$1" "each member has its own, which metrics show" ;;
     --stop) action=stop ;;
     --status) action=status ;;
     *) serve+=("$1") ;;
@@ -122,10 +198,13 @@ if [ "$action" = stop ]; then
     say "stopped"
     exit 0
 fi
-any_runs && die "already running; see --status, or stop it with --stop"
+if any_runs; then
+    start_missing
+    exit 0
+fi
 install demo
 stop_group # what a group that died has left: pid files
-trap 'stop_group || true' EXIT # all of it or nothing, also when this is interrupted
+trap 'end_children; rm -f "$GROUP_DIR"/*.pid' EXIT # all of it or nothing, also when this is interrupted
 trap 'exit 130' INT TERM
 say "starting $num_prefill prefill and $num_decode decode (logs: $LOG_DIR)"
 names=()
@@ -134,14 +213,16 @@ for ((i = 0; i < num_decode; i++)); do names+=("decode-$i"); done
 for name in "${names[@]}"; do
     role="${name%-*}" ranks="${name%-*}_ranks"
     launch "$name" serve --role "$role" --ranks "${!ranks}" --port 0 --metrics-port 0 --log-dir "$LOG_DIR/$name" \
-        "${serve[@]}"
+        --set "peer.name=$name" "${serve[@]}"
 done
 for name in "${names[@]}"; do
     wait_ready "$name"
+    note_ports "$name"
     say "$name: $URL, metrics $(field metrics "$LOG_DIR/$name.log")"
     router+=("--${name%-*}" "$URL")
 done
 launch router route "${router[@]}"
 wait_ready router
+note_ports router
 trap - EXIT INT TERM
 say "ready: API $URL/v1/chat/completions"

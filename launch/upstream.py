@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import itertools
+import math
 import select
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Self
@@ -15,6 +17,9 @@ from launch.errors import LaunchError
 
 _CONNECT_SECONDS = 5.0
 _PIECE_BYTES = 65536
+_HUNG_SECONDS = 15.0  # so long an instance that did not answer is asked after all others
+
+Place = tuple[str, int]  # host and port
 
 
 class ClientGoneError(Exception):
@@ -28,17 +33,34 @@ class Instances:
         """Raises `LaunchError` for what is no http://HOST:PORT."""
         self._places = [_place(url) for url in urls]
         self._turns = itertools.count()
+        self._lock = threading.Lock()
+        self._hung_until: dict[Place, float] = {}
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def in_turn(self) -> Iterator[tuple[str, int]]:
-        """Each once, as host and port; a call later the next one is first."""
+    def in_turn(self) -> list[Place]:
+        """Each once; a call later the next one is first. Who has hung lately is last."""
         turn = next(self._turns)
-        return (self._places[(turn + index) % len(self)] for index in range(len(self)))
+        places = [self._places[(turn + index) % len(self)] for index in range(len(self))]
+        return sorted(places, key=self.is_hung)
+
+    def in_order(self) -> list[Place]:
+        """Each once, for what is no work: it takes nobody's turn. Who has hung lately is last."""
+        return sorted(self._places, key=self.is_hung)
+
+    def note_hung(self, place: Place) -> None:
+        """It did not answer in time: who comes next need not wait for that again."""
+        with self._lock:
+            self._hung_until[place] = time.monotonic() + _HUNG_SECONDS
+
+    def is_hung(self, place: Place) -> bool:
+        """Whether that was lately."""
+        with self._lock:
+            return time.monotonic() < self._hung_until.get(place, 0.0)
 
 
-def _place(url: str) -> tuple[str, int]:
+def _place(url: str) -> Place:
     parts = urlsplit(url)
     try:
         port = parts.port
@@ -50,12 +72,19 @@ def _place(url: str) -> tuple[str, int]:
 
 
 class Question(NamedTuple):
-    """What an instance is asked, and how long its answer may take to begin, and each piece of it."""
+    """What an instance is asked, and how long its answer may take to begin, and each piece of it.
+
+    With `probe_seconds` the instance is asked for its health after each such time without a word.
+    """
 
     method: str
     path: str
     body: bytes | None
     timeout_seconds: float
+    probe_seconds: float = math.inf
+
+
+HEALTH = Question("GET", "/health", None, 2.0)
 
 
 class Upstream:
@@ -67,9 +96,9 @@ class Upstream:
         ClientGoneError: the client has gone first.
     """
 
-    def __init__(self, place: tuple[str, int], question: Question, client: socket.socket) -> None:
-        self._client: socket.socket | None = client
-        self._timeout_seconds = question.timeout_seconds
+    def __init__(self, place: Place, question: Question, client: socket.socket | None) -> None:
+        self._place, self._client = place, client
+        self._timeout_seconds, self._probe_seconds = question.timeout_seconds, question.probe_seconds
         seconds = min(_CONNECT_SECONDS, question.timeout_seconds)
         self._connection = http.client.HTTPConnection(*place, timeout=seconds)
         headers = {"Content-Type": "application/json", "Connection": "close"}
@@ -105,13 +134,24 @@ class Upstream:
         """Until the instance has something to say."""
         upstream, until = self._connection.sock, time.monotonic() + self._timeout_seconds
         while True:
-            readable = _readable([upstream, self._client], until - time.monotonic())
+            seconds = until - time.monotonic()
+            is_probed = self._probe_seconds < seconds
+            readable = _readable([upstream, self._client], min(seconds, self._probe_seconds))
             if self._client in readable:
                 self._check_client()
             if upstream in readable:
                 return
-            if not readable:
+            if not readable and is_probed:
+                self._probe()
+            elif not readable:
                 raise TimeoutError(f"no answer within {self._timeout_seconds} s")
+
+    def _probe(self) -> None:
+        """It may have much to do, or hang: then its HTTP server does not answer either."""
+        with Upstream(self._place, HEALTH, self._client) as upstream:
+            status, _ = upstream.answer()
+        if status != 200:
+            raise TimeoutError(f"no answer, and its health is status {status}")
 
     def _check_client(self) -> None:
         assert self._client is not None

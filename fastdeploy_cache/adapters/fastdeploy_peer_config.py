@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fastdeploy_cache.config import check_keys
@@ -41,8 +42,9 @@ def peer_config(
         )
     ours["link"] = _link_of(theirs, ours.get("link"))
     ports = getattr(theirs, "local_rdma_comm_ports", None)
-    if ports and ours["link"] in _LINKS["rdma"] and not ours.get("listen"):
-        ours["listen"] = f"tcp://{pod_ip}:{_first_port(ports, tp_size)}"
+    is_given = ports is not None and (not hasattr(ports, "__len__") or len(ports) > 0)
+    if is_given and ours["link"] in _LINKS["rdma"] and not ours.get("listen"):
+        ours["listen"] = f"tcp://{_bracketed(pod_ip)}:{_first_port(ports, tp_size)}"
         if ours.get("keys_folder") is None:
             raise ConfigError(
                 f"local_rdma_comm_ports is {ports!r} without keys, and nobody unknown may connect; make them with "
@@ -76,23 +78,50 @@ def _link_of(theirs: Any, given: str | None) -> str:
     return link
 
 
-def _protocols(given: str | Sequence[str] | None) -> list[str]:
-    names = given.split(",") if isinstance(given, str) else list(given or ())
-    protocols = [name.strip() for name in names if name.strip()] or list(_LINKS)
+def _protocols(given: Any) -> list[str]:
+    named = _listed(given)
+    if not all(isinstance(name, str) for name in named):
+        raise ConfigError(f"cache_transfer_protocol is {given!r}; give a text, of {', '.join(_LINKS)}")
+    protocols = [name.strip() for name in named if name.strip()] or list(_LINKS)
     unknown = [name for name in protocols if name not in _LINKS]
     if unknown:
         raise ConfigError(f"cache_transfer_protocol is {given!r}; {unknown[0]!r} is none of {', '.join(_LINKS)}")
     return protocols
 
 
-def _first_port(ports: Sequence[int | str], tp_size: int) -> int:
-    try:
-        numbers = [int(port) for port in ports[:tp_size]]
-    except ValueError:
-        numbers = []
-    if len(numbers) < tp_size or numbers != list(range(numbers[0], numbers[0] + tp_size)):
+def _first_port(ports: Any, tp_size: int) -> int:
+    numbers = [_port(each) for each in _listed(ports)[:tp_size]]
+    first = numbers[0] if numbers else None
+    if first is None or numbers != list(range(first, first + tp_size)):
         raise ConfigError(
-            f"local_rdma_comm_ports is {ports!r} for {tp_size} ranks; give each one, without gaps: rank r takes the "
-            "first and r"
+            f"local_rdma_comm_ports is {ports!r} for {tp_size} ranks; give each one, without gaps, as numbers or as a "
+            "text with commas: rank r takes the first and r"
         )
-    return numbers[0]
+    return first
+
+
+def _port(given: Any) -> int | None:
+    """As a number or a text; None where it is no port."""
+    if isinstance(given, str):
+        text = given.strip()
+        number = int(text) if text.isascii() and text.isdecimal() else 0
+    else:
+        try:
+            number = operator.index(given)
+        except TypeError:
+            return None
+    return number if 0 < number < 65536 and not isinstance(given, bool) else None
+
+
+def _listed(given: Any) -> list[Any]:
+    """A setting that FastDeploy takes as a list or as a text with commas; anything else is its one element."""
+    if isinstance(given, str):
+        return given.split(",")
+    if given is None:
+        return []
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, bytes) else [given]
+
+
+def _bracketed(address: str) -> str:
+    """An IPv6 address as it stands before a port."""
+    return f"[{address}]" if ":" in address and not address.startswith("[") else address

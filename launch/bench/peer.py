@@ -17,7 +17,8 @@ _MAX_PIECES = 1024  # Mooncake loses some of more than 2048
 _BLOCK_SIZE = 64
 _NUM_LAYERS, _NUM_PARTS = 4, 2  # of the prompts that are received whole
 _LEAST_PIECES = _NUM_LAYERS * _NUM_PARTS
-_MODEL = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")  # an 8B model
+# layers as an 8B model's, but few and so large: the bytes of one have to outweigh what each receive costs beside them
+_MODEL = KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 _LEAST_LAYER_SECONDS = 0.005
 _PAUSE_SECONDS = 0.1
 
@@ -44,6 +45,12 @@ class Overlap(NamedTuple):
     visible: float
     alone: float
     whole: float
+
+    @property
+    def num_layers_behind(self) -> float:
+        """What `visible` is more than `alone`, by what sending a layer of the whole takes: how many layers were left
+        to be sent, beside the last one, when that was computed."""
+        return (self.visible - self.alone) * self.num_layers / self.whole
 
 
 def medians(ways: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
@@ -93,8 +100,8 @@ def _row(kind: str, memory: LinkedMemory, piece_bytes: int, memory_bytes: int, r
 
 
 def overlap(kind: str, memory_bytes: int, repeats: int) -> Overlap:
-    """A prompt of an 8B model, of about so many bytes, that is sent while it is computed. A layer takes twice as long
-    to compute as to send, and 5 ms at least."""
+    """A prompt of 8 layers, of about so many bytes, that is sent while it is computed. A layer takes twice as long to
+    compute as to send, and 5 ms at least."""
     layer_block_bytes = _MODEL.for_rank(1, _BLOCK_SIZE).layer_bytes
     instances = Instances(kind, _MODEL, _BLOCK_SIZE, max(1, memory_bytes // (layer_block_bytes * _MODEL.num_layers)))
     try:

@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
+from ipc.errors import NotEnoughMemoryError
+from ipc.memory_limit import available_memory_bytes
 from launch.bench.machine import describe_machine
 from launch.bench.peer import Overlap, Row, link_rows, overlap, smallest_receive_seconds
 from launch.bench.peer_memory import LinkMissingError
@@ -19,6 +21,7 @@ from transfer_manager.peer import KINDS
 _GB, _MIB = 1e9, 2**20
 _FLOORS = {"shm": "plain copy", "nixl": "NIXL alone", "mooncake": "Mooncake alone"}
 _PROMISED = {"shm": (256 * 2**10, 0.8), "nixl": (_MIB, 0.85), "mooncake": (_MIB, 0.85)}
+_MEMORY_TIMES = 8  # segments of both processes of a link, a copy, and the pools of both instances
 _NO_GPU = "GPU memory is not measured: the KV arrays of this benchmark are in host memory"
 
 
@@ -32,6 +35,7 @@ def bench_peer(json_file: Path | None, repeats: int, memory_mib: int, kinds: Seq
     check_target(json_file)
     if unknown := set(kinds) - set(KINDS):
         raise LaunchError(f"--link {unknown.pop()}; use {', '.join(KINDS)}")
+    _check_memory(memory_mib)
     console = console_beside(json_file, 110)
     reach: Reach = []
     links: dict[str, Any] = {}
@@ -49,11 +53,23 @@ def bench_peer(json_file: Path | None, repeats: int, memory_mib: int, kinds: Seq
     smallest = {kind: smallest_receive_seconds(kind, repeats) for kind in links}
     _show_overlaps(console, overlaps, smallest, reach)
     for kind, link in links.items():
-        link |= {"overlap": overlaps[kind]._asdict(), "smallest_receive_seconds": smallest[kind]}
+        row = overlaps[kind]
+        described = row._asdict() | {"num_layers_behind": row.num_layers_behind}
+        link |= {"overlap": described, "smallest_receive_seconds": smallest[kind]}
     show_reach(console, reach)
     console.print("docs/benchmark.md says what each figure is.")
     write_json(json_file, found)
     return all(entry["ok"] for entry in reach)
+
+
+def _check_memory(memory_mib: int) -> None:
+    """Before anything is started: a process that the system ends for want of memory says nothing."""
+    needed, available = _MEMORY_TIMES * memory_mib * _MIB, available_memory_bytes()
+    if needed > available:
+        raise NotEnoughMemoryError(
+            f"--memory-mib {memory_mib} needs {_MEMORY_TIMES} times as much, {needed} bytes, but {available} bytes are "
+            f"available; use {available // (_MEMORY_TIMES * _MIB)} or less"
+        )
 
 
 def _run_link(console: Console, kind: str, memory_bytes: int, repeats: int, reach: Reach) -> list[dict[str, float]]:
@@ -93,12 +109,24 @@ def _show_overlaps(console: Console, overlaps: dict[str, Overlap], smallest: dic
     )
     table = table_of(
         title,
-        ("link", "a layer is computed in", "last layer to visible", "last layer alone", "of it", "whole", "32 KiB"),
+        (
+            "link",
+            "a layer is computed in",
+            "last layer to visible",
+            "last layer alone",
+            "of it",
+            "layers behind",
+            "whole",
+            "32 KiB",
+        ),
     )
     for kind, row in overlaps.items():
         ratio = row.visible / row.alone
         times = (row.layer_seconds, row.visible, row.alone, row.whole, smallest[kind])
         layer, visible, alone, whole, least = (f"{seconds * 1e3:.1f}" for seconds in times)
-        table.add_row(kind, layer, visible, alone, f"{ratio:.2f}", whole, least)
+        shares = f"{ratio:.2f}", f"{row.num_layers_behind:.1f}"
+        table.add_row(kind, layer, visible, alone, *shares, whole, least)
         add_at_most(reach, f"{kind}: visible after the last layer / last layer alone", ratio, 1.2)
+        # without it, a sender that begins with the last layer would be as late in both, and in time
+        add_at_most(reach, f"{kind}: last layer alone / whole", row.alone / row.whole, 0.5)
     console.print(table)

@@ -6,6 +6,7 @@ As a program: `own KIND NUM_BYTES`, or `read KIND NUM_BYTES ENDPOINT`; both end 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -64,6 +65,8 @@ class _Process:
         if said.startswith(_REFUSED):
             raise LinkMissingError(said.removeprefix(_REFUSED))
         if not said:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its output ends a moment before it does
+                self._process.wait(1)
             self._complaints.seek(0)
             end = self._complaints.read().decode(errors="replace").strip().rpartition("\n")[2]
             raise LaunchError(f"a process of the benchmark does not answer (status {self._process.poll()}): {end}")
@@ -124,7 +127,7 @@ class _Reader:
         memory = SharedArray.create("reader", num_bytes)
         self._local = memory.view(np.uint8, (num_bytes,))
         self._theirs = _mapped(kind, endpoint) if kind == "shm" else self._local
-        self._own = np.ones(num_bytes if kind == "shm" else 0, np.uint8)
+        self._own = np.ones(num_bytes // 2 if kind == "shm" else 0, np.uint8)
         self._link = open_link(kind, {})
         self._link.register([memory])
         self._peer = self._link.connect(endpoint, _SECONDS)
@@ -171,20 +174,20 @@ def _mapped(kind: str, endpoint: bytes) -> Bytes:
     return memory.view(np.uint8, (num_bytes,))
 
 
-def _pattern(num_bytes: int) -> Bytes:
-    return np.arange(num_bytes // 8, dtype=np.uint64).view(np.uint8)
+def _pattern(start: int, end: int) -> Bytes:
+    """What the owner's bytes [start, end) hold."""
+    return np.arange(start // 8, end // 8, dtype=np.uint64).view(np.uint8)
 
 
 def _check(local: Bytes, pieces: Pieces) -> None:
-    expected = _pattern(len(local))
     for start, source, num_bytes in zip(pieces.local_offset, pieces.remote_offset, pieces.num_bytes, strict=True):
-        if not np.array_equal(local[start : start + num_bytes], expected[source : source + num_bytes]):
+        if not np.array_equal(local[start : start + num_bytes], _pattern(source, source + num_bytes)):
             raise LaunchError(f"the piece of {num_bytes} bytes at {source} did not arrive as it was sent")
 
 
 def _own(kind: str, num_bytes: str) -> None:
     memory = SharedArray.create("owner", int(num_bytes))
-    memory.view(np.uint8, (int(num_bytes),))[:] = _pattern(int(num_bytes))
+    memory.view(np.uint8, (int(num_bytes),))[:] = _pattern(0, int(num_bytes))
     link = open_link(kind, {})
     link.register([memory])
     _say(link.endpoint().hex())

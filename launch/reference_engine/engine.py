@@ -91,7 +91,9 @@ class Engine(Intake):
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._stopping or (not self._paused and self._has_work()))
+                    self._changed.wait_for(
+                        lambda: self._stopping or (not self._paused and self._has_work()), self._hold_seconds()
+                    )
                     if self._stopping:
                         return
                 self.step()
@@ -100,7 +102,16 @@ class Engine(Intake):
 
     def _has_work(self) -> bool:
         """What only waits for another instance's blocks wakes `run` when they have come."""
-        return bool(self._running) or any(each.cancelled or not each.is_receiving for each in self._waiting)
+        return bool(self._running) or any(each.cancelled or not self._waits(each) for each in self._waiting)
+
+    def _waits(self, generation: Generation) -> bool:
+        """For another instance: it is not looked at meanwhile."""
+        return self._receives.waits(generation) or self._sends.waits(generation)
+
+    def _hold_seconds(self) -> float | None:
+        """Until somebody may ask again; None where nobody waits for that, and while paused."""
+        holds = [each.hold.seconds_left for each in (self._receives, self._sends)]
+        return None if self._paused else min(filter(None, holds), default=None)
 
     def pause(self, timeout_seconds: float) -> bool:
         """Take no further step until `resume`: what is submitted waits, what runs stands still and keeps its blocks.
@@ -161,13 +172,15 @@ class Engine(Intake):
         with self._changed:
             waiting = list(self._waiting)
         self._transfers.look()
-        for generation in [each for each in waiting if not each.is_receiving]:
+        for generation in waiting:
             if len(self._running) == self._max_running:
                 break
+            if self._waits(generation):
+                continue
             if self._try_admit(generation):
                 with self._changed:
                     self._waiting.remove(generation)
-            elif not generation.is_receiving:
+            elif not self._waits(generation):
                 return  # nobody takes the blocks that it waits for
         self._receives.begin_next(each for each in waiting if not each.finish_reason)
 
@@ -175,10 +188,8 @@ class Engine(Intake):
         """False when it has to wait: for its loads, or, holding nothing, for blocks. True when it runs or failed."""
         request = generation.request
         try:
-            if not self._receives.is_settled(generation):
-                return False
-            match = self._match(generation)
-            if not match.ready and not self._can_overlap(generation, match):
+            match = self._match(generation) if self._receives.is_settled(generation) else None
+            if match is None or not (match.ready or self._can_overlap(generation, match)):
                 return False
             num_matched = len(match.block_ids) + len(match.coming_block_ids)
             num_missing = self._num_blocks(generation.num_wanted_tokens) - num_matched
@@ -187,8 +198,10 @@ class Engine(Intake):
             if generation.is_ahead:
                 self._follow(match)
                 match = match.poll()
-            if generation.num_offered_tokens:
-                self._sends.offer(generation)
+            if generation.num_offered_tokens and not self._sends.offer(generation):
+                self._withdraw(generation)
+                generation.note_refusal()
+                return False
         except OutOfBlocksError as shortage:
             self._withdraw(generation)
             generation.note_refusal()

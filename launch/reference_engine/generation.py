@@ -15,6 +15,10 @@ class GenerationError(Exception):
     """The engine could not produce the answer; the message says why."""
 
 
+class GenerationTimeoutError(GenerationError):
+    """It has not come in the time that was given; it may still."""
+
+
 class GenerationRefusedError(GenerationError):
     """The request can never be served as given."""
 
@@ -31,6 +35,7 @@ class Generation:
     max_new_tokens: int
     output: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop" (end token), "length", "sent" (a prefill), "cancelled" or "error"
+    queued: float = field(default_factory=time.monotonic)
     cancelled: bool = False  # see `Engine.cancel`
     error: str | None = None
     # of its first admission
@@ -136,10 +141,12 @@ class Generation:
         """The send of a prefill, once its blocks are offered.
 
         Raises:
-            GenerationError: the engine failed it, or the time is over.
+            GenerationTimeoutError: the time is over.
+            GenerationError: the engine failed it.
         """
         if not self._offered.wait(timeout_seconds):
-            raise GenerationError(f"not begun within {timeout_seconds} s; the engine is overloaded, paused or asleep")
+            text = f"not begun within {timeout_seconds} s; the engine is overloaded, paused or asleep"
+            raise GenerationTimeoutError(text)
         if self.send is None:
             raise GenerationError(self.error or "the request was cancelled")
         return self.send
@@ -148,12 +155,13 @@ class Generation:
         """The next token, None after the last.
 
         Raises:
-            GenerationError: the engine failed it, or the time is over.
+            GenerationTimeoutError: the time is over.
+            GenerationError: the engine failed it.
         """
         try:
             token = self._tokens.get(timeout=timeout_seconds)
         except queue.Empty as error:
-            raise GenerationError(
+            raise GenerationTimeoutError(
                 f"no token within {timeout_seconds} s; the engine is overloaded, paused or asleep"
             ) from error
         if token is None and self.error is not None:

@@ -41,17 +41,21 @@ class Intake:
             )
         return self._enqueue(Generation(self._new_request(prompt_token_ids), max_new_tokens, offer=offer))
 
-    def submit_prefill(self, prompt_token_ids: np.ndarray[Any, Any]) -> Generation:
+    def submit_prefill(self, prompt_token_ids: np.ndarray[Any, Any], max_new_tokens: int = 0) -> Generation:
         """Queue a prompt whose full blocks are computed for another instance; see `Generation.wait_send`.
+
+        `max_new_tokens` are what that one is to add: a prompt that it would refuse is not worth computing.
 
         Raises:
             RequestError: an impossible token.
-            GenerationRefusedError: no full block, or more than the context or the GPU pool holds.
+            GenerationRefusedError: no full block, or with the answer more than the context or the GPU pool holds.
             GenerationError: the engine has stopped.
         """
         num_tokens, size = len(prompt_token_ids), self.cache.config.block_size
-        if not size <= num_tokens <= self._max_tokens:
-            raise GenerationRefusedError(f"{num_tokens} prompt tokens; give {size} to {self._max_tokens}")
+        limit = self._max_tokens - max_new_tokens
+        if not size <= num_tokens <= limit:
+            with_new = f" before {max_new_tokens} new ones" if max_new_tokens else ""
+            raise GenerationRefusedError(f"{num_tokens} prompt tokens{with_new}; give {size} to {limit}")
         num_offered_tokens = num_tokens // size * size  # what is behind them is the other instance's
         return self._enqueue(Generation(self._new_request(prompt_token_ids), 0, num_offered_tokens=num_offered_tokens))
 

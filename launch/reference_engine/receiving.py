@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterable
 
 from fastdeploy_cache import PrefixCacheManager
-from fastdeploy_cache.errors import CacheError, OutOfBlocksError, PeerError
+from fastdeploy_cache.errors import CacheError, OutOfBlocksError, PeerError, PeerRefusedError
 from launch.reference_engine.generation import Generation, GenerationError
-from launch.reference_engine.open_transfers import OpenTransfers
+from launch.reference_engine.open_transfers import Hold, OpenTransfers
 
 logger = logging.getLogger(__name__)
 
@@ -25,28 +25,38 @@ class Receives:
         self._cache, self._transfers = cache, transfers
         self._max_open, self._can_recompute = max_open, can_recompute
         self._open: list[Generation] = []  # oldest first: on the way, or landed and not matched
+        peer = cache.config.peer
+        self.hold = Hold(transfers, peer.receive_timeout_seconds if peer is not None else 0.0)
+
+    def waits(self, generation: Generation) -> bool:
+        """Its blocks are on their way, or cannot be asked for now: it is not to be matched yet."""
+        is_full = len(self._open) >= self._max_open
+        return generation.is_receiving or (generation.offer is not None and (is_full or bool(self.hold.seconds_left)))
 
     def begin_next(self, waiting: Iterable[Generation]) -> None:
         """Begin those that are next, as far as there is room."""
         for generation in waiting:
-            if generation.offer is not None:
-                if len(self._open) >= self._max_open:
-                    return
-                try:
-                    self._begin(generation)
-                except CacheError:  # it is asked again when it is its turn
-                    return
+            if generation.offer is None:
+                continue
+            if self.waits(generation):
+                return
+            try:
+                self._begin(generation)
+            except CacheError:  # it is asked again when it is its turn
+                return
 
     def is_settled(self, generation: Generation) -> bool:
-        """Whether it can be matched now; False while its blocks are on their way. Each answer True is for one match.
+        """Whether it can be matched now; False while its blocks are on their way, or cannot be asked for.
+
+        Each answer True is for one match.
 
         Raises:
             OutOfBlocksError: no room to receive them now.
             GenerationError: they did not come, and are not to be computed here.
         """
-        if generation.offer is not None:
+        if generation.offer is not None and not self.waits(generation):
             self._begin(generation)
-        if generation.is_receiving:
+        if generation.offer is not None or generation.is_receiving:
             return False
         if generation.receive is not None:
             receive = generation.receive
@@ -73,13 +83,16 @@ class Receives:
             generation.receive = None
 
     def _begin(self, generation: Generation) -> None:
-        """Raises `OutOfBlocksError`: then the offer stays for another time."""
+        """Nothing changes where it cannot be now. Raises `OutOfBlocksError`: then the offer stays, too."""
         assert generation.offer is not None
         try:
             receive = self._cache.receive(generation.request, generation.offer)
         except OutOfBlocksError:
             raise
-        except (PeerError, CacheError) as error:  # refused, or the peer processes are down: not worth waiting for
+        except (PeerError, CacheError) as error:
+            may_be_later = isinstance(error, PeerError) and not isinstance(error, PeerRefusedError)
+            if may_be_later and self.hold.begin(generation):
+                return
             generation.offer, generation.receive_error = None, str(error)
             return
         generation.offer, generation.receive = None, receive

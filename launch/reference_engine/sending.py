@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from fastdeploy_cache import PrefixCacheManager
+from fastdeploy_cache.errors import PeerError, PeerRefusedError
 from launch.reference_engine.generation import Generation
-from launch.reference_engine.open_transfers import OpenTransfers
+from launch.reference_engine.open_transfers import Hold, OpenTransfers
 
 
 class Sends:
@@ -18,16 +19,29 @@ class Sends:
         moves_layers = peer is not None and peer.link != "storage" and cache.config.role != "decode"
         self._progress = [cache.step_progress(rank) for rank in ranks] if moves_layers else []
         self._step = 0
+        self.hold = Hold(transfers, peer.offer_timeout_seconds if peer is not None else 0.0)
 
-    def offer(self, generation: Generation) -> None:
-        """Of an admitted prefill.
+    def waits(self, generation: Generation) -> bool:
+        """Whether it is a prefill, and none can be offered now."""
+        return bool(generation.num_offered_tokens and self.hold.seconds_left)
+
+    def offer(self, generation: Generation) -> bool:
+        """Of an admitted prefill; False where it has to wait for others to end.
 
         Raises:
-            PeerError, CacheError: see `PrefixCacheManager.offer`.
+            PeerError, CacheError: see `PrefixCacheManager.offer`; it can never be, or not in time.
         """
-        send = self._cache.offer(generation.request)
+        try:
+            send = self._cache.offer(generation.request)
+        except PeerRefusedError:
+            raise
+        except PeerError:
+            if self.hold.begin(generation):
+                return False
+            raise
         self._transfers.add(send)
         generation.note_send(send)
+        return True
 
     def begin_step(self, batch: Iterable[tuple[Generation, int]]) -> Callable[[int], None]:
         """Tell of a step, so that layers go while it is computed. Call what it returns with the number of layers done.

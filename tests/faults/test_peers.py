@@ -282,3 +282,33 @@ def test_one_rank_of_several_is_killed(rig: Rig, side: str) -> None:
     prefill.release("b")
     assert decode.wait_receive("b") == [True, None, None] and decode.serve("b") == NUM_BLOCKS * BLOCK_SIZE
     assert prefill.check() == decode.check() == NONE_HELD
+
+
+def test_many_at_a_time(rig: Rig) -> None:
+    """As many transfers as are allowed, in many steps, side by side: every one arrives whole."""
+    num = 60
+    prefill, decode = (rig.here(role, num_gpu=num * 6, max_transfers=num) for role in ("prefill", "decode"))
+    prompts = {f"r{i}": [i, *range(1000, 1000 + 5 * BLOCK_SIZE)] for i in range(num)}
+    for name, tokens in prompts.items():
+        decode.receive(name, tokens, prefill.offer(name, tokens))
+    for num_tokens in range(BLOCK_SIZE, 5 * BLOCK_SIZE + 1, BLOCK_SIZE):
+        for name in prompts:
+            prefill.compute(name, num_tokens)
+    for name in prompts:
+        prefill.release(name)
+    assert [decode.wait_receive(name) for name in prompts] == [[True, None, None]] * num
+    assert [decode.serve(name) for name in prompts] == [5 * BLOCK_SIZE] * num
+    assert all(prefill.wait_send(name)[0] for name in prompts)
+    assert prefill.check() == decode.check() == NONE_HELD
+
+
+def test_a_match_ends_the_receive_it_does_not_wait_for(rig: Rig) -> None:
+    """At once, on both sides."""
+    prefill, decode = rig.here("prefill"), rig.here("decode")
+    decode.receive("a", TOKENS, prefill.offer("a", TOKENS))
+    receive, request = decode.receives.pop("a")
+    assert decode.cache.match(request).num_tokens == 0
+    assert not receive.wait(SECONDS) and receive.reason == "cancelled"
+    assert prefill.wait_send("a")[1] == "cancelled"
+    decode.cache.release(request)
+    prefill.release("a")

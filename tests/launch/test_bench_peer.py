@@ -14,6 +14,7 @@ import pytest
 
 from launch.bench import peer
 from launch.bench.peer import PIECE_SIZES, medians
+from launch.bench.peer_instances import Instances
 from launch.bench.peer_library import open_library
 from launch.bench.peer_memory import LinkedMemory, LinkMissingError, Way, scattered
 from launch.errors import LaunchError
@@ -21,6 +22,7 @@ from tests.launch.test_bench_transfer import is_consistent
 from tests.launch.test_cli import CLI
 from tests.storage_servers import missing
 from transfer_manager.peer import KINDS
+from transfer_manager.peer.peer_signal import StepProgress
 
 TINY = ["--repeats", "1", "--memory-mib", "16", "--link", "shm"]
 ROOT = Path(__file__).parents[2]
@@ -92,19 +94,51 @@ def test_each_size_of_pieces_stands_beside_its_floor(tiny: Run) -> None:
 
 
 def test_the_overlap_says_what_it_was_measured_with(tiny: Run) -> None:
-    """Layers of two blocks of an 8B model, no faster than 5 ms and half of what sending one takes."""
+    """8 layers that hold all of the memory asked for, no faster than 5 ms and half of what sending one takes."""
     for link in tiny.found["links"].values():
         row = link["overlap"]
-        assert (row["num_layers"], row["layer_bytes"]) == (32, 2 * 64 * 8 * 128 * 2 * 2)
+        assert (row["num_layers"], row["layer_bytes"]) == (8, 2**24 // 8)
         assert row["layer_seconds"] >= 0.005
         assert all(row[name] > 0 for name in ("visible", "alone", "whole"))
+        more = row["visible"] - row["alone"]
+        assert row["num_layers_behind"] == pytest.approx(more / (row["whole"] / 8))
         assert link["smallest_receive_seconds"] > 0
+    assert "layers behind" in " ".join(tiny.output.split())
+
+
+def test_the_overlap_shows_a_sender_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that only a pause lets go: without one 7 more are left at the last; a ratio and a number of layers say so.
+
+    The bounds are wide, as times on a busy machine are: a sender that keeps up is at a ratio of 1 and at no layer.
+    """
+    mark, measure = StepProgress.mark, Instances.after_last_layer_seconds
+    has_pause = [False]
+
+    def measure_as_told(instances: Instances, layer_seconds: float, pause_seconds: float = 0.0) -> float:
+        has_pause[0] = pause_seconds > 0
+        return measure(instances, layer_seconds, pause_seconds)
+
+    def mark_the_last(progress: StepProgress, step: int, num_layers: int) -> None:
+        if has_pause[0] or num_layers == 8:
+            mark(progress, step, num_layers)
+
+    monkeypatch.setattr(Instances, "after_last_layer_seconds", measure_as_told)
+    monkeypatch.setattr(StepProgress, "mark", mark_the_last)
+    row = peer.overlap("shm", 2**26, 5)
+    assert row.num_layers_behind > 1 and row.visible > 1.2 * row.alone
+
+
+def test_the_overlap_shows_a_sender_that_begins_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that nobody marks: the last one is as late with a pause before it as without, and no sooner than all."""
+    monkeypatch.setattr(StepProgress, "mark", lambda progress, step, num_layers: None)
+    row = peer.overlap("shm", 2**26, 5)
+    assert row.alone > 0.5 * row.whole
 
 
 def test_every_promised_figure_has_a_verdict_that_follows(tiny: Run) -> None:
-    """Two entries for each link, three for shm, each the ratio of its own figures; the status is their verdict."""
+    """Three entries for each link, four for shm, each the ratio of its own figures; the status is their verdict."""
     values = {entry["name"]: entry["value"] for entry in tiny.found["reach"]}
-    assert len(values) == 2 * len(tiny.found["links"]) + 1 and all(is_consistent(e) for e in tiny.found["reach"])
+    assert len(values) == 3 * len(tiny.found["links"]) + 1 and all(is_consistent(e) for e in tiny.found["reach"])
     for kind, link in tiny.found["links"].items():
         promised = 2**18 if kind == "shm" else 2**20
         (row,) = [row for row in link["rows"] if row["piece_bytes"] == promised]
@@ -117,6 +151,8 @@ def test_every_promised_figure_has_a_verdict_that_follows(tiny: Run) -> None:
         ]
         (ratio,) = [value for name, value in values.items() if name.startswith(f"{kind}: visible")]
         assert ratio == pytest.approx(link["overlap"]["visible"] / link["overlap"]["alone"], abs=0.001)
+        alone = values[f"{kind}: last layer alone / whole"]
+        assert alone == pytest.approx(link["overlap"]["alone"] / link["overlap"]["whole"], abs=0.001)
     assert tiny.status == (0 if all(entry["ok"] for entry in tiny.found["reach"]) else 1)
 
 
@@ -131,7 +167,7 @@ def test_a_process_that_dies_is_an_error_with_its_last_words() -> None:
     memory = LinkedMemory("shm", 2**16)
     try:
         assert memory.seconds(Way("link", 2**12, 4)) > 0
-        with pytest.raises(LaunchError, match=r"does not answer.*no library"):
+        with pytest.raises(LaunchError, match=r"does not answer \(status 1\).*no library"):
             memory.seconds(Way("library", 2**12, 4))
     finally:
         memory.close()
@@ -172,3 +208,12 @@ def test_sizes_that_measure_nothing_are_refused(options: list[str]) -> None:
     """Too small to say anything: the command line says which option, status 2."""
     result = run(*options)
     assert result.returncode == 2 and options[0] in result.stderr
+
+
+def test_memory_that_is_not_there_is_asked_for_in_vain() -> None:
+    """More than any machine has: one line with what is needed and what there is, status 1; nothing is started."""
+    result = run("--memory-mib", "100000000")
+    (line,) = result.stderr.splitlines()
+    assert result.returncode == 1 and "does not answer" not in line
+    assert f"--memory-mib 100000000 needs 8 times as much, {8 * 10**8 * 2**20} bytes" in line
+    assert "bytes are available; use" in line

@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, TransferConfig
+from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Request, TransferConfig
+from fastdeploy_cache.errors import PeerError
+from fastdeploy_cache.peer_transfer import Send
 from launch.reference_engine.engine import Engine
 from launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
 from launch.reference_engine.paged_kv import SequenceChunk
@@ -57,14 +61,16 @@ class LayerModel:
 class Instance:
     """A cache, its engine and the thread that runs it."""
 
-    def __init__(self, role: str, tp_size: int, num_gpu: int = 100, *, max_running: int = 4, recompute: bool = True):
+    def __init__(
+        self, role: str, tp_size: int, num_gpu: int = 100, *, max_running: int = 4, recompute: bool = True, **peer: Any
+    ):
         config = CacheConfig(
             block_size=SIZE,
             num_gpu_blocks=num_gpu,
             layout=KVLayout(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=1, dtype="float32"),
             transfer=TransferConfig(tp_size=tp_size),
             role=role,
-            peer=PeerConfig(weights_id="integers", name=role, silence_timeout_seconds=2.0),
+            peer=PeerConfig(weights_id="integers", name=role, silence_timeout_seconds=2.0, **peer),
         )
         self.cache = PrefixCacheManager(config)
         self.model = LayerModel(self.cache)
@@ -306,3 +312,69 @@ def test_pools_that_hold_few_of_the_prompts(seed: int) -> None:
             answers.append(here.engine.submit(np.array(prompt), 6, offer))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert all_tokens(answer) == expected(prompt, 6)
+
+
+@pytest.mark.parametrize(("num_sends", "num_receives"), [(1, 64), (64, 1), (1, 1)])
+def test_who_may_not_send_or_receive_now_waits(num_sends: int, num_receives: int) -> None:
+    """Three offered prompts where one may be on its way at a time, on either side: none is refused or computed here."""
+    with instances(
+        lambda: Instance("prefill", 1, max_transfers=num_sends),
+        lambda: Instance("decode", 1, recompute=False, max_transfers=num_receives),
+    ) as (there, here):
+        prompts = [[n, *PROMPT] for n in range(3)]
+        there.engine.pause(SECONDS)
+        prefills = [there.engine.submit_prefill(np.array(prompt)) for prompt in prompts]
+        there.engine.resume()
+
+        def answer(prompt: list[int], prefill: Generation) -> list[int]:
+            offer = prefill.wait_send(SECONDS).offer
+            return all_tokens(here.engine.submit(np.array(prompt), 6, offer))
+
+        with ThreadPoolExecutor() as pool:
+            answers = list(pool.map(answer, prompts, prefills))
+        assert answers == [expected(prompt, 6) for prompt in prompts]
+        num_computed = [len(p) % SIZE + len(a) - 1 for p, a in zip(prompts, answers, strict=True)]
+        assert here.model.num_computed_tokens == sum(num_computed)
+
+
+def test_who_waits_too_long_to_be_sent_has_failed() -> None:
+    """Nobody takes the only offer that may be open: the next prompt ends at its deadline, with the reason."""
+    with instances(lambda: Instance("prefill", 1, max_transfers=1, offer_timeout_seconds=1.0)) as (there,):
+        there.engine.pause(SECONDS)
+        first, second = (there.engine.submit_prefill(np.array([n, *PROMPT])) for n in range(2))
+        held = there.cache.offer
+        asked = []
+
+        def offer(request: Request) -> Send:
+            asked.append(request.request_id)
+            if request is second.request:
+                raise PeerError("send: not now")
+            return held(request)
+
+        there.cache.offer = offer  # type: ignore[method-assign]
+        there.engine.resume()
+        assert first.wait_send(SECONDS)
+        with pytest.raises(GenerationError, match="not now"):
+            second.wait_send(SECONDS)
+        assert 2 <= asked.count(second.request.request_id) <= 4  # at its turn, at an end, at its deadline: no loop
+
+
+def test_no_more_is_received_than_may_run() -> None:
+    """Five prompts are offered and two may run: two receives are open, the others hold nothing until those have run."""
+    with instances(lambda: Instance("prefill", 1, max_running=8), lambda: Instance("decode", 1, max_running=2)) as (
+        there,
+        here,
+    ):
+        gate = Gate(there, 1)
+        prompts = [[n, *PROMPT] for n in range(5)]
+        there.engine.pause(SECONDS)
+        prefills = [there.engine.submit_prefill(np.array(prompt)) for prompt in prompts]
+        there.engine.resume()
+        offers = [prefill.wait_send(SECONDS).offer for prefill in prefills]
+        answers = [here.engine.submit(np.array(p), 6, offer) for p, offer in zip(prompts, offers, strict=True)]
+        plain = here.engine.submit(np.array([7, 8, 9]), 1)  # behind them: once it is answered, they were looked at
+        assert len(all_tokens(plain)) == 1
+        assert [each.receive is not None for each in answers] == [True, True, False, False, False]
+        gate.open()
+        assert [all_tokens(each) for each in answers] == [expected(prompt, 6) for prompt in prompts]
+        assert all(each.num_gpu_tokens == 20 for each in answers)

@@ -99,7 +99,9 @@ def test_a_conversation_is_answered_as_by_one_server(group: Group) -> None:
         num_full, num_sent = answer["usage"]["prompt_tokens"] // 16, num_received_blocks(group.decode) - before
         assert num_sent == num_full if turn == 0 else 0 < num_sent < num_full
     assert status(group.decode)["role"] == "decode"
-    assert {peer["peer"] for peer in status(group.decode)["peers"]} == {"prefill"}
+    assert {peer["peer"] for peer in status(group.decode)["peers"]} == {
+        f"prefill-{group.prefill.url.rpartition(':')[2]}"
+    }
 
 
 def test_what_decode_has_is_not_sent(group: Group) -> None:
@@ -137,6 +139,25 @@ def test_each_role_says_what_it_does_not_do(group: Group) -> None:
             post(server.url, body, path)
         assert refusal.value.code == 400
         assert words in json.loads(refusal.value.read())["error"]["message"]
+
+
+def test_an_offer_that_nobody_wants(group: Group) -> None:
+    """DELETE gives it up, once; what decode would refuse is not computed at all."""
+    chat = {"messages": [SYSTEM, {"role": "user", "content": "Who reads this?"}], "max_tokens": 8}
+    request_id = post(group.prefill.url, chat, "/v1/prefill")["request_id"]
+    delete = urllib.request.Request(f"{group.prefill.url}/v1/prefill/{request_id}", method="DELETE")
+    with urllib.request.urlopen(delete, timeout=SECONDS) as answer:
+        assert json.loads(answer.read()) == {"request_id": request_id, "status": "cancelled"}
+    until = time.monotonic() + SECONDS
+    while {"cancelled": 1} not in [peer["failures"] for peer in status(group.prefill)["peers"]]:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        urllib.request.urlopen(delete, timeout=SECONDS)
+    assert refusal.value.code == 404
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        post(group.prefill.url, {**chat, "max_tokens": 10_000}, "/v1/prefill")
+    assert refusal.value.code == 400
 
 
 def test_a_prefill_server_killed_midway(group: Group, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,6 +33,10 @@ class Instance(ThreadingHTTPServer):
         self.asked: list[dict[str, Any]] = []
         self.is_held = threading.Event()  # somebody waits for an answer that does not come
         self.has_lost_client = threading.Event()
+        self.is_given_up = threading.Event()
+        self.deleted: list[str] = []
+        self.num_probes = 0
+        self.is_hung = False  # its health does not answer either
 
     @property
     def url(self) -> str:
@@ -42,7 +47,16 @@ class _Handler(BaseHTTPRequestHandler):
     server: Instance
 
     def do_GET(self) -> None:
-        self.reply(200, {"path": self.path})
+        self.server.num_probes += 1
+        if self.server.is_hung:
+            never_answers(self)
+        else:
+            self.reply(200, {"path": self.path})
+
+    def do_DELETE(self) -> None:
+        self.server.deleted.append(self.path)
+        self.reply(200, {})
+        self.server.is_given_up.set()
 
     def do_POST(self) -> None:
         self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -99,10 +113,13 @@ def running(*servers: ThreadingHTTPServer) -> Iterator[None]:
 
 
 @contextmanager
-def routed(prefill: list[Instance], decode: list[Instance | str], prefill_seconds: float = SECONDS) -> Iterator[Router]:
+def routed(
+    prefill: list[Instance], decode: list[Instance | str], prefill_seconds: float = SECONDS, probe_seconds: float = 5.0
+) -> Iterator[Router]:
     """A router before these; a text is a URL that nobody listens at."""
     urls = [each if isinstance(each, str) else each.url for each in decode]
-    router = Router(("127.0.0.1", 0), Instances([each.url for each in prefill]), Instances(urls), prefill_seconds)
+    instances = Instances([each.url for each in prefill]), Instances(urls)
+    router = Router(("127.0.0.1", 0), *instances, prefill_seconds, probe_seconds)
     servers = [*prefill, *(each for each in decode if not isinstance(each, str)), router]
     with ExitStack() as stack:
         stack.enter_context(running(*servers))
@@ -142,6 +159,80 @@ def test_instances_take_turns() -> None:
         for _ in range(4):
             assert ask(router)[0] == 200
     assert [len(each.asked) for each in everyone] == [2, 2, 2, 2]
+    assert everyone[0].deleted == everyone[1].deleted == []  # decode has taken what they offered
+
+
+def test_looking_takes_no_turn() -> None:
+    """Health and models between two chats: they go to both decode instances all the same."""
+    everyone = [Instance(answers), Instance(answers)]
+    with routed([], [*everyone]) as router:
+        for _ in range(2):
+            assert ask(router)[0] == 200
+            assert ask(router, method="GET", path="/health")[0] == 200
+            assert ask(router, method="GET", path="/v1/models")[0] == 200
+            assert ask(router, method="GET", path="/v1/models")[0] == 200
+    assert [len(each.asked) for each in everyone] == [1, 1]
+
+
+@pytest.mark.parametrize("fault", [refuses, hangs_up, None])
+def test_an_offer_that_nobody_takes_is_given_up(nobody: str, fault: Callable[[_Handler], None] | None) -> None:
+    """The decode instance refuses, breaks off or is not there: the prefill instance hears of it."""
+    prefill = Instance(offers)
+    with routed([prefill], [Instance(fault) if fault else nobody]) as router:
+        assert ask(router)[0] == 503
+        assert prefill.is_given_up.wait(SECONDS)
+    assert prefill.deleted == ["/v1/prefill/request-1"]
+
+
+def test_an_offer_whose_client_leaves_is_given_up() -> None:
+    """While decode has not answered yet."""
+    prefill, held = Instance(offers), Instance(never_answers)
+    with routed([prefill], [held]) as router:
+        connection = http.client.HTTPConnection("127.0.0.1", router.server_port, timeout=SECONDS)
+        connection.request("POST", "/v1/chat/completions", json.dumps(CHAT))
+        assert held.is_held.wait(SECONDS)
+        connection.close()
+        assert prefill.is_given_up.wait(SECONDS)
+        assert held.has_lost_client.wait(SECONDS)
+
+
+def test_a_decode_instance_that_hangs_is_passed_over() -> None:
+    """Neither answer nor health: the next one answers, with the same offer; for some time it is asked last."""
+    prefill, hung, decode = Instance(offers), Instance(never_answers), Instance(answers)
+    hung.is_hung = True
+    with routed([prefill], [hung, decode], probe_seconds=0.1) as router:
+        for _ in range(3):
+            assert ask(router) == (200, {"by": decode.url})
+        assert hung.has_lost_client.wait(SECONDS)
+    assert [len(hung.asked), len(decode.asked)] == [1, 3]
+    assert prefill.deleted == []
+    assert decode.asked[0]["kv_offer"] == "b2ZmZXI="
+
+
+def test_a_decode_instance_that_has_much_to_do_is_waited_for() -> None:
+    """Its health answers while its answer takes long."""
+
+    def answers_late(handler: _Handler) -> None:
+        until = time.monotonic() + SECONDS
+        while handler.server.num_probes < 3:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        answers(handler)
+
+    slow, other = Instance(answers_late), Instance(answers)
+    with routed([], [slow, other], probe_seconds=0.05) as router:
+        assert ask(router) == (200, {"by": slow.url})
+    assert other.asked == []
+
+
+def test_a_prefill_instance_that_hangs_is_remembered() -> None:
+    """The first chat waits for it; the next ones take the other, or do without."""
+    hung, prefill, decode = Instance(never_answers), Instance(offers), Instance(answers)
+    with routed([hung, prefill], [decode], prefill_seconds=0.3) as router:
+        for _ in range(3):
+            assert ask(router)[0] == 200
+    assert ["kv_offer" in chat for chat in decode.asked] == [False, True, True]
+    assert [len(hung.asked), len(prefill.asked)] == [1, 2]
 
 
 @pytest.mark.parametrize("fault", [refuses, hangs_up, never_answers, lambda h: h.reply(200, b"[]")])

@@ -114,6 +114,7 @@ def _try_group(script: str, environment: dict[str, str], tmp_path: Path) -> None
         assert select.select([handles["prefill-1"]], [], [], 30)[0]
         status = run(script, "--status", environment=environment)
         assert (status.returncode, "prefill-1: NOT RUNNING" in status.stdout) == (4, True)
+        _try_start_of_missing(script, environment, result.stdout)
     finally:
         stopped = run(script, "--stop", environment=environment)
     assert (stopped.returncode, stopped.stdout) == (0, "== stopped\n"), stopped.stderr
@@ -121,6 +122,63 @@ def _try_group(script: str, environment: dict[str, str], tmp_path: Path) -> None
     for handle in handles.values():
         assert select.select([handle], [], [], 5)[0], "it runs on"
         os.close(handle)
+
+
+def _try_start_of_missing(script: str, environment: dict[str, str], first: str) -> None:
+    """At the addresses that it had; the others run on."""
+    refused = run(script, "--prefill", "3", environment=environment)
+    assert (refused.returncode, "but for prefill-1" in refused.stderr) == (1, True)
+    again = run(script, environment=environment)
+    assert again.returncode == 0, again.stderr
+    status = run(script, "--status", environment=environment)
+    assert status.returncode == 0
+    for name in ("prefill-0", "prefill-1", "decode-0"):
+        addresses = re.search(rf"{name}: (\S+), (metrics \S+)", first)
+        assert addresses is not None
+        assert f"{name}: up, API {addresses[1]}, {addresses[2]}" in status.stdout
+    metrics = re.search(r"decode-0: .* metrics (\S+)", status.stdout)
+    assert metrics is not None
+    with urllib.request.urlopen(metrics[1], timeout=10) as answer:
+        assert answer.status == 200
+
+
+def test_a_start_that_is_interrupted(environment: dict[str, str], tmp_path: Path) -> None:
+    """As soon as there is a pid file: what was started has ended when the script has, and no pid file stays."""
+    folder = tmp_path / "run" / "prefill_decode"
+    command = [str(ROOT / "launch" / "start_prefill_decode.sh"), "--decode", "3", "--port", "0"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as script:
+        until = time.monotonic() + 60
+        while not list(folder.glob("*.pid")):
+            assert time.monotonic() < until
+        script.terminate()
+        assert script.stdout is not None
+        script.stdout.read()
+        assert script.wait(60) == 130
+    assert not list(folder.glob("*.pid"))
+    logs = {str(path) for path in (tmp_path / "run" / "log").glob("*")}
+    assert logs
+    for process in Path("/proc").glob("[0-9]*/fd/2"):
+        try:
+            assert str(process.readlink()) not in logs, "it runs on"
+        except OSError:  # it has ended, or is not ours
+            continue
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--role", "decode"],
+        ["--control-socket", "/tmp/socket"],
+        ["--metrics-port=9400"],
+        ["--set", "peer.listen=tcp://127.0.0.1:5000"],
+        ["--set=peer.name=one"],
+    ],
+)
+def test_options_that_no_group_can_share(environment: dict[str, str], arguments: list[str]) -> None:
+    """They are refused by name, before anything starts."""
+    result = run("start_prefill_decode.sh", *arguments, environment=environment)
+    assert result.returncode == 1
+    assert f"{arguments[-1] if '=' in arguments[-1] else arguments[0]} is not for a whole group" in result.stderr
 
 
 def test_a_group_that_cannot_start_leaves_nothing(environment: dict[str, str], tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     key: SendKey
     reader: ReaderKey
     why: Why | None = None
+    name: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of its instance
 
 
 ToOwner = Hello | Subscribe | Confirm | Leave

@@ -182,7 +182,8 @@ class Receive:
             raise ReceiveFailedError("late", "its time is over")
         for source in sources:
             if not source.is_confirmed and now - source.heard_at > self._here.silence_seconds:
-                raise ReceiveFailedError("gone", f"rank {source.share.rank} at {source.address} has gone silent")
+                hint = " (or does not trust this host's key)" if source.address.startswith("tcp://") else ""
+                raise ReceiveFailedError("gone", f"{source.address} of rank {source.share.rank} is silent{hint}")
 
     def _ask(self, sources: list[_Source]) -> None:
         """Say what each source has to know; again after a while, as messages may be lost."""
@@ -283,7 +284,7 @@ class Receive:
     def _leave(self, sources: list[_Source], why: Why | None) -> None:
         for source in sources:
             if not source.is_confirmed:
-                self._put(source, Leave(self._key, self._reader, why))
+                self._put(source, Leave(self._key, self._reader, why, self._here.name))
 
     def _seconds_left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())

@@ -114,16 +114,16 @@ class Sender:
 
     def _extend(self, number: int, task: SwapMessage, detail: SendDetail) -> None:
         send = self._sends[number]
-        if detail.why is not None:
-            self._end(number, Why(detail.why.reason, f"{detail.why.text}{self._place(send)}"))
-            return
         send.ids += unpack_ids(task.source_ids).tolist()
         send.num_complete = detail.num_complete
         send.steps = [(end, step) for end, step in send.steps if end > send.num_complete]
         known = send.steps[-1][0] if send.steps else send.num_complete
         if detail.step is not None and len(send.ids) > known:
             send.steps.append((len(send.ids), detail.step))
-        self._tell(number, send)
+        if detail.why is not None:
+            self._end(number, Why(detail.why.reason, f"{detail.why.text}{self._place(send)}"))
+        else:
+            self._tell(number, send)
 
     def _place(self, send: _Send) -> str:
         """How far it had come, within the blocks that were being computed."""
@@ -197,6 +197,7 @@ class Sender:
                 self._left.popitem(last=False)
         send = self._sends.get(key.number) if is_mine else None
         if send is not None and send.receiver in (None, (reader.instance_id, reader.number)):
+            send.peer = send.peer or message.name
             self._end(key.number, message.why)
 
     # -- time

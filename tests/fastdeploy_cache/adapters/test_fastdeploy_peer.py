@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -287,6 +288,8 @@ def test_roles_that_do_not_fit_say_so(new: New) -> None:
     give_up_v1(receiver, task)
     with pytest.raises(PeerRefusedError, match="no offer"):
         receiver.receive_blocks(task, b"not one")
+    with pytest.raises(PeerRefusedError, match="None"):
+        receiver.receive_blocks(task, cast(bytes, None))
     with pytest.raises(PeerRefusedError, match="another prompt"):
         receiver.receive_blocks(Task("c", [7, *PROMPT]), _offer_of(sender, Task("c", PROMPT)))
     with pytest.raises(KeyError):
@@ -340,12 +343,34 @@ def test_a_paused_instance_refuses_for_now(new: New) -> None:
     assert not send.wait(SECONDS) and send.reason == "failed"
 
 
+def test_a_sleeping_instance_refuses_for_now(new: New) -> None:
+    """control("sleep"): neither side takes anything up until "wakeup"; the same offer is good then."""
+    sender, receiver = new("prefill"), new("decode")
+    task, other = Task("a", PROMPT), Task("a", PROMPT)
+    begin(sender, task)
+    send = sender.offer_blocks(task)
+    assert receiver.control("sleep")[0] == 200
+    with pytest.raises(PeerError, match="not running") as refusal:
+        receiver.receive_blocks(other, send.offer)
+    assert not isinstance(refusal.value, PeerRefusedError)
+    assert receiver.control("wakeup")[0] == 200
+    receive = receiver.receive_blocks(other, send.offer)
+    prefill(sender, task)
+    give_up_v1(sender, task)
+    assert receive.wait(SECONDS) and send.wait(SECONDS), (receive.error, send.error)
+    decode(receiver, other, 20)
+
+
 _KEYS = {"keys_folder": "/somewhere"}
 _NIXL = {"peer": {**WEIGHTS, "link": "nixl", **_KEYS}}
 
 
-def _ports(*ports: int | str) -> dict[str, Any]:
-    return {"cache_transfer_protocol": "rdma", "local_rdma_comm_ports": list(ports)}
+def _ports(*ports: object) -> dict[str, Any]:
+    return _ports_as(list(ports))
+
+
+def _ports_as(given: object) -> dict[str, Any]:
+    return {"cache_transfer_protocol": "rdma", "local_rdma_comm_ports": given}
 
 
 @pytest.mark.parametrize(
@@ -358,6 +383,11 @@ def _ports(*ports: int | str) -> dict[str, Any]:
         (["ipc", "rdma"], None, {"link": "nixl"}, "nixl", ""),
         ("rdma", [8330, 8331], {"link": "nixl", **_KEYS}, "nixl", "tcp://10.0.0.1:8330"),
         ("ipc,rdma", ["8330", "8331", "8332"], {"link": "mooncake", **_KEYS}, "mooncake", "tcp://10.0.0.1:8330"),
+        ("rdma", "8330,8331", {"link": "nixl", **_KEYS}, "nixl", "tcp://10.0.0.1:8330"),
+        ("rdma", " 8330 , 8331 ", {"link": "nixl", **_KEYS}, "nixl", "tcp://10.0.0.1:8330"),
+        ("rdma", np.array([8330, 8331]), {"link": "nixl", **_KEYS}, "nixl", "tcp://10.0.0.1:8330"),
+        ("rdma", [], {"link": "nixl"}, "nixl", ""),
+        ("rdma", "", {"link": "nixl"}, "nixl", ""),
         ("rdma", [1, 2], {"link": "nixl", "listen": "tcp://10.0.0.2:9", **_KEYS}, "nixl", "tcp://10.0.0.2:9"),
         ("ipc", None, {"link": "storage"}, "storage", ""),
     ],
@@ -372,13 +402,53 @@ def test_links_by_protocol(protocol: Any, ports: Any, settings: dict[str, Any], 
         assert peer.mooncake_hostname == "10.0.0.1"
 
 
+@pytest.mark.parametrize("port", [8330, "8330", ["8330"], (8330,)])
+@pytest.mark.parametrize(
+    ("pod_ip", "listen"),
+    [
+        ("10.0.0.1", "tcp://10.0.0.1:8330"),
+        ("::1", "tcp://[::1]:8330"),
+        ("[fd00::7]", "tcp://[fd00::7]:8330"),
+        ("prefill-0", "tcp://prefill-0:8330"),
+    ],
+)
+def test_one_port_beside_any_address(port: object, pod_ip: str, listen: str) -> None:
+    """The port of a single rank, however it is written; an IPv6 address stands in brackets before it."""
+    theirs = new_config().cache_config
+    theirs.cache_transfer_protocol, theirs.local_rdma_comm_ports = "rdma", port
+    settings = {"link": "nixl", **_KEYS}
+    peer = peer_config(theirs, "decode", settings, weights_id="w", tp_size=1, pod_ip=pod_ip)
+    assert peer is not None and peer.listen == listen
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("8330,", "8330,8332", "8_330,8_331", "8330,x", 8330, 0, True, 8330.0, b"89", {"8330": 1}),
+        *([None], [8330, None], [8330.7, 8331.7], [True, 2], [0, 1], [-1, 0], [65535, 65536], [[8330, 8331]]),
+    ],
+)
+def test_ports_that_are_none_are_shown(given: object) -> None:
+    """Whatever else stands there for two ranks: a ConfigError with the value."""
+    theirs = new_config().cache_config
+    theirs.cache_transfer_protocol, theirs.local_rdma_comm_ports = "rdma", given
+    settings = {"link": "nixl", **_KEYS}
+    with pytest.raises(ConfigError, match=re.escape(f"local_rdma_comm_ports is {given!r} for 2 ranks")):
+        peer_config(theirs, "decode", settings, weights_id="w", tp_size=2, pod_ip="10.0.0.1")
+
+
 @pytest.mark.parametrize(
     ("theirs", "extra", "message"),
     [
         ({"cache_transfer_protocol": "rdma"}, {}, "say which: .*'link': 'nixl'"),
         ({"cache_transfer_protocol": "tcp"}, {}, "'tcp' is none of ipc, rdma"),
+        ({"cache_transfer_protocol": 5}, {}, "cache_transfer_protocol is 5; give a text"),
+        ({"cache_transfer_protocol": 0}, {}, "cache_transfer_protocol is 0; give a text"),
+        ({"cache_transfer_protocol": b"ipc"}, {}, "cache_transfer_protocol is b'ipc'; give a text"),
+        ({"cache_transfer_protocol": ["ipc", None]}, {}, r"cache_transfer_protocol is \['ipc', None\]; give a text"),
         ({"cache_transfer_protocol": "ipc"}, {"peer": {**WEIGHTS, "link": "nixl"}}, "'ipc'; that means shm, and"),
         (_ports(8330, 8331), {"peer": {**WEIGHTS, "link": "nixl"}}, "without keys, and nobody unknown may connect"),
+        (_ports_as("8330"), _NIXL, "local_rdma_comm_ports is '8330' for 2 ranks; give each one, without gaps"),
         (_ports(8330), _NIXL, r"local_rdma_comm_ports is \[8330\] for 2 ranks; give each one, without gaps"),
         (_ports(8330, 8332), _NIXL, "for 2 ranks; give each one, without gaps"),
         (_ports("x", "y"), _NIXL, "for 2 ranks; give each one, without gaps"),

@@ -1,0 +1,95 @@
+"""The chat endpoint without HTTP, over an engine that computes integers: clients that leave, engines that stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch import chat_api
+from launch.chat_api import ChatApi, ChatRequest, Message, NotWantedError
+from launch.reference_engine.generation import Generation, GenerationRefusedError, GenerationTimeoutError
+from launch.reference_engine.tokenizer import ChatTokenizer
+from tests.launch.test_prefill_decode import PROMPT, SECONDS, instances, prefill
+
+CHAT = ChatRequest(messages=[Message("user", "hello")], max_tokens=4)
+
+
+class Numbers(ChatTokenizer):
+    """Every chat is the same prompt."""
+
+    def __init__(self) -> None:
+        pass
+
+    def encode_chat(self, messages: Any) -> np.ndarray[Any, Any]:
+        return np.array(PROMPT)
+
+    def decode(self, token_ids: Any) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def complete(api: ChatApi, is_wanted: Callable[[], bool]) -> None:
+    api.complete(api.submit(CHAT), is_wanted)
+
+
+def stream(api: ChatApi, is_wanted: Callable[[], bool]) -> None:
+    for _ in api.stream(api.submit(CHAT), False, is_wanted):
+        pass
+
+
+def offer(api: ChatApi, is_wanted: Callable[[], bool]) -> None:
+    api.prefill(CHAT, is_wanted)
+
+
+@pytest.mark.parametrize("ask", [complete, stream, offer])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_nothing_comes(monkeypatch: pytest.MonkeyPatch, ask: Callable[..., None], is_there: bool) -> None:
+    """The engine stands still: a client that leaves, or has waited too long, leaves nothing behind in the queue."""
+    monkeypatch.setattr(chat_api, "_SLICE_SECONDS", 0.05)
+    for name in ("_TOKEN_TIMEOUT_SECONDS", "_OFFER_TIMEOUT_SECONDS"):
+        monkeypatch.setattr(chat_api, name, 0.2 if is_there else SECONDS)
+    num_asked = []
+
+    def is_wanted() -> bool:
+        num_asked.append(1)
+        return is_there or len(num_asked) < 2
+
+    with instances(prefill) as (there,):
+        assert there.engine.pause(SECONDS)
+        with pytest.raises(GenerationTimeoutError if is_there else NotWantedError):
+            ask(ChatApi(there.engine, Numbers()), is_wanted)
+        there.engine.resume()
+        assert not there.engine.step()  # nobody waits, nobody runs
+        assert there.model.num_computed_tokens == 0
+
+
+def test_an_offer_that_is_given_up() -> None:
+    """Its blocks go home; given up once more, or never made, it is not found."""
+    with instances(prefill) as (there,):
+        api = ChatApi(there.engine, Numbers())
+        generation, answer = api.prefill(CHAT, lambda: True)
+        assert isinstance(generation, Generation)
+        assert generation.send is not None
+        assert generation.next_token(SECONDS) is None
+        assert not generation.send.done
+        assert api.cancel_prefill(answer["request_id"])
+        assert not generation.send.wait(SECONDS)
+        assert generation.send.reason == "cancelled"
+        assert not api.cancel_prefill(answer["request_id"])
+        assert not api.cancel_prefill("request-9")
+
+
+def test_a_prompt_that_the_answer_makes_too_long() -> None:
+    """It is refused by both with the same limit, before it is computed."""
+    with instances(prefill) as (there,):
+        api, limit = ChatApi(there.engine, Numbers()), 400 - len(PROMPT)
+        too_long = ChatRequest(messages=CHAT.messages, max_tokens=limit + 1)
+        with pytest.raises(GenerationRefusedError):
+            api.submit(too_long)
+        with pytest.raises(GenerationRefusedError, match=f"22 prompt tokens before {limit + 1} new ones"):
+            api.prefill(too_long, lambda: True)
+        generation, _ = api.prefill(ChatRequest(messages=CHAT.messages, max_tokens=limit), lambda: True)
+        assert generation is not None
+        api.cancel(generation)
