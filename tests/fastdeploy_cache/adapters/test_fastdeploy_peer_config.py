@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from typing import Any
@@ -118,9 +119,7 @@ def test_settings_that_cannot_be_say_why(theirs: dict[str, Any], extra: dict[str
     config = new_config(16, 0, **{"peer": WEIGHTS, **extra})
     for name, value in theirs.items():
         setattr(config.cache_config, name, value)
-    manager = PrefixCacheManager(config, 2, "prefill")
-    try:
-        with pytest.raises(ConfigError, match=message):
-            launch(manager, f"settings{os.getpid()}", 2)
-    finally:
-        manager.close()
+    with pytest.raises(ConfigError, match=message), contextlib.ExitStack() as opened:
+        manager = PrefixCacheManager(config, 2, "prefill")
+        opened.callback(manager.close)
+        launch(manager, f"settings{os.getpid()}", 2)
