@@ -34,6 +34,7 @@ setup(
             "matplotlib>=3.8",
             "mooncake-transfer-engine-non-cuda>=0.3.13",
             "pytest>=8",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "ruff==0.17.5",
             "mypy>=1.11",

@@ -222,7 +222,7 @@ class PeerAccess(RankAccess):
         self._check_room(peers, Direction.RECEIVE)
 
     def _check_room(self, peers: PeerTier | StoredPeers, direction: Direction) -> None:
-        num_open = peers.num_open(direction)
+        num_open = len(peers.sends if direction is Direction.SEND else peers.receives)
         if peers.is_quiet:
             raise PeerError(f"{direction.value}: the cache is not running; try again when it is")
         if num_open >= peers.config.max_transfers:

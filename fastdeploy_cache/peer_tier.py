@@ -72,10 +72,6 @@ class PeerTier:
         self.sends.begin(active, send)
         return send
 
-    def num_open(self, direction: Direction) -> int:
-        """Sends, or receives, that are under way."""
-        return len(self.sends) if direction is Direction.SEND else len(self.receives)
-
     def receive(self, request: Request, keys: BlockKeys, offer: Offer) -> OpenReceive:
         """Raises `OutOfBlocksError`. The caller follows its loads: each one's end may be the last that was missing."""
         number, slot = self.offers.next_number(), self._slot(offer.source.name)

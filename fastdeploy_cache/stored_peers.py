@@ -20,7 +20,6 @@ from fastdeploy_cache.run import Pin, Transfer
 from fastdeploy_cache.storage_prefetch import StoragePrefetch
 from fastdeploy_cache.storage_tier import StorageTier
 from transfer_manager.peer.config import PeerConfig
-from transfer_manager.task import Direction
 
 Why = tuple[str, str]
 
@@ -204,10 +203,6 @@ class StoredPeers:
         self.settled = threading.Event()  # storage's own tasks are waited for as such
         self.settled.set()
         self.is_quiet = False
-
-    def num_open(self, direction: Direction) -> int:
-        """Sends, or receives, that are under way."""
-        return len(self.sends) if direction is Direction.SEND else len(self.receives)
 
     def offer(self, active: ActiveRequest, num_blocks: int) -> Send:
         """Of a settled request."""

@@ -9,17 +9,15 @@ import queue
 import signal
 import threading
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from launch.errors import LaunchError
+from launch.json_http import JsonHandler, JsonServer
 from launch.upstream import HEALTH, ClientGoneError, Instances, Place, Question, Upstream
 
 logger = logging.getLogger(__name__)
 
-_MAX_BODY_BYTES = 4 * 2**20
-_READ_TIMEOUT_SECONDS = 30.0
 _ANSWER_SECONDS = 600.0  # a whole answer comes in one piece
 _SHORT_SECONDS = 2.0
 _PROBE_SECONDS = 5.0  # without a word of a decode instance
@@ -62,10 +60,8 @@ class Offer(NamedTuple):
     request_id: str
 
 
-class Router(ThreadingHTTPServer):
-    """A thread for each connection; they share the turns alone."""
-
-    daemon_threads = True
+class Router(JsonServer):
+    """Connections share the turns alone."""
 
     def __init__(
         self,
@@ -78,17 +74,11 @@ class Router(ThreadingHTTPServer):
         """Raises `LaunchError` where the address cannot be listened on."""
         self.prefill, self.decode = prefill, decode
         self.prefill_seconds, self.probe_seconds = prefill_seconds, probe_seconds
-        try:
-            super().__init__(address, _Handler)
-        except OSError as error:
-            where = f"{address[0]}:{address[1]}"
-            raise LaunchError(f"cannot listen on {where}: {error.strerror}; choose another --port") from error
+        super().__init__(address, _Handler)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(JsonHandler):
     server: Router
-    protocol_version = "HTTP/1.1"
-    timeout = _READ_TIMEOUT_SECONDS
 
     def do_GET(self) -> None:
         """Health, models."""
@@ -98,32 +88,30 @@ class _Handler(BaseHTTPRequestHandler):
             elif self.path == "/v1/models":
                 self._forward(Question("GET", self.path, None, _SHORT_SECONDS), self.server.decode.in_order())
             else:
-                self._fail(404, f"no page {self.path}; there are {_CHAT}, /v1/models and /health")
+                self.fail(404, f"no page {self.path}; there are {_CHAT}, /v1/models and /health")
         except ClientGoneError:
-            self._note_client_gone()
+            self.note_client_gone()
 
     def do_POST(self) -> None:
         """A chat."""
-        length = self.headers.get("Content-Length", "")
-        if self.path != _CHAT or not length.isdigit() or int(length) > _MAX_BODY_BYTES:
-            self.close_connection = True  # its body is not read
-            if self.path != _CHAT:
-                self._fail(404, f"nothing is posted to {self.path}; use {_CHAT}")
-            else:
-                self._fail(400, f"Content-Length is {length!r}; send it, at most {_MAX_BODY_BYTES}")
+        if self.path != _CHAT:
+            self.refuse_body(_CHAT)
             return
         try:
-            chat = json.loads(self.rfile.read(int(length)))
+            chat = json.loads(self.read_body())
             if not isinstance(chat, dict):
                 raise ValueError(f"{type(chat).__name__} instead of an object")
+        except LaunchError as error:
+            self.fail(400, str(error))
+            return
         except (ValueError, RecursionError) as error:
-            self._fail(400, f"the body is no JSON object: {error}")
+            self.fail(400, f"the body is no JSON object: {error}")
             return
         chat.pop("kv_offer", None)  # only our own: an offer says where to read memory
         try:
             self._answer(chat)
         except ClientGoneError:
-            self._note_client_gone()
+            self.note_client_gone()
 
     def _answer(self, chat: dict[str, Any]) -> None:
         offer, is_taken = self._prefill(json.dumps(chat).encode()), False
@@ -182,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
             except ClientGoneError:
                 if not is_good:
                     raise
-                self._note_client_gone()  # a stream begins before the offer is asked for, other answers after that
+                self.note_client_gone()  # a stream begins before the offer is asked for, other answers after that
                 return not is_stream
             except TimeoutError as error:
                 is_good = False
@@ -194,7 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
             if has_begun:
                 self.log_request("forwarded")
                 return is_good
-        self._fail(503, "no decode instance can be reached")
+        self.fail(503, "no decode instance can be reached")
         return False
 
     def _write(self, piece: bytes) -> None:
@@ -208,36 +196,11 @@ class _Handler(BaseHTTPRequestHandler):
             try:
                 with Upstream(place, HEALTH, self.connection) as upstream:
                     if upstream.answer()[0] == 200:
-                        self._send(200, {"status": "ok"})
+                        self.send(200, {"status": "ok"})
                         return
             except _UNREACHABLE as error:
                 logger.warning("event=decode_unreachable at=%s:%d error=%r", *place, error)
-        self._fail(503, "no decode instance is healthy")
-
-    def _note_client_gone(self) -> None:
-        self.close_connection = True
-        logger.info("event=client_closed")  # before the end, or having read all of it
-
-    def _fail(self, status: int, message: str) -> None:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self._send(status, {"error": {"message": message, "type": kind}})
-
-    def _send(self, status: int, content: dict[str, Any]) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        try:
-            self.end_headers()
-            self.wfile.write(body)
-        except OSError:
-            self._note_client_gone()
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name)
-        """To the log instead of standard error."""
-        logger.info("event=http %s", format % args)
+        self.fail(503, "no decode instance is healthy")
 
 
 def _is_good(piece: bytes) -> bool:

@@ -10,7 +10,6 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from launch.chat_api import MODEL_NAME, ChatApi, ChatRequest, NotWantedError
 from launch.control import ControlServer
 from launch.engine_control import EngineControl
 from launch.errors import LaunchError
+from launch.json_http import JsonHandler, JsonServer
 from launch.reference_engine.engine import Engine
 from launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
 from launch.reference_engine.paddle_runtime import import_paddle
@@ -33,8 +33,6 @@ from launch.serve_status import status_of
 
 logger = logging.getLogger(__name__)
 
-_MAX_BODY_BYTES = 4 * 2**20
-_READ_TIMEOUT_SECONDS = 30.0
 _FLUSH_SECONDS = 10.0
 _DEFAULT_FILE = Path(__file__).with_name("serve.toml")
 _CHAT, _PREFILL = "/v1/chat/completions", "/v1/prefill"
@@ -181,17 +179,13 @@ def _config(files: ModelFiles, path: Path | None, settings: Sequence[str]) -> Ca
     return config
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+class _Server(JsonServer):
     api: ChatApi
     engine: Engine
 
 
 def _listen(host: str, port: int, control_socket: Path | None) -> tuple[_Server, ControlServer | None]:
-    try:
-        server = _Server((host, port), _Handler)
-    except OSError as error:
-        raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+    server = _Server((host, port), _Handler)
     try:
         return server, ControlServer(control_socket) if control_socket is not None else None
     except LaunchError:
@@ -199,52 +193,48 @@ def _listen(host: str, port: int, control_socket: Path | None) -> tuple[_Server,
         raise
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(JsonHandler):
     server: _Server
-    protocol_version = "HTTP/1.1"
-    timeout = _READ_TIMEOUT_SECONDS
 
     def do_GET(self) -> None:
         """Health, state, models."""
         if self.path == "/health":
-            self._send(200, {"status": "ok"})
+            self.send(200, {"status": "ok"})
         elif self.path == "/status":
-            self._send(200, status_of(self.server.engine.cache))
+            self.send(200, status_of(self.server.engine.cache))
         elif self.path == "/v1/models":
-            self._send(200, {"object": "list", "data": [{"id": MODEL_NAME, "object": "model"}]})
+            self.send(200, {"object": "list", "data": [{"id": MODEL_NAME, "object": "model"}]})
         else:
-            self._fail(404, f"no page {self.path}; there are /v1/chat/completions, /v1/models, /health and /status")
+            self.fail(404, f"no page {self.path}; there are /v1/chat/completions, /v1/models, /health and /status")
 
     def do_POST(self) -> None:
         """A chat, or a prompt to be computed for another instance."""
         if self.path not in (_CHAT, _PREFILL):
-            self.close_connection = True  # its body is not read, and must not be taken for the next request
-            self._fail(404, f"nothing is posted to {self.path}; use {_CHAT}")
+            self.refuse_body(_CHAT)
             return
         try:
-            request = msgspec.json.decode(self._body(), type=ChatRequest)
+            request = msgspec.json.decode(self.read_body(), type=ChatRequest)
             self._check_served()
             if self.path == _PREFILL:
                 self._prefill(request)
             else:
                 self._chat(request)
         except (msgspec.DecodeError, LaunchError, RequestError, GenerationRefusedError, ValueError) as error:
-            self._fail(400, str(error))
+            self.fail(400, str(error))
         except GenerationError as error:
-            self._fail(503, str(error))
+            self.fail(503, str(error))
         except NotWantedError:
-            self.close_connection = True
-            logger.info("event=client_gone")
+            self.note_client_gone()
 
     def do_DELETE(self) -> None:
         """An offer that nobody will ask for: its blocks need not wait."""
         request_id = self.path.removeprefix(f"{_PREFILL}/")
         if request_id == self.path:
-            self._fail(404, f"nothing is deleted at {self.path}; use {_PREFILL}/REQUEST_ID")
+            self.fail(404, f"nothing is deleted at {self.path}; use {_PREFILL}/REQUEST_ID")
         elif self.server.api.cancel_prefill(request_id):
-            self._send(200, {"request_id": request_id, "status": "cancelled"})
+            self.send(200, {"request_id": request_id, "status": "cancelled"})
         else:
-            self._fail(404, f"no open offer of {request_id!r}; it was read, or given up, already")
+            self.fail(404, f"no open offer of {request_id!r}; it was read, or given up, already")
 
     def _check_served(self) -> None:
         config = self.server.engine.cache.config
@@ -258,7 +248,7 @@ class _Handler(BaseHTTPRequestHandler):
         generation, answer = self.server.api.prefill(request, self._is_wanted)
         if generation is not None and not self._is_wanted():
             self.server.api.cancel(generation)  # else its blocks would wait for somebody who never comes
-        self._send(200, answer)
+        self.send(200, answer)
 
     def _chat(self, request: ChatRequest) -> None:
         generation = self.server.api.submit(request)
@@ -266,7 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
             usage = request.stream_options is not None and request.stream_options.include_usage
             self._stream(generation, self.server.api.stream(generation, usage, self._is_wanted))
         else:
-            self._send(200, self.server.api.complete(generation, self._is_wanted))
+            self.send(200, self.server.api.complete(generation, self._is_wanted))
 
     def _is_wanted(self) -> bool:
         """Whether the client is still there: one that has closed its end can be read, and has nothing to say."""
@@ -276,13 +266,6 @@ class _Handler(BaseHTTPRequestHandler):
             return not poll.poll(0) or self.connection.recv(1, socket.MSG_PEEK) != b""
         except OSError:  # reset
             return False
-
-    def _body(self) -> bytes:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > _MAX_BODY_BYTES:
-            self.close_connection = True
-            raise LaunchError(f"Content-Length is {length!r}; send it, at most {_MAX_BODY_BYTES}")
-        return self.rfile.read(int(length))
 
     def _stream(self, generation: Generation, chunks: Iterator[dict[str, Any]]) -> None:
         """Server-sent events; the end of the connection is the end of the stream."""
@@ -301,25 +284,3 @@ class _Handler(BaseHTTPRequestHandler):
         except (BrokenPipeError, ConnectionResetError, NotWantedError):
             self.server.api.cancel(generation)
             logger.info("event=client_gone request=%s", generation.request.request_id)
-
-    def _fail(self, status: int, message: str) -> None:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self._send(status, {"error": {"message": message, "type": kind}})
-
-    def _send(self, status: int, content: dict[str, Any]) -> None:
-        body = msgspec.json.encode(content)
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        try:
-            self.end_headers()
-            self.wfile.write(body)
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True
-            logger.info("event=client_gone")
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name)
-        """To the log instead of standard error."""
-        logger.info("event=http %s", format % args)

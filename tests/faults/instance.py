@@ -147,7 +147,9 @@ class Instance:
         return match.num_tokens
 
     def check(self) -> list[int]:
-        """The books; blocks that somebody still holds."""
+        """The books; blocks that somebody still holds once all sends have ended: readers are served before that."""
+        for send in self.sends.values():
+            send.wait(SECONDS)
         self.cache.check_invariants()
         gpu = self.cache.stats().gpu
         return [gpu.num_private, gpu.num_protected, gpu.num_in_flight]

@@ -12,8 +12,10 @@ import pytest
 from fastdeploy_cache import PrefixCacheManager, Request, StorageConfig
 from tests.faults.engine import BLOCK_SIZE, Engine
 from tests.faults.test_storage_processes import SECONDS, drained, file_storage, storage_config
-from tests.faults.test_storage_requests import LONG, Heard, asked, serve
+from tests.faults.test_storage_requests import LONG, Heard, asked, names, serve
 from tests.faults.test_storage_trouble import Eventually, InTrouble, breaker, metric, prompt, spoiled, stored
+from transfer_manager.storage.file_disk import Disk
+from transfer_manager.storage.file_journal import JOURNAL_NAME, read_journal
 
 SHORT = {"prefetch_policy": "timeout", "prefetch_timeout_seconds": 0.1, "prefetch_seconds_per_1024_tokens": 0.0}
 
@@ -144,8 +146,11 @@ def test_a_damaged_object_is_a_miss_and_is_counted(tmp_path: Path) -> None:
     config = storage_config(1, file_storage(tmp_path))
     stored(config, 1)
     (slab,) = tmp_path.glob("*/slab-*")
+    replay = read_journal(Disk(), slab.parent / JOURNAL_NAME)
+    assert replay is not None
+    slots = {put.block_hash.hex(): put.slot for put in replay.puts()}  # not in order: a probe may have had the first
     data = bytearray(slab.read_bytes())
-    data[config.block_bytes() * 2 + 5] ^= 1  # of the third object
+    data[replay.geometry.slot_bytes * slots[names(prompt(1))[2]] + 5] ^= 1
     slab.write_bytes(data)
     with PrefixCacheManager(config) as cache:
         drained(cache)

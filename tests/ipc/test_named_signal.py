@@ -57,7 +57,7 @@ with NamedSignal.attach(sys.argv[1], sys.argv[2], 3) as signal:
 @pytest.fixture
 def suffix() -> str:
     """No other test's."""
-    return uuid.uuid4().hex[:8]
+    return f"{uuid.uuid4().hex[:8]}x{os.getpid()}"
 
 
 @contextlib.contextmanager
