@@ -87,7 +87,7 @@ class PeerListener:
         """Raises `IPCError`: no keys for TCP, or the address cannot be had."""
         check_address(address, keys)
         self._authenticator: ThreadAuthenticator | None = None
-        self.socket = _new_socket(context, zmq.ROUTER, max_messages)
+        self.socket = _new_socket(context, zmq.ROUTER, address, max_messages)
         self.socket.set(zmq.ROUTER_MANDATORY, 1)
         if keys is not None and address.startswith("tcp://"):
             self._authenticator = ThreadAuthenticator(context)
@@ -139,7 +139,7 @@ class PeerConnection:
     ) -> None:
         """`public_key`: of the listener. Raises `IPCError` where the address is not to be used."""
         check_address(address, keys)
-        self.socket = _new_socket(context, zmq.DEALER, max_messages)
+        self.socket = _new_socket(context, zmq.DEALER, address, max_messages)
         self.socket.set(zmq.ROUTING_ID, b"c" + os.urandom(12))  # a first byte of zero is ZeroMQ's own
         if keys is not None and address.startswith("tcp://"):
             if public_key not in keys.trusted:
@@ -174,7 +174,7 @@ class PeerConnection:
         self.socket.close()
 
 
-def _new_socket(context: zmq.Context[Any], kind: int, max_messages: int) -> zmq.Socket[Any]:
+def _new_socket(context: zmq.Context[Any], kind: int, address: str, max_messages: int) -> zmq.Socket[Any]:
     try:
         socket: zmq.Socket[Any] = context.socket(kind)
     except zmq.ZMQError as error:
@@ -182,4 +182,5 @@ def _new_socket(context: zmq.Context[Any], kind: int, max_messages: int) -> zmq.
     socket.set(zmq.LINGER, _LINGER_MILLISECONDS)
     socket.set(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
     socket.set_hwm(max_messages)
+    socket.set(zmq.IPV6, address.startswith("tcp://["))
     return socket

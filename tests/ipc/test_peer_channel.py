@@ -236,13 +236,21 @@ def test_tcp_without_keys_is_refused(end: str, request: pytest.FixtureRequest) -
     check_address("ipc:///run/a", None)
 
 
-def test_hosts_that_know_each_other_talk(listen: Listen, connect: Connect, keys: Keys) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_hosts_that_know_each_other_talk(listen: Listen, connect: Connect, keys: Keys, host: str) -> None:
     """Each has the other's public key."""
+    if host == "[::1]" and "00000000000000000000000000000001" not in _ipv6_addresses():
+        pytest.skip("this machine has no IPv6 loopback")
     owner = keys("owner")
     reader = keys("reader", "owner")
     owner = trust(owner, reader)
-    listener = listen("tcp://127.0.0.1:*", owner)
+    listener = listen(f"tcp://{host}:*", owner)
     exchange(listener, connect(port_of(listener), reader, owner.public))
+
+
+def _ipv6_addresses() -> str:
+    path = Path("/proc/net/if_inet6")
+    return path.read_text() if path.exists() else ""
 
 
 def test_a_strangers_key_is_not_let_in(listen: Listen, connect: Connect, keys: Keys) -> None:
