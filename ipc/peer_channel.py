@@ -52,7 +52,7 @@ def make_keys(folder: Path) -> Path:
 
 
 def load_keys(folder: Path) -> CurveKeys:
-    """What `make_keys` has made, and the `trusted/*.key` that have come from other hosts.
+    """What `make_keys` has made, and the `trusted/*.key` that have come from other hosts up to now.
 
     Raises:
         IPCError: something is missing or unreadable, or others may read the secret.
@@ -144,7 +144,8 @@ class PeerConnection:
         if keys is not None and address.startswith("tcp://"):
             if public_key not in keys.trusted:
                 self.socket.close()
-                raise IPCError(f"the key of {address} is not among {keys.folder}/{_TRUSTED}; put its own.key there")
+                where = f"{keys.folder}/{_TRUSTED}"
+                raise IPCError(f"the key of {address} is not among {where}; put its own.key there and start again")
             self.socket.set(zmq.CURVE_SERVERKEY, public_key)
             self.socket.set(zmq.CURVE_PUBLICKEY, keys.public)
             self.socket.set(zmq.CURVE_SECRETKEY, keys.secret)

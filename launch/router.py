@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from launch.errors import LaunchError
 from launch.json_http import JsonHandler, JsonServer
-from launch.upstream import HEALTH, ClientGoneError, Instances, Place, Question, Upstream
+from launch.upstream import HEALTH, AnswerSoFar, ClientGoneError, Instances, Place, Question, Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class Router(JsonServer):
 
 class _Handler(JsonHandler):
     server: Router
+    max_body_bytes = 3 * 2**20  # with an offer it is still no more than instances take
 
     def do_GET(self) -> None:
         """Health, models."""
@@ -101,22 +102,24 @@ class _Handler(JsonHandler):
             chat = json.loads(self.read_body())
             if not isinstance(chat, dict):
                 raise ValueError(f"{type(chat).__name__} instead of an object")
+            chat.pop("kv_offer", None)  # only our own: an offer says where to read memory
+            body = _encode(chat)
         except LaunchError as error:
             self.fail(400, str(error))
             return
         except (ValueError, RecursionError) as error:
             self.fail(400, f"the body is no JSON object: {error}")
             return
-        chat.pop("kv_offer", None)  # only our own: an offer says where to read memory
         try:
-            self._answer(chat)
+            self._answer(chat, body)
         except ClientGoneError:
             self.note_client_gone()
 
-    def _answer(self, chat: dict[str, Any]) -> None:
-        offer, is_taken = self._prefill(json.dumps(chat).encode()), False
-        chat |= {"kv_offer": offer.offer} if offer is not None else {}
-        question = Question("POST", _CHAT, json.dumps(chat).encode(), _ANSWER_SECONDS, self.server.probe_seconds)
+    def _answer(self, chat: dict[str, Any], body: bytes) -> None:
+        offer, is_taken = self._prefill(body), False
+        if offer is not None:
+            body = _encode(chat | {"kv_offer": offer.offer})
+        question = Question("POST", _CHAT, body, _ANSWER_SECONDS, self.server.probe_seconds)
         try:
             is_taken = self._forward(question, self.server.decode.in_turn(), is_stream=bool(chat.get("stream")))
         finally:  # refused, nobody there, or the client has gone: blocks would wait for a reader until their deadline
@@ -153,35 +156,40 @@ class _Handler(JsonHandler):
                 logger.warning("event=prefill_failed at=%s:%d error=%r", *place, error)
                 return None
             if status != 200:
-                logger.warning("event=prefill_refused at=%s:%d status=%d answer=%r", *place, status, text[:200])
+                level = logging.WARNING if status >= 500 else logging.INFO  # the chat's own fault
+                logger.log(level, "event=prefill_refused at=%s:%d status=%d answer=%r", *place, status, text[:200])
             return offer
         return None
 
     def _forward(self, question: Question, places: Sequence[Place], *, is_stream: bool = False) -> bool:
         """Pass the request on, and the answer back as it comes; whether the offer in it was taken."""
         for place in places:
-            has_begun = is_good = False
+            answer, has_failed = AnswerSoFar(), False
             try:
                 with Upstream(place, question, self.connection) as upstream:
                     for piece in upstream.pieces():
-                        is_good = is_good if has_begun else _is_good(piece)
-                        has_begun = self.close_connection = True  # the answer ends with the connection
+                        answer.note(piece)
+                        self.close_connection = True  # the answer ends with the connection
                         self._write(piece)
+                        if answer.is_whole:  # the client may go now
+                            break
             except ClientGoneError:
-                if not is_good:
+                if not answer.is_good:
                     raise
                 self.note_client_gone()  # a stream begins before the offer is asked for, other answers after that
                 return not is_stream
             except TimeoutError as error:
-                is_good = False
+                has_failed = True
                 self.server.decode.note_hung(place)
-                logger.warning("event=decode_hung at=%s:%d begun=%s error=%r", *place, has_begun, error)
+                logger.warning("event=decode_hung at=%s:%d begun=%s error=%r", *place, answer.has_begun, error)
             except _UNREACHABLE as error:
-                logger.warning("event=decode_unreachable at=%s:%d begun=%s error=%r", *place, has_begun, error)
-                is_good = False
-            if has_begun:
+                has_failed = True
+                logger.warning("event=decode_unreachable at=%s:%d begun=%s error=%r", *place, answer.has_begun, error)
+            if answer.has_begun:
+                if answer.is_cut:  # the client sees that, too
+                    logger.warning("event=answer_cut_off at=%s:%d", *place)
                 self.log_request("forwarded")
-                return is_good
+                return answer.is_good and not answer.is_cut and not has_failed
         self.fail(503, "no decode instance can be reached")
         return False
 
@@ -203,9 +211,9 @@ class _Handler(JsonHandler):
         self.fail(503, "no decode instance is healthy")
 
 
-def _is_good(piece: bytes) -> bool:
-    """Whether an answer that begins so is none of a failure; too short a beginning counts as one."""
-    return piece.startswith((b"HTTP/1.1 2", b"HTTP/1.0 2"))
+def _encode(chat: dict[str, Any]) -> bytes:
+    """No larger than it came, whatever it was escaped with."""
+    return json.dumps(chat, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
 
 
 def _offer(place: Place, answer: Any) -> Offer | None:

@@ -22,7 +22,7 @@ from launch.chat_api import MODEL_NAME, ChatApi, ChatRequest, NotWantedError
 from launch.control import ControlServer
 from launch.engine_control import EngineControl
 from launch.errors import LaunchError
-from launch.json_http import JsonHandler, JsonServer
+from launch.json_http import LAST_CHUNK, JsonHandler, JsonServer
 from launch.reference_engine.engine import Engine
 from launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
 from launch.reference_engine.paddle_runtime import import_paddle
@@ -219,6 +219,8 @@ class _Handler(JsonHandler):
                 self._prefill(request)
             else:
                 self._chat(request)
+        except RecursionError:
+            self.fail(400, "the body is nested too deeply")
         except (msgspec.DecodeError, LaunchError, RequestError, GenerationRefusedError, ValueError) as error:
             self.fail(400, str(error))
         except GenerationError as error:
@@ -268,19 +270,30 @@ class _Handler(JsonHandler):
             return False
 
     def _stream(self, generation: Generation, chunks: Iterator[dict[str, Any]]) -> None:
-        """Server-sent events; the end of the connection is the end of the stream."""
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Cache-Control", "no-cache")
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.close_connection = True
+        """Server-sent events. HTTP's chunks tell a client an end from a death in the middle."""
+        is_chunked = self.request_version != "HTTP/1.0"
         try:
-            for chunk in chunks:
-                self.wfile.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
-            self.wfile.write(b"data: [DONE]\n\n")
-        except GenerationError as error:  # the status is out: say it in the stream
-            self.wfile.write(b"data: " + msgspec.json.encode({"error": {"message": str(error)}}) + b"\n\n")
-        except (BrokenPipeError, ConnectionResetError, NotWantedError):
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Cache-Control", "no-cache")
+            self.send_header("Connection", "close")
+            if is_chunked:
+                self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.close_connection = True
+            for data in _events(chunks):
+                event = b"data: " + data + b"\n\n"
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event) if is_chunked else event)
+            self.wfile.write(LAST_CHUNK if is_chunked else b"")
+        except (OSError, NotWantedError):
             self.server.api.cancel(generation)
-            logger.info("event=client_gone request=%s", generation.request.request_id)
+            self.note_client_gone()
+
+
+def _events(chunks: Iterator[dict[str, Any]]) -> Iterator[bytes]:
+    try:
+        for chunk in chunks:
+            yield msgspec.json.encode(chunk)
+        yield b"[DONE]"
+    except GenerationError as error:  # the status is out: say it in the stream
+        yield msgspec.json.encode({"error": {"message": str(error)}})

@@ -80,6 +80,7 @@ launch() { # launch NAME COMMAND...: in the background, without the lock
     local name="$1"
     shift
     printf '%s\0' "$@" >"$GROUP_DIR/$name.arguments"
+    [ ! -s "$LOG_DIR/$name.log" ] || mv -f "$LOG_DIR/$name.log" "$LOG_DIR/$name.log.old" # why it died
     : >"$LOG_DIR/$name.log"
     # not ended between the start of a server and the note of its pid: nobody would know of it. Not ignored either: the
     # server would inherit that.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import itertools
 import math
 import select
@@ -10,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from email.message import Message
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
@@ -18,6 +20,8 @@ from launch.errors import LaunchError
 _CONNECT_SECONDS = 5.0
 _PIECE_BYTES = 65536
 _HUNG_SECONDS = 15.0  # so long an instance that did not answer is asked after all others
+
+_HEAD_END, _LAST_CHUNK = b"\r\n\r\n", b"\r\n0\r\n\r\n"  # of an answer in HTTP's chunks, as ours are
 
 Place = tuple[str, int]  # host and port
 
@@ -162,6 +166,54 @@ class Upstream:
         if not said:
             raise ClientGoneError
         self._client = None  # its next request: there is no waiting for its end then
+
+
+class AnswerSoFar:
+    """What has come of an answer, as bytes of HTTP: whether it is no failure, and whether there is more to come."""
+
+    def __init__(self) -> None:
+        self._head, self._tail = b"", b""
+        self._headers: Message | None = None  # once all are there
+        self._num_body_bytes = 0
+
+    def note(self, piece: bytes) -> None:
+        """The next bytes have come."""
+        if self._headers is None:
+            self._head, end, piece = (self._head + piece).partition(_HEAD_END)
+            if not end:
+                return
+            self._headers = http.client.parse_headers(io.BytesIO(self._head.partition(b"\r\n")[2] + _HEAD_END))
+        self._num_body_bytes += len(piece)
+        self._tail = (self._tail + piece)[-len(_LAST_CHUNK) :]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything has come."""
+        return bool(self._head)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it says so; too short a beginning does not."""
+        return self._head.startswith((b"HTTP/1.1 2", b"HTTP/1.0 2"))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that it announced has come; never, where it ends with its connection."""
+        headers = self._headers
+        if headers is None:
+            return False
+        if "Transfer-Encoding" in headers:
+            return self._tail == _LAST_CHUNK
+        length = headers.get("Content-Length", "")
+        return length.isdecimal() and self._num_body_bytes >= int(length)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether something is missing of it, now that no more comes."""
+        headers = self._headers
+        return headers is None or (
+            ("Transfer-Encoding" in headers or "Content-Length" in headers) and not self.is_whole
+        )
 
 
 def _readable(sockets: Sequence[socket.socket | None], timeout_seconds: float) -> list[socket.socket]:

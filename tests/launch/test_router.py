@@ -316,6 +316,94 @@ def test_a_stream_comes_through_as_it_is_made() -> None:
         connection.close()
 
 
+def test_a_stream_that_breaks_off_breaks_off_at_the_client(caplog: pytest.LogCaptureFixture) -> None:
+    """A decode instance dies in the middle: the client cannot take that for the end, and the log says it."""
+
+    def dies(handler: _Handler) -> None:
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        handler.wfile.write(b"d\r\ndata: first\n\n\r\n")
+
+    with routed([], [Instance(dies)]) as router:
+        connection = http.client.HTTPConnection("127.0.0.1", router.server_port, timeout=SECONDS)
+        connection.request("POST", "/v1/chat/completions", json.dumps({**CHAT, "stream": True}))
+        response = connection.getresponse()
+        with pytest.raises(http.client.IncompleteRead) as cut:
+            response.read()
+        assert cut.value.partial == b"data: first\n\n"
+        connection.close()
+    assert "event=answer_cut_off" in caplog.text
+
+
+def test_a_whole_answer_ends_without_its_instance(caplog: pytest.LogCaptureFixture) -> None:
+    """Once all that it announced has come nothing is waited for, and a client that goes then is not missed."""
+    caplog.set_level("INFO")
+
+    def stays(handler: _Handler) -> None:
+        handler.reply(200, {"by": "me"})
+        never_answers(handler)
+
+    decode = Instance(stays)
+    with routed([], [decode]) as router:
+        assert ask(router) == (200, {"by": "me"})
+        assert decode.has_lost_client.wait(SECONDS)
+    assert "client_gone" not in caplog.text and "forwarded" in caplog.text
+
+
+SECOND = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"Content-Length: \xb2",
+        b"Content-Length: +5",
+        b"Content-Length: " + b"1" * 5000,
+        b"Content-Length: 0\r\nContent-Length: 40",
+        b"Content-Length: 2\r\nTransfer-Encoding: chunked",
+        b"Transfer-Encoding: chunked",
+    ],
+)
+@pytest.mark.parametrize("verb", [b"POST /v1/chat/completions", b"GET /health", b"DELETE /v1/prefill/a"])
+def test_where_a_request_ends_is_never_guessed(verb: bytes, headers: bytes) -> None:
+    """One that does not say it clearly is refused, and what follows on its connection is not read as another."""
+    with routed([], [Instance(answers)]) as router:
+        answer = _said(router, verb + b" HTTP/1.1\r\nHost: a\r\n" + headers + b"\r\n\r\n" + SECOND)
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_body_where_none_belongs_is_no_request() -> None:
+    """The health is answered; its body is not."""
+    with routed([], [Instance(answers)]) as router:
+        header = b"Content-Length: %d\r\n\r\n" % len(SECOND)
+        answer = _said(router, b"GET /health HTTP/1.1\r\nHost: a\r\n" + header + SECOND)
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+
+
+def _said(router: Router, data: bytes) -> bytes:
+    """All that comes back until the connection ends."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", router.server_port), timeout=SECONDS) as connection:
+        connection.sendall(data)
+        try:
+            while piece := connection.recv(65536):
+                answer += piece
+        except ConnectionResetError:  # it has closed with our bytes unread
+            pass
+    return answer
+
+
+def test_a_chat_is_passed_on_no_larger_than_it_came() -> None:
+    """Text outside ASCII, too; what would not fit with its offer is refused here."""
+    prefill, decode = Instance(offers), Instance(answers)
+    with routed([prefill], [decode]) as router:
+        text = "\u4e2d" * 900_000
+        assert ask(router, json.dumps({"text": text}, ensure_ascii=False).encode())[0] == 200
+        assert ask(router, b'{"text": "' + b"a" * (3 * 2**20) + b'"}')[0] == 400
+    assert [each["text"] == text for each in (*prefill.asked, *decode.asked)] == [True, True]
+
+
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_a_client_that_leaves_is_not_answered(kind: str) -> None:
     """Whoever works for it loses the connection; nobody else is asked."""

@@ -1,0 +1,108 @@
+"""The server's HTTP before an engine that does what a test says: what clients do to it leaves nothing behind."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launch.serve import _Handler, _Server
+
+SECONDS = 10.0
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+
+
+class Api:
+    """Stands in for `ChatApi`."""
+
+    def __init__(self) -> None:
+        self.may_begin, self.is_cancelled = threading.Event(), threading.Event()
+        self.may_begin.set()
+
+    def submit(self, request: Any) -> Any:
+        assert self.may_begin.wait(SECONDS)
+        return SimpleNamespace(request=SimpleNamespace(request_id="a"))
+
+    def stream(self, generation: Any, usage: bool, is_wanted: Any) -> Iterator[dict[str, Any]]:
+        yield {"text": "\u4e2d"}
+        yield {"text": "b"}
+
+    def cancel(self, generation: Any) -> None:
+        self.is_cancelled.set()
+
+
+@pytest.fixture
+def server() -> Iterator[_Server]:
+    server = _Server(("127.0.0.1", 0), _Handler)
+    server.api = Api()  # type: ignore[assignment]
+    config = SimpleNamespace(role="mixed", peer=None)
+    server.engine = SimpleNamespace(cache=SimpleNamespace(config=config))  # type: ignore[assignment]
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join(SECONDS)
+    server.server_close()
+
+
+def connected(server: _Server) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=SECONDS)
+
+
+def test_a_stream_is_sent_in_chunks(server: _Server) -> None:
+    """So that its end can be told from a death; a client of HTTP/1.0 gets it without."""
+    connection = connected(server)
+    connection.request("POST", "/v1/chat/completions", json.dumps(CHAT))
+    response = connection.getresponse()
+    assert response.chunked
+    text = response.read()
+    assert text == 'data: {"text":"\u4e2d"}\n\ndata: {"text":"b"}\n\ndata: [DONE]\n\n'.encode()
+    connection.close()
+    body = json.dumps(CHAT).encode()
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=SECONDS) as old:
+        old.sendall(b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        with old.makefile("rb") as file:
+            assert file.read().partition(b"\r\n\r\n")[2] == text
+
+
+def test_a_client_that_resets_before_the_first_byte_is_computed_for_no_longer(server: _Server) -> None:
+    """The headers of its stream find nobody: the generation is cancelled, and the server goes on."""
+    api: Any = server.api
+    api.may_begin.clear()
+    body = json.dumps(CHAT).encode()
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=SECONDS) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    api.may_begin.set()
+    assert api.is_cancelled.wait(SECONDS)
+    assert asked(server, "/health", None) == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+        ("/v1/chat/completions", bytes(6 * 2**20)),
+        ("/v1/chat/completions", b'{"messages": "\xff"}'),
+        ("/nothing", bytes(6 * 2**20)),
+    ],
+)
+def test_bodies_of_no_use_are_answered(server: _Server, path: str, body: bytes) -> None:
+    """Nested too deeply, too large, no text, nowhere: a status, also for clients that send all before they listen."""
+    assert asked(server, path, body) == (404 if path == "/nothing" else 400)
+
+
+def asked(server: _Server, path: str, body: bytes | None) -> int:
+    connection = connected(server)
+    try:
+        connection.request("GET" if body is None else "POST", path, body)
+        return connection.getresponse().status
+    finally:
+        connection.close()
