@@ -42,6 +42,7 @@ class Inspection:
     def stats(self) -> CacheStats:
         """Blocks by owner, transfers, hit rates over the window, ranks."""
         with self._lock:
+            peers = self._peers
             gpu, cpu = (TierStats.of(self._pools[tier], self._tree.residency, tier) for tier in Tier)
             return CacheStats(
                 gpu=gpu,
@@ -49,6 +50,8 @@ class Inspection:
                 storage=self._storage.stats() if self._storage is not None else None,
                 num_requests=len(self._requests),
                 num_transfers_in_flight=sum(not t.done.is_set() for t in self._mover.in_flight.values()),
+                num_open_sends=len(peers.sends) if peers is not None else 0,
+                num_open_receives=len(peers.receives) if peers is not None else 0,
                 num_swapped_in_blocks=self._mover.num_landed[GPU],
                 num_swapped_out_blocks=self._mover.num_landed[CPU],
                 num_refused_transfers={d.value: n for d, n in self._mover.num_refused.items()},

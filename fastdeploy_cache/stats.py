@@ -86,7 +86,8 @@ class StorageTierStats:
 class CacheStats:
     """See `PrefixCacheManager.stats`. `hit_rates` are of the sliding window: request, token, gpu, cpu, storage.
 
-    `storage` is None where no store is attached.
+    `storage` is None where no store is attached. Transfers are between the tiers; sends and receives are to and from
+    other instances.
     """
 
     gpu: TierStats
@@ -94,6 +95,8 @@ class CacheStats:
     storage: StorageTierStats | None
     num_requests: int
     num_transfers_in_flight: int
+    num_open_sends: int
+    num_open_receives: int
     num_swapped_in_blocks: int
     num_swapped_out_blocks: int
     num_refused_transfers: Mapping[str, int]

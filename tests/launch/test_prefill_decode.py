@@ -356,7 +356,7 @@ def test_who_waits_too_long_to_be_sent_has_failed() -> None:
         assert first.wait_send(SECONDS)
         with pytest.raises(GenerationError, match="not now"):
             second.wait_send(SECONDS)
-        assert 2 <= asked.count(second.request.request_id) <= 4  # at its turn, at an end, at its deadline: no loop
+        assert 1 <= asked.count(second.request.request_id) <= 4  # at its turn, at an end, at its deadline: no loop
 
 
 def test_no_more_is_received_than_may_run() -> None:

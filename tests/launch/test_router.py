@@ -351,49 +351,6 @@ def test_a_whole_answer_ends_without_its_instance(caplog: pytest.LogCaptureFixtu
     assert "client_gone" not in caplog.text and "forwarded" in caplog.text
 
 
-SECOND = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        b"Content-Length: \xb2",
-        b"Content-Length: +5",
-        b"Content-Length: " + b"1" * 5000,
-        b"Content-Length: 0\r\nContent-Length: 40",
-        b"Content-Length: 2\r\nTransfer-Encoding: chunked",
-        b"Transfer-Encoding: chunked",
-    ],
-)
-@pytest.mark.parametrize("verb", [b"POST /v1/chat/completions", b"GET /health", b"DELETE /v1/prefill/a"])
-def test_where_a_request_ends_is_never_guessed(verb: bytes, headers: bytes) -> None:
-    """One that does not say it clearly is refused, and what follows on its connection is not read as another."""
-    with routed([], [Instance(answers)]) as router:
-        answer = _said(router, verb + b" HTTP/1.1\r\nHost: a\r\n" + headers + b"\r\n\r\n" + SECOND)
-    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
-
-
-def test_a_body_where_none_belongs_is_no_request() -> None:
-    """The health is answered; its body is not."""
-    with routed([], [Instance(answers)]) as router:
-        header = b"Content-Length: %d\r\n\r\n" % len(SECOND)
-        answer = _said(router, b"GET /health HTTP/1.1\r\nHost: a\r\n" + header + SECOND)
-    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
-
-
-def _said(router: Router, data: bytes) -> bytes:
-    """All that comes back until the connection ends."""
-    answer = b""
-    with socket.create_connection(("127.0.0.1", router.server_port), timeout=SECONDS) as connection:
-        connection.sendall(data)
-        try:
-            while piece := connection.recv(65536):
-                answer += piece
-        except ConnectionResetError:  # it has closed with our bytes unread
-            pass
-    return answer
-
-
 def test_a_chat_is_passed_on_no_larger_than_it_came() -> None:
     """Text outside ASCII, too; what would not fit with its offer is refused here."""
     prefill, decode = Instance(offers), Instance(answers)

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.storage_servers import free_port
+
 ROOT = Path(__file__).parent.parent.parent
 IN_VENV = Path(sys.prefix) == ROOT / ".venv"
 pytestmark = pytest.mark.skipif(not IN_VENV, reason="the scripts use .venv; run the tests with ./launch/test.sh")
@@ -200,11 +202,12 @@ def test_prometheus_scrapes_it(tmp_path: Path, started: str) -> None:
     assert metrics is not None
     config = tmp_path / "prometheus.yml"
     config.write_text(shipped.read_text().replace("127.0.0.1:9400", metrics.group(1)).replace("5s", "1s"))
+    address = f"127.0.0.1:{free_port()}"
     command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([*command, "--web.listen-address=127.0.0.1:19409"], stderr=log, stdout=log)
+        process = subprocess.Popen([*command, f"--web.listen-address={address}"], stderr=log, stdout=log)
     try:
-        assert '"1"' in _ask("http://127.0.0.1:19409/api/v1/query?query=fastdeploy_cache_rank_up", '"1"')
+        assert '"1"' in _ask(f"http://{address}/api/v1/query?query=fastdeploy_cache_rank_up", '"1"')
     finally:
         process.terminate()
         process.wait(timeout=20)

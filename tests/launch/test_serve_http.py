@@ -99,6 +99,47 @@ def test_bodies_of_no_use_are_answered(server: _Server, path: str, body: bytes) 
     assert asked(server, path, body) == (404 if path == "/nothing" else 400)
 
 
+SECOND = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"Content-Length: \xb2",
+        b"Content-Length: +5",
+        b"Content-Length: " + b"1" * 5000,
+        b"Content-Length: 0\r\nContent-Length: 40",
+        b"Content-Length: 2\r\nTransfer-Encoding: chunked",
+        b"Transfer-Encoding: chunked",
+    ],
+)
+@pytest.mark.parametrize("verb", [b"POST /v1/chat/completions", b"GET /health", b"DELETE /v1/prefill/a"])
+def test_where_a_request_ends_is_never_guessed(server: _Server, verb: bytes, headers: bytes) -> None:
+    """One that does not say it clearly is refused, and what follows on its connection is not read as another."""
+    answer = said(server, verb + b" HTTP/1.1\r\nHost: a\r\n" + headers + b"\r\n\r\n" + SECOND)
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_body_where_none_belongs_is_no_request(server: _Server) -> None:
+    """The health is answered; its body is not."""
+    header = b"Content-Length: %d\r\n\r\n" % len(SECOND)
+    answer = said(server, b"GET /health HTTP/1.1\r\nHost: a\r\n" + header + SECOND)
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+
+
+def said(server: _Server, data: bytes) -> bytes:
+    """All that comes back until the connection ends."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=SECONDS) as connection:
+        connection.sendall(data)
+        try:
+            while piece := connection.recv(65536):
+                answer += piece
+        except ConnectionResetError:  # it has closed with our bytes unread
+            pass
+    return answer
+
+
 def asked(server: _Server, path: str, body: bytes | None) -> int:
     connection = connected(server)
     try:

@@ -25,7 +25,7 @@ class PeerConfig:
             `storage`: the sending side writes to its store, the receiving one prefetches from there.
         name: of this instance, in metrics and logs of the others; empty: host name and data-parallel id.
         listen: where control messages of other instances arrive: empty for a private socket on this host, or
-            `tcp://ADDRESS:PORT`; rank r takes PORT + r. TCP needs `keys_folder`.
+            `tcp://ADDRESS:PORT` (IPv6: `tcp://[ADDRESS]:PORT`); rank r takes PORT + r. TCP needs `keys_folder`.
         keys_folder: the keys of this host and the public ones of the others, made by `fastdeploy-cache peer-keys`.
         offer_timeout_seconds: from the offer of a request to its end; after that its blocks go home.
         receive_timeout_seconds: from the call of `receive` to its end.
@@ -79,6 +79,8 @@ class PeerConfig:
         host, colon, port = address.rpartition(":")
         if address == self.listen or not host or not colon or not port.isdigit() or not 0 < int(port) < 65536:
             raise LayoutError(f"peer.listen is {self.listen!r}; use tcp://ADDRESS:PORT")
+        if ":" in host and not (host.startswith("[") and host.endswith("]")):
+            raise LayoutError(f"peer.listen is {self.listen!r}; put an IPv6 address in brackets: tcp://[{host}]:{port}")
         if host == "*" or _is_any(host):
             raise LayoutError(f"peer.listen is {self.listen!r}; name the address by which others reach this host")
         if self.keys_folder is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ipc.codec import decode, encode
-from ipc.errors import CodecError
+from ipc.errors import CodecError, IPCError
 from ipc.peer_channel import PeerListener, load_keys
 from ipc.shared_array import SharedArray
 from ipc.task_queue import Poller, RankQueue, Wakeup, new_context
@@ -85,8 +85,9 @@ class PeerServer:
         """Attach the KV arrays and let the link know them.
 
         Raises:
-            IPCError, LayoutError: the KV arrays cannot be attached, or the control socket's address not be had.
-            PeerRefusedError, LinkError: the link's library is missing, or does not start.
+            IPCError, LayoutError: the KV arrays cannot be attached.
+            PeerRefusedError, LinkError, IPCError: the link's library is missing, or does not start; or the control
+                socket's address cannot be had.
         """
         self._setup, self._signal = setup, signal
         self._kv = KVMemory.open(setup.layout, setup.num_gpu_blocks, setup.kv)
@@ -97,13 +98,13 @@ class PeerServer:
             self._link: Link = open_link(setup.link, setup.link_options)
             self._link.register(self._kv.segments)
             self._welcome = encode(Welcome(setup.instance_id, setup.rank, self._link.endpoint(), self._kv.places))
-        except LinkError as error:
-            # at the very first start it is the settings; later the library may have had a bad moment
-            is_hopeless = error.reason == "refused" or setup.incarnation == 1
+            self._context = new_context()
+            keys = load_keys(Path(setup.keys_folder)) if setup.keys_folder is not None else None
+            self._listener = PeerListener(self._context, setup.address, keys, _MAX_MESSAGES)
+        except (LinkError, IPCError) as error:
+            # at the very first start it is the settings; later the library, or the port, may have had a bad moment
+            is_hopeless = setup.incarnation == 1 or (isinstance(error, LinkError) and error.reason == "refused")
             raise (PeerRefusedError(str(error)) if is_hopeless else error) from error
-        self._context = new_context()
-        keys = load_keys(Path(setup.keys_folder)) if setup.keys_folder is not None else None
-        self._listener = PeerListener(self._context, setup.address, keys, _MAX_MESSAGES)
         self._sender = Sender(setup.instance_id, setup.layout.num_layers, setup.silence_seconds, self._put)
         self._num_in_flight = [0] * NUM_PEER_SLOTS
         for slot in range(NUM_PEER_SLOTS):  # what a killed process was reading is read no more

@@ -37,6 +37,7 @@ def test_addresses_that_others_can_reach(listen: str) -> None:
         ({"listen": "tcp://10.0.0.1:"}, "use tcp://ADDRESS:PORT"),
         ({"listen": "tcp://10.0.0.1:0"}, "use tcp://ADDRESS:PORT"),
         ({"listen": "tcp://10.0.0.1:65536"}, "use tcp://ADDRESS:PORT"),
+        ({"listen": "tcp://fe80::1:5000"}, r"in brackets: tcp://\[fe80::1\]:5000"),
         ({"listen": "tcp://*:5000"}, "name the address"),
         ({"listen": "tcp://0.0.0.0:5000"}, "name the address"),
         ({"listen": "tcp://[::]:5000"}, "name the address"),
