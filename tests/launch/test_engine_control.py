@@ -236,15 +236,14 @@ def test_a_paused_engine_can_be_stopped(verb: str) -> None:
     """What ran and what waited is answered with an error; nothing of theirs stays."""
     cache, engine, _ = make(num_gpu=40, num_cpu=0, max_running=1)
     with cache:
+        generations = [engine.submit(np.arange(1, 9), 30) for _ in range(2)]
+        engine.step()
+        apply(EngineControl(engine), verb)
         with running(engine):
-            generations = [engine.submit(np.arange(1, 9), 30) for _ in range(2)]
-            assert generations[0].next_token(10) is not None
-            apply(EngineControl(engine), verb)
+            pass
         for generation in generations:
-            if generation.finish_reason == "error":
-                with pytest.raises(GenerationError, match="stopped"):
-                    tokens(generation)
-        assert generations[1].finish_reason == "error"
+            with pytest.raises(GenerationError, match="stopped"):
+                tokens(generation)
         assert cache.stats().num_requests == 0
 
 
