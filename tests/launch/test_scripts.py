@@ -117,6 +117,7 @@ def _try_group(script: str, environment: dict[str, str], tmp_path: Path) -> None
         status = run(script, "--status", environment=environment)
         assert (status.returncode, "prefill-1: NOT RUNNING" in status.stdout) == (4, True)
         _try_start_of_missing(script, environment, result.stdout)
+        assert "event=stopping" in (tmp_path / "run" / "log" / "prefill-1.log.old").read_text()
     finally:
         stopped = run(script, "--stop", environment=environment)
     assert (stopped.returncode, stopped.stdout) == (0, "== stopped\n"), stopped.stderr
@@ -127,7 +128,7 @@ def _try_group(script: str, environment: dict[str, str], tmp_path: Path) -> None
 
 
 def _try_start_of_missing(script: str, environment: dict[str, str], first: str) -> None:
-    """At the addresses that it had; the others run on."""
+    """At the addresses that it had, and with a new log; the others run on."""
     refused = run(script, "--prefill", "3", environment=environment)
     assert (refused.returncode, "but for prefill-1" in refused.stderr) == (1, True)
     again = run(script, environment=environment)
