@@ -36,7 +36,7 @@ class JsonServer(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002
         """A connection ended by its client is no error of ours."""
         error = sys.exception()
-        if isinstance(error, OSError):
+        if isinstance(error, (ConnectionError, TimeoutError)):
             logger.info("event=client_gone")
         else:
             logger.error("event=http_failed client=%s", client_address, exc_info=error)

@@ -16,12 +16,14 @@ from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
 from launch.errors import LaunchError
+from launch.json_http import LAST_CHUNK
 
 _CONNECT_SECONDS = 5.0
 _PIECE_BYTES = 65536
 _HUNG_SECONDS = 15.0  # so long an instance that did not answer is asked after all others
 
-_HEAD_END, _LAST_CHUNK = b"\r\n\r\n", b"\r\n0\r\n\r\n"  # of an answer in HTTP's chunks, as ours are
+_HEAD_END = b"\r\n\r\n"
+_CHUNKS_END = b"\r\n" + LAST_CHUNK  # behind the one before it
 
 Place = tuple[str, int]  # host and port
 
@@ -184,7 +186,7 @@ class AnswerSoFar:
                 return
             self._headers = http.client.parse_headers(io.BytesIO(self._head.partition(b"\r\n")[2] + _HEAD_END))
         self._num_body_bytes += len(piece)
-        self._tail = (self._tail + piece)[-len(_LAST_CHUNK) :]
+        self._tail = (self._tail + piece)[-len(_CHUNKS_END) :]
 
     @property
     def has_begun(self) -> bool:
@@ -203,7 +205,7 @@ class AnswerSoFar:
         if headers is None:
             return False
         if "Transfer-Encoding" in headers:
-            return self._tail == _LAST_CHUNK
+            return self._tail == _CHUNKS_END
         length = headers.get("Content-Length", "")
         return length.isdecimal() and self._num_body_bytes >= int(length)
 
