@@ -339,7 +339,7 @@ def test_who_may_not_send_or_receive_now_waits(num_sends: int, num_receives: int
 
 def test_who_waits_too_long_to_be_sent_has_failed() -> None:
     """Nobody takes the only offer that may be open: the next prompt ends at its deadline, with the reason."""
-    with instances(lambda: Instance("prefill", 1, max_transfers=1, offer_timeout_seconds=1.0)) as (there,):
+    with instances(lambda: Instance("prefill", 1, max_transfers=1, offer_timeout_seconds=2.0)) as (there,):
         there.engine.pause(SECONDS)
         first, second = (there.engine.submit_prefill(np.array([n, *PROMPT])) for n in range(2))
         held = there.cache.offer
@@ -356,7 +356,7 @@ def test_who_waits_too_long_to_be_sent_has_failed() -> None:
         assert first.wait_send(SECONDS)
         with pytest.raises(GenerationError, match="not now"):
             second.wait_send(SECONDS)
-        assert 1 <= asked.count(second.request.request_id) <= 4  # at its turn, at an end, at its deadline: no loop
+        assert 2 <= asked.count(second.request.request_id) <= 4  # at its turn, at an end, at its deadline: no loop
 
 
 def test_no_more_is_received_than_may_run() -> None:
