@@ -20,7 +20,8 @@ class ActiveRequest:
         block_ids   [ matched | committed, in the tree or duplicates | private ]
                               ^ num_matched_blocks                   ^ num_committed_blocks
 
-    Until the match is settled, `pin` may lie deeper than what is readable, for what is coming.
+    Until the match is settled, `pin` may lie deeper than what is readable, for what is coming. The match settles at
+    what its caller was shown last, never at more.
     """
 
     request: Request
@@ -36,6 +37,8 @@ class ActiveRequest:
     num_gpu_blocks: int = 0  # found on the GPU by the match
     num_unloaded_blocks: int = 0  # in the CPU tier, not loaded for want of room
     block_ids: array[int] = field(default_factory=lambda: array("i"))
+    num_shown_blocks: int = 0  # readable ones in the `Match` that its caller saw last, while it is not settled
+    shows_copy: bool = False  # whether the copy of the last block was among what the caller saw
     num_matched_blocks: int = 0
     num_committed_blocks: int = 0
     num_computed_tokens: int = 0  # of the last commit

@@ -172,7 +172,7 @@ class CopyDown:
             victim, at_most = policy.victim(CPU, num_short)
             if victim in zone or not policy.is_colder(victim, source):
                 break
-            residency.evict(CPU, min(num_short, at_most, victim.cpu_end - max(victim.num_held, victim.cpu_start)))
+            residency.evict_tail(victim, CPU, min(num_short, at_most))  # may free less: what storage is reading
         return min(num_blocks, self._pool.num_free)
 
 

@@ -47,10 +47,10 @@ class MatchLoads:
         self._active, self._matcher, self._lock, self._check = active, matcher, lock, check
         self._submit, self._size, self.timeout_seconds = submit, size, timeout_seconds
 
-    def describe(self) -> Match:
-        """The match as it stands. Under the lock."""
+    def describe(self, *, is_final: bool = False) -> Match:
+        """The match as it stands, and where `is_final` as it stays. Under the lock."""
         active, size = self._active, self._size
-        ids, num_coming = self._matcher.readable(active)
+        ids, num_coming = self._matcher.show(active, is_final=is_final)
         if self._matcher.is_lost(active):  # nothing of it is there any more
             ids, num_coming = ids[:0], 0
         num_copied = active.num_copied_tokens if ids else 0
@@ -83,8 +83,7 @@ class MatchLoads:
         self._wait_until_settled(time.monotonic() + timeout_seconds)
         with self._lock:
             self._check(self._active)
-            self._matcher.settle(self._active)
-            match = self.describe()
+            match = self.describe(is_final=True)
         self._submit()
         return match
 

@@ -151,10 +151,13 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
     def allocate(self, request: Request, num_blocks: int, *, ahead_of_loads: bool = False) -> list[int]:
         """Give the request `num_blocks` more GPU blocks behind those that it has; evicts what the policy names.
 
-        A match that still waits for loads is cut to what is readable now. With `ahead_of_loads` it is not: poll it
-        again after this call, and the request's blocks are its `block_ids`, its `coming_block_ids` and what this
-        returns, one after the other. The worker waits for each layer of the coming ones (`LayerProgress.wait_layer`)
-        before it computes that layer; after the step ask `confirm`.
+        A match that still waits for loads is cut to what the caller saw of it last (by `match`, `poll` or `wait`), so
+        the request's blocks are the `block_ids` of that `Match` and what this returns, one after the other. What has
+        landed since is not used.
+
+        With `ahead_of_loads` the match is not cut: poll it again after this call, and the request's blocks are its
+        `block_ids`, its `coming_block_ids` and what this returns. The worker waits for each layer of the coming ones
+        (`LayerProgress.wait_layer`) before it computes that layer; after the step ask `confirm`.
 
         Raises:
             OutOfBlocksError: not that many can be had now; nothing was changed.

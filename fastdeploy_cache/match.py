@@ -77,7 +77,7 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         num_cpu_tokens: of these, loaded from the CPU tier.
         num_storage_tokens: of these, loaded from storage.
         num_coming_tokens: further tokens on their way to the GPU; wait for them, run ahead of them, or allocate and do
-            without.
+            without: `allocate` and `commit` count by what this match shows, even if more has landed meanwhile.
         num_unloaded_tokens: further tokens in the CPU tier that were not loaded: too few or too many for the configured
             limits, no room, a full queue, or a rank is down.
         coming_block_ids: where the coming tokens are being loaded to; see `PrefixCacheManager.allocate`.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover, Part, ignore_copied
+from fastdeploy_cache.block_pool import REQUEST
 from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.path import coming_and_cold, coming_ids, gpu_ids
@@ -139,11 +140,17 @@ class Matcher:
         """Whether the GPU's bytes have gone since the request was matched."""
         return active.num_kv_losses != self._tree.num_kv_losses
 
-    def readable(self, active: ActiveRequest) -> tuple[array[int], int]:
-        """The matched blocks that may be read now, and how many more are coming. Settles when none is."""
+    def show(self, active: ActiveRequest, *, is_final: bool = False) -> tuple[array[int], int]:
+        """What the caller is told: the matched blocks that may be read now, and how many more are coming.
+
+        The match settles here when nothing is coming any more, or where `is_final`.
+        """
         fetching = self.is_fetching(active)
-        if not active.is_ahead and not fetching and all(transfer.done.is_set() for transfer in active.loads):
-            self.settle(active)
+        if not active.settled and not active.is_ahead:
+            active.num_shown_blocks = 0 if self.is_lost(active) else len(self._arrived(active)[0])
+            active.shows_copy = active.copy is not None and active.copy.landed
+            if is_final or not (fetching or any(not transfer.done.is_set() for transfer in active.loads)):
+                self.settle(active)
         if active.settled:
             return active.block_ids[: active.num_matched_blocks + bool(active.num_copied_tokens)], 0
         if active.is_ahead:  # also where somebody else has computed a block meanwhile, it reads the one that is loading
@@ -208,14 +215,17 @@ class Matcher:
             self.storage.reads.revoke(active.prefetch)
 
     def settle(self, active: ActiveRequest) -> None:
-        """Fix the match at what is readable now; what has not arrived is no part of it.
+        """Fix the match at what its caller was shown last; what has not arrived is no part of it.
 
-        Of a request that runs ahead `end_ahead` decides.
+        A load may land after the caller has looked and before its next verb. The caller counts its blocks by what it
+        saw: a block more in front of them, and what it computes would be filed one block off. Of a request that runs
+        ahead `end_ahead` decides.
         """
         if active.settled or active.is_ahead:
             return
         self._end_prefetch(active)
         ids, path = self._arrived(active)
+        del ids[active.num_shown_blocks :]
         if len(ids) < active.num_pinned_blocks:
             self._pin(active, path, len(ids))
         self._settle_at(active, ids)
@@ -236,11 +246,13 @@ class Matcher:
         active.settled, active.block_ids = True, ids
         active.num_matched_blocks = active.num_committed_blocks = len(ids)
         copy, active.copy = active.copy, None
-        if copy is not None and copy.landed:
+        if copy is not None and not copy.landed:
+            copy.wanted = False
+        elif copy is not None and active.shows_copy:
             active.block_ids += copy.ids
             active.num_copied_tokens = self._tree.block_size - 1
-        elif copy is not None:
-            copy.wanted = False
+        elif copy is not None:  # it has landed since the caller looked
+            self._tree.pools[GPU].free(copy.ids, REQUEST)
 
     @staticmethod
     def _stop_waiting(active: ActiveRequest) -> None:
@@ -264,7 +276,7 @@ class Matcher:
         """Let the request use the blocks that are coming as if they were there; nothing is published until they are."""
         (ids, _), (coming, transfers) = self._arrived(active), self.coming(active)
         if active.copy is not None or not coming or len(ids) + len(coming) < active.num_pinned_blocks:
-            self.settle(active)
+            self.show(active, is_final=True)  # the caller looks again after this
             return
         self._end_prefetch(active)
         active.ahead = transfers

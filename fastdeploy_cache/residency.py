@@ -149,25 +149,34 @@ class Residency:
     # -- eviction
 
     def evict(self, tier: Tier, num_blocks: int) -> None:
-        """Free exactly `num_blocks` of a tier, those that the policy chooses; there are so many to evict."""
-        victim, evicted = self.policy.victim, self.num_evicted[tier]
+        """Free exactly `num_blocks` of a tier, those that the policy chooses.
+
+        The caller has checked `num_available`: asked for more, it would go on to victims that nobody named, and in the
+        end find none.
+        """
         while num_blocks > 0:
-            run, at_most = victim(tier, num_blocks)
-            if tier == 0:
-                taken = len(run.ids[0]) - run.num_held
-                if taken > at_most:  # noqa: PLR1730 (min() would be a tenth of a one-block call)
-                    taken = at_most
-                num_free = self.pools[0].num_free if self.pools[0].num_read else -1
-                num_kept = self._evict_gpu_tail(run, taken)
-                num_freed = taken if num_free < 0 else min(taken, self.pools[0].num_free - num_free)
-            else:
-                taken = min(at_most, run.cpu_end - max(run.num_held, run.cpu_start))
-                num_free = self.pools[1].num_free
-                num_kept = self._evict_cpu_tail(run, taken)
-                num_freed = min(taken, self.pools[1].num_free - num_free)  # what is being read is not free yet
-            evicted[0] += num_kept
-            evicted[1] += taken - num_kept
-            num_blocks -= num_freed
+            run, at_most = self.policy.victim(tier, num_blocks)
+            num_blocks -= self.evict_tail(run, tier, at_most)
+
+    def evict_tail(self, run: Run, tier: Tier, at_most: int) -> int:
+        """Take up to `at_most` blocks from the end of a leaf of the tier.
+
+        Returns how many of them are free now: blocks that storage is reading are free when it has read them.
+        """
+        num_free = self.pools[tier].num_free
+        if tier == 0:
+            taken = len(run.ids[0]) - run.num_held
+            if taken > at_most:  # noqa: PLR1730 (min() would be a tenth of a one-block call)
+                taken = at_most
+            num_kept = self._evict_gpu_tail(run, taken)
+        else:
+            taken = min(at_most, run.cpu_end - max(run.num_held, run.cpu_start))
+            num_kept = self._evict_cpu_tail(run, taken)
+        evicted = self.num_evicted[tier]
+        evicted[0] += num_kept
+        evicted[1] += taken - num_kept
+        num_freed = self.pools[tier].num_free - num_free
+        return num_freed if num_freed < taken else taken  # noqa: FURB136 (as above)
 
     def evict_run(self) -> array[int]:
         """Evict of the run that the policy chooses all that is not held on the GPU; returns the ids, first to last."""

@@ -142,6 +142,23 @@ class CacheModel:
             live.num_assumed, live.num_computed = 0, 0
             self.release(live)
 
+    def table(self, live: LiveRequest) -> list[int]:
+        """The request's blocks as its engine counts them: by what the last match that it saw says, and by `allocate`.
+
+        To ask the cache once more would hide that the two have come apart.
+        """
+        if live.table is None:
+            live.table, live.num_computed = list(live.match.block_ids), live.match.num_tokens
+            self.num_loaded_tokens += live.match.num_cpu_tokens
+        return live.table
+
+    def look(self, live: LiveRequest) -> Match:
+        """Poll the match, as an engine does between its steps."""
+        live.match = live.match.poll()
+        if live.epoch == self.epoch:
+            self.check_readable(live, live.match.block_ids)
+        return live.match
+
     def settle(self, live: LiveRequest) -> list[int]:
         if live.num_assumed:
             self.confirm(live)
@@ -150,9 +167,8 @@ class CacheModel:
             assert match.ready
             if live.epoch == self.epoch:
                 self.check_readable(live, match.block_ids)
-            live.table, live.num_computed = match.block_ids, match.num_tokens
-            self.num_loaded_tokens += match.num_cpu_tokens
-        return live.table
+            live.match = match
+        return self.table(live)
 
     def allocate(self, live: LiveRequest, num_blocks: int) -> bool:
         before = self.cache.stats()
@@ -169,7 +185,7 @@ class CacheModel:
             after = self.cache.stats()
             assert (after.gpu, after.cpu) == (before.gpu, before.cpu), "a failed allocation left a trace"
             return False
-        table = self.settle(live)
+        table = self.table(live)
         assert len(new) == num_blocks == len(set(new))
         for other in self.live:
             assert not set(new) & set(other.table or ()), "a block given to two requests"

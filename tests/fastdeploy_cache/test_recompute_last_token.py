@@ -28,10 +28,11 @@ def test_with_it_all_but_the_last_token_hit() -> None:
     live = model.match(TOKENS)
     assert live is not None
     assert (live.match.num_tokens, live.match.num_coming_tokens, live.match.ready) == (12, 3, False)
+    shared = live.match.block_ids
     model.client.land_all()
     table = model.settle(live)
     assert (live.num_computed, len(table)) == (15, 4)
-    assert table[3] not in live.match.block_ids
+    assert table[3] not in shared
     shared = model.cache.stats().gpu
     assert (shared.num_cached, shared.num_private) == (4, 1)
     model.compute(live, 16)

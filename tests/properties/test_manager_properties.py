@@ -25,7 +25,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         size=st.integers(1, 4),
         num_gpu=st.integers(4, 24),
-        num_cpu=st.sampled_from([40, 12, 5, 0]),
+        num_cpu=st.sampled_from([40, 12, 5, 2, 0]),
         policy=st.sampled_from(EVICTION_POLICIES),
         recompute=st.booleans(),
         write_policy=st.sampled_from(WRITE_POLICIES),
@@ -54,6 +54,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num_blocks=st.integers(0, 6))
     def allocate(self, data: st.DataObject, num_blocks: int) -> None:
         self.model.allocate(self.pick(data), num_blocks)
+
+    @precondition(lambda self: any(live.table is None for live in self.model.live))
+    @rule(data=st.data())
+    def look(self, data: st.DataObject) -> None:
+        self.model.look(data.draw(st.sampled_from([live for live in self.model.live if live.table is None])))
 
     @precondition(lambda self: self.model.live)
     @rule(data=st.data(), num_blocks=st.integers(0, 3), lands=st.booleans())
