@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -29,26 +30,35 @@ class BlockMover:
     The destination ids belong to the task until every rank has answered; the source is pinned as long.
     """
 
-    def __init__(self, tree: PrefixTree, client: TransferClient, task_timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        tree: PrefixTree,
+        client: TransferClient,
+        task_timeout_seconds: float,
+        on_result: Callable[[TransferResult], None],
+    ) -> None:
+        """`on_result` is what the client was started with."""
         self._tree = tree
         self._client = client
         self._timeout_seconds = task_timeout_seconds
         self._next_task_id = 1
-        self.outbox = Outbox(client)
+        self.outbox = Outbox(client, on_result, tree.mishaps)
         self.on_copied: Callable[[Run, int], None] = ignore_copied  # a run has more blocks in the CPU tier
         self.in_flight: dict[int, Transfer] = {}
         self.is_quiet = False  # nothing is to be started
+        self.ranks_without_kv: set[int] = set()  # whose workers have not attached their KV arrays (again)
         self.num_storing = 0  # blocks on their way to the CPU tier
         self.num_landed = [0, 0]  # by destination: blocks that joined it since the start
         self.num_refused = dict.fromkeys(SWAPS, 0)  # tasks that a full queue kept from starting
 
     def can(self, direction: Direction) -> bool:
         """Whether a task can be started now; a full queue means "not now", and is counted."""
-        if self.is_quiet:
+        if self.is_quiet or self.ranks_without_kv:
             return False
-        if self._client.has_room(direction):
+        client, mishaps = self._client, self._tree.mishaps
+        if mishaps.ask("client", lambda: client.has_room(direction), otherwise=False):
             return True
-        self.num_refused[direction] += self._client.available
+        self.num_refused[direction] += mishaps.ask("client", lambda: client.available, otherwise=False)
         return False
 
     def load(self, parts: Sequence[Part]) -> None:
@@ -57,15 +67,16 @@ class BlockMover:
 
     def store(self, parts: Sequence[Part]) -> None:
         """Start copying blocks down; the room in the CPU tier is there already."""
-        self.num_storing += sum([length for _, _, length in parts])
         self._start(CPU, parts)
+        self.num_storing += sum([length for _, _, length in parts])
 
     def copy(self, run: Run, block: int, num_tokens: int) -> Transfer:
         """Start copying the first tokens of one block of a run into a free GPU block; there is one."""
+        source, ids = Pin(run, block + 1), self._tree.pools[0].allocate(1, TASK)
         transfer = self._new_transfer(GPU)
-        transfer.copy = BlockCopy(Pin(run, block + 1), self._tree.pools[0].allocate(1, TASK))
-        self._tree.pin(transfer.copy.source)
-        self._send(transfer, Direction.COPY, run.ids[0][block : block + 1], transfer.copy.ids, num_tokens)
+        transfer.copy = BlockCopy(source, ids)
+        task = self._new_task(transfer, Direction.COPY, run.ids[0][block : block + 1], ids, num_tokens)
+        self._send(transfer, task, (source,))
         return transfer
 
     def copy_for_caller(
@@ -79,9 +90,7 @@ class BlockMover:
         """Start a copy from or into blocks that are no run's; the destinations are the task's already."""
         transfer = self._new_transfer(CPU if direction is Direction.SWAP_OUT else GPU)
         transfer.caller = copy
-        for pin in copy.pins:
-            self._tree.pin(pin)
-        self._send(transfer, direction, sources, destinations, num_tokens)
+        self._send(transfer, self._new_task(transfer, direction, sources, destinations, num_tokens), copy.pins)
         return transfer
 
     def barrier(self, direction: Direction) -> Transfer:
@@ -90,42 +99,54 @@ class BlockMover:
         return self.copy_for_caller(direction, nothing, nothing, CallerCopy(nothing, [], lambda _: None))
 
     def _start(self, tier: Tier, parts: Sequence[Part]) -> None:
-        transfer = self._new_transfer(tier)
-        destinations = self._tree.pools[tier].allocate(sum([length for _, _, length in parts]), TASK)
-        sources, position = array("i"), 0
+        """What asks for memory in proportion to the blocks comes first: from then on nothing is left half done."""
+        sources = array("i")
         for run, first, num_blocks in parts:
-            segment = Segment(transfer, run, first, destinations[position : position + num_blocks])
-            transfer.segments.append(segment)
-            self._tree.pin(segment)
             start = first - run.cpu_start if tier is GPU else first
             sources += run.ids[CPU if tier is GPU else GPU][start : start + num_blocks]
-            position += num_blocks
-        self._send(transfer, Direction.SWAP_IN if tier is GPU else Direction.SWAP_OUT, sources, destinations)
+        pool = self._tree.pools[tier]
+        destinations = pool.allocate(len(sources), TASK)
+        try:
+            transfer, position = self._new_transfer(tier), 0
+            for run, first, num_blocks in parts:
+                ids = destinations[position : position + num_blocks]
+                transfer.segments.append(Segment(transfer, run, first, ids))
+                position += num_blocks
+            direction = Direction.SWAP_IN if tier is GPU else Direction.SWAP_OUT
+            task = self._new_task(transfer, direction, sources, destinations)
+        except BaseException:
+            pool.free(destinations, TASK)
+            raise
+        self._send(transfer, task, transfer.segments)
 
     def _new_transfer(self, tier: Tier) -> Transfer:
         transfer = Transfer(self._next_task_id, tier)
         self._next_task_id += 1
-        self.in_flight[transfer.task_id] = transfer
         return transfer
 
-    def _send(
+    def _new_task(
         self,
         transfer: Transfer,
         direction: Direction,
         sources: array[int],
         destinations: array[int],
         num_tokens: int | None = None,
-    ) -> None:
-        self.outbox.put(
-            TransferTask(
-                task_id=transfer.task_id,
-                direction=direction,
-                source_ids=np.frombuffer(sources, np.int32),
-                destination_ids=np.frombuffer(destinations, np.int32),
-                deadline=time.monotonic() + self._timeout_seconds,
-                num_tokens=num_tokens,
-            )
+    ) -> TransferTask:
+        return TransferTask(
+            task_id=transfer.task_id,
+            direction=direction,
+            source_ids=np.frombuffer(sources, np.int32),
+            destination_ids=np.frombuffer(destinations, np.int32),
+            deadline=time.monotonic() + self._timeout_seconds,
+            num_tokens=num_tokens,
         )
+
+    def _send(self, transfer: Transfer, task: TransferTask, pins: Iterable[Pin]) -> None:
+        """It goes out when the lock has been given back; `pins` keep what it reads."""
+        self.in_flight[transfer.task_id] = transfer
+        for pin in pins:
+            self._tree.pin(pin)
+        self.outbox.put(task)
 
     # -- waiting
 
@@ -134,7 +155,7 @@ class BlockMover:
         for transfer in transfers:
             if not transfer.num_waiting and not transfer.num_ahead and not transfer.done.is_set():
                 transfer.cancelled = True
-                self._client.cancel(transfer.task_id)
+                self._tree.mishaps.contain("client", functools.partial(self._client.cancel, transfer.task_id))
 
     def use_ahead(self, transfer: Transfer) -> None:
         """A request uses the load's destinations from now on: they are not given out again, however the load ends."""
@@ -150,35 +171,54 @@ class BlockMover:
 
     # -- ending
 
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Destinations that nobody may have any more; see `finish`."""
+        return sum(len(s.ids) for t in self.in_flight.values() if t.is_quarantined for s in t.segments)
+
     def finish(self, result: TransferResult) -> tuple[int, list[Callable[[], None]]]:
         """All ranks have answered or are reaped: land the blocks and wake who waits for them.
 
         Returns how many blocks of a store did not join the CPU tier, and what to call without the lock.
+
+        Who waits is woken and called even where landing raises. Then the transfer is *quarantined*: what has not landed
+        stays its own, destinations and pins, for good. Nobody knows any more what is in these blocks, so they are given
+        to nobody.
         """
-        transfer, num_lost = self.in_flight[result.task.task_id], 0
+        transfer = self.in_flight.get(result.task.task_id)
+        if transfer is None or transfer.done.is_set():  # answered before
+            return 0, []
         transfer.succeeded = result.error is None
-        while transfer.segments:
-            segment = transfer.segments.pop(0)
-            num_joined = self._tree.land(segment, transfer.succeeded)
-            self.num_landed[transfer.tier] += num_joined
-            if num_joined and transfer.tier is CPU:
-                self.on_copied(segment.run, num_joined)
-            num_left = len(segment.ids) - num_joined
-            if num_left:
-                self._send_home(transfer, segment.ids[:num_left])
-            num_lost += num_left
-            self.num_storing -= len(segment.ids) if transfer.tier is CPU else 0
-        if transfer.copy is not None:
-            self._end_copy(transfer.copy, transfer.succeeded)
-        if transfer.caller is not None:
-            for pin in transfer.caller.pins:
-                self._tree.unpin(pin)
-            transfer.caller.end(transfer.succeeded)
-        if not transfer.kept_ids:
+        if not self._tree.mishaps.contain("landing", lambda: self._land(transfer)):
+            transfer.succeeded, transfer.is_quarantined = False, True
+            self.num_storing -= sum(len(s.ids) for s in transfer.segments) if transfer.tier is CPU else 0
+        if not transfer.kept_ids and not transfer.is_quarantined:
             del self.in_flight[transfer.task_id]
         transfer.done.set()
         calls, transfer.on_done = transfer.on_done, []
-        return num_lost if transfer.tier is CPU else 0, calls
+        return transfer.num_lost if transfer.tier is CPU else 0, calls
+
+    def _land(self, transfer: Transfer) -> None:
+        """Segment by segment, each forgotten only when it has landed."""
+        while transfer.segments:
+            segment = transfer.segments[0]
+            num_joined = self._tree.land(segment, transfer.succeeded)
+            del transfer.segments[0]
+            self.num_storing -= len(segment.ids) if transfer.tier is CPU else 0
+            self.num_landed[transfer.tier] += num_joined
+            num_left = len(segment.ids) - num_joined
+            if num_left:
+                self._send_home(transfer, segment.ids[:num_left])
+            transfer.num_lost += num_left
+            if num_joined and transfer.tier is CPU:
+                self.on_copied(segment.run, num_joined)
+        if transfer.copy is not None:
+            self._end_copy(transfer.copy, transfer.succeeded)
+        if transfer.caller is not None:
+            while transfer.caller.pins:
+                self._tree.unpin(transfer.caller.pins[-1])
+                transfer.caller.pins.pop()
+            transfer.caller.end(transfer.succeeded)
 
     def _send_home(self, transfer: Transfer, ids: array[int]) -> None:
         """Ids that no run took. Where a request already reads them they stay with the task: given out again, they would
@@ -195,7 +235,7 @@ class BlockMover:
             *above, run = pin.run.path()
             held.update((upper, upper.num_blocks) for upper in above)
             held[run] = max(held.get(run, 0), pin.end)
-        segments = [s for transfer in self.in_flight.values() for s in transfer.segments]
+        segments = [s for transfer in self.in_flight.values() if not transfer.done.is_set() for s in transfer.segments]
         copies = [t.copy for t in self.in_flight.values() if t.copy is not None and not t.done.is_set()]
         pins = [*segments, *(copy.source for copy in copies)]
         copied = {run for pin in pins for run in pin.run.path()}

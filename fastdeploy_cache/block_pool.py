@@ -62,6 +62,16 @@ class BlockPool:
     def allocate(self, num_blocks: int, owner: Owner) -> array[int]:
         """The lowest `num_blocks` free ids, now of `owner`. The caller has checked `num_free`."""
         assert num_blocks <= self.num_free, f"{num_blocks} blocks asked of {self.num_free} free ones"
+        try:
+            ids = self._lowest(num_blocks)
+        except BaseException:  # no memory: what has been taken off the heap already would be lost
+            self._heap_free_ids()
+            raise
+        self._give(ids, owner)
+        return ids
+
+    def _lowest(self, num_blocks: int) -> array[int]:
+        """Take the lowest free ids off the heap, and from those that were never given out."""
         returned = self._returned
         if num_blocks == 1 and returned:
             ids = array("i", (heapq.heappop(returned),))
@@ -75,8 +85,11 @@ class BlockPool:
         if num_unused:
             ids.extend(range(self._next_unused, self._next_unused + num_unused))
             self._next_unused += num_unused
-        self._give(ids, owner)
         return ids
+
+    def _heap_free_ids(self) -> None:
+        """Make the heap anew from what the owners say. Walks the pool."""
+        self._returned[:] = [i for i in range(self._next_unused) if self._owners[i] == FREE]  # sorted: a heap
 
     def claim(self, ids: array[int], owner: Owner) -> None:
         """Exactly these free ids, which have been given out before, are now of `owner`. Costs a walk over the heap."""
@@ -182,12 +195,15 @@ class BlockPool:
             ids, giver = self._defer(ids, giver), TASK
         self.hand_over(ids, giver, FREE)
         returned = self._returned
-        if len(ids) * 8 <= len(returned) + 8:
-            for block_id in ids:
-                heapq.heappush(returned, block_id)
-        else:
-            returned.extend(ids)
-            heapq.heapify(returned)
+        try:
+            if len(ids) * 8 <= len(returned) + 8:
+                for block_id in ids:
+                    heapq.heappush(returned, block_id)
+            else:
+                returned.extend(ids)
+                heapq.heapify(returned)
+        except MemoryError:  # they are free whatever the heap says
+            self._heap_free_ids()
 
     def free_ids(self) -> Iterable[int]:
         """Every free id, in no order."""

@@ -20,6 +20,7 @@ from fastdeploy_cache.path import gpu_ids
 from fastdeploy_cache.pinned_prefix import Pinned, PinnedPrefix
 from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.prefix_tree import Inserted as InsertedBlocks
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import GPU, CallerCopy, Run, Tier
 from fastdeploy_cache.run_view import RunView, views_of
@@ -154,12 +155,12 @@ class CallerBlocks:
             active, ids = self._active(request), as_ids(block_ids)
             self._pools[GPU].check(ids, CALLER)
             self._matcher.settle(active)
+            active.block_ids += ids  # first: it may need memory
             self._pools[GPU].hand_over(ids, CALLER, REQUEST)
             if not self._are_current(ids):
                 active.epoch = -1
             if not active.admitted:
                 self._admit(active)
-            active.block_ids += ids
         self._submit()
 
     # -- prefixes
@@ -241,16 +242,26 @@ class CallerBlocks:
                 return Inserted(first_block, ids.tolist(), self._pin_found(path, first_block) if pin else None)
             run, end = self._tree.place(path, first_block)
             if ids:
-                self._pools[GPU].hand_over(ids, CALLER, REQUEST)
                 at = (run, end) if run is not None else (self._tree.root(request.namespace), 0)
-                run, end, duplicates = self._tree.insert(at, keys, first_block, ids)
-                self._pools[GPU].hand_over(duplicates, REQUEST, CALLER)
-                ids = duplicates
+                run, end, known, num_inserted = self._insert(at, keys, first_block, ids)
+                num_blocks, ids = first_block + num_inserted, known + ids[num_inserted:]
             assert run is not None
             path = self._count_use(request, run, end, used)
             pinned = self._pin_found(path, num_blocks) if pin else None
         self._submit()
         return Inserted(num_blocks, ids.tolist(), pinned)
+
+    def _insert(self, at: tuple[Run, int], keys: BlockKeys, first_block: int, ids: array[int]) -> InsertedBlocks:
+        """What the tree did not want is the caller's still."""
+        pool = self._pools[GPU]
+        pool.hand_over(ids, CALLER, REQUEST)
+        try:
+            done = self._tree.insert(at, keys, first_block, ids)
+        except BaseException:
+            pool.hand_over(ids, REQUEST, CALLER)
+            raise
+        pool.hand_over(done.duplicates + ids[done.num_blocks :], REQUEST, CALLER)
+        return done
 
     def _are_current(self, ids: Iterable[int], generation: int | None = None) -> bool:
         """Whether these hold what they held when they were taken."""

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from fastdeploy_cache.block_mover import BlockMover, Part
+from fastdeploy_cache.mishaps import contained
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, GPU, Pin, Run, segments_of
 from transfer_manager.task import Direction
@@ -34,6 +35,7 @@ class CopyDown:
     ) -> None:
         """`high_water`: share of the GPU pool that may be neither free nor copied (`write_back`)."""
         self._tree = tree
+        self.mishaps = tree.mishaps
         self._mover = mover
         self._pool = tree.pools[CPU]
         self._through = policy == "write_through" and self._pool.num_blocks > 0
@@ -86,6 +88,7 @@ class CopyDown:
 
     # -- write through
 
+    @contained("copy_down", 0)
     def store(self, path: Sequence[Run], min_blocks: int = 1, *, unstored: bool = False) -> int:
         """Start copying down what of a path is neither copied nor on its way, if it is `min_blocks` or more.
 
@@ -105,15 +108,18 @@ class CopyDown:
         last, residency = parts[-1][0], self._tree.residency
         whole = Pin(last, last.num_blocks)  # or the eviction would take the copies that these are to continue
         self._tree.pin(whole)
-        num_blocks = min(wanted, residency.num_available(CPU))
-        if num_blocks:
-            residency.evict(CPU, max(0, num_blocks - self._pool.num_free))
-            self._mover.store(_pieces(parts, num_blocks))
-        self._tree.unpin(whole)
+        try:
+            num_blocks = min(wanted, residency.num_available(CPU))
+            if num_blocks:
+                residency.evict(CPU, max(0, num_blocks - self._pool.num_free))
+                self._mover.store(_pieces(parts, num_blocks))
+        finally:
+            self._tree.unpin(whole)
         return wanted - num_blocks
 
     # -- write back
 
+    @contained("copy_down", None)
     def look_ahead(self) -> None:
         """Start copying what of the cold zone has no copy."""
         self._num_moved = 0

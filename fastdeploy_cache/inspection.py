@@ -55,6 +55,8 @@ class Inspection:
                 num_swapped_in_blocks=self._mover.num_landed[GPU],
                 num_swapped_out_blocks=self._mover.num_landed[CPU],
                 num_refused_transfers={d.value: n for d, n in self._mover.num_refused.items()},
+                num_failed_steps=dict(self._tree.mishaps.counts),
+                num_quarantined_blocks=self._mover.num_quarantined_blocks,
                 epoch=self._tree.epoch,
                 hit_rates=self.metrics.hit_rates(),
                 ranks=tuple(self._client.statuses()),
@@ -102,4 +104,5 @@ class Inspection:
             lambda: self.stats().rank_counts(),
             lambda: self.stats().refused_counts(),
             lambda: self.stats().storage_counts(),
+            failures=lambda: self.stats().failure_counts(),
         )

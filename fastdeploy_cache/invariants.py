@@ -42,7 +42,8 @@ def check(
         num_ahead = sum(transfer in active.ahead for active in requests) + ahead.get(transfer, 0)
         num_waiting = sum(transfer in active.loads for active in requests) + list(waiting).count(transfer)
         assert (transfer.num_ahead, transfer.num_waiting) == (num_ahead, num_waiting), "waiters of a load miscounted"
-        assert num_ahead or not transfer.done.is_set(), "an ended task is still held"
+        is_held = num_ahead or transfer.is_quarantined or not transfer.done.is_set()
+        assert is_held, "an ended task is still held"
 
 
 def _check_owners(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -23,12 +22,13 @@ from fastdeploy_cache.run import CPU, GPU, Tier, wait_done
 from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.stored_peers import StoredPeers
 from fastdeploy_cache.tier_loss import drop_cpu, drop_gpu
+from ipc.event_log import event_log
 from transfer_manager.client import TransferClient
 from transfer_manager.errors import NotEnoughMemoryError
 from transfer_manager.storage.config import StorageConfig
 from transfer_manager.task import Direction
 
-logger = logging.getLogger(__name__)
+logger = event_log(__name__)
 
 TierName = Literal["gpu", "cpu"]
 _MAX_SECONDS = 86400.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -12,8 +11,9 @@ from fastdeploy_cache.match import Match
 from fastdeploy_cache.matcher import Matcher
 from fastdeploy_cache.run import Transfer, wait_done
 from fastdeploy_cache.storage_prefetch import StoragePrefetch
+from ipc.event_log import event_log
 
-logger = logging.getLogger(__name__)
+logger = event_log(__name__)
 
 _TIMER_SECONDS = 3600.0
 

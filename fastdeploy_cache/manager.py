@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import threading
 import time
@@ -24,9 +23,9 @@ from fastdeploy_cache.errors import (
 )
 from fastdeploy_cache.inspection import Inspection
 from fastdeploy_cache.life_cycle import LifeCycle, LifeCycleState
-from fastdeploy_cache.loads import MatchLoads, call_user
+from fastdeploy_cache.loads import MatchLoads
 from fastdeploy_cache.match import Match
-from fastdeploy_cache.parts import new_client, new_matcher, new_policy_of, new_speeds
+from fastdeploy_cache.parts import new_client, new_matcher, new_metrics, new_policy_of, new_speeds
 from fastdeploy_cache.peer_access import PeerAccess
 from fastdeploy_cache.pinned_prefix import Pinned
 from fastdeploy_cache.policies.eviction import EvictionPolicy
@@ -36,14 +35,13 @@ from fastdeploy_cache.run import GPU, CallerCopy, Transfer, wait_done
 from fastdeploy_cache.storage_access import StorageAccess
 from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.stored_peers import StoredPeers
-from fastdeploy_cache.tier_loss import drop_gpu
-from metrics.cache_metrics import CacheMetrics
+from ipc.event_log import event_log
 from metrics.exporter import MetricsExporter
 from transfer_manager.client import TransferClient
 from transfer_manager.peer.client import PeerClient
 from transfer_manager.task import Direction, TransferResult
 
-logger = logging.getLogger(__name__)
+logger = event_log(__name__)
 
 
 class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, CallerCopies):
@@ -81,12 +79,7 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
         self.config = config
         self._client = client if client is not None else new_client(config)  # first: it refuses what does not fit
         num_gpu_blocks, num_cpu_blocks = config.pool_sizes()
-        self.metrics = CacheMetrics(
-            tp_size=config.transfer.tp_size,
-            data_parallel_id=config.transfer.data_parallel_id,
-            window_seconds=config.hit_rate_window_seconds,
-            clock=clock,
-        )
+        self.metrics = new_metrics(config, clock)
         self._lock = threading.Lock()
         self._pools = pools = (BlockPool("GPU", num_gpu_blocks), BlockPool("CPU", num_cpu_blocks))
         self._tree = PrefixTree(config.block_size, pools, policy or new_policy_of(config, clock))
@@ -96,7 +89,9 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
         self._taken: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._filling: tuple[dict[int, CallerCopy], dict[int, CallerCopy]] = ({}, {})
         self._life = LifeCycleState()
-        self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds)
+        self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds, self._on_result)
+        if config.transfer.owner_of_kv == "worker":
+            self._mover.ranks_without_kv.update(range(config.transfer.tp_size))
         self._speeds = new_speeds(config)
         self._copy_down, self._matcher = new_matcher(config, self._tree, self._mover, self._speeds)
         self._detached: list[StorageTier] = []
@@ -124,29 +119,22 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
             num_blocks = self._check_new(request)
             keys = BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
             active = ActiveRequest(request, keys, self._tree.epoch, num_kv_losses=self._tree.num_kv_losses)
-            if self.config.enable_prefix_caching and not self.is_gpu_asleep:
-                if self._storage is not None and (prefetch := self._storage.reads.take(request.request_id)) is not None:
-                    self._matcher.follow(active, prefetch)
-                self._matcher.find(active, num_blocks)
-                if self._storage is not None:
-                    self._storage.reads.advance()
-            if self._peers is not None:  # what has come is pinned by the request now
-                self._peers.receives.forget(request.request_id)
+            loads = self._loads_of(active)
             self._requests[request.request_id] = active
-            loads = MatchLoads(
-                active,
-                self._matcher,
-                lock=self._lock,
-                check=lambda waiting: self._active(waiting.request),
-                submit=self._submit,
-                size=self.config.block_size,
-                timeout_seconds=self.config.transfer.task_timeout_seconds,
-            )
-            if active.settled and (self._peers is None or not self._peers.outbox):
-                return loads.describe()
+            try:
+                self._find_prefix(active, num_blocks)
+                if active.settled and (self._peers is None or not self._peers.outbox):
+                    return loads.describe()
+            except BaseException:
+                self._abandon(active)
+                raise
         self._submit()
         with self._lock:
-            return loads.describe()
+            try:
+                return loads.describe()
+            except BaseException:
+                self._abandon(active)
+                raise
 
     def allocate(self, request: Request, num_blocks: int, *, ahead_of_loads: bool = False) -> list[int]:
         """Give the request `num_blocks` more GPU blocks behind those that it has; evicts what the policy names.
@@ -177,12 +165,16 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
                     self._matcher.run_ahead(active)
                 else:
                     self._matcher.settle(active)
-            if not active.admitted:
-                self._admit(active)
             if num_blocks > pool.num_free:
                 residency.evict(GPU, num_blocks - pool.num_free)
             ids = pool.allocate(num_blocks, REQUEST)
-            active.block_ids += ids
+            try:
+                active.block_ids += ids
+            except BaseException:  # no memory for a longer table: the blocks are nobody's else
+                pool.free(ids, REQUEST)
+                raise
+            if not active.admitted:
+                self._admit(active)
             active.stepped_at = time.monotonic()
             self._copy_down.moved(num_blocks)
         self._submit()
@@ -243,12 +235,12 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
         """
         with self._lock:
             active = self._active(request)
-            del self._requests[request.request_id]
             loads = list(active.loads)
             if active.is_ahead:
                 self._matcher.end_ahead(active, arrived=False)
             self._matcher.settle(active)
             private_ids = active.private_ids()
+            del self._requests[request.request_id]  # after all that needs memory: a release that fails can be repeated
             if self._peers is not None:
                 kept = self._peers.sends.released(active)
                 private_ids = array("i", [block_id for block_id in private_ids if block_id not in kept])
@@ -258,8 +250,7 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
             if loads:
                 self._mover.cancel_unwanted(loads)
         self._submit()
-        if num_skipped:
-            self.metrics.record_skipped_writes(num_skipped)
+        self._record_skipped(num_skipped)
 
     def wait_for_transfers(self, timeout_seconds: float) -> bool:
         """Wait until the copies that are in flight now have ended; False when the time is over first.
@@ -291,6 +282,36 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
         self.close()
 
     # -- steps of the verbs, under the lock
+
+    def _loads_of(self, active: ActiveRequest) -> MatchLoads:
+        return MatchLoads(
+            active,
+            self._matcher,
+            lock=self._lock,
+            check=lambda waiting: self._active(waiting.request),
+            submit=self._submit,
+            size=self.config.block_size,
+            timeout_seconds=self.config.transfer.task_timeout_seconds,
+        )
+
+    def _find_prefix(self, active: ActiveRequest, num_blocks: int) -> None:
+        if self.config.enable_prefix_caching and not self.is_gpu_asleep:
+            reads = self._storage.reads if self._storage is not None else None
+            if reads is not None and (prefetch := reads.take(active.request.request_id)) is not None:
+                self._matcher.follow(active, prefetch)
+            self._matcher.find(active, num_blocks)
+            if reads is not None:
+                reads.advance()
+        if self._peers is not None:  # what has come is pinned by the request now
+            self._peers.receives.forget(active.request.request_id)
+
+    def _abandon(self, active: ActiveRequest) -> None:
+        """Its match has failed half way: it holds nothing, and may be matched again."""
+        del self._requests[active.request.request_id]
+        private_ids = active.private_ids()
+        self._matcher.abandon(active)
+        if private_ids:
+            self._pools[GPU].free(private_ids, REQUEST)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -325,7 +346,12 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
         num_gpu_tokens = num_gpu * size + active.num_copied_tokens
         num_storage = active.num_storage_blocks(num_gpu, active.num_matched_blocks)
         num_cpu = active.num_matched_blocks - num_gpu - num_storage
-        self.metrics.record_request(request.num_tokens, (num_gpu_tokens, num_cpu * size, num_storage * size))
+        hit_tokens = (num_gpu_tokens, num_cpu * size, num_storage * size)
+        self._tree.mishaps.contain("metrics", lambda: self.metrics.record_request(request.num_tokens, hit_tokens))
+
+    def _record_skipped(self, num_blocks: int) -> None:
+        if num_blocks:
+            self._tree.mishaps.contain("metrics", lambda: self.metrics.record_skipped_writes(num_blocks))
 
     # -- called back
 
@@ -350,26 +376,9 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
                 if isinstance(self._peers, StoredPeers):
                     self._peers.sends.check(self._storage)
         self._submit()
-        if num_lost:
-            self.metrics.record_skipped_writes(num_lost)
-        direction = result.task.direction.value
-        for r in result.ranks:
-            self.metrics.record_swap(direction, r.rank, r.num_bytes, r.seconds, failed=r.error is not None)
+        self._record_skipped(num_lost)
+        self._record_task(result)
         if result.error is not None:
             logger.warning("event=transfer_failed task_id=%d error=%r", result.task.task_id, result.error)
         for call in calls:
-            call()
-
-    def _forget_gpu(self, rank: int) -> None:
-        with self._lock:
-            drop_gpu(self._tree)
-            self._cancel_peers("the KV arrays are lost")
-            logger.info("event=gpu_forgotten rank=%d epoch=%d", rank, self._tree.epoch)
-        self._submit()
-
-    def _on_kv_lost(self, rank: int) -> None:
-        self._peers_lose_kv(rank)
-        self._forget_gpu(rank)
-        self._peers_attach_kv(rank)
-        if (told := self._call_on_kv_lost) is not None:
-            call_user(lambda: told(rank))
+            self._tree.mishaps.contain("callback", call)

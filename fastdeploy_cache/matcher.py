@@ -16,7 +16,7 @@ from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import GPU, Run, Transfer, segments_of
+from fastdeploy_cache.run import GPU, Pin, Run, Transfer, segments_of
 from fastdeploy_cache.storage_prefetch import StoragePrefetch
 from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.write_out import WriteOut
@@ -314,43 +314,60 @@ class Matcher:
         ids = active.block_ids[start:num_blocks]
         if pin is None or not tree.grow(pin, active.keys, start, ids):
             at = (pin.run, pin.end) if pin is not None else (tree.root(active.request.namespace), 0)
-            run, end, duplicates = tree.insert(at, active.keys, start, ids)
-            active.pin = pin = tree.move_pin(pin, run, end)
-            active.duplicates += duplicates
+            done = tree.insert(at, active.keys, start, ids, active.duplicates)
+            active.pin = pin = tree.move_pin(pin, done.run, done.end)
+            active.duplicates = done.duplicates
+            num_blocks = start + done.num_blocks
         active.num_pinned_blocks = active.num_committed_blocks = num_blocks
         assert pin is not None
         if active.request.priority is not None:
             pin.run.usage.store_priority = active.request.priority
         self._copy_down.committed(pin.run)
 
+    def abandon(self, active: ActiveRequest) -> None:
+        """The match has failed half way: take back what it holds. What it has started to load goes on for others."""
+        self._end_prefetch(active)
+        self._stop_waiting(active)
+        copy, active.copy = active.copy, None
+        if copy is not None:
+            copy.wanted = False
+        active.pin = self._tree.move_pin(active.pin, None, 0)
+
     def release(self, active: ActiveRequest) -> int:
         """Note the use, copy the rest down, take the pin back; returns how many blocks could not be copied."""
-        pin, tree, num_skipped = active.pin, self._tree, 0
         if active.ahead:
             self._leave_ahead(active)
         self._end_prefetch(active)
+        pin, num_skipped = active.pin, 0
         if pin is None:
             return 0
-        if active.epoch == tree.epoch and active.admitted:
-            if pin.end == pin.run.num_held < pin.run.num_blocks:  # what is behind, and nobody uses now, keeps its age
-                tree.split(pin.run, pin.end)
-            path = pin.run.path()
-            if active.request.used:
-                tree.policy.touch(path)
-            else:
-                active.request.used = True
-                asked = Asked(active.num_asked_blocks, active.num_found_blocks)
-                tree.policy.use(path, active.request, asked)
-            path = pin.run.path()  # the policy may have cut it
-            if active.request.priority is not None:
-                for run in path:
-                    run.usage.store_priority = active.request.priority
-            num_skipped = self._copy_down.released(path)
-            if self.write_out is not None:
-                self.write_out.released(path, has_uncopied=num_skipped > 0)
+        try:
+            if active.epoch == self._tree.epoch and active.admitted:
+                num_skipped = self._note_use(active, pin)
+        except MemoryError:  # it is not counted, and the request goes all the same
+            self._tree.mishaps.note("policy")
         num_held = pin.run.num_held
-        tree.unpin(pin)
+        self._tree.unpin(pin)
         self._copy_down.moved(num_held - pin.run.num_held)
+        return num_skipped
+
+    def _note_use(self, active: ActiveRequest, pin: Pin) -> int:
+        tree, request = self._tree, active.request
+        if pin.end == pin.run.num_held < pin.run.num_blocks:  # what is behind, and nobody uses now, keeps its age
+            tree.split(pin.run, pin.end)
+        path = pin.run.path()
+        if request.used:
+            tree.policy.touch(path)
+        else:
+            request.used = True
+            tree.policy.use(path, request, Asked(active.num_asked_blocks, active.num_found_blocks))
+        path = pin.run.path()  # the policy may have cut it
+        if request.priority is not None:
+            for run in path:
+                run.usage.store_priority = request.priority
+        num_skipped = self._copy_down.released(path)
+        if self.write_out is not None:
+            self.write_out.released(path, has_uncopied=num_skipped > 0)
         return num_skipped
 
     def _pin(self, active: ActiveRequest, path: list[Run], num_blocks: int) -> None:

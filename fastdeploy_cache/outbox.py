@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from transfer_manager.task import TransferTask
+from fastdeploy_cache.mishaps import Mishaps
+from transfer_manager.task import RankResult, TransferResult, TransferTask
 
 
 class TakesTasks(Protocol):
-    """A client, as far as this goes."""
+    """A client, as far as this goes. What `submit` raises a task for, it has not taken."""
 
     def submit(self, task: TransferTask) -> None: ...
 
@@ -19,7 +21,8 @@ class TakesTasks(Protocol):
 class Calls:
     """Callbacks that were decided on under the manager's lock and are made without it, each once."""
 
-    def __init__(self) -> None:
+    def __init__(self, mishaps: Mishaps) -> None:
+        self._mishaps = mishaps
         self._calls: deque[Callable[[], None]] = deque()
 
     def __bool__(self) -> bool:
@@ -36,14 +39,15 @@ class Calls:
                 call = self._calls.popleft()
             except IndexError:  # another thread took it
                 return
-            call()
+            self._mishaps.contain("callback", call)
 
 
 class Outbox:
     """`put` under the lock, `submit` without it: a task's answer may come before its submission returns."""
 
-    def __init__(self, client: TakesTasks) -> None:
-        self._client = client
+    def __init__(self, client: TakesTasks, on_result: Callable[[TransferResult], None], mishaps: Mishaps) -> None:
+        """`on_result` answers a task that the client has raised for: its ids and its waiters must not stay behind."""
+        self._client, self._on_result, self._mishaps = client, on_result, mishaps
         self._tasks: deque[TransferTask] = deque()
         self._submitting = threading.Lock()  # one thread at a time, or tasks would overtake each other
 
@@ -63,6 +67,9 @@ class Outbox:
         while self._tasks and self._submitting.acquire(blocking=False):
             try:
                 while self._tasks:
-                    self._client.submit(self._tasks.popleft())
+                    task = self._tasks.popleft()
+                    if not self._mishaps.contain("client", functools.partial(self._client.submit, task)):
+                        refused = RankResult(rank=0, error="the client has raised; see the log", was_tried=False)
+                        self._on_result(TransferResult(task=task, ranks=(refused,)))
             finally:
                 self._submitting.release()

@@ -16,6 +16,7 @@ from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.storage_link import StorageLink
 from fastdeploy_cache.storage_prefetch import StorageLimits
 from fastdeploy_cache.storage_tier import StorageTier
+from metrics.cache_metrics import CacheMetrics
 from transfer_manager.client import InlineClient, TransferClient
 from transfer_manager.errors import LayoutError
 from transfer_manager.kv_memory import KVHandle
@@ -24,6 +25,7 @@ from transfer_manager.peer.config import PeerConfig
 from transfer_manager.rank_client import RankClient
 from transfer_manager.storage.client import StorageClient
 from transfer_manager.storage.config import StorageConfig
+from transfer_manager.task import TransferResult
 
 
 def new_policy_of(config: CacheConfig, clock: Callable[[], float]) -> EvictionPolicy:
@@ -34,6 +36,16 @@ def new_policy_of(config: CacheConfig, clock: Callable[[], float]) -> EvictionPo
         num_blocks=max(config.pool_sizes()),
         block_tokens=config.block_size,
         history_bytes=config.eviction_history_bytes,
+    )
+
+
+def new_metrics(config: CacheConfig, clock: Callable[[], float]) -> CacheMetrics:
+    """What counts for Prometheus."""
+    return CacheMetrics(
+        tp_size=config.transfer.tp_size,
+        data_parallel_id=config.transfer.data_parallel_id,
+        window_seconds=config.hit_rate_window_seconds,
+        clock=clock,
     )
 
 
@@ -74,9 +86,15 @@ def new_speeds(config: CacheConfig) -> LoadOrCompute:
 
 
 def new_storage(
-    config: CacheConfig, storage: StorageConfig, tree: PrefixTree, client: StorageClient, speeds: LoadOrCompute
+    config: CacheConfig,
+    storage: StorageConfig,
+    tree: PrefixTree,
+    client: StorageClient,
+    *,
+    speeds: LoadOrCompute,
+    on_result: Callable[[TransferResult], None],
 ) -> StorageTier:
-    """The tier over an opened store."""
+    """The tier over a store whose client is started with `on_result`."""
     size = config.block_size
     limits = StorageLimits.of(
         config.pool_sizes()[1],
@@ -86,7 +104,14 @@ def new_storage(
     )
     speeds.forget_storage()
     reading, writing = (Breaker(storage.breaker_failures, storage.breaker_seconds) for _ in range(2))
-    link = StorageLink(tree, client, speeds, (reading, writing), storage.task_timeout_seconds)
+    link = StorageLink(
+        tree,
+        client,
+        speeds,
+        breakers=(reading, writing),
+        task_timeout_seconds=storage.task_timeout_seconds,
+        on_result=on_result,
+    )
     return StorageTier(tree, link, limits)
 
 

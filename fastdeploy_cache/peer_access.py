@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import operator
 import os
 import socket
@@ -25,6 +24,7 @@ from fastdeploy_cache.rank_access import RankAccess
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.stored_peers import StoredPeers
+from ipc.event_log import event_log
 from metrics.cache_metrics import CacheMetrics
 from transfer_manager.client import RankStatus
 from transfer_manager.errors import LayoutError
@@ -34,7 +34,7 @@ from transfer_manager.peer.offer import ID_BYTES, InstanceInfo, Offer
 from transfer_manager.peer.peer_signal import StepProgress
 from transfer_manager.task import Direction, TransferResult, TransferTask
 
-logger = logging.getLogger(__name__)
+logger = event_log(__name__)
 
 
 class PeerAccess(RankAccess):
@@ -273,6 +273,9 @@ class PeerAccess(RankAccess):
         )
 
     def _open_link(self, peer: PeerConfig, client: PeerClient, info: InstanceInfo) -> PeerTier:
+        def on_result(result: TransferResult) -> None:
+            self._on_peer_result(tier, result)
+
         tier = PeerTier(
             config=peer,
             offers=PeerOffers(info),
@@ -282,8 +285,9 @@ class PeerAccess(RankAccess):
             copy_down=self._copy_down,
             metrics=self.metrics,
             task_timeout_seconds=self.config.transfer.task_timeout_seconds,
+            on_result=on_result,
         )
-        client.start(lambda result: self._on_peer_result(tier, result), lambda task: self._on_peer_failing(tier, task))
+        client.start(on_result, lambda task: self._on_peer_failing(tier, task))
         self.metrics.observe_peers(tier.num_layers_in_flight)
         return tier
 

@@ -158,11 +158,12 @@ class PeerReceives:
         tree, pin = self._tree, mine.pin
         at = (pin.run, pin.end) if pin is not None else (tree.root(mine.namespace), 0)
         tree.pools[0].hand_over(mine.ids, TASK, REQUEST)
-        run, end, duplicates = tree.insert(at, mine.keys, mine.first, mine.ids)
-        if duplicates:  # computed here meanwhile
-            tree.pools[0].free(duplicates, REQUEST)
-        mine.pin = tree.move_pin(pin, run, end)
-        self._copy_down.committed(run)
+        done = tree.insert(at, mine.keys, mine.first, mine.ids)
+        unused = done.duplicates + mine.ids[done.num_blocks :]
+        if unused:  # computed here meanwhile
+            tree.pools[0].free(unused, REQUEST)
+        mine.pin = tree.move_pin(pin, done.run, done.end)
+        self._copy_down.committed(done.run)
 
     def forget(self, request_id: str) -> Receive | None:
         """Its request is matched, or wants it no more: what has landed may be evicted, what is on its way need not

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 
@@ -45,13 +46,14 @@ class PeerTier:
         copy_down: CopyDown,
         metrics: CacheMetrics,
         task_timeout_seconds: float,
+        on_result: Callable[[TransferResult], None],
     ) -> None:
-        """`task_timeout_seconds`: of tasks that are answered at once."""
+        """`task_timeout_seconds`: of tasks that are answered at once; `on_result`: what the client is started with."""
         self.config, self.offers, self.client = config, offers, client
-        self.outbox = Outbox(client)
+        self.outbox = Outbox(client, on_result, tree.mishaps)
         self.sends = PeerSends(tree, self._put)
         self.receives = PeerReceives(tree, matcher, copy_down, self._put)
-        self.calls = Calls()  # to be made without the lock
+        self.calls = Calls(tree.mishaps)  # to be made without the lock
         self.settled = threading.Event()  # nothing is on its way
         self.settled.set()
         self.is_quiet = False

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
 from fastdeploy_cache.loads import call_user
+from ipc.event_log import event_log
 from transfer_manager.task import TransferResult
 
-logger = logging.getLogger(__name__)
+logger = event_log(__name__)
 
 _REASONS = ("gone", "late", "refused", "failed", "cancelled", "full")
 

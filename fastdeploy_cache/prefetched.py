@@ -27,10 +27,10 @@ def insert_copies(
     elif end < above.num_blocks:
         above = tree.split(above, end)
     run = Run(above, tree.epoch, Usage())
+    tree.extend(run, keys, num_found, joined, CPU)
     above.children[tree.key(keys, num_found)] = run
-    tree.extend(run, above.last_hash, keys, num_found, len(joined))
     run.num_stored = run.num_offered = run.num_blocks if stored else 0
     tree.policy.touch(run.path())  # or it would be the coldest
     tree.pools[CPU].hand_over(joined, TASK, RUN)
-    tree.residency.add_ids(run, CPU, joined)
+    tree.residency.added_ids(run, CPU, len(joined))
     return len(joined)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from array import array
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from fastdeploy_cache.block_hash import HASH_BYTES, TOKEN_BYTES, BlockHasher, root_hash
 from fastdeploy_cache.block_pool import REQUEST, RUN, TASK, BlockPool, Owner
+from fastdeploy_cache.mishaps import Mishaps
 from fastdeploy_cache.policies.eviction import EvictionPolicy
+from fastdeploy_cache.policies.guarded import GuardedPolicy
 from fastdeploy_cache.residency import Residency
-from fastdeploy_cache.run import CPU, GPU, TIERS, Pin, Run, Segment, Usage
+from fastdeploy_cache.run import CPU, GPU, TIERS, Pin, Run, Segment, Tier, Usage, split_pins
 
 _MIN_ROOTS = 64
+
+
+_NONE = array("i")  # never changed
 
 
 class Inserted(NamedTuple):
@@ -22,6 +26,7 @@ class Inserted(NamedTuple):
     run: Run
     end: int
     duplicates: array[int]
+    num_blocks: int
 
 
 class BlockKeys(NamedTuple):
@@ -38,13 +43,14 @@ class PrefixTree:
         self.block_size = block_size
         self.block_bytes = block_size * TOKEN_BYTES
         self.pools = pools  # by Tier
-        self.policy = policy
-        self.residency = Residency(self.block_bytes, pools, policy)
+        self.mishaps = Mishaps()
+        self.policy = GuardedPolicy(policy, self.mishaps, self.runs)
+        self.residency = Residency(self.block_bytes, pools, self.policy)
         self.roots: dict[str, Run] = {}
         self.num_kv_losses = self.num_cpu_losses = 0  # how often the bytes of the GPU, of the CPU tier have gone
         self.old_roots: list[Run] = []  # of earlier epochs, as long as something under them is pinned
         self._hasher = BlockHasher(block_size)
-        policy.clear(self.residency.is_leaf, self.split)
+        self.policy.clear(self.residency.is_leaf, self.split)
         self._sweep_roots_at = _MIN_ROOTS
         self._num_appended = 0
 
@@ -68,7 +74,7 @@ class PrefixTree:
                 self.roots = {name: root for name, root in self.roots.items() if root.children}
                 self._sweep_roots_at = max(_MIN_ROOTS, 2 * len(self.roots))
             run = Run(None, self.epoch, Usage())
-            run.hashes += root_hash(namespace, self.block_size)
+            run.hashes = bytearray(root_hash(namespace, self.block_size))
             self.roots[namespace] = run
         return run
 
@@ -182,33 +188,40 @@ class PrefixTree:
 
     # -- growing
 
-    def insert(self, at: tuple[Run, int], keys: BlockKeys, first: int, ids: array[int]) -> Inserted:
+    def insert(
+        self, at: tuple[Run, int], keys: BlockKeys, first: int, ids: array[int], duplicates: array[int] = _NONE
+    ) -> Inserted:
         """Put blocks [first, first + len(ids)) of `keys`, which the caller computed into GPU blocks `ids`, behind `at`.
 
         `at` is the pinned place where the blocks before `first` end. Where the tree has a GPU copy already, the
-        caller's ids stay its own (`duplicates`). Where a block is in the CPU tier only, or still loading, the caller's
-        id is adopted as its GPU copy.
+        caller's ids stay its own: they come behind those in `duplicates`. Where a block is in the CPU tier only, or
+        still loading, the caller's id is adopted as its GPU copy. Where memory runs out between two runs, fewer blocks
+        are inserted.
         """
         (run, offset), position, end = at, 0, len(ids)
-        duplicates: array[int] = array("i")
-        while position < end:
-            if offset == run.num_blocks:
-                child = run.children.get(self.key(keys, first + position)) if run.children else None
-                if child is None:
-                    run = self._append(run, keys, first + position, ids[position:] if position else ids)
-                    offset = run.num_blocks
-                    break
-                run, offset = child, 0
-            num_known = self._num_common(run, offset, keys, first + position, first + end)
-            if not num_known:  # the prompts part here
-                run = self.split(run, offset)
-                continue
-            num_there = min(num_known, max(0, run.num_gpu - offset))
-            duplicates += ids[position : position + num_there]
-            if num_there < num_known:
-                self._adopt(run, ids[position + num_there : position + num_known], REQUEST)
-            position, offset = position + num_known, offset + num_known
-        return Inserted(run, offset, duplicates)
+        done = Inserted(run, offset, duplicates, 0)
+        try:
+            while position < end:
+                if offset == run.num_blocks:
+                    child = run.children.get(self.key(keys, first + position)) if run.children else None
+                    if child is None:
+                        run = self._append(run, keys, first + position, ids[position:] if position else ids)
+                        return Inserted(run, run.num_blocks, duplicates, end)
+                    run, offset = child, 0
+                num_known = self._num_common(run, offset, keys, first + position, first + end)
+                if not num_known:  # the prompts part here
+                    run = self.split(run, offset)
+                    continue
+                num_there = min(num_known, max(0, run.num_gpu - offset))
+                known = duplicates + ids[position : position + num_there]
+                if num_there < num_known:
+                    self._adopt(run, ids[position + num_there : position + num_known], REQUEST)
+                position, offset, duplicates = position + num_known, offset + num_known, known
+                done = Inserted(run, offset, duplicates, position)
+        except MemoryError:
+            if not done.num_blocks:
+                raise
+        return done
 
     def _append(self, at: Run, keys: BlockKeys, first: int, ids: array[int]) -> Run:
         """New blocks behind `at`: in place where it has no children, else as a new run."""
@@ -216,24 +229,38 @@ class PrefixTree:
         if at.children or at.parent is None or at.usage.is_shared:
             at.usage.is_shared = at.parent is not None
             run = Run(at, self.epoch, Usage())
+        self.extend(run, keys, first, ids)
+        if run is not at:
             at.children[self.key(keys, first)] = run
-        self.extend(run, bytes(at.hashes[-HASH_BYTES:]), keys, first, len(ids))
-        self._adopt(run, ids, REQUEST)
+        self.pools[0].hand_over(ids, REQUEST, RUN)
+        self.residency.added_ids(run, GPU, len(ids))
         return run
 
-    def extend(self, run: Run, parent_hash: bytes, keys: BlockKeys, first: int, num_blocks: int) -> None:
-        """Add blocks' tokens, extra keys and hashes to the end of a run."""
-        size = self.block_bytes
-        run.hashes += self._hasher.extend(parent_hash, keys.tokens, first, num_blocks, keys.extras)
-        run.tokens += memoryview(keys.tokens)[first * size : (first + num_blocks) * size]
+    def extend(self, run: Run, keys: BlockKeys, first: int, ids: array[int], tier: Tier = GPU) -> None:
+        """Add blocks' tokens, extra keys, hashes and ids in a tier to the end of a run, which may be new: all of it
+        or, on `MemoryError`, nothing. What follows from the ids is the caller's to count."""
+        assert run.parent is not None
+        size, num_blocks, before = self.block_bytes, len(ids), run.num_blocks
+        parent_hash = run.last_hash if before else run.parent.last_hash
+        hashes = self._hasher.extend(parent_hash, keys.tokens, first, num_blocks, keys.extras)
+        extras = run.extras
         if keys.extras is not None:
-            shift = run.num_blocks - first
-            extras = {b + shift: extra for b, extra in keys.extras.items() if first <= b < first + num_blocks}
-            run.extras = {**(run.extras or {}), **extras} or None
+            shift = before - first
+            new = {b + shift: extra for b, extra in keys.extras.items() if first <= b < first + num_blocks}
+            extras = {**(extras or {}), **new} or None
+        num_ids = len(run.ids[tier])
+        try:
+            run.ids[tier].extend(ids)
+            run.tokens += memoryview(keys.tokens)[first * size : (first + num_blocks) * size]
+            run.hashes += hashes
+        except BaseException:
+            del run.ids[tier][num_ids:], run.tokens[before * size :], run.hashes[before * HASH_BYTES :]
+            raise
+        run.extras = extras
         run.num_blocks += num_blocks
         self._num_appended += 1
         run.usage.inserted = self._num_appended
-        self.policy.grow(run, run.num_blocks - num_blocks)
+        self.policy.grow(run, before)
 
     def grow(self, pin: Pin, keys: BlockKeys, first: int, ids: array[int]) -> bool:
         """Do what `insert` and `move_pin` would, where blocks are added behind a leaf that `pin` holds whole.
@@ -244,36 +271,44 @@ class PrefixTree:
         run = pin.run
         if pin.end != run.num_blocks or run.children or run.usage.is_shared:
             return False
-        self.extend(run, bytes(run.hashes[-HASH_BYTES:]), keys, first, len(ids))
+        self.extend(run, keys, first, ids)
         self.pools[0].hand_over(ids, REQUEST, RUN)
-        run.ids[0].extend(ids)
         pin.end = run.num_held = run.num_blocks
         self.residency.num_protected[0] += len(ids)
         return True
 
     def _adopt(self, run: Run, ids: array[int], giver: Owner) -> None:
-        self.pools[0].hand_over(ids, giver, RUN)
         self.residency.add_ids(run, GPU, ids)
+        self.pools[0].hand_over(ids, giver, RUN)
 
     def land(self, segment: Segment, succeeded: bool) -> int:
         """End a segment: its blocks join the run where they still fit, the pin goes.
 
-        Returns how many joined: the last ones. The other ids are still the task's.
+        Returns how many joined: the last ones. The other ids are still the task's; all of them where memory runs out.
         """
-        run, tier = segment.run, segment.transfer.tier
+        run = segment.run
         joined = self._fitting(segment) if succeeded and run.epoch == self.epoch else array("i")
-        if joined and tier is GPU:
-            self._adopt(run, joined, TASK)
-        elif joined:
-            self.pools[CPU].hand_over(joined, TASK, RUN)
-            if run.ids[CPU] and run.cpu_start == segment.end:
-                self.residency.add_copies_below(run, joined)
-            else:
-                if not run.ids[CPU]:
-                    run.cpu_start = segment.start
-                self.residency.add_ids(run, CPU, joined)
+        try:
+            if joined:
+                self._join(segment, joined)
+        except MemoryError:
+            self.mishaps.note("landing")
+            joined = array("i")
         self.unpin(segment)
         return len(joined)
+
+    def _join(self, segment: Segment, ids: array[int]) -> None:
+        run, residency = segment.run, self.residency
+        if segment.transfer.tier is GPU:
+            self._adopt(run, ids, TASK)
+            return
+        if run.ids[CPU] and run.cpu_start == segment.end:
+            residency.add_copies_below(run, ids)
+        else:
+            if not run.ids[CPU]:
+                run.cpu_start = segment.start
+            residency.add_ids(run, CPU, ids)
+        self.pools[CPU].hand_over(ids, TASK, RUN)
 
     @staticmethod
     def _fitting(segment: Segment) -> array[int]:
@@ -289,75 +324,33 @@ class PrefixTree:
 
     def reset(self) -> None:
         """Forget everything. What is pinned stays owned, out of reach, until it is unpinned."""
-        old = list(self.runs())
+        self.old_roots = [root for root in (*self.old_roots, *self.roots.values()) if root.children]
+        self.roots = {}  # first of all: whatever comes, nothing of the old is found any more
         self.residency.begin_epoch()
         self.policy.clear(self.residency.is_leaf, self.split)
-        for run in reversed(old):  # children first
+        for run in reversed(list(self.runs())):  # children first
             self.residency.truncate(run, run.num_held)
-        self.old_roots = [r for r in (*self.old_roots, *self.roots.values()) if r.children]
-        self.roots = {}
+        self.old_roots = [root for root in self.old_roots if root.children]
 
     # -- shape
 
     def split(self, run: Run, num_blocks: int) -> Run:
         """Cut a run after `num_blocks` blocks; returns the upper part, which is new. The lower keeps its identity."""
         assert run.parent is not None and 0 < num_blocks < run.num_blocks
-        residency, cut_bytes, cut_hashes = self.residency, num_blocks * self.block_bytes, num_blocks * HASH_BYTES
-        upper = Run(run.parent, run.epoch, copy.copy(run.usage))
-        upper.usage.is_shared = True
-        upper.num_blocks = num_blocks
-        upper.tokens += memoryview(run.tokens)[:cut_bytes]
-        upper.hashes += memoryview(run.hashes)[:cut_hashes]
+        residency, had_blocks = self.residency, [bool(ids) for ids in run.ids]
+        upper = run.front(num_blocks, self.block_bytes)
         run.parent.children[residency.key(run)] = upper
-        if run.extras is not None:
-            upper.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
-            run.extras = {b - num_blocks: extra for b, extra in run.extras.items() if b >= num_blocks} or None
-        del run.tokens[:cut_bytes], run.hashes[:cut_hashes]
-        run.tokens, run.hashes = bytearray(run.tokens), bytearray(run.hashes)  # a cut front is not given back
-        run.num_blocks -= num_blocks
-        run.cut_marks(upper)
+        run.cut_front(upper, self.block_bytes)
         run.parent = upper
         upper.children[residency.key(run)] = run
-        self._split_ids(run, upper)
-        self._split_pins(run, upper)
+        for tier in TIERS:
+            upper.num_children_in[tier] = int(bool(run.ids[tier]))
+            residency.count_child(upper, tier, bool(upper.ids[tier]) - had_blocks[tier])
+        split_pins(run, upper)
         for tier in TIERS:
             residency.offer(upper, tier)
             residency.offer(run, tier)
         return upper
-
-    def _split_ids(self, lower: Run, upper: Run) -> None:
-        assert upper.parent is not None
-        num_above = (upper.num_blocks, max(0, upper.num_blocks - lower.cpu_start))
-        upper.cpu_start, lower.cpu_start = lower.cpu_start, max(0, lower.cpu_start - upper.num_blocks)
-        for tier in TIERS:
-            ids = lower.ids[tier]
-            before = bool(ids)
-            upper.ids[tier].extend(ids[: num_above[tier]])
-            del ids[: num_above[tier]]
-            upper.num_children_in[tier] = int(bool(ids))
-            self.residency.count_child(upper, tier, bool(upper.ids[tier]) - before)
-
-    def _split_pins(self, lower: Run, upper: Run) -> None:
-        """Each pin follows its blocks; a segment on both sides becomes two. What is held stays the same blocks."""
-        cut, pins, lower.pins = upper.num_blocks, lower.pins, []
-        for pin in pins:
-            if pin.end <= cut:
-                pin.run = upper
-                upper.pins.append(pin)
-                continue
-            if isinstance(pin, Segment) and pin.start < cut:
-                num_above = cut - pin.start
-                part = Segment(pin.transfer, upper, pin.start, pin.ids[:num_above])
-                pin.start, pin.ids = cut, pin.ids[num_above:]
-                upper.pins.append(part)
-                segments = pin.transfer.segments
-                segments.insert(segments.index(pin), part)  # loads land from the top down
-            if isinstance(pin, Segment):
-                pin.start -= cut
-            pin.end -= cut
-            lower.pins.append(pin)
-        upper.num_held, lower.num_held = min(lower.num_held, cut), max(0, lower.num_held - cut)
-        upper.num_held_children = int(lower.num_held > 0)
 
     def _mergeable(self, upper: Run, lower: Run) -> bool:
         """Whether nothing needs the border between a run and its only child any more."""
@@ -371,15 +364,17 @@ class PrefixTree:
 
     def _merge(self, upper: Run, lower: Run) -> None:
         """The reverse of `split`: the upper run takes in the lower one, its pins and its children."""
-        num_above = upper.num_blocks
-        upper.tokens += lower.tokens
-        upper.hashes += lower.hashes
-        upper.join_marks(lower)
-        upper.num_blocks += lower.num_blocks
+        num_above, had_blocks = upper.num_blocks, [bool(ids) for ids in upper.ids]
+        tokens, hashes = upper.tokens + lower.tokens, upper.hashes + lower.hashes
+        joined = upper.ids[GPU] + lower.ids[GPU], upper.ids[CPU] + lower.ids[CPU]
         if lower.extras is not None:
             upper.extras = {**(upper.extras or {}), **{b + num_above: x for b, x in lower.extras.items()}}
+        upper.tokens, upper.hashes = tokens, hashes
+        upper.join_marks(lower)
+        upper.num_blocks += lower.num_blocks
         if not upper.ids[CPU]:
             upper.cpu_start = lower.cpu_start + num_above
+        upper.ids = joined
         for pin in lower.pins:
             pin.run, pin.end = upper, pin.end + num_above
             upper.pins.append(pin)
@@ -390,9 +385,7 @@ class PrefixTree:
         if lower.num_held:
             upper.num_held = num_above + lower.num_held
         for tier in TIERS:
-            before = bool(upper.ids[tier])
-            upper.ids[tier].extend(lower.ids[tier])
-            self.residency.count_child(upper, tier, bool(upper.ids[tier]) - before)
+            self.residency.count_child(upper, tier, bool(upper.ids[tier]) - had_blocks[tier])
         lower.parent = None
         lower.usage.last_used = max(upper.usage.last_used, lower.usage.last_used)
         upper.usage = lower.usage

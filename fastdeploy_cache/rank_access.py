@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
+from fastdeploy_cache.block_mover import BlockMover
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.loads import call_user
+from fastdeploy_cache.prefix_tree import PrefixTree
+from fastdeploy_cache.tier_loss import drop_gpu
+from ipc.event_log import event_log
 from transfer_manager.client import KVArrays, TransferClient
 from transfer_manager.kv_memory import KVHandle, KVViews
 from transfer_manager.rank_signal import LayerProgress
+
+logger = event_log(__name__)
 
 
 class RankAccess:
     """The part of `PrefixCacheManager` that is about ranks; any thread."""
 
     config: CacheConfig
+    _call_on_kv_lost: Callable[[int], None] | None
     _client: TransferClient
+    _lock: threading.Lock
+    _mover: BlockMover
+    _tree: PrefixTree
 
     def kv_views(self, rank: int) -> KVViews:
         """The rank's KV memory in CPU memory: per layer, by part name (`key`, `value`, ...), the array
@@ -43,10 +57,14 @@ class RankAccess:
             RankStartError: the rank could not attach them.
         """
         self._check_rank(rank)
+        has_kv = None  # where it is refused, the rank has what it had before
         try:
             self._client.attach_kv(rank, kv)
-        finally:  # what was computed while the arrays were missing, or on some that came too late, is nowhere
-            self._forget_gpu(rank)
+            has_kv = True
+        finally:
+            # What was computed while the arrays were missing, or on some that came too late, is nowhere. The rank can
+            # move bytes already: copied down before this, the zeros of the new arrays would pass for it.
+            self._forget_gpu(rank, has_kv=has_kv)
         self._peers_attach_kv(rank)
 
     def kv_lost(self, rank: int) -> None:
@@ -59,7 +77,7 @@ class RankAccess:
             raise ConfigError(f"there is no rank {rank}; this cache has {self.config.transfer.tp_size}")
         self._client.kv_lost(rank)
         self._peers_lose_kv(rank)
-        self._forget_gpu(rank)
+        self._forget_gpu(rank, has_kv=False)
 
     def layer_progress(self, rank: int) -> LayerProgress | None:
         """How far the rank's loads are, layer by layer, for its worker; None with `transfer_client = "inline"`."""
@@ -72,11 +90,33 @@ class RankAccess:
         if self.config.layout is None:
             raise ConfigError("this cache has no KV arrays; give its configuration a layout")
 
-    def _forget_gpu(self, rank: int) -> None:
+    def _forget_gpu(self, rank: int, *, has_kv: bool | None) -> None:
+        """`has_kv`: whether its worker has attached the rank's KV arrays; None where that has not changed."""
+        with self._lock:
+            drop_gpu(self._tree)
+            if has_kv:
+                self._mover.ranks_without_kv.discard(rank)
+            elif has_kv is not None and self.config.transfer.owner_of_kv == "worker":
+                self._mover.ranks_without_kv.add(rank)
+            self._cancel_peers("the KV arrays are lost")
+            logger.info("event=gpu_forgotten rank=%d epoch=%d", rank, self._tree.epoch)
+        self._submit()
+
+    def _on_kv_lost(self, rank: int) -> None:
+        self._peers_lose_kv(rank)
+        self._forget_gpu(rank, has_kv=None)
+        self._peers_attach_kv(rank)
+        if (told := self._call_on_kv_lost) is not None:
+            call_user(lambda: told(rank))
+
+    def _cancel_peers(self, text: str) -> None:
         raise NotImplementedError
 
     def _peers_attach_kv(self, rank: int) -> None:
         raise NotImplementedError
 
     def _peers_lose_kv(self, rank: int) -> None:
+        raise NotImplementedError
+
+    def _submit(self) -> None:
         raise NotImplementedError

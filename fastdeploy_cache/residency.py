@@ -56,11 +56,15 @@ class Residency:
 
     def add_ids(self, run: Run, tier: Tier, ids: array[int]) -> None:
         """More blocks at the end of the run's interval in a tier."""
-        before = run.num_in(tier, run.num_held)
-        if not run.ids[tier]:
-            self.count_child(run, tier, 1)
         run.ids[tier].extend(ids)
-        self.num_protected[tier] += run.num_in(tier, run.num_held) - before
+        self.added_ids(run, tier, len(ids))
+
+    def added_ids(self, run: Run, tier: Tier, num_ids: int) -> None:
+        """Count what has been added at the end of the run's interval in a tier."""
+        if num_ids == len(run.ids[tier]):
+            self.count_child(run, tier, 1)
+        end = run.num_gpu if tier is GPU else run.cpu_end
+        self.num_protected[tier] += max(0, min(end, run.num_held) - (end - num_ids))
         self.offer(run, tier)
 
     def add_copies_below(self, run: Run, ids: array[int]) -> None:
@@ -73,8 +77,7 @@ class Residency:
     def take_copies(self, run: Run) -> array[int]:
         """All of a run's copies, which are another run's from now on; the books of this one are put right."""
         self.num_protected[1] -= run.num_in(CPU, run.num_held)
-        ids = run.ids[1][:]
-        del run.ids[1][:]
+        ids, run.ids = run.ids[1], (run.ids[0], array("i"))
         run.cpu_start = 0
         self.count_child(run, CPU, -1)
         return ids

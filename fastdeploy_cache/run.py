@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from array import array
@@ -111,6 +112,31 @@ class Run:
         """The hash of the last block (of a root: the parent of its first blocks)."""
         return bytes(self.hashes[-HASH_BYTES:])
 
+    def front(self, num_blocks: int, block_bytes: int) -> Run:
+        """A run beside this one with what its first blocks have; this one is as before, until `cut_front`."""
+        upper = Run(self.parent, self.epoch, copy.copy(self.usage))
+        upper.usage.is_shared = True
+        upper.num_blocks = num_blocks
+        upper.tokens = self.tokens[: num_blocks * block_bytes]
+        upper.hashes = self.hashes[: num_blocks * HASH_BYTES]
+        if self.extras is not None:
+            upper.extras = {block: extra for block, extra in self.extras.items() if block < num_blocks} or None
+        upper.ids = self.ids[0][:num_blocks], self.ids[1][: max(0, num_blocks - self.cpu_start)]
+        upper.cpu_start = self.cpu_start
+        return upper
+
+    def cut_front(self, upper: Run, block_bytes: int) -> None:
+        """Leave to `upper`, which `front` has made, what it has."""
+        cut = upper.num_blocks
+        if self.extras is not None:
+            self.extras = {b - cut: extra for b, extra in self.extras.items() if b >= cut} or None
+        self.tokens, self.hashes = self.tokens[cut * block_bytes :], self.hashes[cut * HASH_BYTES :]
+        self.num_blocks -= cut
+        self.cpu_start = max(0, self.cpu_start - cut)
+        for own, gone in zip(self.ids, upper.ids, strict=True):
+            del own[: len(gone)]
+        self.cut_marks(upper)
+
     def cut_marks(self, upper: Run) -> None:
         """Storage's marks of a run whose first `upper.num_blocks` blocks are another's now."""
         cut = upper.num_blocks
@@ -176,7 +202,9 @@ class Transfer:
     caller: CallerCopy | None = None
     done: threading.Event = field(default_factory=threading.Event)
     succeeded: bool = False
+    is_quarantined: bool = False  # it has ended, and landing it failed: see `BlockMover.finish`
     cancelled: bool = False  # nobody starts to wait for it any more; it may still succeed
+    num_lost: int = 0  # blocks that have come and joined nothing
     num_waiting: int = 0  # matches that are not settled and contain blocks of it
     on_done: list[Callable[[], None]] = field(default_factory=list)  # called without the manager's lock
     num_ahead: int = 0  # requests that use the destinations before the load has ended
@@ -206,3 +234,26 @@ def segments_of(run: Run, tier: Tier) -> list[Segment]:
     return [
         pin for pin in run.pins if isinstance(pin, Segment) and pin.transfer.tier is tier and not pin.transfer.cancelled
     ]
+
+
+def split_pins(lower: Run, upper: Run) -> None:
+    """Each pin follows its blocks; a segment on both sides becomes two. What is held stays the same blocks."""
+    cut, pins, lower.pins = upper.num_blocks, lower.pins, []
+    for pin in pins:
+        if pin.end <= cut:
+            pin.run = upper
+            upper.pins.append(pin)
+            continue
+        if isinstance(pin, Segment) and pin.start < cut:
+            num_above = cut - pin.start
+            part = Segment(pin.transfer, upper, pin.start, pin.ids[:num_above])
+            pin.start, pin.ids = cut, pin.ids[num_above:]
+            upper.pins.append(part)
+            segments = pin.transfer.segments
+            segments.insert(segments.index(pin), part)  # loads land from the top down
+        if isinstance(pin, Segment):
+            pin.start -= cut
+        pin.end -= cut
+        lower.pins.append(pin)
+    upper.num_held, lower.num_held = min(lower.num_held, cut), max(0, lower.num_held - cut)
+    upper.num_held_children = int(lower.num_held > 0)

@@ -100,6 +100,8 @@ class CacheStats:
     num_swapped_in_blocks: int
     num_swapped_out_blocks: int
     num_refused_transfers: Mapping[str, int]
+    num_failed_steps: Mapping[str, int]  # that verbs took along and did without: see `Mishaps`
+    num_quarantined_blocks: int  # of tasks that have ended and whose landing failed: nobody's, for good
     epoch: int
     hit_rates: Mapping[str, float]
     ranks: tuple[RankStatus, ...]
@@ -126,6 +128,10 @@ class CacheStats:
     def refused_counts(self) -> list[tuple[str, int]]:
         """Direction, tasks that a full queue kept from starting."""
         return list(self.num_refused_transfers.items())
+
+    def failure_counts(self) -> tuple[Mapping[str, int], int]:
+        """By step, how often it failed; quarantined blocks."""
+        return self.num_failed_steps, self.num_quarantined_blocks
 
     def storage_counts(self) -> StorageCounts:
         """Of the attached store; zeros without one."""

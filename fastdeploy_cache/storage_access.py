@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
+import functools
 import threading
 import time
 
@@ -25,13 +25,14 @@ from fastdeploy_cache.storage_prefetch import StoragePrefetch
 from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.stored_peers import StoredPeers
 from fastdeploy_cache.write_out import WriteOut
+from ipc.event_log import event_log
 from metrics.cache_metrics import CacheMetrics
 from transfer_manager.client import TransferClient
 from transfer_manager.storage.client import StorageClient, StorageProcesses
 from transfer_manager.storage.config import StorageConfig
 from transfer_manager.task import Direction, TransferResult
 
-logger = logging.getLogger(__name__)
+logger = event_log(__name__)
 
 _FOREVER_SECONDS = 1e9
 
@@ -242,8 +243,12 @@ class StorageAccess:
             client = StorageProcesses(
                 storage, config.transfer, layout=layout, block_size=config.block_size, segments=segments
             )
-        tier = new_storage(config, storage, self._tree, client, self._speeds)
-        client.start(lambda result: self._on_storage_result(tier, result), lambda: self._on_storage_ready(tier))
+
+        def on_result(result: TransferResult) -> None:
+            self._on_storage_result(tier, result)
+
+        tier = new_storage(config, storage, self._tree, client, speeds=self._speeds, on_result=on_result)
+        client.start(on_result, lambda: self._on_storage_ready(tier))
         try:
             with self._lock:
                 self._check_open()
@@ -333,16 +338,20 @@ class StorageAccess:
 
     def _on_storage_result(self, tier: StorageTier, result: TransferResult) -> None:
         with self._lock:
-            tier.finish(result)
+            self._tree.mishaps.contain("landing", lambda: tier.finish(result))
             if isinstance(self._peers, StoredPeers):
                 self._peers.sends.check(tier)
-        direction = result.task.direction.value
-        for r in result.ranks:
-            self.metrics.record_swap(direction, r.rank, r.num_bytes, r.seconds, failed=r.error is not None)
+        self._record_task(result)
         if result.error is not None:
-            logger.info("event=storage_task_failed kind=%s error=%r", direction, result.error)
+            logger.info("event=storage_task_failed kind=%s error=%r", result.task.direction.value, result.error)
         self._submit()
         tier.link.submit()
+
+    def _record_task(self, result: TransferResult) -> None:
+        """What each rank has moved."""
+        for r in result.ranks:
+            sums = result.task.direction.value, r.rank, r.num_bytes, r.seconds, r.error is not None
+            self._tree.mishaps.contain("metrics", functools.partial(self.metrics.record_swap, *sums))
 
     def _active(self, request: Request) -> ActiveRequest:
         raise NotImplementedError

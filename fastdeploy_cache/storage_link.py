@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,10 +17,11 @@ from fastdeploy_cache.policies.breaker import Breaker
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU
+from ipc.event_log import event_log
 from transfer_manager.storage.client import StorageClient
 from transfer_manager.task import Direction, TransferResult, TransferTask
 
-logger = logging.getLogger(__name__)
+logger = event_log(__name__)
 
 _NUM_PROBE_BLOCKS = 8  # at most: one alone would show the latency and nothing else
 _NO_IDS = np.empty(0, np.int32)
@@ -35,16 +36,18 @@ class StorageLink:
         tree: PrefixTree,
         client: StorageClient,
         speeds: LoadOrCompute,
+        *,
         breakers: tuple[Breaker, Breaker],
         task_timeout_seconds: float,
+        on_result: Callable[[TransferResult], None],
     ) -> None:
-        """`breakers`: of reading and of writing."""
+        """`breakers`: of reading and of writing; `on_result` is what the client is started with."""
         self._tree, self._pool, self._timeout_seconds = tree, tree.pools[CPU], task_timeout_seconds
         self.client, self.speeds = client, speeds
         self.reading, self.writing = breakers
-        self.outbox = Outbox(client)
+        self.outbox = Outbox(client, on_result, tree.mishaps)
         self.counts: dict[int, dict[str, int]] = {}  # by rank: what its store says of itself
-        self.calls = Calls()  # to be made without the lock
+        self.calls = Calls(tree.mishaps)  # to be made without the lock
         self.is_quiet = False  # nothing is to be started
         self._next_task_id = 1
         self._probes: dict[int, array[int]] = {}
@@ -71,7 +74,14 @@ class StorageLink:
         breaker = self._breaker(direction)
         if breaker.is_probe_due(time.monotonic()) and not self._probes:
             self.probe()
-        return breaker.is_closed and self.client.has_room(direction)
+        if not breaker.is_closed:
+            return False
+        return self._tree.mishaps.ask("client", lambda: self.client.has_room(direction), otherwise=False)
+
+    def cancel(self, task_ids: Iterable[int]) -> None:
+        """Nobody wants these any more; what has begun may still succeed."""
+        for task_id in task_ids:
+            self._tree.mishaps.contain("client", functools.partial(self.client.cancel, task_id))
 
     def probe(self) -> None:
         """Find out whether the store works and how fast it reads, with blocks lent to it."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fastdeploy_cache.block_hash import HASH_BYTES
 from fastdeploy_cache.block_pool import TASK
+from fastdeploy_cache.mishaps import contained
 from fastdeploy_cache.prefetched import insert_copies
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU
@@ -35,6 +36,7 @@ class StorageReads:
 
     def __init__(self, tree: PrefixTree, link: StorageLink, limits: StorageLimits) -> None:
         self._tree, self._pool, self._link, self._limits = tree, tree.pools[CPU], link, limits
+        self.mishaps = tree.mishaps
         self._lookups: dict[int, StoragePrefetch] = {}
         self._pieces: dict[int, _Piece] = {}
         self._waiting: OrderedDict[StoragePrefetch, None] = OrderedDict()  # for room
@@ -100,11 +102,11 @@ class StorageReads:
         self._by_request.clear()
 
     def _cancel(self, prefetch: StoragePrefetch) -> None:
-        for task_id in prefetch.task_ids:
-            self._link.client.cancel(task_id)
+        self._link.cancel(prefetch.task_ids)
 
     # -- pieces
 
+    @contained("prefetch", None)
     def advance(self) -> None:
         """Blocks may have become free: go on with those that wait for room."""
         for prefetch in list(self._waiting):
@@ -205,7 +207,12 @@ class StorageReads:
         num_joined = 0
         if num_good and continues:
             came = ids[:num_good]
-            num_joined = insert_copies(self._tree, prefetch.namespace, prefetch.keys, piece.first, came)
+            joined = self.mishaps.ask(
+                "landing", lambda: insert_copies(self._tree, prefetch.namespace, prefetch.keys, piece.first, came), None
+            )
+            if joined is None:  # nothing has joined: it is a miss, and its blocks are free
+                num_good = 0
+            num_joined = joined or 0
             prefetch.num_landed += num_good
             self.num_fetched_blocks += num_joined
             ids = ids[: num_good - num_joined] + ids[num_good:]
@@ -215,4 +222,4 @@ class StorageReads:
         if ids:
             self._pool.free(ids, TASK)
         if num_joined and prefetch.follower is not None:
-            prefetch.follower.landed()
+            self.mishaps.contain("prefetch", prefetch.follower.landed)

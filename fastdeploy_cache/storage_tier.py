@@ -62,14 +62,16 @@ class StorageTier:
 
     def finish(self, result: TransferResult) -> None:
         """All ranks have answered or are reaped."""
-        if result.task.direction is Direction.PROBE:
-            self.link.end_probe(result)
-            self.writes.pump()
-        elif result.task.direction is Direction.WRITE:
-            self.writes.finish(result)
-        else:
-            self.reads.finish(result)
-        self._note_settled()
+        try:
+            if result.task.direction is Direction.PROBE:
+                self.link.end_probe(result)
+                self.writes.pump()
+            elif result.task.direction is Direction.WRITE:
+                self.writes.finish(result)
+            else:
+                self.reads.finish(result)
+        finally:
+            self._note_settled()
 
     def stats(self) -> StorageTierStats:
         """How it goes."""

@@ -197,7 +197,7 @@ class StoredPeers:
         """`expire`: see `StoredSends`."""
         self.config, self.offers = config, offers
         self.outbox: tuple[()] = ()
-        self.calls = Calls()  # to be made without the lock
+        self.calls = Calls(tree.mishaps)  # to be made without the lock
         self.sends = StoredSends(tree, mover, copy_down, matcher, calls=self.calls, expire=expire)
         self.receives = StoredReceives(self.calls)
         self.settled = threading.Event()  # storage's own tasks are waited for as such

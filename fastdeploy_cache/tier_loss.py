@@ -18,8 +18,13 @@ def drop_gpu(tree: PrefixTree) -> None:
 
     What is pinned stays owned, out of reach, until it is unpinned, as in a reset; its copies stay cached.
     """
-    kept = [(name, run) for name, root in tree.roots.items() for run in _copied_runs(root)]
-    heirs = {run: _heir(tree, run) for _, run in kept}
+    try:
+        kept = [(name, run) for name, root in tree.roots.items() for run in _copied_runs(root)]
+        heirs = {run: _heir(tree, run) for _, run in kept}
+    except MemoryError:  # the GPU's bytes are gone all the same: then nothing is kept
+        kept, heirs = [], {}
+    for run, heir in heirs.items():
+        heir.ids = heir.ids[0], tree.residency.take_copies(run)
     tree.reset()
     tree.num_kv_losses += 1
     for (name, _), heir in zip(kept, heirs.values(), strict=True):
@@ -44,16 +49,16 @@ def _copied_runs(root: Run) -> Iterator[Run]:
 
 
 def _heir(tree: PrefixTree, run: Run) -> Run:
-    """A run that takes over another one's copies; `parent` is still that one's."""
+    """A run that is to take over another one's copies; `parent` is still that one's."""
     num_blocks = run.cpu_end
     heir = Run(run.parent, tree.epoch + 1, copy.copy(run.usage))
     heir.num_blocks = num_blocks
-    run.cut_marks(heir)
+    heir.num_stored, heir.num_offered = min(run.num_stored, num_blocks), min(run.num_offered, num_blocks)
+    heir.offered_use = run.offered_use
     heir.tokens += memoryview(run.tokens)[: num_blocks * tree.block_bytes]
     heir.hashes += memoryview(run.hashes)[: num_blocks * HASH_BYTES]
     if run.extras is not None:
         heir.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
-    heir.ids[CPU].extend(tree.residency.take_copies(run))
     return heir
 
 

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from fastdeploy_cache.copy_down import CopyDown
+from fastdeploy_cache.mishaps import contained
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, Run
 from fastdeploy_cache.storage_writes import StorageWrites
@@ -24,6 +25,7 @@ class WriteOut:
         self, tree: PrefixTree, writes: StorageWrites, copy_down: CopyDown, policy: str, min_uses: int
     ) -> None:
         self._tree, self._writes, self._copy_down = tree, writes, copy_down
+        self.mishaps = tree.mishaps
         self._back = policy == "write_back"
         self._min_uses = min_uses if policy == "write_through_selective" else 1
         self._num_reserve = max(1, tree.pools[CPU].num_blocks // _RESERVE_SHARE)
@@ -31,6 +33,7 @@ class WriteOut:
         self._asked: OrderedDict[Run, None] = OrderedDict()  # to be written whole, copied in as many steps as it takes
         writes.on_written = self._go_on
 
+    @contained("write_out", None)
     def copied(self, run: Run, num_blocks: int) -> None:
         """A run has more blocks in the CPU tier."""
         if run in self._asked or (not self._back and self._is_due(run)):
@@ -41,6 +44,7 @@ class WriteOut:
                 self._look_ahead()
         self._writes.pump()
 
+    @contained("write_out", None)
     def released(self, path: Sequence[Run], *, has_uncopied: bool) -> None:
         """A path was used: what of it is copied and was not written, or was declined, is offered. `has_uncopied`: the
         CPU tier has no room for all of it at a time."""
@@ -67,6 +71,7 @@ class WriteOut:
         while len(self._asked) > _MAX_ASKED:
             self._asked.popitem(last=False)
 
+    @contained("write_out", None)
     def _go_on(self, run: Run) -> None:
         """Blocks of a run are in storage: where the rest waits for room in the CPU tier, their copies make it."""
         if run not in self._asked:

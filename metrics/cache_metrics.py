@@ -25,6 +25,7 @@ EVICTION_KINDS = ("copy_kept", "dropped")
 STORAGE_OPERATIONS = ("read", "write")
 STORAGE_FATES = ("fetched", "unasked", "written", "skipped")
 STORAGE_LOSSES = ("evicted", "declined", "damaged")
+STEPS = ("policy", "copy_down", "write_out", "prefetch", "landing", "client", "metrics", "callback")
 PEER_DIRECTIONS = ("send", "receive")
 PEER_REASONS = ("gone", "late", "refused", "failed", "cancelled", "full")
 
@@ -32,6 +33,7 @@ BlockCounts = Iterable[tuple[str, str, int]]  # tier, state, blocks
 EvictionCounts = Iterable[tuple[str, str, int]]  # tier, kind, blocks
 RefusedCounts = Iterable[tuple[str, int]]  # direction, tasks
 RankCounts = Iterable[tuple[int, bool, int]]  # rank, up, restarts
+FailureCounts = tuple[Mapping[str, int], int]  # by step, failures; quarantined blocks
 
 
 class StorageCounts(NamedTuple):
@@ -92,6 +94,7 @@ class CacheMetrics:
         self._rank_counts: Callable[[], RankCounts] | None = None
         self._refused: Callable[[], RefusedCounts] = tuple
         self._storage: Callable[[], StorageCounts] = StorageCounts
+        self._failures: Callable[[], FailureCounts] = lambda: ({}, 0)
 
     @property
     def data_parallel_id(self) -> int:
@@ -105,10 +108,12 @@ class CacheMetrics:
         ranks: Callable[[], RankCounts],
         refused: Callable[[], RefusedCounts] = tuple,
         storage: Callable[[], StorageCounts] = StorageCounts,
+        *,
+        failures: Callable[[], FailureCounts] = lambda: ({}, 0),
     ) -> None:
         """Read these at every scrape: blocks by tier and state, blocks evicted so far, ranks up and restarted, tasks
-        that a full queue kept from starting; storage."""
-        self._storage = storage
+        that a full queue kept from starting; storage; steps that failed, and blocks in quarantine."""
+        self._storage, self._failures = storage, failures
         self._blocks, self._evictions, self._rank_counts, self._refused = blocks, evictions, ranks, refused
 
     def record_request(self, num_tokens: int, hit_tokens: tuple[int, ...]) -> None:
@@ -240,6 +245,11 @@ class CacheMetrics:
         text = "Swap tasks that were not started because the ranks' queue was full"
         yield self._counter("refused_swaps", text, ("direction",), refused)
         yield from self._storage_families()
+        steps, num_quarantined_blocks = self._failures()
+        text = "Steps that a verb took along, that failed, and that it did without"
+        yield self._counter("failed_steps", text, ("step",), {(s,): steps.get(s, 0) for s in STEPS})
+        text = "Blocks of ended tasks whose landing failed: nobody gets them any more"
+        yield self._gauge("quarantined_blocks", text, (), {(): num_quarantined_blocks})
         text = "Layers that another instance has computed and that have not come yet"
         in_flight: dict[tuple[str, ...], float] = {("",): 0}
         in_flight |= {(peer,): n for peer, n in self._layers_in_flight().items()}

@@ -203,6 +203,13 @@ class CacheModel:
         if live.epoch == self.epoch:
             self.committed |= {self.prefix(live, n + 1) for n in range(upto // self.size)}
 
+    def allow_all_computed(self) -> None:
+        """After a commit that raised: what it was about may be found, as some of it may have been published."""
+        for live in self.live:
+            if live.table is not None:
+                num_blocks = min(len(live.table), live.request.num_tokens // self.size)
+                self.committed |= {self.prefix(live, n + 1) for n in range(num_blocks)}
+
     def computable(self, live: LiveRequest) -> int:
         """Tokens that the request has and that fit in its blocks."""
         return min(live.request.num_tokens, len(self.settle(live)) * self.size)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 from typing import Any
 
+from ipc.event_log import event_log
 from transfer_manager.client import OnResult, RankStatus
 from transfer_manager.config import TransferConfig
 from transfer_manager.flights import failed
@@ -14,7 +14,7 @@ from transfer_manager.rank_io import RankIO
 from transfer_manager.supervisor import Phase
 from transfer_manager.task import TO_WHO_IS_UP, Direction, TransferTask
 
-logger = logging.getLogger(__name__)
+logger = event_log(__name__)
 
 _RESTART_BACKOFF_SECONDS = (
     0.5  # doubles with each death in a minute, so up to half a minute: what it needs may come back

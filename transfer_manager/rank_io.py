@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -11,6 +10,7 @@ from typing import Protocol
 
 from ipc.codec import decode, encode
 from ipc.errors import CodecError, IPCError, QueueDisconnectedError
+from ipc.event_log import event_log
 from ipc.task_queue import Poller, TaskQueue, Wakeup, new_context
 from transfer_manager.client import OnKVLost, OnResult
 from transfer_manager.config import TransferConfig
@@ -34,7 +34,7 @@ from transfer_manager.task import (
     TransferTask,
 )
 
-logger = logging.getLogger(__name__)
+logger = event_log(__name__)
 
 
 class ProcessMemory(Protocol):
@@ -79,6 +79,7 @@ class RankIO:
         self._config, self._optional = config, optional
         self.memory, self.kv = memory, kv
         self.needs_token_ids = False
+        self.num_failed_callbacks = 0
         self._on_result, self._on_kv_lost, self._on_ready = on_result, on_kv_lost, on_ready
         self._on_failing = on_failing
         self._context = new_context()
@@ -124,7 +125,7 @@ class RankIO:
         return failed(task, self._config.tp_size, error)
 
     def run(self) -> None:
-        """The thread: until `stopping` is set or the books are broken; then ranks end and every task is answered."""
+        """The thread: until `stopping` is set; then ranks end and every task is answered."""
         try:
             self._poller.register(self.wakeup.fd, self.wakeup)
             for rank in self.ranks:
@@ -266,9 +267,9 @@ class RankIO:
     def _call_back(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception:  # the caller's books are broken: end in order, so that every other task gets its answer
-            logger.exception("event=callback_failed action=stop")
-            self.stopping = True
+        except Exception:  # it costs what this call was about: the other tasks need this thread
+            self.num_failed_callbacks += 1
+            logger.exception("event=callback_failed num_failures=%d", self.num_failed_callbacks)
 
     def _reap(self, now: float) -> None:
         """A reaped rank writes no more: only now may its tasks end and their destinations be given out again."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
 from ipc.errors import IPCError
+from ipc.event_log import event_log
 from ipc.task_queue import TaskQueue
 from transfer_manager.config import TransferConfig
 from transfer_manager.rank_signal import RankSignal
 from transfer_manager.task import Lane
 
-logger = logging.getLogger(__name__)
+logger = event_log(__name__)
 
 _MAX_DOUBLINGS = 30  # of the pause before a restart; more would overflow after a thousand deaths
 

@@ -154,9 +154,10 @@ class _LeafHeap:
 class LeastRecentlyUsed:
     """`lru`: what was used longest ago goes first. The other ranking policies differ in `rank` only."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, num_uses: int = 0) -> None:
+        """`num_uses`: of another policy, which this one goes on from."""
         self._clock = clock
-        self._num_uses = 0
+        self._num_uses = num_uses
         self._heaps: tuple[_LeafHeap, ...] = ()
 
     def rank(self, run: Run) -> Any:

@@ -266,7 +266,7 @@ def test_the_guard_falls_back_to_lru() -> None:
 
     def hit_rate(policy: str, *, guard: bool = True) -> float:
         rng, cache = random.Random(3), Cache(policy, 200)
-        chosen = cache.manager._tree.policy
+        chosen = cache.manager._tree.policy.chosen
         if isinstance(chosen, Reuse):
             chosen._guard = guard
             observe = chosen.history.observe
@@ -335,7 +335,7 @@ def test_the_guard_does_not_count_what_no_cache_could_hit(recompute: bool) -> No
         manager.allocate(request, 4 - len(match.block_ids))
         manager.commit(request, 64)
         manager.release(request)
-    chosen = manager._tree.policy
+    chosen = manager._tree.policy.chosen
     assert isinstance(chosen, Reuse)
     assert manager.stats().gpu.num_evicted == 0
     assert chosen._regret == 0
@@ -348,9 +348,9 @@ def test_no_policy_keeps_evicted_runs_alive(policy: str, by_lru: bool) -> None:
     """Long churn with hints that last a day: the runs that are alive are about those that are cached."""
     cache = Cache(policy, 64)
     if policy == "reuse":
-        cache.manager._tree.policy._by_lru = lambda: by_lru  # type: ignore[attr-defined]
+        cache.manager._tree.policy.chosen._by_lru = lambda: by_lru  # type: ignore[attr-defined]
         if not by_lru:
-            cache.manager._tree.policy.history._rebuild(0.0)  # type: ignore[attr-defined]
+            cache.manager._tree.policy.chosen.history._rebuild(0.0)  # type: ignore[attr-defined]
     gc.collect()
     before = sum(isinstance(each, Run) for each in gc.get_objects())
     for i in range(2000):

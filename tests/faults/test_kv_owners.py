@@ -18,6 +18,7 @@ from ipc.errors import IPCError
 from tests.faults.conftest import SECONDS, pids, stopped
 from tests.faults.engine import BLOCK_SIZE, LAYOUT, Engine, new_config
 from tests.faults.kv_worker import KVWorker, digest, kv_worker, layer_bytes
+from transfer_manager.client import KVArrays
 from transfer_manager.errors import LayoutError, RankStartError
 
 NUM_GPU, NUM_CPU = 8, 60
@@ -286,6 +287,31 @@ def test_no_task_begins_between_a_loss_and_the_ranks_end(eventually: Callable[..
         eventually(lambda: told.is_set() and cache.stats().ranks[0].pid is None)
         supervisor.tick, io._poller.wait = tick, wait
         assert (True, True) not in seen, "available, though a loss is known that has not been dealt with"
+
+
+def test_nothing_that_was_computed_on_no_arrays_is_copied_down() -> None:
+    """Another thread serves a request just as new arrays are ready: what it finds there was computed on none."""
+    with cache_of("worker") as cache, new_worker() as worker:
+        cache.attach_kv(0, worker.make_kv())
+        cache.kv_lost(0)
+        serve_without_cpu_tier(cache)
+        attach = cache._client.attach_kv
+
+        def serve_once_attached(rank: int, kv: KVArrays) -> None:
+            attach(rank, kv)
+            assert cache.wait_for_ranks(SECONDS)
+            request = Request(request_id="meanwhile", prompt_token_ids=PROMPT)
+            num_found = len(cache.match(request).block_ids)
+            cache.allocate(request, 6 - num_found)
+            cache.commit(request, num_found * BLOCK_SIZE)  # it has computed nothing itself
+            cache.release(request)
+
+        cache._client.attach_kv = serve_once_attached  # type: ignore[method-assign]
+        with new_worker() as successor:
+            cache.attach_kv(0, successor.make_kv())
+            cache._client.attach_kv = attach  # type: ignore[method-assign]
+            assert (cache.stats().gpu.num_cached, cache.stats().cpu.num_cached) == (0, 0)
+            Engine(cache, 1).serve(PROMPT)
 
 
 # -- the rank owns them

@@ -11,6 +11,7 @@ from metrics.cache_metrics import (
     EVICTION_KINDS,
     PEER_DIRECTIONS,
     PEER_REASONS,
+    STEPS,
     STORAGE_FATES,
     STORAGE_LOSSES,
     STORAGE_OPERATIONS,
@@ -45,6 +46,7 @@ def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]
     for name in ("swaps_total", "swap_bytes_total", "swap_seconds_total", "swap_failures_total"):
         keys |= {key(name, direction=d, rank=r) for d, r in product(DIRECTIONS, ranks)}
     keys |= {key("refused_swaps_total", direction=d) for d in SWAPS}
+    keys |= {key("failed_steps_total", step=s) for s in STEPS} | {key("quarantined_blocks")}
     keys |= {key("storage_breaker_state", operation=o) for o in STORAGE_OPERATIONS}
     keys |= {key("storage_blocks_total", fate=f) for f in STORAGE_FATES}
     keys |= {key("storage_lost_objects_total", reason=r) for r in STORAGE_LOSSES} | {key("storage_up")}
@@ -79,7 +81,9 @@ def test_no_series_appears_later() -> None:
     for direction, reason in product(PEER_DIRECTIONS, PEER_REASONS):
         metrics.record_peer(direction, "", 1, 1.0, reason)
     metrics.observe_peers(lambda: {"": 1})
-    metrics.observe(tuple, lambda: evictions, lambda: [(0, True, 1), (1, True, 1)], lambda: refused, storage)
+    ranks = [(0, True, 1), (1, True, 1)]
+    failures = dict.fromkeys(STEPS, 1), 1
+    metrics.observe(tuple, lambda: evictions, lambda: ranks, lambda: refused, storage, failures=lambda: failures)
     samples = scrape(metrics)
     assert set(samples) == expected_keys(2)
     assert all(samples.values()), "and each was counted"

@@ -24,7 +24,9 @@ STORE = StorageConfig(kind="tests.memory_storage:MemoryStorage", weights_id="w1"
 class Walk:
     """A cache over simulated tiers, driven step by step."""
 
-    def __init__(self, num_cpu: int, write_policy: str, storage_policy: str, prefetch_policy: str) -> None:
+    def __init__(
+        self, num_cpu: int, write_policy: str, storage_policy: str, prefetch_policy: str, **settings: Any
+    ) -> None:
         self.model = CacheModel(
             2,
             14,
@@ -35,6 +37,7 @@ class Walk:
             min_prefetch_tokens=2,
             max_prefetch_share=1.0,
             load_policy="always",
+            **settings,
         )
         self.store = SimulatedStorage(self.model.client)
         self.model.cache.attach_storage(STORE, client=self.store)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from ipc.event_log import event_log
 from ipc.peer_channel import load_keys
 from ipc.private_directory import PrivateDirectory
 from ipc.shared_array import SharedArray
@@ -25,7 +25,7 @@ from transfer_manager.rank_process import RankProcess
 from transfer_manager.rank_signal import RankSignal
 from transfer_manager.task import Direction, PeerSetup, TransferTask
 
-logger = logging.getLogger(__name__)
+logger = event_log(__name__)
 
 
 class PeerClient(Protocol):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from ipc.event_log import event_log
 from ipc.shared_array import SharedArray
 from transfer_manager.client import OnResult, RankStatus, ignore_kv_lost
 from transfer_manager.config import TransferConfig
@@ -23,7 +23,7 @@ from transfer_manager.storage.config import StorageConfig
 from transfer_manager.storage.keys import KeySpace
 from transfer_manager.task import Direction, StorageSetup, TransferTask
 
-logger = logging.getLogger(__name__)
+logger = event_log(__name__)
 
 
 class StorageClient(Protocol):

@@ -1,0 +1,75 @@
+"""Steps that a verb takes along and must not fail by: what they raise is counted, logged, and over."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from ipc.event_log import event_log
+from metrics.cache_metrics import STEPS
+
+logger = event_log(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Mishaps:
+    """How often each of `STEPS` has failed since the start. Under the manager's lock.
+
+    None of these is expected: a policy, a client or a clock of somebody else's making, or a fault of our own. Each
+    costs what the step was about: a copy that is not made, a prefetch that brings nothing, an eviction by `lru`.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter(dict.fromkeys(STEPS, 0))
+
+    def note(self, step: str) -> None:
+        """Call it while the exception is being handled. A step that fails each time is logged ever more rarely."""
+        self.counts[step] += 1
+        num_failures = self.counts[step]
+        if num_failures & (num_failures - 1) == 0:
+            logger.error("event=step_failed step=%s num_failures=%d", step, num_failures, exc_info=sys.exception())
+
+    def ask(self, step: str, call: Callable[[], T], otherwise: T) -> T:
+        """What a call returns; where it raises, that is noted as `step` and the answer is `otherwise`."""
+        try:
+            return call()
+        except Exception:  # whatever it is: the verb goes on without the step
+            self.note(step)
+            return otherwise
+
+    def contain(self, step: str, call: Callable[[], object]) -> bool:
+        """Make a call for what it does; False where it has raised, which is noted as `step`."""
+
+        def make() -> bool:
+            call()
+            return True
+
+        return self.ask(step, make, otherwise=False)
+
+
+class _Room(Protocol):
+    """What has steps that may fail."""
+
+    @property
+    def mishaps(self) -> Mishaps: ...
+
+
+R = TypeVar("R", bound=_Room)
+
+
+def contained(step: str, otherwise: T) -> Callable[[Callable[Concatenate[R, P], T]], Callable[Concatenate[R, P], T]]:
+    """A method whose failure is noted as `step` and whose caller gets `otherwise`."""
+
+    def contain(method: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], T]:
+        @functools.wraps(method)
+        def run(self: R, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            return self.mishaps.ask(step, lambda: method(self, *args, **kwargs), otherwise)
+
+        return run
+
+    return contain
