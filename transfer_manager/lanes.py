@@ -37,20 +37,38 @@ logger = logging.getLogger(__name__)
 EXIT_ENGINE_GONE = 4
 _PR_SET_PDEATHSIG = 1
 S = TypeVar("S", bound=ProcessSetup)
-_SETUP_HEADER = struct.Struct("<I")
+_SETUP_FD = struct.Struct("<i")
 
 
-def write_setup(pipe: BinaryIO, setup: ProcessSetup) -> None:
-    """Engine side: send the set-up down a process's standard input, which stays open as long as the engine lives."""
-    data = encode(setup)
-    pipe.write(_SETUP_HEADER.pack(len(data)) + data)
+def memory_of(setup: ProcessSetup) -> int:
+    """Engine side: a descriptor of memory with the set-up, which the process inherits.
+
+    Through a pipe, one that is larger than the pipe would hold the engine's thread until the process reads.
+    """
+    data = memoryview(encode(setup))
+    fd = os.memfd_create("setup", os.MFD_CLOEXEC)
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def say_setup(pipe: BinaryIO, setup_fd: int) -> None:
+    """Engine side: tell a process where its set-up is, by its standard input, which stays open while the engine
+    lives. A few bytes always fit into a new pipe."""
+    pipe.write(_SETUP_FD.pack(setup_fd))
     pipe.flush()
 
 
-def read_setup(fd: int, setup_type: type[S]) -> S:
-    """Process side of `write_setup`."""
-    (num_bytes,) = _SETUP_HEADER.unpack(_read_exactly(fd, _SETUP_HEADER.size))
-    setup: S = decode(_read_exactly(fd, num_bytes), setup_type)
+def read_setup(lifeline: int, setup_type: type[S]) -> S:
+    """Process side of `say_setup`."""
+    (setup_fd,) = _SETUP_FD.unpack(_read_exactly(lifeline, _SETUP_FD.size))
+    with os.fdopen(setup_fd, "rb") as memory:
+        memory.seek(0)
+        setup: S = decode(memory.read(), setup_type)
     return setup
 
 
@@ -67,9 +85,9 @@ def _read_exactly(fd: int, num_bytes: int) -> bytes:
 def end_with_engine(engine_pid: int, fd: int) -> None:
     """End this process when the engine does, by two independent ways.
 
-    The kernel kills it when the engine thread that spawned it ends, which reaches even a stopped process. It reads end
-    of file when the last copy of the engine's pipe end is gone, which also covers an engine that died before the
-    first way was set up.
+    The kernel kills it when the engine thread that spawned it ends, which reaches even a stopped process. Its spawner
+    has arranged that already (`RankProcess`), where it could. It reads end of file when the last copy of the engine's
+    pipe end is gone, which also covers an engine that died before the first way was set up.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

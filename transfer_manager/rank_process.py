@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from transfer_manager.config import TransferConfig
-from transfer_manager.lanes import write_setup
+from transfer_manager.lanes import memory_of, say_setup
 from transfer_manager.task import ProcessSetup
 
 _TAIL_BYTES = 2000
@@ -38,24 +39,27 @@ class RankProcess:
         """
         self._log = _open_log(config, setup.rank, program)
         self._log_start = os.fstat(self._log.fileno()).st_size
-        command = [sys.executable, "-P", "-m", program]
+        command = [*_die_with_parent(), sys.executable, "-P", "-m", program]
         command += ["--rank", str(setup.rank), "--incarnation", str(setup.incarnation)]  # for whoever reads `ps`
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._log.close)
+            setup_fd = memory_of(setup)
+            undo.callback(os.close, setup_fd)
             self._popen = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
-                pass_fds=fds,
+                pass_fds=(*fds, setup_fd),
+                start_new_session=True,  # a signal to the engine's process group is the engine's to deal with
             )
-        except BaseException:
-            self._log.close()
-            raise
+            os.close(setup_fd)
+            undo.pop_all()
         self.pid = self._popen.pid
         self.pidfd = os.pidfd_open(self.pid)
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died already: its pid descriptor tells
-            write_setup(self._popen.stdin, setup)  # type: ignore[arg-type]
+            say_setup(self._popen.stdin, setup_fd)  # type: ignore[arg-type]
 
     def kill(self) -> None:
         """SIGKILL, which also ends a stopped process. It is gone only when `reap` says so."""
@@ -80,6 +84,17 @@ class RankProcess:
             self._popen.stdin.close()
         os.close(self.pidfd)
         self._log.close()
+
+
+def _die_with_parent() -> list[str]:
+    """What to start a program with, so that the kernel kills it when the thread that starts it ends.
+
+    The program asks for that itself, too, but only once it runs: stopped before, while its interpreter starts, it would
+    outlive a killed engine and hold the memory that it has inherited. `setpriv` (util-linux) asks first and then
+    becomes the program. Where it is missing, the time until the program runs stays open.
+    """
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "KILL", "--"] if setpriv is not None else []
 
 
 def _open_log(config: TransferConfig, rank: int, program: str) -> IO[bytes]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
+from pathlib import Path
 
 from fastdeploy_cache import PrefixCacheManager
 from tests.faults.engine import Engine, new_config
@@ -47,7 +49,30 @@ class DeadlySpawn(RankProcess):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class DeadlyStop(DeadlySpawn):
+    """The engine is killed when every rank has been stopped before its interpreter ran a line of ours."""
+
+    def __init__(self, setup: RankSetup, *rest: object) -> None:
+        RankProcess.__init__(self, setup, *rest)  # type: ignore[arg-type]
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+        self.pids.append(self.pid)
+        if len(self.pids) == TP_SIZE:
+            say_pids(self.pids)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interpreter_that_stops() -> str:
+    """A program in the interpreter's place that stops itself as its first act."""
+    path = Path(tempfile.mkdtemp()) / "python"
+    path.write_text("#!/bin/sh\nkill -STOP $$\n")
+    path.chmod(0o700)
+    return str(path)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "dies-in-start":
         rank_client.RankProcess = DeadlySpawn  # type: ignore[misc]
+    if sys.argv[1] == "stopped-in-start":
+        rank_client.RankProcess = DeadlyStop  # type: ignore[misc]
+        sys.executable = interpreter_that_stops()
     run(busy=sys.argv[1] == "busy")

@@ -95,6 +95,24 @@ def test_kill_9_in_the_middle_of_the_start(start: Callable[[str], EngineProcess]
     assert engine.ranks_end()
 
 
+def test_a_rank_that_is_stopped_before_its_first_line_ends_with_the_engine(
+    start: Callable[[str], EngineProcess],
+) -> None:
+    """It has run no line of ours that could have asked the kernel for anything; it would hold the CPU tier for ever."""
+    engine = start("stopped-in-start")
+    assert len(engine.pids) == 2 and engine.process.wait(SECONDS) == -signal.SIGKILL
+    assert engine.ranks_end()
+
+
+def test_a_rank_leads_a_session_of_its_own(start: Callable[[str], EngineProcess]) -> None:
+    """A signal to a rank's process group, as engines send that end what they have launched, reaches the rank alone."""
+    engine = start("idle")
+    assert [os.getsid(pid) for pid in engine.pids] == [os.getpgid(pid) for pid in engine.pids] == engine.pids
+    os.killpg(os.getpgid(engine.pids[0]), signal.SIGTERM)
+    assert wait_exit(engine.pidfds[0], GONE_WITHIN_SECONDS) and not wait_exit(engine.pidfds[1], 0)
+    assert engine.process.poll() is None
+
+
 @pytest.mark.parametrize("stop_one", [False, True])
 def test_sigterm_leaves_through_the_context_manager(
     start: Callable[[str], EngineProcess], temporary: Path, stop_one: bool

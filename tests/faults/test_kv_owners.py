@@ -300,8 +300,7 @@ def test_nothing_that_was_computed_on_no_arrays_is_copied_down() -> None:
         def serve_once_attached(rank: int, kv: KVArrays) -> None:
             attach(rank, kv)
             assert cache.wait_for_ranks(SECONDS)
-            request = Request(request_id="meanwhile", prompt_token_ids=PROMPT)
-            num_found = len(cache.match(request).block_ids)
+            num_found = len(cache.match(request := Request(request_id="now", prompt_token_ids=PROMPT)).block_ids)
             cache.allocate(request, 6 - num_found)
             cache.commit(request, num_found * BLOCK_SIZE)  # it has computed nothing itself
             cache.release(request)
