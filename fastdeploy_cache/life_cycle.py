@@ -56,6 +56,7 @@ class LifeCycleState:
     """What a manager keeps of it."""
 
     changing: threading.Lock = field(default_factory=threading.Lock)  # one change at a time
+    renaming: threading.Lock = field(default_factory=threading.Lock)  # one change of weights at a time
     status: LifeCycleStatus = LifeCycleStatus.RUNNING
     resting: LifeCycleStatus = LifeCycleStatus.RUNNING  # before the change that is under way
     asleep: set[Tier] = field(default_factory=set)

@@ -13,6 +13,7 @@ from fastdeploy_cache.block_mover import BlockMover
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.errors import ClosedError, ConfigError
+from fastdeploy_cache.life_cycle import LifeCycleState
 from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.matcher import Matcher
 from fastdeploy_cache.parts import new_storage
@@ -52,6 +53,7 @@ class StorageAccess:
     _requests: dict[str, ActiveRequest]
     _speeds: LoadOrCompute
     _is_attaching = False
+    _life: LifeCycleState
     _reopen: StorageConfig | None = None  # the attached store's settings
     _storage: StorageTier | None = None
     _tree: PrefixTree
@@ -305,6 +307,15 @@ class StorageAccess:
             LayoutError: an impossible `weights_id`; nothing was changed.
             StorageRefusedError: it cannot be opened again; the cache goes on without, and the next call tries again.
         """
+        if weights_id is None:
+            self._reset(None)
+            return
+        # Two at once could detach, forget and attach in turns: the peers would name the one's weights and the store the
+        # other's, and blocks of one model would be read as the other's.
+        with self._life.renaming:
+            self._reset(weights_id)
+
+    def _reset(self, weights_id: str | None) -> None:
         storage = self._reopen
         if weights_id is not None:
             if storage is None and self._peers is None:

@@ -1,4 +1,4 @@
-"""A folder of one process's sockets that nobody else may enter, and that no dead process leaves for long."""
+"""A folder of one process's sockets that nobody else may enter; a killed process's goes with the next start."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import fcntl
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
+from ipc.errors import IPCError
+
 _PREFIX = "fdc-"
-_MIN_AGE_SECONDS = 60.0
+_MAX_TRIES = 100
 _MAX_BASE_PATH = 80  # a socket address holds 108 bytes, our names take 20
 
 
@@ -23,8 +24,7 @@ class PrivateDirectory:
         if len(os.fsencode(base)) >= _MAX_BASE_PATH:
             base = "/tmp"  # noqa: S108 (mkdtemp: private, random name)
         _sweep(Path(base))
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-        self._lock = _lock(self.path, fcntl.LOCK_SH)
+        self.path, self._lock = _new_locked(base)
 
     def remove(self) -> None:
         """Delete it and what is in it; sockets that are connected stay so. Safe to call twice."""
@@ -32,6 +32,42 @@ class PrivateDirectory:
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
+
+
+def _new_locked(base: str) -> tuple[Path, int | None]:
+    """A new folder and the descriptor that holds its lock; None where the file system has no locks.
+
+    Between making a folder and locking it another process may take it for a dead one's and remove it. So the lock
+    counts only if the folder is still there once it is held; else another one is made.
+    """
+    for _ in range(_MAX_TRIES):
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        lock = _lock(path, fcntl.LOCK_SH)
+        if lock is not None:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), path.lstat()):
+                    return path, lock
+            os.close(lock)
+        elif not _has_locks(path):
+            return path, None
+    raise IPCError(f"{_MAX_TRIES} new folders in {base} were removed at once; find out what removes {_PREFIX}* there")
+
+
+def _has_locks(directory: Path) -> bool:
+    """Whether a lock on the directory could be had if nobody else held one; also where it is gone meanwhile."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def _lock(directory: Path, kind: int) -> int | None:
@@ -49,14 +85,9 @@ def _lock(directory: Path, kind: int) -> int | None:
 
 
 def _sweep(base: Path) -> None:
-    """Remove what engines left that were killed while a rank was starting: nobody holds a lock on it any more.
-
-    Young ones stay: another engine may be between making its directory and locking it.
-    """
+    """Remove what engines left that were killed: nobody holds a lock on it any more."""
     for directory in base.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            status = directory.lstat()
-            is_old = time.time() - status.st_mtime > _MIN_AGE_SECONDS
-            if is_old and status.st_uid == os.getuid() and (fd := _lock(directory, fcntl.LOCK_EX)) is not None:
+            if directory.lstat().st_uid == os.getuid() and (fd := _lock(directory, fcntl.LOCK_EX)) is not None:
                 shutil.rmtree(directory, ignore_errors=True)
                 os.close(fd)

@@ -11,6 +11,7 @@ import numpy as np
 
 from ipc.codec import decode, encode
 from ipc.errors import IPCError
+from ipc.process_start import started_ticks
 from ipc.shared_array import SharedArray
 from transfer_manager.errors import LayoutError
 from transfer_manager.layout import Places, RankLayout
@@ -21,14 +22,21 @@ KVViews = list[dict[str, np.ndarray[Any, np.dtype[Any]]]]
 class SegmentHandle(msgspec.Struct, frozen=True, kw_only=True):
     """One piece of memory: a descriptor of a living process, or a CUDA IPC handle.
 
-    `pid` 0 means that the reader has inherited the descriptor under that very number.
+    `pid` 0 means that the reader has inherited the descriptor under that very number. Else `started` is when the
+    process began (`started_ticks`): its number may be another process's by the time that the handle is read.
     """
 
     kind: Literal["memfd", "cuda"]
     num_bytes: int
     pid: int = 0
+    started: int = 0
     fd: int = -1
     ipc_handle: bytes = b""
+
+    @classmethod
+    def of(cls, num_bytes: int, fd: int, pid: int) -> SegmentHandle:
+        """Of a descriptor of process `pid`, which lives; 0: of one that the reader inherits."""
+        return cls(kind="memfd", num_bytes=num_bytes, pid=pid, started=started_ticks(pid) if pid else 0, fd=fd)
 
     def open_fd(self) -> int:
         """A descriptor of this process's own, for as long as the owner lives.
@@ -39,9 +47,14 @@ class SegmentHandle(msgspec.Struct, frozen=True, kw_only=True):
             IPCError: the owner is gone or belongs to somebody else.
         """
         try:
-            return os.open(f"/proc/{self.pid or 'self'}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(f"/proc/{self.pid or 'self'}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise IPCError(f"descriptor {self.fd} of process {self.pid} cannot be opened: {error.strerror}") from error
+        # After opening: a process that is still the one that was meant has been so all the time.
+        if self.pid and started_ticks(self.pid) != self.started:
+            os.close(fd)
+            raise IPCError(f"process {self.pid}, which had descriptor {self.fd}, is gone: another one has its number")
+        return fd
 
 
 class KVHandle(msgspec.Struct, frozen=True):
@@ -112,8 +125,7 @@ class KVMemory:
         return self._handle(0)
 
     def _handle(self, pid: int) -> KVHandle:
-        segments = [SegmentHandle(kind="memfd", num_bytes=s.num_bytes, pid=pid, fd=s.fd) for s in self.segments]
-        return KVHandle(tuple(segments), self.places)
+        return KVHandle(tuple([SegmentHandle.of(s.num_bytes, s.fd, pid) for s in self.segments]), self.places)
 
     def flat(self) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
         """Each segment as bytes."""

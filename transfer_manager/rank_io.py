@@ -352,6 +352,12 @@ class RankIO:
         self.started.set()
 
     def _ask_to_stop(self) -> None:
+        """A rank stops when it has done what came before: of that, what it has not begun and nobody will use is
+        cancelled. Seconds of queued copies would else stand before the stop, and it would be killed for being late."""
+        for flight in self._flights.all():
+            if flight.task.direction is not Direction.WRITE:
+                for number in flight.waiting:
+                    self.memory[number].signal.cancel(flight.task.task_id)
         for rank in self.ranks:
             starting = rank.phase is Phase.STARTING
             rank.retire()

@@ -121,8 +121,7 @@ class RankSignal:
 
     def handle(self) -> bytes:
         """For `LayerProgress.open` in another process, as long as this one lives."""
-        segment = SegmentHandle(kind="memfd", num_bytes=self.NUM_BYTES, pid=os.getpid(), fd=self._array.fd)
-        return encode(segment)
+        return encode(SegmentHandle.of(self.NUM_BYTES, self._array.fd, os.getpid()))
 
 
 class LayerProgress:

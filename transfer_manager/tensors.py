@@ -145,7 +145,7 @@ def shared_handle(
                 raise LayoutError(f"{part.name} at {place.address:#x} is in none of the {len(segments)} segments")
             in_layer.append(Place(home[0], place.address - bases[home[0]], stride, num_blocks))
         places.append(tuple(in_layer))
-    handles = [SegmentHandle(kind="memfd", num_bytes=s.num_bytes, pid=pid, fd=s.fd) for s in segments]
+    handles = [SegmentHandle.of(s.num_bytes, s.fd, pid) for s in segments]
     return KVHandle(tuple(handles), tuple(places))
 
 

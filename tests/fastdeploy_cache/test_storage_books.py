@@ -203,3 +203,28 @@ def test_decoding_does_not_teach_the_prefill_speed() -> None:
             request.append_output([7])
             cache.commit(request, request.num_tokens)
         assert learned is not None and cache._speeds.prefill.per_second == learned
+
+
+def test_two_changes_of_weights_come_one_after_the_other() -> None:
+    """Side by side, the store of the one would be attached while the books have been forgotten for the other."""
+    rig = Rig()
+    cache = rig.model.cache
+    cache._reopen = STORE
+    steps: list[str] = []
+    second = threading.Thread(target=lambda: cache.reset(weights_id="w3"))
+
+    def detach() -> None:
+        steps.append("detach")
+        if second.ident is None:
+            second.start()
+            second.join(0.2)  # it has come to an end, or it waits
+
+    def attach(storage: StorageConfig) -> None:
+        steps.append(f"attach {storage.weights_id}")
+
+    cache._detach, cache.attach_storage = detach, attach  # type: ignore[method-assign,assignment]
+    cache.reset(weights_id="w2")
+    second.join(SECONDS)
+    assert steps == ["detach", "attach w2", "detach", "attach w3"]
+    del cache._detach, cache.attach_storage
+    rig.finish()

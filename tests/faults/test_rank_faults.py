@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 
 from ipc import codec
+from ipc.codec import encode
 from tests.contracts.answers import Answers, task
+from tests.faults.big_client import ALL, big_client
 from tests.faults.conftest import SECONDS, is_gone, pids, stopped, wait_exit, watched
 from transfer_manager import rank_io
+from transfer_manager.config import TransferConfig
 from transfer_manager.errors import RankStartError
+from transfer_manager.layout import KVLayout
 from transfer_manager.rank_client import RankClient
 from transfer_manager.rank_process import RankProcess
 from transfer_manager.task import Direction, TransferResult
@@ -217,6 +221,34 @@ def test_a_callback_that_raises_costs_one_task(new_client: NewClient, monkeypatc
     assert [result.error for result in answers.now()] == [None] * 4
     assert client.available and pids(client) == before and client._io.num_failed_callbacks == 1
     assert said == ["event=callback_failed num_failures=1"]
+
+
+def test_a_close_cancels_what_no_rank_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of queued copies would stand before the stop: ranks end by themselves, and every task is answered."""
+    killed: list[int] = []
+    kill = RankProcess.kill
+    monkeypatch.setattr(RankProcess, "kill", lambda process: (killed.append(process.pid), kill(process)))
+    with big_client(max_tasks_in_flight=256) as (client, answers):
+        for number in range(250):
+            client.submit(task(number, OUT, list(ALL), list(ALL), timeout_seconds=1000.0))
+        client.stop()
+        errors = [result.error for result in answers.now()]
+    assert len(errors) == 250 and not killed
+    assert any(error is not None and "cancelled" in error for error in errors)
+
+
+def test_a_setup_larger_than_a_pipe_holds_nobody() -> None:
+    """It is handed over in memory: the thread that all ranks need does not wait until a process reads."""
+    layout = KVLayout(num_layers=4000, num_kv_heads=1, head_dim=2, dtype="float16").for_rank(1, 4)
+    client, answers = RankClient(TransferConfig(), layout, 2, 2), Answers()
+    client.start(answers)
+    try:
+        assert len(encode(client.kv_handle(0))) > 2**17
+        client.submit(task(1, OUT, [0], [0]))
+        answers.wait(1)
+        assert answers.now()[0].error is None
+    finally:
+        client.stop()
 
 
 def test_a_rank_that_lingers_after_its_kill_makes_nobody_spin(

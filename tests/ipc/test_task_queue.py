@@ -227,16 +227,33 @@ def test_wakeup_after_close_touches_no_stranger() -> None:
     os.close(stranger)
 
 
-def test_what_a_killed_engine_left_is_swept_and_what_is_in_use_is_not(
+def test_what_a_killed_engine_left_goes_with_the_next_start(
     opened: ExitStack, context: zmq.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Old directories that nobody locks go at the next start; locked, young and foreign ones stay."""
+    """However young: a folder that nobody locks is a dead engine's. Locked and foreign ones stay."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     in_use = Path(new_queue(opened, context).address.removeprefix("ipc://")).parent
-    for name in ("fdc-left", "fdc-young", "other"):
+    for name in ("fdc-left", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "queue").touch()
-    for old in (in_use, tmp_path / "fdc-left", tmp_path / "other"):
-        os.utime(old, (0, 0))
     second = Path(new_queue(opened, context).address.removeprefix("ipc://")).parent
-    assert {path.name for path in tmp_path.iterdir()} == {in_use.name, second.name, "fdc-young", "other"}
+    assert {path.name for path in tmp_path.iterdir()} == {in_use.name, second.name, "other"}
+
+
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(
+    opened: ExitStack, context: zmq.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine starts just between, and takes the folder for a dead one's: its owner notices."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make, made = tempfile.mkdtemp, list[str]()
+
+    def make_and_lose_the_first(**where: str) -> str:
+        path = make(**where)
+        made.append(path)
+        if len(made) == 1:
+            Path(path).rmdir()
+        return path
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose_the_first)
+    folder = Path(new_queue(opened, context).address.removeprefix("ipc://")).parent
+    assert str(folder) == made[1] and [path.name for path in tmp_path.iterdir()] == [folder.name]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -208,8 +209,8 @@ def test_arrays_of_another_layout_are_refused(kv: KVMemory, layout: RankLayout, 
 def test_a_refused_handle_leaves_no_descriptor(kv: KVMemory) -> None:
     """Memory smaller than told, or a second segment that cannot be opened: IPCError, what was opened is closed."""
     (good,), before = kv.handle().segments, descriptors()
-    larger = SegmentHandle(kind="memfd", num_bytes=good.num_bytes + 1, pid=good.pid, fd=good.fd)
-    gone = SegmentHandle(kind="memfd", num_bytes=good.num_bytes, pid=good.pid, fd=10**6)
+    larger = SegmentHandle.of(good.num_bytes + 1, good.fd, good.pid)
+    gone = SegmentHandle.of(good.num_bytes, 10**6, good.pid)
     for second, message in (
         (larger, rf"has {good.num_bytes} bytes, {good.num_bytes + 1} expected"),
         (gone, "10{6} of"),
@@ -217,6 +218,16 @@ def test_a_refused_handle_leaves_no_descriptor(kv: KVMemory) -> None:
         with pytest.raises(IPCError, match=message):
             KVMemory.open(PLAIN, NUM_BLOCKS, KVHandle((good, second), kv.places))
         assert descriptors() == before
+
+
+def test_a_handle_of_a_process_whose_number_another_one_has_is_refused(kv: KVMemory) -> None:
+    """Its descriptor of that number is some other file: mapped, a model would compute into it."""
+    (good,), before = kv.handle().segments, descriptors()
+    other = msgspec.structs.replace(good, started=good.started - 1)
+    with pytest.raises(IPCError, match="another one has its number"):
+        other.open_fd()
+    os.close(good.open_fd())
+    assert good.started > 0 and descriptors() == before
 
 
 def test_opening_and_closing_leaves_no_descriptor(kv: KVMemory) -> None:

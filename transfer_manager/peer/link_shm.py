@@ -8,10 +8,10 @@ import os
 import select
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
+from ipc.process_start import started_ticks
 from ipc.shared_array import SharedArray
 from transfer_manager.peer.link import (
     INCARNATION_BYTES,
@@ -79,7 +79,7 @@ class ShmLink:
             [len(view) for view in self._views],
             handles=tuple(segment.fd for segment in self._segments),
             inodes=tuple(os.fstat(segment.fd).st_ino for segment in self._segments),
-            started=_started(os.getpid()),
+            started=started_ticks(os.getpid()),
         )
         return seal_endpoint(here)
 
@@ -100,7 +100,7 @@ class ShmLink:
         with contextlib.ExitStack() as undo:
             undo.callback(peer.close)
             peer.check_alive()
-            if _started(there.pid) != there.started:
+            if started_ticks(there.pid) != there.started:
                 raise LinkError(f"the {there} is gone: another process has its number", "gone")
             peer.sources = [_mapped(there, index) for index in range(len(there.handles))]
             # A process that ended meanwhile may have had its number, and with it /proc/PID, taken over. One that
@@ -155,15 +155,6 @@ def _cut(pieces: Pieces) -> Iterator[tuple[int, int, int, int, int]]:
 def _check_time(peer: Peer, deadline: float, timeout_seconds: float) -> None:
     if time.monotonic() > deadline:
         raise LinkError(f"a read from the {peer.endpoint} took more than {timeout_seconds} s", "late")
-
-
-def _started(pid: int) -> int:
-    """When the process began, in clock ticks since boot (proc(5), field 22); 0: it is not there."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])
 
 
 def _mapped(there: Endpoint, index: int) -> Bytes:

@@ -50,7 +50,7 @@ class PeerSignal:
 
     def handle(self) -> bytes:
         """For `StepProgress.open` in another process, as long as this one lives."""
-        return encode(SegmentHandle(kind="memfd", num_bytes=self.NUM_BYTES, pid=os.getpid(), fd=self._array.fd))
+        return encode(SegmentHandle.of(self.NUM_BYTES, self._array.fd, os.getpid()))
 
 
 def layers_done(word: int, step: int) -> int:
