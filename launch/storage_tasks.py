@@ -34,7 +34,7 @@ def list_weights(place: Place, weights_id: str | None, json_file: Path | None) -
         console.print(report.weights_table(rows))
     else:
         _say(console, f"nothing is in {admin.where}")
-    write_json(json_file, {"store": admin.where, "weights": rows})
+    write_json(json_file, {"store": admin.where, "weights": rows, "damaged": _damaged(console, admin)})
 
 
 def describe_spaces(place: Place, weights_id: str | None, json_file: Path | None) -> None:
@@ -46,11 +46,11 @@ def describe_spaces(place: Place, weights_id: str | None, json_file: Path | None
         _say(console, "\n".join(report.details(row)))
     if not rows:
         _say(console, f"nothing is in {admin.where}")
-    write_json(json_file, {"store": admin.where, "spaces": rows})
+    write_json(json_file, {"store": admin.where, "spaces": rows, "damaged": _damaged(console, admin)})
 
 
 def verify(place: Place, weights_id: str | None, json_file: Path | None) -> bool:
-    """Read every object; returns whether none is damaged."""
+    """Read every object; returns whether nothing is damaged."""
     console = _console(json_file)
     admin, names = open_place(place, weights_id)
     rows = report.in_order(report.checked_facts(checked, names) for checked in admin.verify(weights_id))
@@ -63,8 +63,9 @@ def verify(place: Place, weights_id: str | None, json_file: Path | None) -> bool
                 _say(console, f"its journal is damaged, objects are lost: {report.title(row)}")
     else:
         _say(console, f"nothing is in {admin.where}")
-    write_json(json_file, {"store": admin.where, "spaces": rows})
-    return not any(row["damaged"] or not row["listed"] for row in rows)
+    damaged = _damaged(console, admin)
+    write_json(json_file, {"store": admin.where, "spaces": rows, "damaged": damaged})
+    return not damaged and not any(row["damaged"] or not row["listed"] for row in rows)
 
 
 def clear(place: Place, weights_id: str, json_file: Path | None) -> bool:
@@ -103,6 +104,14 @@ def _kept_none(console: Console, admin: StorageAdmin, names: Names, cleared: Cle
     }
     write_json(json_file, found)
     return not kept
+
+
+def _damaged(console: Console, admin: StorageAdmin) -> list[str]:
+    """Spaces of which nobody can tell what they are for, each named in a line."""
+    found = admin.damaged()
+    for where in found:
+        _say(console, f"its space.json is damaged; the engine of that space mends it, gc removes it: {where}")
+    return found
 
 
 def _console(json_file: Path | None) -> Console:

@@ -38,11 +38,9 @@ PARENT_SIDE_OF = {
 HOMES = {
     "zmq": {"ipc/peer_channel.py", "ipc/task_queue.py", "launch/bench/ping_pong.py"},
     "msgspec": {
-        "transfer_manager/storage/file_admin.py",
         "transfer_manager/storage/file_space.py",
         "transfer_manager/storage/mooncake_admin.py",
         "transfer_manager/storage/valkey.py",
-        "transfer_manager/storage/valkey_admin.py",
         "fastdeploy_cache/match.py",
         "ipc/codec.py",
         "transfer_manager/kv_memory.py",

@@ -115,6 +115,11 @@ class StorageAdmin(Protocol):
         """Every space."""
         ...
 
+    def damaged(self) -> list[str]:
+        """What has a space's objects and does not say any more what they are for: no space is counted for it. The
+        engine that it belongs to names it anew when it starts."""
+        ...
+
     def verify(self, weights_id: str | None = None) -> list[Checked]:
         """Read every object of these weights, or of all, and compare it with its checksum. Changes nothing."""
         ...

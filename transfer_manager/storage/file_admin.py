@@ -15,8 +15,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from transfer_manager.errors import StorageError, StorageRefusedError
 from transfer_manager.storage.admin import Checked, Cleared, Space, SpaceSummary
 from transfer_manager.storage.base import seal
@@ -27,11 +25,13 @@ from transfer_manager.storage.file_space import (
     SPACE_NAME,
     is_locked,
     last_written,
+    read_space,
     remove_space,
     slab_bytes,
     slab_path,
+    space_folders,
 )
-from transfer_manager.storage.keys import DIGEST, KeySpace
+from transfer_manager.storage.keys import KeySpace
 
 _NUM_LOOKS = 3
 _SLAB = re.compile(r"slab-\d{5,}")
@@ -49,7 +49,7 @@ class FileAdmin:
         with self._failures():
             if not self._folder.is_dir():
                 raise StorageRefusedError(f"there is no {self.where}")
-            if any(self._folder.iterdir()) and not self._folders():
+            if any(self._folder.iterdir()) and not space_folders(self._folder):
                 raise StorageRefusedError(f"{self.where} is no store: nothing in it is one's")
 
     def spaces(self) -> list[SpaceSummary]:
@@ -57,6 +57,16 @@ class FileAdmin:
         with self._failures():
             found = [self._summary(path, key_space) for path, key_space in self._spaces()]
         return sorted(found, key=lambda summary: summary.last_written_seconds or 0.0)
+
+    def damaged(self) -> list[str]:
+        """See `StorageAdmin`."""
+        with self._failures():
+            return [str(path) for path in space_folders(self._folder) if self._is_damaged(path)]
+
+    def _is_damaged(self, path: Path) -> bool:
+        """A space that an engine is just making has no name yet, and its lock is taken."""
+        is_made = (path / SPACE_NAME).exists() or not is_locked(self._disk, path)
+        return is_made and self._is_nameless(path)
 
     def verify(self, weights_id: str | None = None) -> list[Checked]:
         """See `StorageAdmin`."""
@@ -77,8 +87,8 @@ class FileAdmin:
     def gc(self, capacity_bytes: int) -> Cleared:
         """See `StorageAdmin`. The size of the slabs counts."""
         with self._failures():
-            nameless_bytes = sum(map(self._remove_nameless, self._folders()))
-            surplus_bytes = sum(map(slab_bytes, self._folders())) - capacity_bytes
+            nameless_bytes = sum(map(self._remove_nameless, space_folders(self._folder)))
+            surplus_bytes = sum(map(slab_bytes, space_folders(self._folder))) - capacity_bytes
             cleared = self._remove(self.spaces(), surplus_bytes)
             return dataclasses.replace(cleared, freed_bytes=nameless_bytes + (cleared.freed_bytes or 0))
 
@@ -89,23 +99,20 @@ class FileAdmin:
         except OSError as error:
             raise StorageError(f"{self.where} cannot be looked after: {error}") from error
 
-    def _folders(self) -> list[Path]:
-        """What is called as spaces are."""
-        return sorted(
-            path
-            for path in self._folder.iterdir()
-            if DIGEST.fullmatch(path.name) and not path.is_symlink() and path.is_dir()
-        )
-
     def _spaces(self) -> Iterator[tuple[Path, KeySpace]]:
-        for path in self._folders():
-            name = path / SPACE_NAME
-            try:
-                key_space = msgspec.json.decode(name.read_bytes(), type=KeySpace) if name.is_file() else None
-            except (FileNotFoundError, msgspec.MsgspecError):
-                continue  # removed meanwhile, or not ours
-            if key_space is not None and key_space.digest == path.name:
-                yield path, key_space
+        for path in space_folders(self._folder):
+            with suppress(FileNotFoundError):  # removed meanwhile, or without a name
+                key_space = read_space(self._disk, path)
+                if key_space is not None:
+                    yield path, key_space
+
+    def _is_nameless(self, path: Path) -> bool:
+        """Whether there are a store's files, and nothing that says what for."""
+        try:
+            is_named = read_space(self._disk, path) is not None
+        except FileNotFoundError:
+            is_named = False
+        return not is_named and bool(_files_by_pattern(path) or (path / JOURNAL_NAME).is_file())
 
     def _summary(self, path: Path, key_space: KeySpace) -> SpaceSummary:
         replay = self._replay(path)
@@ -211,7 +218,7 @@ class FileAdmin:
     def _remove_nameless(self, path: Path) -> int:
         """Remove what is left of a space that got no name, or lost it; returns the size of its slabs. An engine that
         makes a new one has nothing in it before it has the lock."""
-        if (path / SPACE_NAME).exists() or not _files_by_pattern(path):
+        if not self._is_nameless(path):
             return 0
         num_bytes = slab_bytes(path)
         return num_bytes if not is_locked(self._disk, path) and self._remove_space(path) else 0

@@ -15,12 +15,13 @@ import msgspec
 from transfer_manager.errors import StorageError, StorageRefusedError
 from transfer_manager.storage.file_disk import Disk
 from transfer_manager.storage.file_journal import JOURNAL_NAME, TEMPORARY_SUFFIX
-from transfer_manager.storage.keys import KeySpace
+from transfer_manager.storage.keys import DIGEST, KeySpace
 
 logger = logging.getLogger(__name__)
 
 SPACE_NAME, LOCK_NAME = "space.json", "lock"
 SLAB_GLOB = "slab-*"
+_MAX_NAME_BYTES = 2**20
 
 
 def slab_path(path: Path, slab: int) -> Path:
@@ -28,13 +29,41 @@ def slab_path(path: Path, slab: int) -> Path:
     return path / f"slab-{slab:05}"
 
 
-def find_spaces(folder: Path) -> Iterator[tuple[Path, KeySpace]]:
-    """All spaces of a store's folder. Raises OSError."""
-    for path in sorted(folder.glob(f"*/{SPACE_NAME}")):
+def space_folders(folder: Path) -> list[Path]:
+    """What in a store's folder is called as spaces are; links are not. Raises OSError."""
+    return sorted(
+        path for path in folder.iterdir() if DIGEST.fullmatch(path.name) and not path.is_symlink() and path.is_dir()
+    )
+
+
+def read_space(disk: Disk, path: Path) -> KeySpace | None:
+    """What a space is for; None where its name is damaged. Raises OSError, `FileNotFoundError` where it has none."""
+    fd = disk.open_to_read(path / SPACE_NAME)
+    try:
+        data = bytearray(min(disk.size(fd), _MAX_NAME_BYTES))
+        disk.read(fd, [memoryview(data)] if data else [], 0)
+    finally:
+        disk.close(fd)
+    # The digest is the name's checksum: a changed bit may leave a name that can be read, of another space.
+    space = KeySpace.parse(data)
+    return space if space is not None and space.digest == path.name else None
+
+
+def find_spaces(disk: Disk, folder: Path) -> Iterator[tuple[Path, KeySpace]]:
+    """The spaces of a store's folder that can be told. What is wrong with another one's files is no reason for a space
+    not to be opened. Raises OSError of the folder itself."""
+    for path in space_folders(folder):
         try:
-            yield path.parent, msgspec.json.decode(path.read_bytes(), type=KeySpace)
-        except (FileNotFoundError, msgspec.MsgspecError):
-            continue  # removed meanwhile, or not ours
+            space = read_space(disk, path)
+        except FileNotFoundError:
+            continue  # removed meanwhile, or just being made
+        except OSError as error:
+            logger.warning("event=space_not_readable path=%s error=%r", path, error)
+            continue
+        if space is None:
+            logger.warning("event=space_damaged path=%s file=%s", path, SPACE_NAME)
+        else:
+            yield path, space
 
 
 def slab_bytes(path: Path) -> int:
@@ -42,7 +71,7 @@ def slab_bytes(path: Path) -> int:
     total = 0
     for slab in path.glob(SLAB_GLOB):
         try:
-            total += slab.stat().st_size
+            total += slab.lstat().st_size
         except FileNotFoundError:
             continue
     return total
@@ -51,7 +80,7 @@ def slab_bytes(path: Path) -> int:
 def last_written(path: Path) -> float:
     """When the journal of a space was written, in seconds; 0 where it has none."""
     try:
-        return (path / JOURNAL_NAME).stat().st_mtime
+        return (path / JOURNAL_NAME).lstat().st_mtime
     except FileNotFoundError:
         return 0.0
 
@@ -83,10 +112,11 @@ def open_space(disk: Disk, folder: Path, space: KeySpace) -> tuple[Path, int]:
 
 
 def _describe(disk: Disk, path: Path, space: KeySpace) -> None:
+    with suppress(FileNotFoundError):
+        if read_space(disk, path) == space:
+            return
     data = msgspec.json.format(msgspec.json.encode(space), indent=2)
     name = path / SPACE_NAME
-    if name.exists() and name.read_bytes() == data:
-        return
     temporary = name.with_suffix(TEMPORARY_SUFFIX)
     fd = disk.open(temporary, create=True)
     try:
@@ -151,13 +181,18 @@ def remove_space(disk: Disk, path: Path) -> bool:
 def make_room(disk: Disk, own: Path, rank: int, capacity_bytes: int, num_bytes: int) -> bool:
     """Whether a rank's own space may grow by so much; removes the rank's other spaces for it that no one has, those
     first that were written to the longest time ago. Raises OSError."""
-    spaces = {path: space for path, space in find_spaces(own.parent) if space.rank == rank}
+    spaces = {path: space for path, space in find_spaces(disk, own.parent) if space.rank == rank}
     others = [path for path in spaces if path != own]
     sizes = {path: slab_bytes(path) for path in (*others, own)}
     for path in sorted(others, key=last_written):
         if sum(sizes.values()) + num_bytes <= capacity_bytes:
             break
-        if remove_space(disk, path):
+        try:
+            is_removed = remove_space(disk, path)
+        except OSError as error:  # such as a link in its place: not a matter of the one that grows
+            logger.warning("event=space_not_removable path=%s error=%r", path, error)
+            continue
+        if is_removed:
             logger.warning("event=space_removed reason=room weights_id=%r path=%s", spaces[path].weights_id, path)
             del sizes[path]
     return sum(sizes.values()) + num_bytes <= capacity_bytes

@@ -206,7 +206,7 @@ class FileStorage:
             if weights_id == self._space.weights_id:
                 num_removed = self._index.remove_all()
                 self._commits.commit_removals()
-            for path, space in find_spaces(self._folder):
+            for path, space in find_spaces(self._disk, self._folder):
                 if space.weights_id == weights_id and path != self._path:
                     replay = read_journal(self._disk, path / JOURNAL_NAME)
                     if remove_space(self._disk, path) and replay:

@@ -45,6 +45,16 @@ class KeySpace(msgspec.Struct, frozen=True, kw_only=True):
             tp_size=tp_size,
         )
 
+    @classmethod
+    def parse(cls, data: bytes | bytearray) -> Self | None:
+        """What a store has written down of a space, as JSON; None where that cannot be read."""
+        try:
+            space = msgspec.json.decode(data, type=cls)
+            space.digest  # noqa: B018 (numbers that it has no room for are damage, too)
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):  # `ValueError`: no UTF-8
+            return None
+        return space
+
     @property
     def weights_digest(self) -> str:
         """32 hexadecimal digits for the weights alone: what all spaces of these weights have in common."""

@@ -75,6 +75,10 @@ class MooncakeAdmin:
             for space, key in sorted(last_keys.items(), key=lambda item: item[0].where)
         ]
 
+    def damaged(self) -> list[str]:
+        """See `StorageAdmin`: the keys themselves say what they are for."""
+        return []
+
     def verify(self, weights_id: str | None = None) -> list[Checked]:
         """See `StorageAdmin`. Mooncake takes these reads for use; it waits 30 s for an owner that hangs."""
         outcomes: dict[Space, Counter[Outcome]] = defaultdict(Counter)
@@ -112,7 +116,7 @@ class MooncakeAdmin:
         answer = self._get(f"/query_key?key={key}") or b""  # evicted meanwhile
         try:
             replicas = msgspec.json.decode(answer, type=_Queried).data
-        except msgspec.MsgspecError:  # that, or it is in no memory
+        except (msgspec.MsgspecError, UnicodeDecodeError):  # that, or it is in no memory
             return None
         return num_objects * max(0, replicas[0].size_ - SEAL_BYTES) if replicas else None
 

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import msgspec
-
 from transfer_manager.errors import StorageError, StorageRefusedError
 from transfer_manager.storage.admin import Checked, Cleared, Outcome, Space, SpaceSummary
 from transfer_manager.storage.base import SEAL_BYTES, seal
@@ -60,6 +58,10 @@ class ValkeyAdmin:
                 for space in sorted(found, key=lambda space: space.where)
             ]
 
+    def damaged(self) -> list[str]:
+        """See `StorageAdmin`: the keys themselves say what they are for."""
+        return []
+
     def verify(self, weights_id: str | None = None) -> list[Checked]:
         """See `StorageAdmin`. The server is asked not to take these reads for use."""
         prefix = f"fdc{KEY_VERSION}:" if weights_id is None else weights_prefix(weights_id)
@@ -107,13 +109,9 @@ class ValkeyAdmin:
 
 
 def _listed(client: Any) -> dict[str, KeySpace]:
-    """The listed spaces by what their keys begin with; entries that another version has written are left out."""
-    found = {}
-    for value in client.hvals(SPACES_KEY):
-        with suppress(msgspec.MsgspecError):
-            key_space = msgspec.json.decode(value, type=KeySpace)
-            found[key_space.prefix] = key_space
-    return found
+    """The listed spaces by what their keys begin with; entries that are damaged or another version's are left out."""
+    spaces = map(KeySpace.parse, client.hvals(SPACES_KEY))
+    return {space.prefix: space for space in spaces if space is not None}
 
 
 def _keys(client: Any, prefix: str) -> Iterator[tuple[ObjectKey, bytes]]:
