@@ -15,10 +15,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from transfer_manager.errors import StorageError, StorageRefusedError
+from transfer_manager.errors import StorageRefusedError
 from transfer_manager.storage.admin import Checked, Cleared, Space, SpaceSummary
 from transfer_manager.storage.base import seal
-from transfer_manager.storage.file_disk import Disk
+from transfer_manager.storage.file_disk import Disk, storage_error
 from transfer_manager.storage.file_journal import JOURNAL_NAME, TEMPORARY_SUFFIX, Geometry, Put, Replay, read_journal
 from transfer_manager.storage.file_space import (
     SLAB_GLOB,
@@ -42,13 +42,15 @@ class FileAdmin:
     """See `StorageAdmin`. A space is its folder."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Options: `folder`. Raises `StorageRefusedError` where that is no store's folder, nor an empty one."""
+        """Options: `folder`. Raises `StorageRefusedError` where that is no store's folder, nor an empty one, or is not
+        this user's."""
         self._folder = Path(options["folder"])
         self._disk = Disk()
         self.where = f"folder {str(self._folder)!r}"
         with self._failures():
             if not self._folder.is_dir():
                 raise StorageRefusedError(f"there is no {self.where}")
+            self._disk.check_folder(self._folder, may_be_link=True)
             if any(self._folder.iterdir()) and not space_folders(self._folder):
                 raise StorageRefusedError(f"{self.where} is no store: nothing in it is one's")
 
@@ -97,7 +99,7 @@ class FileAdmin:
         try:
             yield
         except OSError as error:
-            raise StorageError(f"{self.where} cannot be looked after: {error}") from error
+            raise storage_error(f"look after {self.where}", error) from error
 
     def _spaces(self) -> Iterator[tuple[Path, KeySpace]]:
         for path in space_folders(self._folder):

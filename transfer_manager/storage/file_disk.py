@@ -5,28 +5,54 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from transfer_manager.errors import StorageError, StorageRefusedError
+
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
+_FOR_THE_USER = {errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM}
 Identity = tuple[int, int]
 
 
 class Disk:
     """Files by descriptor. Every method may raise OSError; any thread may call. What is written survives a loss
-    of power from `sync` of its file on, a name in a folder from `sync_folder` on."""
+    of power from `sync` of its file on, a name in a folder from `sync_folder` on.
+
+    Only what this user owns is opened, and no link is followed: others could else have us read, write and cut files
+    that are not the store's.
+    """
 
     def make_folder(self, path: Path) -> None:
         """Make it and what is missing above; for the owner's eyes, as blocks tell of prompts."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
+    def check_folder(self, path: Path, *, may_be_link: bool = False) -> None:
+        """Raise EPERM where a folder is not this user's, or others can put files into it; ELOOP where it is a link."""
+        fd = _open(path, os.O_RDONLY | os.O_DIRECTORY, may_be_link=may_be_link)
+        try:
+            found = os.fstat(fd)
+        finally:
+            os.close(fd)
+        if found.st_uid != os.geteuid():
+            text = (
+                f"the folder is of user {found.st_uid}, and this is user {os.geteuid()}; use one of your own or one "
+                "that does not exist yet, or run as that user"
+            )
+            raise PermissionError(errno.EPERM, text, str(path))
+        if found.st_mode & 0o022:
+            mode = stat.S_IMODE(found.st_mode)
+            text = f"others can write to the folder, its mode is {mode:o}; chmod go-w it, or use one of your own"
+            raise PermissionError(errno.EPERM, text, str(path))
+
     def open(self, path: Path, *, create: bool = False) -> int:
         """A descriptor for reading and writing."""
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+        return _open_own_file(path, os.O_RDWR | (os.O_CREAT if create else 0))
 
     def open_to_read(self, path: Path) -> int:
         """A descriptor for reading."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return _open_own_file(path, os.O_RDONLY | os.O_NONBLOCK)  # else a pipe of that name would hold us up
 
     def close(self, fd: int) -> None:
         """Give a descriptor back, and the lock that it holds."""
@@ -95,9 +121,9 @@ class Disk:
         return _flock(fd, fcntl.LOCK_SH)
 
     def identity(self, path: Path) -> Identity | None:
-        """Which file a path leads to now; None: to none."""
+        """Which file has this name now; None: none has."""
         try:
-            found = path.stat()
+            found = path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         return found.st_dev, found.st_ino
@@ -106,6 +132,32 @@ class Disk:
         """Which file a descriptor is of."""
         found = os.fstat(fd)
         return found.st_dev, found.st_ino
+
+
+def storage_error(what: str, error: OSError) -> StorageError:
+    """What the disk says as an error of ours: `StorageRefusedError` where only the user can mend it."""
+    kind = StorageRefusedError if error.errno in _FOR_THE_USER else StorageError
+    return kind(f"could not {what}: {error}")
+
+
+def _open(path: Path, flags: int, *, may_be_link: bool = False) -> int:
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | (0 if may_be_link else os.O_NOFOLLOW), 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and not may_be_link and path.is_symlink():
+            text = "it is a link, and the store follows none; put what it leads to in its place, or remove it"
+            raise OSError(errno.ELOOP, text, str(path)) from error
+        raise
+
+
+def _open_own_file(path: Path, flags: int) -> int:
+    fd = _open(path, flags)
+    found = os.fstat(fd)
+    if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
+        return fd
+    os.close(fd)
+    text = f"it is no file of user {os.geteuid()}, but of user {found.st_uid} with mode {found.st_mode:o}; remove it"
+    raise PermissionError(errno.EPERM, text, str(path))
 
 
 def _flock(fd: int, kind: int) -> bool:

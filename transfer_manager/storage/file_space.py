@@ -38,6 +38,7 @@ def space_folders(folder: Path) -> list[Path]:
 
 def read_space(disk: Disk, path: Path) -> KeySpace | None:
     """What a space is for; None where its name is damaged. Raises OSError, `FileNotFoundError` where it has none."""
+    disk.check_folder(path)
     fd = disk.open_to_read(path / SPACE_NAME)
     try:
         data = bytearray(min(disk.size(fd), _MAX_NAME_BYTES))
@@ -90,11 +91,13 @@ def open_space(disk: Disk, folder: Path, space: KeySpace) -> tuple[Path, int]:
     `StorageRefusedError` while another engine has it, `StorageError` when a passer-by holds it for a moment."""
     path = folder / space.digest
     disk.make_folder(folder)
+    disk.check_folder(folder, may_be_link=True)
     if not any(folder.glob(f"*/{SPACE_NAME}")):
         # Not only when we have just made it: whoever did may have been killed before it got here.
         with suppress(PermissionError):  # we may enter what is above, but not read it
             disk.sync_folder(folder.parent)
     disk.make_folder(path)
+    disk.check_folder(path)
     fd = _lock(disk, path)
     if fd is None:
         if is_locked(disk, path):

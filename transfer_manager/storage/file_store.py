@@ -17,7 +17,7 @@ from transfer_manager.errors import StorageError, StorageGoneError, StorageRefus
 from transfer_manager.storage.base import Blocks, Segment, StorageStats, Written
 from transfer_manager.storage.file_admission import Admission
 from transfer_manager.storage.file_commit import Commits
-from transfer_manager.storage.file_disk import Disk
+from transfer_manager.storage.file_disk import Disk, storage_error
 from transfer_manager.storage.file_index import Index
 from transfer_manager.storage.file_journal import JOURNAL_NAME, Geometry, Journal, puts_of, read_journal, sort_out
 from transfer_manager.storage.file_slabs import Mover, Slabs, slot_bytes_of
@@ -256,4 +256,4 @@ def _failing(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"could not {what}: {error}") from error
+        raise storage_error(what, error) from error
