@@ -146,7 +146,9 @@ class StorageAccess:
         """Write all that is cached to storage and wait for it: before a planned end. True when storage has it all.
 
         What is on the GPU only goes through the CPU tier, in as many rounds as that takes. An admission filter decides
-        as ever. False: no store, one that fails or declines, or the time is over.
+        as ever. Then storage is asked for every block: it may have dropped what it took, for later blocks or on a full
+        disk; what is missing so is written by the next flush. False: no store, one that fails, declines or drops, or
+        the time is over.
         """
         deadline = time.monotonic() + timeout_seconds
         num_before: int | None = None
@@ -163,8 +165,10 @@ class StorageAccess:
                 # only now: copies make room for themselves among what is written
                 runs = self._unstored_runs()
                 num_left = sum(run.num_blocks - run.num_stored for run in runs)
-                if not runs or (num_before is not None and num_left >= num_before):
-                    return not runs
+                if not runs:
+                    break
+                if num_before is not None and num_left >= num_before:
+                    return False
                 num_before = num_left
                 num_room = self._tree.residency.num_available(CPU)
                 for run in runs:
@@ -175,6 +179,23 @@ class StorageAccess:
             self._submit()
             if not wait_done(copies, deadline - time.monotonic()):
                 return False
+        return self._is_all_there(tier, deadline)
+
+    def _is_all_there(self, tier: StorageTier, deadline: float) -> bool:
+        """Ask the store for all that is cached."""
+        with self._lock:
+            if self._storage is not tier:  # detached meanwhile
+                return False
+            audit = tier.audits.start()
+        tier.link.submit()
+        audit.done.wait(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            if not audit.done.is_set():
+                tier.audits.give_up(audit)
+            is_whole = tier.audits.is_whole(audit) and not self._unstored_runs()
+        if audit.num_missing:
+            logger.warning("event=storage_dropped blocks=%d of=%d", audit.num_missing, sum(audit.num_asked.values()))
+        return is_whole
 
     def _unstored_runs(self) -> list[Run]:
         epoch = self._tree.epoch
@@ -289,7 +310,7 @@ class StorageAccess:
                 return
             self._matcher.on_copied(None)
             self._copy_down.follow_storage(None, 1)
-            tier.reads.stop()
+            tier.stop()
             self._detached.append(tier)
         tier.link.client.stop()
         tier.link.submit()

@@ -6,6 +6,7 @@ import threading
 
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.stats import StorageTierStats
+from fastdeploy_cache.storage_audit import StorageAudits
 from fastdeploy_cache.storage_link import StorageLink
 from fastdeploy_cache.storage_prefetch import StorageLimits
 from fastdeploy_cache.storage_reads import StorageReads
@@ -20,6 +21,7 @@ class StorageTier:
         self.link = link
         self.reads = StorageReads(tree, link, limits)
         self.writes = StorageWrites(tree, link, limits)
+        self.audits = StorageAudits(tree, link)
         self.settled = threading.Event()  # nothing is on its way
         self.settled.set()
         self._was_open = self._was_probed = False
@@ -32,7 +34,7 @@ class StorageTier:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is on its way, and nothing queued."""
-        return self.reads.is_idle and self.writes.is_idle and not self.link.is_probing
+        return self.reads.is_idle and self.writes.is_idle and self.audits.is_idle and not self.link.is_probing
 
     def opened(self) -> None:
         """The store has been opened, perhaps again: then it may have lost what was not durable."""
@@ -48,7 +50,7 @@ class StorageTier:
         """Start nothing more, and answer who waits; or go on. What is queued to be written stays queued."""
         self.link.is_quiet = quiet
         if quiet:
-            self.reads.stop()
+            self.stop()
             self._note_settled()
         else:
             if self._was_open and not self._was_probed:
@@ -56,8 +58,14 @@ class StorageTier:
                 self._was_probed = True
             self.writes.pump()
 
+    def stop(self) -> None:
+        """Answer who waits for the store; what is on its way comes back all the same."""
+        self.reads.stop()
+        self.audits.stop()
+
     def _note_settled(self) -> None:
-        in_flight = not self.reads.is_idle or self.writes.num_in_flight or self.link.is_probing
+        is_asking = not self.reads.is_idle or not self.audits.is_idle
+        in_flight = is_asking or self.writes.num_in_flight or self.link.is_probing
         (self.settled.clear if in_flight else self.settled.set)()
 
     def finish(self, result: TransferResult) -> None:
@@ -68,8 +76,11 @@ class StorageTier:
                 self.writes.pump()
             elif result.task.direction is Direction.WRITE:
                 self.writes.finish(result)
+            elif self.audits.has_asked(result.task.task_id):
+                self.audits.finish(result)
             else:
                 self.reads.finish(result)
+            self.audits.pump()  # its task may have been what took the room
         finally:
             self._note_settled()
 

@@ -27,6 +27,8 @@ class SimulatedStorage:
         self.cancelled: set[int] = set()
         self.declines = False  # writes, as an admission filter does
         self.probes_write = True
+        self.capacity = 10**9  # objects; the oldest go for later ones
+        self.answers_at_once = False
         self.num_offers: Counter[bytes] = Counter()
         self.seconds = 0.001  # that each task is said to have taken
         self._on_result: OnResult | None = None
@@ -43,6 +45,8 @@ class SimulatedStorage:
     def submit(self, task: TransferTask) -> None:
         if self.up:
             self.tasks.append(task)
+            if self.answers_at_once:
+                self.land_all()
         else:
             self._answer(task, 0, "the store is down", was_tried=False)
 
@@ -69,6 +73,7 @@ class SimulatedStorage:
             for key, block in zip(hashes[:num_taken], task.source_ids.tolist(), strict=False):
                 if error is None:
                     self.objects.setdefault(key, self.memory.cpu[block])
+            self.drop(len(self.objects) - self.capacity)
             self._answer(task, num_taken, error, was_tried)
             return
         num_whole = 0
@@ -77,6 +82,11 @@ class SimulatedStorage:
             self.memory.cpu[block] = self.objects[key] if whole else "garbage"
             num_whole += whole
         self._answer(task, num_whole, error, was_tried)
+
+    def drop(self, num: int) -> None:
+        """Forget the oldest objects; nobody is told."""
+        for key in list(self.objects)[: max(0, num)]:
+            del self.objects[key]
 
     def land_all(self) -> None:
         while self.tasks:

@@ -100,6 +100,7 @@ def test_another_store_is_known_to_have_nothing(how: str) -> None:
         rig.store.come_back()
     assert not cache.flush_storage(0.0)
     rig.store.land_all()
+    rig.store.answers_at_once = True
     assert cache.flush_storage(SECONDS) and len(rig.store.objects) == 10
     rig.finish()
 

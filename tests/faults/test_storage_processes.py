@@ -12,6 +12,7 @@ import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request, StorageConfig
 from tests.faults.engine import BLOCK_SIZE, Engine, new_config
+from tests.storage_servers import free_port
 from transfer_manager.errors import StorageRefusedError
 
 PROMPT = list(range(50, 50 + 6 * BLOCK_SIZE + 1))
@@ -143,10 +144,10 @@ def test_a_hung_store_delays_nobody_beyond_the_policy(tmp_path: Path) -> None:
         cache.check_invariants()
 
 
-def test_a_store_that_is_not_there_yet_keeps_no_engine_from_starting(tmp_path: Path) -> None:
+def test_a_store_that_is_not_there_yet_keeps_no_engine_from_starting() -> None:
     """The engine starts without it, at the deadline."""
-    (tmp_path / "file").touch()
-    storage = dataclasses.replace(file_storage(tmp_path / "file" / "below"), start_timeout_seconds=0.5)
+    url = f"valkey://127.0.0.1:{free_port()}/0"
+    storage = StorageConfig(kind="valkey", weights_id="w1", server_url=url, start_timeout_seconds=0.5)
     with PrefixCacheManager(storage_config(1, storage)) as cache:
         engine = Engine(cache, 1)
         engine.serve(PROMPT)
@@ -188,6 +189,29 @@ def test_flush_says_when_storage_has_not_all(tmp_path: Path) -> None:
         engine = Engine(cache, 1)
         engine.serve(PROMPT)
         assert not cache.flush_storage(SECONDS)
+        cache.check_invariants()
+
+
+@pytest.mark.parametrize("how", ["capacity", "disk"])
+def test_flush_says_when_the_store_has_dropped_blocks(tmp_path: Path, how: str) -> None:
+    """Within its capacity, and on a disk that is full, a store takes every block, and drops earlier ones for it: no."""
+    block_bytes = storage_config(1, file_storage(tmp_path)).block_bytes()
+    slot_bytes = block_bytes if block_bytes < 4096 else -(-block_bytes // 4096) * 4096
+    num_slots = 4 if how == "capacity" else 1000
+    storage = dataclasses.replace(
+        file_storage(tmp_path / "store"), capacity_bytes=num_slots * slot_bytes, slab_bytes=2 * slot_bytes
+    )
+    config = storage_config(1, storage)
+    with PrefixCacheManager(config) as cache:
+        engine = Engine(cache, 1)
+        drained(cache)  # the probe, which takes two slabs
+        if how == "disk":  # a third one is not to be had
+            (space,) = [path.parent for path in (tmp_path / "store").glob("*/space.json")]
+            (space / "slab-00002").mkdir()
+        engine.serve(PROMPT)
+        assert not cache.flush_storage(SECONDS)
+        stats = cache.stats().storage
+        assert stats is not None and stats.num_evicted_objects > 0 and stats.num_written_blocks == 6
         cache.check_invariants()
 
 

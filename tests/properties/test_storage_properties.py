@@ -16,7 +16,7 @@ PROMPTS = [[p % 3, 7, 8, *range(10 * (p % 4), 10 * (p % 4) + 14 + p % 5)] for p 
 OPERATIONS = (
     "prefetch", "prefetch", "match", "match", "match", "serve", "serve", "finish", "finish", "land", "land", "land",
     "store", "store", "store", "fail", "store_fails", "reset", "kv_lost", "lie", "part", "down", "end", "reattach",
-    "come_back", "come_back", "come_back", "forget", "write_now", "flush", "look", "rush", "rush",
+    "come_back", "come_back", "come_back", "forget", "write_now", "flush", "drop", "look", "rush", "rush",
 )  # fmt: skip
 STORE = StorageConfig(kind="tests.memory_storage:MemoryStorage", weights_id="w1", breaker_seconds=1e-6)
 
@@ -114,8 +114,22 @@ class Walk:
             self.model.cache.write_to_storage(self.model.live[number % len(self.model.live)].request)
 
     def do_flush(self, number: int) -> None:
-        """As far as it goes without waiting."""
-        self.model.cache.flush_storage(0.0)
+        """As far as it goes without waiting, or with a store that answers at once and copies that land meanwhile.
+        Where it says that storage has everything, it has."""
+        self.store.answers_at_once = number % 2 == 1
+        for _ in range(3 if self.store.answers_at_once else 1):
+            if self.store.answers_at_once:
+                self.land_all()
+            if self.model.cache.flush_storage(0.0) and not self.store.lies:
+                tree = self.model.cache._tree
+                cached = [bytes(run.hashes) for run in tree.runs() if run.epoch == tree.epoch]
+                hashes = {run[i : i + 32] for run in cached for i in range(0, len(run), 32)}
+                assert hashes <= self.store.objects.keys()
+        self.store.answers_at_once = False
+
+    def do_drop(self, number: int) -> None:
+        """The store forgets some objects, and tells nobody."""
+        self.store.drop(number % 8)
 
     def do_land(self, number: int) -> None:
         self.model.land(None, 1 + number % 3)
@@ -157,10 +171,13 @@ class Walk:
             self.store = SimulatedStorage(self.model.client, self.store.objects)
             self.model.cache.attach_storage(STORE, client=self.store)
 
-    def finish(self) -> None:
+    def land_all(self) -> None:
         while self.store.tasks or self.model.client.tasks:
             self.store.land_all()
             self.model.client.land_all()
+
+    def finish(self) -> None:
+        self.land_all()
         self.model.finish()
         assert self.model.client.gpu
 
@@ -183,4 +200,17 @@ def test_any_order_of_verbs_and_failures(
     walk = Walk(num_cpu, write_policy, storage_policy, prefetch_policy)
     for operation, number in chosen:
         walk.step(operation, number)
+    walk.finish()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(("match", "serve", "finish", "drop", "flush")), st.integers(0, 59))))
+def test_a_flush_says_yes_only_of_what_is_there(chosen: list[Any]) -> None:
+    """Few verbs over a store that answers and drops objects: most walks get to a flush that could say yes."""
+    walk = Walk(24, "write_through", "write_through", "wait_complete")
+    for operation, number in [*chosen, ("drop", 1), ("flush", 1)]:
+        walk.step("match", number)
+        walk.step("serve", number)
+        walk.step(operation, number)
+        walk.land_all()
     walk.finish()
