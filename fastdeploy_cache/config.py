@@ -129,15 +129,13 @@ class CacheConfig:
             )
         try:
             self.rank_layout()
+            if self.storage is not None:
+                self.storage.check_capacity(self.block_bytes(), self.transfer.tp_size)
         except LayoutError as error:
             raise ConfigError(str(error)) from error
         gpu, cpu = self.pool_sizes()
         if gpu < 1:
-            given = (
-                f"num_gpu_blocks is {gpu}"
-                if self.num_gpu_blocks is not None
-                else (f"gpu_memory_bytes {self.gpu_memory_bytes} holds {gpu} blocks of {self.block_bytes()} bytes")
-            )
+            given = f"gpu_memory_bytes {self.gpu_memory_bytes} holds {gpu} blocks of {self.block_bytes()} bytes"
             raise ConfigError(f"{given}; the GPU pool needs at least 1 block")
         if max(gpu, cpu) >= 2**31:
             raise ConfigError(f"pools of {gpu} and {cpu} blocks; block ids are 32 bits wide, use fewer than 2**31")
@@ -151,11 +149,7 @@ class CacheConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give a {table.__name__}")
         if not 1 <= self.block_size <= 1024:
             raise ConfigError(f"block_size is {self.block_size}; use 1 to 1024 tokens")
-        _one_of(self, _ALTERNATIVES[0], required=True)
-        _one_of(self, _ALTERNATIVES[1], required=False)
-        for name in _ALTERNATIVES[1]:
-            if (value := getattr(self, name)) is not None and not 0 <= value < 2**63:
-                raise ConfigError(f"{name} is {value}; it must not be negative (0 means no CPU tier)")
+        self._check_pools()
         if not 0 < self.hit_rate_window_seconds < 2**31:
             raise ConfigError(f"hit_rate_window_seconds is {self.hit_rate_window_seconds}; it must be above 0")
         if self.eviction_policy not in EVICTION_POLICIES:
@@ -169,6 +163,16 @@ class CacheConfig:
         self._check_peer()
         if self.transfer_client not in ("processes", "inline"):
             raise ConfigError(f"transfer_client is {self.transfer_client!r}; use 'processes' or 'inline'")
+
+    def _check_pools(self) -> None:
+        _one_of(self, _ALTERNATIVES[0], required=True)
+        _one_of(self, _ALTERNATIVES[1], required=False)
+        for name in _ALTERNATIVES[0]:
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; the GPU pool needs at least 1 block")
+        for name in _ALTERNATIVES[1]:
+            if (value := getattr(self, name)) is not None and not 0 <= value < 2**63:
+                raise ConfigError(f"{name} is {value}; it must not be negative (0 means no CPU tier)")
 
     def _check_movement(self) -> None:
         choices = (
@@ -192,12 +196,12 @@ class CacheConfig:
             ("prefetch_seconds_per_1024_tokens", 0),
         )
         for name, least in limits:
-            if getattr(self, name) < least:
+            if not getattr(self, name) >= least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
 
     def _check_storage(self) -> None:
         speed = self.prefill_tokens_per_second
-        if speed is not None and speed <= 0:
+        if speed is not None and not speed > 0:
             raise ConfigError(f"prefill_tokens_per_second is {speed}; it must be above 0")
         if self.storage is not None and self.layout is None:
             raise ConfigError("storage needs a layout: it keeps bytes")

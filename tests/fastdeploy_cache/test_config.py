@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, TransferConfig
-from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, StorageConfig, TransferConfig
+from fastdeploy_cache.errors import ConfigError, LayoutError
 from ipc.errors import NotEnoughMemoryError
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, dtype="float16")
 BLOCK_BYTES = 2 * 2 * 16 * 4 * 8 * 2  # layers, key and value, tokens, heads, head_dim, float16
+
+
+def numbers_of(config: type) -> list[str]:
+    """The names of a configuration's settings that are numbers."""
+    return [field.name for field in dataclasses.fields(config) if re.match(r"(int|float)\b", str(field.type))]
+
+
+@pytest.mark.parametrize("value", [-4, float("nan")])
+@pytest.mark.parametrize("name", numbers_of(CacheConfig))
+def test_a_number_that_cannot_be_is_named(name: str, value: float) -> None:
+    """Whatever else is missing or wrong, the message begins with the setting that cannot be, and its value."""
+    size = {} if name in ("num_gpu_blocks", "gpu_memory_bytes") else {"num_gpu_blocks": 4}
+    for others in ({}, {"layout": LAYOUT}):
+        with pytest.raises(ConfigError, match=f"^{name} is {value}"):
+            CacheConfig(**{**size, **others, name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [-4, float("nan")])
+@pytest.mark.parametrize("name", sorted({*numbers_of(StorageConfig)} - {"min_priority"}))
+def test_a_number_of_storage_that_cannot_be_is_named(name: str, value: float) -> None:
+    """Before any process starts. A priority may be any number."""
+    with pytest.raises(LayoutError, match=f"^storage.{name} is {value}"):
+        StorageConfig(**{"weights_id": "w1", "folder": "/kv", name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tp_size", "capacity_bytes", "least"), [(1, 4095, 4096), (2, 4095, 4096)])
+def test_a_store_that_holds_no_block_is_refused(tp_size: int, capacity_bytes: int, least: int) -> None:
+    """With the size that would do; of a store of any other kind it says nothing."""
+    settings: dict[str, Any] = {"num_gpu_blocks": 4, "block_size": 16, "layout": LAYOUT}
+    settings["transfer"] = TransferConfig(tp_size=tp_size)
+    storage = StorageConfig(weights_id="w1", folder="/kv", capacity_bytes=capacity_bytes)
+    with pytest.raises(ConfigError, match=f"^storage.capacity_bytes is {capacity_bytes}, .* use at least {least}$"):
+        CacheConfig(storage=storage, **settings)
+    CacheConfig(storage=dataclasses.replace(storage, capacity_bytes=least), **settings)
+    CacheConfig(storage=dataclasses.replace(storage, kind="valkey", folder=None), **settings)
 
 
 def test_later_sources_win_key_by_key(tmp_path: Path) -> None:
@@ -77,7 +114,7 @@ def test_bytes_are_per_rank() -> None:
         ({"num_gpu_blocks": 2.5}, "num_gpu_blocks is 2.5"),
         ({"num_gpu_blocks": "64"}, "num_gpu_blocks is '64'"),
         ({"num_gpu_blocks": True}, "num_gpu_blocks is True"),
-        ({"gpu_memory_bytes": 0, "transfer_client": "inline", "layout": None}, "layout is missing"),
+        ({"gpu_memory_bytes": 1, "transfer_client": "inline", "layout": None}, "layout is missing"),
         ({"num_gpu_blocks": 1, "cpu_to_gpu_ratio": float("nan")}, "cpu_to_gpu_ratio is nan"),
         ({"num_gpu_blocks": 1, "cpu_to_gpu_ratio": float("inf")}, "cpu_to_gpu_ratio is inf"),
         ({"num_gpu_blocks": 1, "hit_rate_window_seconds": float("nan")}, "hit_rate_window_seconds is nan"),

@@ -12,6 +12,7 @@ from transfer_manager.errors import LayoutError
 
 STORES = ("file", "mooncake", "valkey")
 ADMISSIONS = ("second_use", "all", "priority")
+PAGE_BYTES = 4096
 _MAX_IO_THREADS = 256
 _MIN_SLABS = 8
 _OF_STORE = {
@@ -91,6 +92,8 @@ class StorageConfig:
                 f"storage.weights_id is {self.weights_id!r}; name the weights (a revision, or weights_id_of(files)): "
                 "what other weights have computed must never be found"
             )
+        if "\0" in (self.folder or ""):
+            raise LayoutError(f"storage.folder is {self.folder!r}; no folder has such a name")
         if self.kind == "file" and not self.folder:
             raise LayoutError("storage.folder is missing; a store of kind 'file' needs a folder of its own")
         if self.kind != "file" and self.folder is not None:
@@ -121,6 +124,15 @@ class StorageConfig:
             if getattr(self, name) < 0:
                 raise LayoutError(f"storage.{name} is {getattr(self, name)}; it must not be negative")
 
+    def check_capacity(self, object_bytes: int, tp_size: int) -> None:
+        """Raise `LayoutError` where a rank's share of a file store holds no object of this size."""
+        share, slot_bytes = self.capacity_bytes // tp_size, slot_bytes_of(object_bytes)
+        if self.kind == "file" and share < slot_bytes:
+            raise LayoutError(
+                f"storage.capacity_bytes is {self.capacity_bytes}, {share} for each of {tp_size} ranks, and one block "
+                f"takes {slot_bytes}; use at least {tp_size * slot_bytes}"
+            )
+
     @property
     def is_own_store(self) -> bool:
         """Whether the store is the user's, named by its import path."""
@@ -137,3 +149,8 @@ class StorageConfig:
             # several spaces share it: one slab alone should not push out all others
             found["slab_bytes"] = max(1, min(self.slab_bytes, found["capacity_bytes"] // _MIN_SLABS))
         return found
+
+
+def slot_bytes_of(object_bytes: int) -> int:
+    """What an object takes in a file store: whole pages, unless it is smaller than one."""
+    return object_bytes if object_bytes < PAGE_BYTES else -(-object_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -12,15 +12,9 @@ from transfer_manager.storage.file_disk import Disk
 from transfer_manager.storage.file_journal import Geometry, Put
 from transfer_manager.storage.file_space import SLAB_GLOB, slab_path
 
-PAGE_BYTES = 4096
 _INLINE_BYTES = 256 * 2**10  # so little is moved faster than handed to a thread
 _PIECE_BYTES = 2**20  # of one call, so that the checksum finds it in the processor's cache
 _T = TypeVar("_T")
-
-
-def slot_bytes_of(object_bytes: int) -> int:
-    """What an object takes: whole pages, unless it is smaller than one."""
-    return object_bytes if object_bytes < PAGE_BYTES else -(-object_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class Slabs:

@@ -15,12 +15,13 @@ from typing import Any
 
 from transfer_manager.errors import StorageError, StorageGoneError, StorageRefusedError
 from transfer_manager.storage.base import Blocks, Segment, StorageStats, Written
+from transfer_manager.storage.config import slot_bytes_of
 from transfer_manager.storage.file_admission import Admission
 from transfer_manager.storage.file_commit import Commits
 from transfer_manager.storage.file_disk import Disk, storage_error
 from transfer_manager.storage.file_index import Index
 from transfer_manager.storage.file_journal import JOURNAL_NAME, Geometry, Journal, puts_of, read_journal, sort_out
-from transfer_manager.storage.file_slabs import Mover, Slabs, slot_bytes_of
+from transfer_manager.storage.file_slabs import Mover, Slabs
 from transfer_manager.storage.file_space import LOCK_NAME, find_spaces, make_room, open_space, remove_space
 from transfer_manager.storage.keys import KeySpace
 
