@@ -25,6 +25,7 @@ from transfer_manager.peer.config import PeerConfig
 from transfer_manager.rank_client import RankClient
 from transfer_manager.storage.client import StorageClient
 from transfer_manager.storage.config import StorageConfig
+from transfer_manager.storage.file_place import check_place
 from transfer_manager.task import TransferResult
 
 
@@ -50,7 +51,13 @@ def new_metrics(config: CacheConfig, clock: Callable[[], float]) -> CacheMetrics
 
 
 def new_client(config: CacheConfig) -> TransferClient:
-    """Rank processes where there is a tier below the GPU to serve, or arrays on a GPU; else the in-process client."""
+    """Rank processes where there is a tier below the GPU to serve, or arrays on a GPU; else the in-process client.
+
+    Raises:
+        StorageRefusedError: the folder of the configured store cannot be used: no memory is taken for it.
+        NotEnoughMemoryError: the pools do not fit.
+    """
+    check_place(config.storage)
     layout, (num_gpu_blocks, num_cpu_blocks) = config.rank_layout(), config.pool_sizes()
     transfer = config.transfer
     needs_ranks = num_cpu_blocks or transfer.owner_of_kv != "engine"

@@ -32,7 +32,7 @@ PARENT_SIDE = {
 # It runs in the model's worker, which makes KV arrays.
 IN_THE_WORKER = {"fastdeploy_cache/adapters/vllm_worker.py": {"tensors", "device"}}
 PARENT_SIDE_OF = {
-    "storage": {"config", "client", "weights"},
+    "storage": {"config", "client", "file_place", "weights"},
     "peer": {"client", "config", "messages", "offer", "peer_signal"},
 }
 HOMES = {

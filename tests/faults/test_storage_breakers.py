@@ -14,6 +14,7 @@ from tests.faults.engine import BLOCK_SIZE, Engine
 from tests.faults.test_storage_processes import SECONDS, drained, file_storage, storage_config
 from tests.faults.test_storage_requests import LONG, Heard, asked, names, serve
 from tests.faults.test_storage_trouble import Eventually, InTrouble, breaker, metric, prompt, spoiled, stored
+from tests.storage_servers import free_port
 from transfer_manager.storage.file_disk import Disk
 from transfer_manager.storage.file_journal import JOURNAL_NAME, read_journal
 
@@ -33,10 +34,10 @@ def test_a_store_that_hangs_opens_the_breaker(tmp_path: Path, eventually: Eventu
         assert breaker(cache, "read") == 2
 
 
-def test_a_store_that_is_down_says_so_and_keeps_no_backlog(tmp_path: Path) -> None:
-    """Its process cannot start: what leaves the CPU tier unwritten is counted, and not kept."""
-    (tmp_path / "file").touch()
-    storage = dataclasses.replace(file_storage(tmp_path / "file" / "below"), start_timeout_seconds=0.5)
+def test_a_store_that_is_down_says_so_and_keeps_no_backlog() -> None:
+    """Its server is away: what leaves the CPU tier unwritten is counted, and not kept."""
+    url = f"valkey://127.0.0.1:{free_port()}/0"
+    storage = StorageConfig(kind="valkey", weights_id="w1", server_url=url, start_timeout_seconds=0.5)
     with PrefixCacheManager(storage_config(1, storage)) as cache:
         engine = Engine(cache, 1)
         for number in range(30):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -154,6 +155,24 @@ def test_a_store_that_is_not_there_yet_keeps_no_engine_from_starting() -> None:
         assert fetched(cache, engine, PROMPT) == (0, 24)
         tier = cache._storage
         assert tier is not None and not tier.link.client.available
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "open"])
+def test_a_folder_that_cannot_be_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """The engine refuses it before it starts a process or takes memory for one, and so does a later attachment."""
+    (tmp_path / "file").touch()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    storage = file_storage(tmp_path / place)
+    config = storage_config(1, storage)
+    with PrefixCacheManager(dataclasses.replace(config, storage=None)) as cache:
+        with pytest.raises(StorageRefusedError, match=r"storage\.folder is"):
+            cache.attach_storage(storage)
+        assert Engine(cache, 1).serve(PROMPT).num_tokens == 0
+        cache.attach_storage(file_storage(tmp_path / "store"))
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(StorageRefusedError, match=r"storage\.folder is"):
+        PrefixCacheManager(config)
 
 
 @pytest.mark.parametrize(("num_cpu", "policy"), [(16, "write_back"), (4, "write_back"), (0, "write_through")])

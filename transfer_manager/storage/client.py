@@ -20,6 +20,7 @@ from transfer_manager.rank_kv import RankKV
 from transfer_manager.rank_process import RankProcess
 from transfer_manager.rank_signal import RankSignal
 from transfer_manager.storage.config import StorageConfig
+from transfer_manager.storage.file_place import check_place
 from transfer_manager.storage.keys import KeySpace
 from transfer_manager.task import Direction, StorageSetup, TransferTask
 
@@ -104,6 +105,11 @@ class StorageProcesses(ProcessClient):
         self._words = [_Words(rank) for rank in ranks]
 
     def start(self, on_result: OnResult, on_ready: Callable[[], None]) -> None:
+        try:
+            check_place(self._storage)
+        except StorageRefusedError:
+            self.stop()
+            raise
         kv = [RankKV(rank, self._layout, 0, None) for rank in range(self._config.tp_size)]
         io = RankIO(
             self._config,

@@ -12,7 +12,7 @@ from pathlib import Path
 from transfer_manager.errors import StorageError, StorageRefusedError
 
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
-_FOR_THE_USER = {errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM}
+FOR_THE_USER = {errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM}
 Identity = tuple[int, int]
 
 
@@ -136,7 +136,7 @@ class Disk:
 
 def storage_error(what: str, error: OSError) -> StorageError:
     """What the disk says as an error of ours: `StorageRefusedError` where only the user can mend it."""
-    kind = StorageRefusedError if error.errno in _FOR_THE_USER else StorageError
+    kind = StorageRefusedError if error.errno in FOR_THE_USER else StorageError
     return kind(f"could not {what}: {error}")
 
 

@@ -1,0 +1,86 @@
+"""Whether a folder can be a store's: tried before anything is started for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.transfer_manager.storage.file_rig import Rig
+from transfer_manager.errors import StorageRefusedError
+from transfer_manager.storage import file_place
+from transfer_manager.storage.config import StorageConfig
+from transfer_manager.storage.file_disk import Disk
+from transfer_manager.storage.file_place import check_place
+
+
+def storage_at(folder: Path, **settings: float) -> StorageConfig:
+    return StorageConfig(weights_id="w1", folder=str(folder), **settings)  # type: ignore[arg-type]
+
+
+def test_a_folder_that_can_be_made(tmp_path: Path) -> None:
+    """It is made, with mode 700, and nothing is in it; one that is there stays as it is. Other stores have none."""
+    folder = tmp_path / "new" / "store"
+    for _ in range(2):
+        check_place(storage_at(folder))
+        assert folder.stat().st_mode & 0o777 == 0o700 and not list(folder.iterdir())
+    check_place(None)
+    check_place(StorageConfig(kind="valkey", weights_id="w1"))
+    with Rig(folder) as rig:
+        rig.write(1)
+        check_place(storage_at(folder))
+        assert rig.read(1) == 1
+
+
+@pytest.mark.parametrize(
+    "place", ["file", "file/below", "dangling", "/proc/none/store", "n" * 300, "open", "loop/store"]
+)
+def test_a_folder_that_cannot_be_used(tmp_path: Path, place: str) -> None:
+    """The message has the setting, its value and what is wrong with it."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(StorageRefusedError, match=r"^storage\.folder is '.*', which cannot be used: .*; name a folder"):
+        check_place(storage_at(tmp_path / place))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EPERM])
+@pytest.mark.parametrize("call", ["make_folder", "check_folder"])
+def test_what_this_user_may_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+    """A read-only mount, and folders of others: root, which tests may run as, is stopped by neither."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), "the folder")
+
+    monkeypatch.setattr(Disk, call, fail)
+    with pytest.raises(StorageRefusedError, match=os.strerror(number)):
+        check_place(storage_at(tmp_path))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_what_may_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """A full or a broken disk is the storage process's to try again: what is there can be read."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(file_place.tempfile, "TemporaryFile", fail)
+    check_place(storage_at(tmp_path))
+
+
+def test_a_mount_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the engine up for `start_timeout_seconds` and no longer."""
+    answers = threading.Event()
+    monkeypatch.setattr(Disk, "make_folder", lambda *_: answers.wait(30))
+    check_place(storage_at(tmp_path, start_timeout_seconds=0.05))
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "kv-file-place"]
+    answers.set()
+    thread.join(30)
+    assert not thread.is_alive()

@@ -1,0 +1,55 @@
+"""Whether a folder can be a file store's: tried by the engine itself, before anything is started for it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import tempfile
+import threading
+from pathlib import Path
+
+from transfer_manager.errors import StorageRefusedError
+from transfer_manager.storage.config import StorageConfig
+from transfer_manager.storage.file_disk import FOR_THE_USER, Disk
+
+logger = logging.getLogger(__name__)
+
+_FOR_THE_USER = FOR_THE_USER | {errno.EACCES, errno.EINVAL, errno.ENOENT, errno.EROFS}
+
+
+def check_place(storage: StorageConfig | None) -> None:
+    """Make a file store's folder where it is missing, and a nameless file in it.
+
+    What may pass is left to the storage process, which tries again and again: a disk that is full or broken, and one
+    that does not answer within `start_timeout_seconds`.
+
+    Raises:
+        StorageRefusedError: the folder cannot be made or written to, or is not this user's.
+    """
+    if storage is None or storage.folder is None:
+        return
+    folder, failures = Path(storage.folder), list[OSError]()
+    # A thread of its own: a call into a mount whose server is away may never come back.
+    thread = threading.Thread(target=_try, args=(folder, failures), name="kv-file-place", daemon=True)
+    thread.start()
+    thread.join(storage.start_timeout_seconds)
+    if thread.is_alive():
+        logger.warning("event=storage_folder_late folder=%s action=go_on", folder)
+    for error in failures:
+        if error.errno in _FOR_THE_USER:
+            raise StorageRefusedError(
+                f"storage.folder is {str(folder)!r}, which cannot be used: {error.strerror} ({error.filename}); "
+                "name a folder that this user can make or write to"
+            ) from error
+        logger.warning("event=storage_folder_fails folder=%s error=%r", folder, error)
+
+
+def _try(folder: Path, failures: list[OSError]) -> None:
+    disk = Disk()
+    try:
+        disk.make_folder(folder)
+        disk.check_folder(folder, may_be_link=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        failures.append(error)
