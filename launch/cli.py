@@ -287,13 +287,19 @@ def peer(
 
 @config_app.command()
 def check(file: Annotated[Path, typer.Argument(help="TOML file.")]) -> None:
-    """Check a configuration file and print the sizes that follow from it."""
+    """Check a configuration file, print the sizes that follow from it, and try memory, device, folder and disk space.
+
+    Exit status 0: an engine can start with it here and now; 1: it cannot, and why, a line each.
+    """
     from fastdeploy_cache import CacheConfig
-    from launch.config_check import check_memory, describe
+    from launch.config_check import describe, find_problems
 
     config = CacheConfig.load(file)
     typer.echo(describe(config))
-    check_memory(config)
+    problems = find_problems(config)
+    for problem in problems:
+        typer.echo(f"fastdeploy-cache: {problem}", err=True)
+    raise typer.Exit(1 if problems else 0)
 
 
 def main() -> None:

@@ -1,10 +1,19 @@
-"""What a configuration means in blocks and bytes."""
+"""What a configuration means in blocks and bytes, and whether this machine has what it needs."""
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+from pathlib import Path
+
 from fastdeploy_cache import CacheConfig
+from ipc.errors import IPCError
 from ipc.memory_limit import check_available
+from launch.errors import LaunchError
+from transfer_manager.errors import DeviceError, TransferError
 from transfer_manager.layout import RankLayout
+from transfer_manager.storage.file_place import check_place
+from transfer_manager.storage.file_space import slab_bytes, space_folders
 
 
 def describe(config: CacheConfig) -> str:
@@ -28,9 +37,66 @@ def describe(config: CacheConfig) -> str:
     return "\n".join(lines)
 
 
-def check_memory(config: CacheConfig) -> None:
-    """Raise `NotEnoughMemoryError` when its pools would not fit into this machine now."""
+def find_problems(config: CacheConfig) -> list[str]:
+    """What an engine with it would lack on this machine now: each in a line. Leaves nothing behind."""
+    problems = []
+    for check in (_check_memory, _check_device, _check_storage):
+        try:
+            check(config)
+        except (LaunchError, IPCError, TransferError) as error:
+            problems.append(str(error))
+    return problems
+
+
+def _check_memory(config: CacheConfig) -> None:
     check_available(_total_bytes(config), "on this machine the configuration")
+
+
+def _check_device(config: CacheConfig) -> None:
+    transfer = config.transfer
+    if transfer.device != "cuda":
+        return
+    from transfer_manager.device.cuda_driver import Cuda  # late: needs NVIDIA's bindings
+
+    for rank in range(transfer.tp_size):
+        try:
+            Cuda(transfer.device_id(rank))
+        except DeviceError as error:
+            raise LaunchError(f"transfer.device is 'cuda', and rank {rank} cannot have its device: {error}") from error
+
+
+def _check_storage(config: CacheConfig) -> None:
+    if config.storage is None or config.storage.folder is None:
+        return
+    folder = Path(config.storage.folder).absolute()
+    made = [path for path in (folder, *folder.parents) if _is_missing(path)]  # the innermost first
+    try:
+        check_place(config.storage)
+        _check_disk(folder, config.storage.capacity_bytes)
+    except OSError as error:
+        raise LaunchError(f"storage.folder is {str(folder)!r}, and its disk cannot be looked at: {error}") from error
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):  # it could not be made, or is in use by now
+                path.rmdir()
+
+
+def _is_missing(path: Path) -> bool:
+    try:
+        path.lstat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
+
+
+def _check_disk(folder: Path, capacity_bytes: int) -> None:
+    num_free, num_taken = shutil.disk_usage(folder).free, sum(map(slab_bytes, space_folders(folder)))
+    if capacity_bytes > num_free + num_taken:
+        taken = f", and the store there takes {num_taken} already" if num_taken else ""
+        raise LaunchError(
+            f"storage.capacity_bytes is {capacity_bytes}, but the disk of {str(folder)!r} has {num_free} bytes "
+            f"free{taken}; lower it, or make room"
+        )
 
 
 def _parts(layout: RankLayout) -> str:

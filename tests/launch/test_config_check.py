@@ -1,0 +1,116 @@
+"""`fastdeploy-cache config check`: what it tries on the machine, and what its exit status says."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+from ipc.errors import NotEnoughMemoryError
+from launch import config_check
+from launch.cli import app
+from tests.transfer_manager.storage.file_rig import Rig
+from transfer_manager.device import cuda_driver
+from transfer_manager.errors import DeviceError
+
+SETTINGS = """
+num_gpu_blocks = 4
+num_cpu_blocks = 8
+block_size = 16
+[layout]
+num_layers = 2
+num_kv_heads = 2
+head_dim = 8
+"""
+CAPACITY = 2**20
+
+
+class Usage(NamedTuple):
+    free: int
+
+
+def check(tmp_path: Path, more: str) -> tuple[int, str, list[str]]:
+    """Status, standard output, and the lines of standard error."""
+    file = tmp_path / "cache.toml"
+    file.write_text(SETTINGS + more)
+    result = CliRunner().invoke(app, ["config", "check", str(file)])
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.exit_code, result.stdout, result.stderr.splitlines()
+
+
+def storage(folder: Path | str, capacity_bytes: int = CAPACITY) -> str:
+    return f"[storage]\nfolder = '{folder}'\nweights_id = 'w1'\ncapacity_bytes = {capacity_bytes}\n"
+
+
+def test_all_is_there(tmp_path: Path) -> None:
+    """Status 0, the sizes, and no trace: a folder that was missing is missing again, with those above it."""
+    with Rig(tmp_path / "old") as rig:
+        rig.write(1)
+    before = sorted((tmp_path / "old").rglob("*"))
+    for folder in (tmp_path / "new" / "store", tmp_path / "old"):
+        status, words, problems = check(tmp_path, storage(folder))
+        assert (status, problems) == (0, []) and f"bytes on disk: {CAPACITY}" in words
+    assert not (tmp_path / "new").exists() and sorted((tmp_path / "old").rglob("*")) == before
+
+
+@pytest.mark.parametrize("place", ["cache.toml", "cache.toml/below", "/proc/none/store", "n" * 300])
+def test_a_folder_that_cannot_be_used(tmp_path: Path, place: str) -> None:
+    """Status 1 and one line with the folder; the sizes are printed all the same."""
+    status, words, (problem,) = check(tmp_path, storage(tmp_path / place))
+    assert status == 1 and "GPU pool: 4 blocks" in words
+    assert problem.startswith(f"fastdeploy-cache: storage.folder is '{tmp_path / place}', which cannot be used: ")
+
+
+def test_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free and what the store has already have to be as much as its capacity."""
+    with Rig(tmp_path / "old", num_slots=8, slots_per_slab=4) as rig:
+        rig.write(1)  # a slab of four pages
+    monkeypatch.setattr(config_check.shutil, "disk_usage", lambda _: Usage(CAPACITY - 4 * 4096))
+    assert check(tmp_path, storage(tmp_path / "old"))[0] == 0
+    status, _, (problem,) = check(tmp_path, storage(tmp_path / "old", CAPACITY + 1))
+    assert status == 1 and f"has {CAPACITY - 4 * 4096} bytes free, and the store there takes 16384 already" in problem
+    status, _, (problem,) = check(tmp_path, storage(tmp_path / "new"))
+    assert status == 1 and f"storage.capacity_bytes is {CAPACITY}, but the disk of" in problem
+
+
+def test_room_on_the_real_disk(tmp_path: Path) -> None:
+    """More than there is."""
+    num_bytes = shutil.disk_usage(tmp_path).total * 2
+    status, _, (problem,) = check(tmp_path, storage(tmp_path / "new", num_bytes))
+    assert status == 1 and f"storage.capacity_bytes is {num_bytes}" in problem
+
+
+def test_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is asked for the device of each rank."""
+    asked = []
+
+    class OneGpu:
+        def __init__(self, device_id: int) -> None:
+            asked.append(device_id)
+            if device_id:
+                raise DeviceError(f"no CUDA device {device_id}: the driver sees 1")
+
+    monkeypatch.setattr(cuda_driver, "Cuda", OneGpu)
+    transfer = "[transfer]\ndevice = 'cuda'\ntp_size = 2\ndevice_ids = "
+    assert check(tmp_path, transfer + "[0, 0]\n")[0] == 0
+    status, _, (problem,) = check(tmp_path, transfer + "[0, 7]\n")
+    assert status == 1 and "rank 1 cannot have its device: no CUDA device 7: the driver sees 1" in problem
+    assert asked == [0, 0, 0, 7]
+
+
+def test_everything_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thing that is missing hides no other: a line for each."""
+    monkeypatch.setattr(config_check, "check_available", _no_memory)
+    monkeypatch.setattr(config_check.shutil, "disk_usage", lambda _: Usage(0))
+    status, _, problems = check(tmp_path, storage(tmp_path / "store"))
+    assert status == 1
+    assert [word in line for word, line in zip(("bytes of memory", "0 bytes free"), problems, strict=True)] == [
+        True
+    ] * 2
+
+
+def _no_memory(num_bytes: int, what: str) -> None:
+    raise NotEnoughMemoryError(f"{what} needs {num_bytes} bytes of memory")
