@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import time
@@ -78,6 +79,18 @@ def test_other_weights_find_nothing(tmp_path: Path) -> None:
             assert fetched(cache, engine, PROMPT)[0] == expected
             engine.serve(PROMPT)
             drained(cache)
+
+
+def test_a_damaged_space_of_others_keeps_no_engine_from_starting(tmp_path: Path) -> None:
+    """Nor does one of its own, which it names anew: it finds its blocks."""
+    for weights_id in ("w1", "w2"):
+        with PrefixCacheManager(storage_config(1, file_storage(tmp_path, weights_id))) as cache:
+            Engine(cache, 1).serve(PROMPT)
+            drained(cache)
+    for name in tmp_path.glob("*/space.json"):
+        name.write_bytes(re.sub(rb'"w(\d)"', b'"\xff\\1"', name.read_bytes()))
+    with PrefixCacheManager(storage_config(1, file_storage(tmp_path, "w1"))) as cache:
+        assert fetched(cache, Engine(cache, 1), PROMPT) == (24, 24)
 
 
 def test_a_second_engine_on_one_folder_is_refused(tmp_path: Path) -> None:
