@@ -102,7 +102,6 @@ class KVCacheManager:
         request: EngineRequest,
         num_new_tokens: int,
         new_computed_blocks: Sequence[PooledBlock] | None = None,
-        *,
         num_lookahead_tokens: int = 0,
     ) -> KVCacheBlocks | None:
         """Slots for `num_new_tokens` tokens behind those that are computed: the blocks that are new, or None.

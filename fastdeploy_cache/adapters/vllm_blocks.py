@@ -24,17 +24,24 @@ class BlockHashType(NamedTuple):
 
 
 def hash_block_tokens(
-    parent_block_hash: bytes | int | None, token_ids: TokenIds, extra_key: bytes = b"", *, namespace: str = ""
+    parent_block_hash: BlockHashType | bytes | int | None,
+    curr_block_token_ids: TokenIds,
+    extra_key: bytes = b"",
+    *,
+    namespace: str = "",
 ) -> BlockHashType:
-    """The hash of a block of `len(token_ids)` tokens behind `parent_block_hash`; None: it is the first of `namespace`.
+    """The hash of a block of these tokens behind `parent_block_hash`; None: it is the first of `namespace`.
 
-    The cache's own chain (`fastdeploy_cache.block_hash`). An integer stands for its 32 bytes, little-endian and signed.
+    The cache's own chain (`fastdeploy_cache.block_hash`). The parent is a block's hash, or its `hash_value`; an integer
+    stands for its 32 bytes, little-endian and signed.
 
     Raises:
         RequestError: no tokens, a token id out of range, a parent of other than 32 bytes.
     """
-    request = _packed(token_ids, namespace)
+    request = _packed(curr_block_token_ids, namespace)
     parent = root_hash(namespace, request.num_tokens) if parent_block_hash is None else parent_block_hash
+    if isinstance(parent, BlockHashType):
+        parent = parent.hash_value
     if isinstance(parent, int):
         parent = parent.to_bytes(HASH_BYTES, "little", signed=True)
     if len(parent) != HASH_BYTES:
@@ -91,7 +98,7 @@ class KVCacheBlock:
 
 
 class FreeKVCacheBlockQueue:
-    """Free blocks, first to be given out first: by id at the start, then in the order in which they come back.
+    """Free blocks, first to be given out first: in the order given, then in the order in which they come back.
 
     Give a request's blocks back last one first: the tail of a chain goes before its head. Every verb but `__init__` and
     `get_all_free_blocks` is O(1). One thread at a time.
@@ -102,7 +109,7 @@ class FreeKVCacheBlockQueue:
         self.free_list_head: KVCacheBlock | None = None
         self.free_list_tail: KVCacheBlock | None = None
         self._linked: set[int] = set()  # by identity: links alone cannot tell a queue's only block from one in none
-        for block in sorted(blocks, key=lambda block: block.block_id):
+        for block in blocks:
             self.append(block)
 
     @property

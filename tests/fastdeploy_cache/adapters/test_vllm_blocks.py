@@ -37,18 +37,18 @@ def test_a_block_is_reset_but_keeps_its_place() -> None:
     assert block != other
 
 
-def test_the_queue_begins_by_id_and_goes_on_in_order() -> None:
+def test_the_queue_begins_in_the_order_given_and_goes_on_in_order() -> None:
     """`popleft` and `append` keep both ends right, down to empty and up again."""
-    blocks = [KVCacheBlock(i) for i in range(3)]
-    queue = FreeKVCacheBlockQueue(blocks[::-1])
-    assert ids(queue.get_all_free_blocks()) == [0, 1, 2] and queue.free_list_head is blocks[0]
+    blocks = [KVCacheBlock(i) for i in (2, 0, 1)]
+    queue = FreeKVCacheBlockQueue(blocks)
+    assert ids(queue.get_all_free_blocks()) == [2, 0, 1] and queue.free_list_head is blocks[0]
     assert [queue.popleft() for _ in blocks] == blocks and queue.num_free_blocks == 0
     assert queue.free_list_head is queue.free_list_tail is None
     with pytest.raises(ValueError, match="no free block"):
         queue.popleft()
     for block in (blocks[1], blocks[0]):
         queue.append(block)
-    assert ids(queue.get_all_free_blocks()) == [1, 0] and queue.free_list_tail is blocks[0]
+    assert ids(queue.get_all_free_blocks()) == [0, 2] and queue.free_list_tail is blocks[0]
 
 
 def test_the_queue_refuses_what_would_break_it() -> None:
@@ -107,6 +107,7 @@ def test_hashes_are_the_caches_own() -> None:
     assert hashes[1].token_ids == (14, 15, 16, 17)
     assert hash_block_tokens(None, tokens[:4]) == hashes[0] and isinstance(hashes[0], BlockHashType)
     assert hash_block_tokens(hashes[0].hash_value, tokens[4:8]) == hashes[1]
+    assert hash_block_tokens(parent_block_hash=hashes[0], curr_block_token_ids=tuple(tokens[4:8])) == hashes[1]
     assert hash_block_tokens(-5, [1]) != hash_block_tokens(5, [1]), "an early parent was a number"
     assert hash_request_tokens(SIZE, tokens[:3]) == [] == hash_request_tokens(SIZE, [])
 
