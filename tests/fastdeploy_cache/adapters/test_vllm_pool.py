@@ -13,6 +13,7 @@ from fastdeploy_cache.adapters.vllm import hash_request_tokens
 from fastdeploy_cache.errors import BlockOwnerError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from tests.fastdeploy_cache.adapters.vllm_engine import SIZE, Engine, asks, ids, serve, start, view
+from tests.simulated_client import SimulatedClient
 
 
 def test_the_pool_shows_references_and_hashes() -> None:
@@ -96,6 +97,29 @@ def test_a_hit_takes_its_blocks_out_of_the_queue_without_a_walk() -> None:
         return count
 
     assert num_calls(4) == num_calls(300)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["whole block", "last token"])
+@pytest.mark.parametrize("is_on_gpu", [True, False], ids=["on the GPU", "in the CPU tier"])
+@pytest.mark.parametrize("num_tokens", range(SIZE, 3 * SIZE + 1))
+def test_a_cached_prompt_uses_no_more_blocks_than_in_vllm(num_tokens: int, is_on_gpu: bool, recompute: bool) -> None:
+    """There, a prompt takes as many blocks as it fills, cached whole or not: a pool of just these serves it again."""
+    num_blocks = -(-num_tokens // SIZE)
+    kv = view(num_blocks, 16, config={"recompute_last_token": recompute})
+    client = kv.manager._client
+    assert isinstance(client, SimulatedClient)
+    serve(kv, asks("a", [*range(num_tokens)]))
+    client.land_all()
+    if not is_on_gpu:
+        kv.manager.evict(num_blocks)
+    request = asks("b", [*range(num_tokens)])
+    blocks, num_computed = kv.get_computed_blocks(request)
+    new = kv.allocate_slots(request, num_tokens - num_computed, blocks)
+    assert new is not None and len(blocks) + len(new) == num_blocks, "vLLM would serve it"
+    kv.free(request)
+    client.land_all()
+    kv.manager.check_invariants()
+    kv.manager.close()
 
 
 # -- random engines
