@@ -29,8 +29,11 @@ PARENT_SIDE = {
     "task",
     "worker_signals",
 }
-# It runs in the model's worker, which makes KV arrays.
-IN_THE_WORKER = {"fastdeploy_cache/adapters/vllm_worker.py": {"tensors", "device"}}
+# The first runs in the model's worker, which makes KV arrays; the second gives slots as tensors.
+WITH_TENSORS = {
+    "fastdeploy_cache/adapters/vllm_worker.py": {"tensors", "device"},
+    "fastdeploy_cache/adapters/pages.py": {"tensors"},
+}
 PARENT_SIDE_OF = {
     "storage": {"config", "client", "file_place", "weights"},
     "peer": {"client", "config", "messages", "offer", "peer_signal"},
@@ -123,7 +126,7 @@ def test_the_engine_side_uses_only_the_parent_side_of_the_ranks() -> None:
         for module in imports(path):
             if module.startswith("transfer_manager."):
                 room, *below = module.split(".")[1:]
-                rooms = PARENT_SIDE | IN_THE_WORKER.get(name(path), set())
+                rooms = PARENT_SIDE | WITH_TENSORS.get(name(path), set())
                 allowed = room in rooms or (room in PARENT_SIDE_OF and below[0] in PARENT_SIDE_OF[room])
                 assert allowed, f"{name(path)} imports {module}"
 

@@ -1,7 +1,8 @@
 """The radix prefix cache of mini-sglang, over one `PrefixCacheManager`: its tree, its blocks, its books.
 
 A page is a block; slots are positions of tokens: block b of `page_size` p is slots b*p to b*p + p - 1. Lengths are in
-tokens. Tokens and slots may be lists, integer arrays or CPU tensors; what is returned is int32 and owns its memory.
+tokens. Tokens and slots may be lists, integer arrays or CPU tensors; what is returned is int32 and owns its memory: an
+array, or with `as_tensors` a CPU tensor of PyTorch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fastdeploy_cache.adapters.pages import Integers, Slots, as_integers, pages_of, slots_of
+from fastdeploy_cache.adapters.pages import Given, Integers, as_array, as_int32_tensor, as_integers, pages_of, slots_of
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError
 from fastdeploy_cache.manager import PrefixCacheManager
@@ -37,11 +38,12 @@ class RadixCacheHandle:
 
     cached_len: int
     page_ids: list[int] = field(repr=False)
-    request: Request | None = field(repr=False)  # names the tokens; None: there are none
+    request: Request | None = field(repr=False)  # names the tokens; None: there are none, it is the root's
+    given: Given = field(default=as_array, repr=False)
 
-    def get_matched_indices(self) -> Slots:
+    def get_matched_indices(self) -> Any:
         """The slots of these tokens: int32 [cached_len]."""
-        return slots_of(self.page_ids, self.cached_len // len(self.page_ids) if self.page_ids else 1)
+        return self.given(slots_of(self.page_ids, self.cached_len // len(self.page_ids) if self.page_ids else 1))
 
 
 class MatchResult(NamedTuple):
@@ -77,9 +79,15 @@ class RadixPrefixCache:
     Over a manager that `new_manager` has not made, nodes are the runs that its own policy keeps.
     """
 
-    def __init__(self, manager: PrefixCacheManager) -> None:
-        """The caller closes the manager."""
+    def __init__(self, manager: PrefixCacheManager, *, as_tensors: bool = False) -> None:
+        """The caller closes the manager. `as_tensors`: slots are given as CPU tensors of PyTorch.
+
+        Raises:
+            LayoutError: PyTorch is wanted, but missing.
+        """
         self.manager = manager
+        self.given: Given = as_int32_tensor if as_tensors else as_array
+        self.given(slots_of([], 1))
         self.page_size = manager.config.block_size
         self._locks: dict[RadixCacheHandle, list[PinnedPrefix]] = {}
 
@@ -92,12 +100,16 @@ class RadixPrefixCache:
         request = self._request(input_ids)
         return MatchResult(self._handle(request, self._lookup(request, used=True)))
 
-    def lock_handle(self, handle: RadixCacheHandle, unlock: bool = False) -> None:
+    def lock_handle(self, handle: RadixCacheHandle | None, unlock: bool = False) -> None:
         """Keep the handle's slots as they are, until it has been unlocked as often.
+
+        The root's handle has none, and None is no handle: nothing is done.
 
         Raises:
             RequestError: some of it is not cached any more (match again), or an unlock without a lock.
         """
+        if handle is None or handle.request is None:
+            return
         if unlock:
             pins = self._locks.get(handle)
             if not pins:
@@ -106,12 +118,10 @@ class RadixPrefixCache:
             if not pins:
                 del self._locks[handle]
             return
-        pinned = PinnedPrefix(None, 0, [])
-        if handle.request is not None:
-            pinned = self.manager.pin(handle.request, len(handle.page_ids))
-            if pinned.block_ids != handle.page_ids:
-                self.manager.unpin(pinned)
-                raise RequestError(f"lock of {handle.cached_len} tokens, but not all are cached any more; match again")
+        pinned = self.manager.pin(handle.request, len(handle.page_ids))
+        if pinned.block_ids != handle.page_ids:
+            self.manager.unpin(pinned)
+            raise RequestError(f"lock of {handle.cached_len} tokens, but not all are cached any more; match again")
         self._locks.setdefault(handle, []).append(pinned)
 
     def insert_prefix(self, input_ids: Integers, indices: Integers, *, lock: bool = False) -> InsertResult:
@@ -141,14 +151,14 @@ class RadixPrefixCache:
         inserted = self.manager.insert(request, page_ids[num_known:], first_block=num_known, pin=True, used=not lock)
         assert inserted.pinned is not None
         handle = self._handle(request, inserted.pinned.block_ids)
-        if lock:
+        if lock and handle.request is not None:
             self._locks[handle] = [inserted.pinned]
         else:
             self.manager.unpin(inserted.pinned)
         num_cached = min(num_known + len(inserted.duplicate_ids), inserted.num_blocks)
         return InsertResult(num_cached * self.page_size, handle)
 
-    def evict(self, size: int) -> Slots:
+    def evict(self, size: int) -> Any:
         """Evict `size` tokens or more: whole nodes, those used longest ago first.
 
         Returns their slots, of each node from its first token on; the pages are the caller's now
@@ -162,7 +172,7 @@ class RadixPrefixCache:
         missing = size - self.size_info.evictable_size
         if missing > 0:
             raise OutOfBlocksError(-(-missing // self.page_size), 0)
-        return slots_of(self.manager.evict_runs(-(-size // self.page_size)), self.page_size)
+        return self.given(slots_of(self.manager.evict_runs(-(-size // self.page_size)), self.page_size))
 
     def reset(self) -> None:
         """Forget every prefix. What is locked stays as it is until it is unlocked, but is not found any more."""
@@ -193,12 +203,13 @@ class RadixPrefixCache:
         return self.manager.lookup(request, touch=used, split=used).block_ids if request is not None else []
 
     def _handle(self, request: Request | None, page_ids: list[int]) -> RadixCacheHandle:
-        return RadixCacheHandle(len(page_ids) * self.page_size, page_ids, request if page_ids else None)
+        num_tokens = len(page_ids) * self.page_size
+        return RadixCacheHandle(num_tokens, page_ids, request if page_ids else None, self.given)
 
 
-def find_first_diff_pos(a: Integers, b: Integers) -> int:
+def find_first_diff_pos(tensor1: Integers, tensor2: Integers) -> int:
     """The first position at which two sequences differ; where one begins with the other, the shorter one's length."""
-    ours, theirs = as_integers(a), as_integers(b)
+    ours, theirs = as_integers(tensor1), as_integers(tensor2)
     num_common = min(len(ours), len(theirs))
     differ = ours[:num_common] != theirs[:num_common]
     return int(differ.argmax()) if differ.any() else num_common

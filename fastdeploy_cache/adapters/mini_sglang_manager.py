@@ -69,22 +69,25 @@ class CacheManager:
             raise RequestError("match of a request without tokens; give it at least one")
         return self.prefix_cache.match_prefix(req.input_ids[:-1])
 
-    def lock(self, handle: RadixCacheHandle) -> None:
+    def lock(self, handle: RadixCacheHandle | None) -> None:
         """See `RadixPrefixCache.lock_handle`."""
         self.prefix_cache.lock_handle(handle)
 
-    def unlock(self, handle: RadixCacheHandle) -> None:
+    def unlock(self, handle: RadixCacheHandle | None) -> None:
         """The reverse of `lock`."""
         self.prefix_cache.lock_handle(handle, unlock=True)
 
     # -- pages
 
-    def allocate(self, num_tokens: int) -> Slots:
+    def allocate(self, needed_len: int) -> Any:
         """The slots of as many pages as so many tokens need. Evicts just what is missing, ends of nodes first.
 
         Raises:
             OutOfBlocksError: there is no room; nothing was changed.
         """
+        return self.prefix_cache.given(self._allocated(needed_len))
+
+    def _allocated(self, num_tokens: int) -> Slots:
         return slots_of(self._manager.take(-(-num_tokens // self.page_size)), self.page_size)
 
     def allocate_paged(self, reqs: Sequence[Req]) -> None:
@@ -103,7 +106,7 @@ class CacheManager:
                     f"the page table is {num_rows} x {width}"
                 )
             parts.append((req.table_idx, first, end))
-        slots = self.allocate(sum(end - first for _, first, end in parts))
+        slots = self._allocated(sum(end - first for _, first, end in parts))
         position = 0
         for row, first, end in parts:
             self.page_table[row, first:end] = slots[position : position + end - first]
@@ -186,34 +189,34 @@ class CacheManager:
             )
 
 
-def create_page_table(max_running_reqs: int, max_seq_len: int) -> Slots:
+def create_page_table(max_running_req: int, max_seq_len: int) -> Slots:
     """An empty table: int32 [requests, tokens]. Make rows whole pages long."""
-    return np.zeros((max_running_reqs, max_seq_len), np.int32)
+    return np.zeros((max_running_req, max_seq_len), np.int32)
 
 
 def get_mha_cache_per_page(  # noqa: PLR0917 (the original's order)
-    head_dim: int, num_kv_heads: int, num_layers: int, page_size: int = 1, tp_size: int = 1, dtype_bytes: int = 2
+    head_dim: int, num_kv_heads: int, num_layers: int, page_size: int = 1, tp_size: int = 1, dtype_size: int = 2
 ) -> float:
-    """Bytes of keys and values of a page on one of `tp_size` ranks."""
-    return 2 * head_dim * num_kv_heads * num_layers * page_size / tp_size * dtype_bytes
+    """Bytes of keys and values of a page on one of `tp_size` ranks; `dtype_size` is of one number, in bytes."""
+    return 2 * head_dim * num_kv_heads * num_layers * page_size / tp_size * dtype_size
 
 
-def get_num_pages_for_kv_cache(num_bytes: float, page_bytes: float) -> int:
-    """How many whole pages fit; also logged."""
-    num_pages = int(num_bytes // page_bytes)
-    logger.info("event=kv_cache_sized num_pages=%d gigabytes=%.3f", num_pages, num_pages * page_bytes / 1e9)
+def get_num_pages_for_kv_cache(available_memory: float, cache_per_page: float) -> int:
+    """How many whole pages fit, both given in bytes; also logged."""
+    num_pages = int(available_memory // cache_per_page)
+    logger.info("event=kv_cache_sized num_pages=%d gigabytes=%.3f", num_pages, num_pages * cache_per_page / 1e9)
     return num_pages
 
 
 def print_radix_tree(
-    cache: RadixPrefixCache, max_depth: int = 10, *, show_ref_count: bool = True, show_timestamp: bool = False
+    root: RadixPrefixCache, max_depth: int = 10, show_ref_count: bool = True, show_timestamp: bool = False
 ) -> str:
-    """Print the tree down to `max_depth` nodes below the root, and return the text: tokens and slots of each node.
+    """Print a cache's tree down to `max_depth` nodes below the root, and return the text: each node's tokens and slots.
 
     `[R]` is the root, `[L]` a leaf. The reference count is that of locks on the node or beneath it; the timestamp is
     the order of uses.
     """
-    views = [view for view in cache.manager.runs() if not view.namespace]
+    views = [view for view in root.manager.runs() if not view.namespace]
     children: dict[bytes, list[RunView]] = {}
     num_locks = dict.fromkeys([view.hashes[-1] for view in views], 0)
     above = {view.parent_hash for view in views} - num_locks.keys()
@@ -226,7 +229,7 @@ def print_radix_tree(
     def show(parent_hash: bytes, depth: int) -> None:
         for view in sorted(children[parent_hash], key=lambda view: view.token_ids.tolist()):
             name, indent = view.hashes[-1], "  " * depth
-            slots = slots_of(view.block_ids, cache.page_size).tolist()
+            slots = slots_of(view.block_ids, root.page_size).tolist()
             mark = "" if name in children else "[L] "
             line = f"{indent}{mark}{_clip(view.token_ids.tolist())} slots {_clip(slots)}"
             line += f" ref {num_locks[name]}" if show_ref_count else ""

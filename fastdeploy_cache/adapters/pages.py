@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from fastdeploy_cache.errors import RequestError
+from transfer_manager.tensors import torch_tensor
 
 Slots = np.ndarray[Any, np.dtype[np.int32]]
 Integers = Sequence[int] | np.ndarray[Any, Any]  # or a CPU tensor
+Given = Callable[[Slots], Any]  # slots as an engine is given them: an array, or a tensor
 
 
 def as_integers(values: Integers) -> np.ndarray[Any, Any]:
@@ -22,6 +24,21 @@ def as_integers(values: Integers) -> np.ndarray[Any, Any]:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise RequestError(f"{array.dtype} {list(array.shape)}; give a flat list, array or CPU tensor of integers")
     return array
+
+
+def as_array(slots: Slots) -> Slots:
+    """As they are: int32."""
+    return slots
+
+
+def as_int32_tensor(slots: Slots) -> Any:
+    """A CPU tensor of PyTorch over the same memory. Raises `LayoutError` where PyTorch is missing."""
+    return torch_tensor(slots, "int32")
+
+
+def as_int64_tensor(slots: Slots) -> Any:
+    """A CPU tensor of PyTorch. Raises `LayoutError` where PyTorch is missing."""
+    return torch_tensor(slots.astype(np.int64), "int64")
 
 
 def slots_of(page_ids: Integers, page_size: int) -> Slots:

@@ -1,6 +1,7 @@
 """What an original's callers use, as plain data, held against the adapter and its page.
 
-A surface is a mapping from a name to the parameters that its callers give by keyword or by place; None: an attribute.
+A surface is a mapping from a name to the parameters that its callers give: in this order by place, or by keyword; those
+that end with `=` by keyword alone. None: an attribute.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ def missing(target: object, surface: Surface) -> list[str]:
 def takes(call: Callable[..., Any], parameters: Sequence[str]) -> bool:
     """Whether a call takes these parameters, by place as well as by keyword, and needs no others."""
     signature = inspect.signature(call)
-    by_place = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    by_place = [name for name in parameters if not name.endswith("=")]
+    by_keyword = [name.removesuffix("=") for name in parameters]
     try:
-        signature.bind(**dict.fromkeys(parameters))
+        signature.bind(**dict.fromkeys(by_keyword))
+        bound = signature.bind(*by_place, **{name: name for name in by_keyword if name not in by_place})
     except TypeError:
         return False
-    has_others = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    named = [name for name in parameters if name in signature.parameters or not has_others]
-    return named == [p.name for p in by_place][: len(named)]
+    return all(name not in bound.arguments or bound.arguments[name] == name for name in by_keyword)
 
 
 def unnamed(page: str, names: Sequence[str]) -> list[str]:
