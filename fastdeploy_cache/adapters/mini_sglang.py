@@ -16,7 +16,7 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.pinned_prefix import PinnedPrefix
-from fastdeploy_cache.policies.whole_runs import WholeRunsLRU
+from fastdeploy_cache.policies.whole_runs import whole_runs
 from fastdeploy_cache.request import Request
 
 
@@ -70,7 +70,7 @@ def new_manager(num_pages: int, page_size: int = 1, **settings: Any) -> PrefixCa
     if "eviction_policy" in settings:
         raise ConfigError(f"eviction_policy is {settings['eviction_policy']!r}; leave it out, nodes go by LRU here")
     config = CacheConfig(**{"transfer_client": "inline", **settings}, block_size=page_size, num_gpu_blocks=num_pages)
-    return PrefixCacheManager(config, policy=WholeRunsLRU(time.monotonic))
+    return PrefixCacheManager(config, policy=whole_runs("lru", time.monotonic))
 
 
 class RadixPrefixCache:

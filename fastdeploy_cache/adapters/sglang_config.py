@@ -9,7 +9,7 @@ from typing import Any
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.manager import PrefixCacheManager
-from fastdeploy_cache.policies.whole_runs import WholeRunsLRU
+from fastdeploy_cache.policies.whole_runs import whole_runs
 from transfer_manager.client import TransferClient
 
 logger = logging.getLogger(__name__)
@@ -68,5 +68,9 @@ def new_config(
 
 
 def new_manager(config: CacheConfig, *, client: TransferClient | None = None) -> PrefixCacheManager:
-    """A manager for `HiRadixCache`, which evicts whole nodes, those first that were used longest ago."""
-    return PrefixCacheManager(config, client=client, policy=WholeRunsLRU(time.monotonic))
+    """A manager for `HiRadixCache`, which evicts whole nodes, in the order of `config.eviction_policy`.
+
+    Raises:
+        ConfigError: that policy has no order of nodes (`reuse`).
+    """
+    return PrefixCacheManager(config, client=client, policy=whole_runs(config.eviction_policy, time.monotonic))

@@ -152,11 +152,15 @@ class _LeafHeap:
 
 
 class LeastRecentlyUsed:
-    """`lru`: what was used longest ago goes first. The other ranking policies differ in `rank` only."""
+    """`lru`: what was used longest ago goes first. The other ranking policies differ in `rank`, and in what of it may
+    become one run without loss."""
 
-    def __init__(self, clock: Clock, num_uses: int = 0) -> None:
-        """`num_uses`: of another policy, which this one goes on from."""
+    def __init__(self, clock: Clock, *, keeps_borders: bool = False, num_uses: int = 0) -> None:
+        """`keeps_borders`: a run ends where an insert has ended. It is never extended in place, nor joined with the run
+        behind it: else what several calls have inserted would be one run, and whole runs could not go one by one.
+        `num_uses`: of another policy, which this one goes on from."""
         self._clock = clock
+        self._keeps_borders = keeps_borders
         self._num_uses = num_uses
         self._heaps: tuple[_LeafHeap, ...] = ()
 
@@ -177,8 +181,9 @@ class LeastRecentlyUsed:
         for run in path:
             run.usage.last_used = self._num_uses
 
-    def grow(self, run: Run, first_block: int) -> None:
-        pass
+    def grow(self, run: Run, first_block: int) -> None:  # noqa: ARG002
+        if self._keeps_borders:
+            run.usage.is_shared = True  # what comes next becomes a run of its own
 
     def shrink(self, run: Run, first_block: int) -> None:
         pass
@@ -195,8 +200,33 @@ class LeastRecentlyUsed:
     def is_colder(self, run: Run, than: Run) -> bool:
         return bool(self.rank(run) < self.rank(than))
 
-    def alike(self, upper: Run, lower: Run) -> bool:  # noqa: ARG002
+    def alike(self, upper: Run, lower: Run) -> bool:
+        return not self._keeps_borders and self.are_ranked_alike(upper, lower)
+
+    def are_ranked_alike(self, upper: Run, lower: Run) -> bool:  # noqa: ARG002
+        """Whether their ranks order them among the others as one run's would."""
         return True
+
+
+class MostRecentlyUsed(LeastRecentlyUsed):
+    """`mru`: what was used last goes first."""
+
+    def rank(self, run: Run) -> Any:
+        return -run.usage.last_used
+
+    def touch(self, path: Sequence[Run]) -> None:
+        super().touch(path)
+        for run in path:
+            for tier in Tier:
+                if self._is_leaf(run, tier):  # a use makes its rank fall, which the heap has to hear
+                    self.push(run, tier)
+
+    def clear(self, is_leaf: IsLeaf, split: Split) -> None:
+        super().clear(is_leaf, split)
+        self._is_leaf = is_leaf
+
+    def are_ranked_alike(self, upper: Run, lower: Run) -> bool:
+        return upper.usage.last_used == lower.usage.last_used
 
 
 class FirstInFirstOut(LeastRecentlyUsed):
@@ -206,13 +236,23 @@ class FirstInFirstOut(LeastRecentlyUsed):
         return run.usage.inserted
 
 
+class FirstInLastOut(LeastRecentlyUsed):
+    """`filo`: what was computed last goes first."""
+
+    def rank(self, run: Run) -> Any:
+        return -run.usage.inserted
+
+    def are_ranked_alike(self, upper: Run, lower: Run) -> bool:
+        return upper.usage.inserted == lower.usage.inserted
+
+
 class LeastFrequentlyUsed(LeastRecentlyUsed):
     """`lfu`: what the fewest requests have used goes first, ties by `lru`. An evicted run starts at zero again."""
 
     def rank(self, run: Run) -> Any:
         return run.usage.num_uses, run.usage.last_used
 
-    def alike(self, upper: Run, lower: Run) -> bool:
+    def are_ranked_alike(self, upper: Run, lower: Run) -> bool:
         return upper.usage.num_uses == lower.usage.num_uses
 
 
@@ -222,7 +262,7 @@ class SegmentedLeastRecentlyUsed(LeastRecentlyUsed):
     def rank(self, run: Run) -> Any:
         return run.usage.num_uses >= 2, run.usage.last_used
 
-    def alike(self, upper: Run, lower: Run) -> bool:
+    def are_ranked_alike(self, upper: Run, lower: Run) -> bool:
         return (upper.usage.num_uses >= 2) == (lower.usage.num_uses >= 2)
 
 
@@ -286,7 +326,7 @@ class _ForATime(LeastRecentlyUsed):
                         self.push(run, each)  # ranked anew, or watched for longer
         return super().victim(tier, num_blocks)
 
-    def alike(self, upper: Run, lower: Run) -> bool:
+    def are_ranked_alike(self, upper: Run, lower: Run) -> bool:
         a, b = upper.usage, lower.usage
         return (a.priority, a.keep_until) == (b.priority, b.keep_until)
 
@@ -320,11 +360,13 @@ class PinForATime(_ForATime):
             usage.keep_until = max(usage.keep_until, until)
 
 
-RANKING_POLICIES = {
+RANKING_POLICIES: dict[str, type[LeastRecentlyUsed]] = {
     "lru": LeastRecentlyUsed,
     "fifo": FirstInFirstOut,
     "lfu": LeastFrequentlyUsed,
     "slru": SegmentedLeastRecentlyUsed,
     "priority": Priority,
     "pin": PinForATime,
+    "mru": MostRecentlyUsed,
+    "filo": FirstInLastOut,
 }

@@ -1,21 +1,21 @@
-"""`lru` over runs that keep their borders, for adapters whose originals evict whole nodes."""
+"""Policies over runs that keep their borders, for adapters whose originals evict whole nodes."""
 
 from __future__ import annotations
 
-from fastdeploy_cache.policies.eviction import LeastRecentlyUsed
-from fastdeploy_cache.run import Run
+from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.policies.eviction import RANKING_POLICIES, Clock, EvictionPolicy
 
 
-class WholeRunsLRU(LeastRecentlyUsed):
-    """A run ends where an insert has ended: it is never extended in place, nor joined with the run behind it.
+def whole_runs(name: str, clock: Clock) -> EvictionPolicy:
+    """The ranking policy of that name, under which a run ends where an insert has ended.
 
-    Else what one call inserted would be several calls' run, and whole runs could not be evicted one by one, oldest
-    first. Only `PrefixCacheManager.evict_runs` takes whole runs; what `take` and `allocate` evict is still exact. A
-    request that commits block by block gets a run for each commit.
+    Only `PrefixCacheManager.evict_runs` takes whole runs; what `take` and `allocate` evict is still exact. A request
+    that commits block by block gets a run for each commit.
+
+    Raises:
+        ConfigError: it ranks no runs (`reuse`), or there is none of that name.
     """
-
-    def grow(self, run: Run, first_block: int) -> None:  # noqa: ARG002
-        run.usage.is_shared = True  # what comes next becomes a run of its own
-
-    def alike(self, upper: Run, lower: Run) -> bool:  # noqa: ARG002
-        return False
+    if name not in RANKING_POLICIES:
+        known = ", ".join(RANKING_POLICIES)
+        raise ConfigError(f"eviction_policy is {name!r}; where nodes go whole, use one of {known}")
+    return RANKING_POLICIES[name](clock, keeps_borders=True)

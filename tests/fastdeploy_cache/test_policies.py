@@ -150,8 +150,8 @@ def test_a_reset_starts_every_policy_anew(policy: str) -> None:
 
 def test_an_unknown_policy_is_refused_with_the_list() -> None:
     """The message has all names."""
-    with pytest.raises(ConfigError, match="eviction_policy is 'mru'; use one of lru, fifo, lfu, slru, priority, pin"):
-        CacheConfig(num_gpu_blocks=4, transfer_client="inline", eviction_policy="mru")
+    with pytest.raises(ConfigError, match="eviction_policy is 'arc'; use one of lru, fifo, lfu, slru, priority, pin"):
+        CacheConfig(num_gpu_blocks=4, transfer_client="inline", eviction_policy="arc")
 
 
 @pytest.mark.parametrize(

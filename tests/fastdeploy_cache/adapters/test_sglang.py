@@ -330,3 +330,32 @@ def test_hits_are_counted_when_inserted_not_when_matched(one: Scheduler) -> None
     assert {run.num_uses for run in one.manager.runs()} == {1}
     one.serve([1, 2, 3, 4], [5])
     assert {run.num_uses for run in one.manager.runs()} == {2}
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [("lru", "ABC"), ("mru", "CBA"), ("fifo", "ABC"), ("filo", "CBA"), ("lfu", "CAB"), ("slru", "CAB")],
+)
+def test_nodes_go_in_the_order_of_their_policy(policy: str, order: str) -> None:
+    """A, B and C are inserted; C has one use, A and then B have two, and C is matched last."""
+    scheduler = Scheduler(64, eviction_policy=policy)
+    for name in "ABCAB":
+        duplicates = put(scheduler, [ord(name), 1, 2])
+        if len(duplicates):
+            scheduler.allocator.free(duplicates)
+    scheduler.cache.match_prefix([ord("C"), 1, 2])
+    gone = ""
+    for _ in order:
+        assert scheduler.cache.evict(1) == 3
+        here = {name for name in order if len(scheduler.cache.match_prefix([ord(name), 1, 2]).device_indices)}
+        gone += "".join(sorted(set(order) - here - set(gone)))
+        if policy in {"lru", "mru"}:
+            break  # looking is a use
+    assert order.startswith(gone) and gone
+    scheduler.close()
+
+
+def test_a_policy_without_an_order_of_nodes_is_refused() -> None:
+    """`reuse` decides block by block."""
+    with pytest.raises(ConfigError, match="eviction_policy is 'reuse'; where nodes go whole"):
+        Scheduler(64, eviction_policy="reuse")
