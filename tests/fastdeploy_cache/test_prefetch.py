@@ -73,7 +73,7 @@ def test_it_takes_no_blocks_and_pins_nothing(write_policy: str) -> None:
     model.finish()
 
 
-@pytest.mark.parametrize("policy", [policy for policy in EVICTION_POLICIES if policy != "fifo"])
+@pytest.mark.parametrize("policy", [policy for policy in EVICTION_POLICIES if policy not in {"fifo", "mru", "filo"}])
 def test_a_queued_prefix_is_not_the_next_to_be_evicted(policy: str) -> None:
     """Of two prompts the older one is asked for: the other one goes."""
     model = CacheModel(4, 20, 0, policy=policy, clock=lambda: 0.0)

@@ -138,13 +138,18 @@ def test_selective_copies_a_prefix_that_several_requests_share(policy: str) -> N
 # -- write_back
 
 
+def coldest_first(policy: str, *prompts: list[int]) -> list[list[int]]:
+    """In the order in which to serve them, so that the first one is the coldest."""
+    return list(prompts[::-1] if policy in {"mru", "filo"} else prompts)
+
+
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_write_back_copies_nothing_while_there_is_room(policy: str) -> None:
     """As long as the reserve, a quarter of the pool, is free; then the coldest prompt, whole: its end is worth nothing
     without its beginning."""
     model = write_back(policy)
-    model.serve(A[:20], stays=False, patient=True)
-    model.serve(B[:10], stays=False, patient=True)
+    for tokens in coldest_first(policy, A[:20], B[:10]):
+        model.serve(tokens, stays=False, patient=True)
     look_ahead(model)
     assert (model.cache.stats().gpu.num_free, len(model.client.tasks)) == (10, 0)
     live = model.must_match(C[:4])
@@ -180,7 +185,7 @@ def test_write_back_copies_no_more_than_the_reserve_is_short_of() -> None:
 def test_write_back_copies_the_coldest_ends_ahead(policy: str) -> None:
     """A burst as large as the reserve then drops clean blocks only, and they hit later, with their content."""
     model = write_back(policy)
-    model.serve_and_copy(A[:20], B[:20])
+    model.serve_and_copy(*coldest_first(policy, A[:20], B[:20]))
     assert {(A[0], block) for block in range(10, 20)} <= copied(model)
     burst = model.must_match(C[:10])
     assert model.allocate(burst, 10)
