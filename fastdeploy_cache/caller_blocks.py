@@ -16,14 +16,14 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.errors import OutOfBlocksError, RequestError
 from fastdeploy_cache.matcher import Matcher
-from fastdeploy_cache.path import gpu_ids
+from fastdeploy_cache.path import gpu_ids, hash_at
 from fastdeploy_cache.pinned_prefix import Pinned, PinnedPrefix
 from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.prefix_tree import Inserted as InsertedBlocks
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import GPU, CallerCopy, Run, Tier
-from fastdeploy_cache.run_view import RunView, views_of
+from fastdeploy_cache.run_view import RunView, path_views, views_of
 from fastdeploy_cache.stats import TierStats
 
 
@@ -32,6 +32,8 @@ class Lookup(NamedTuple):
 
     block_ids: list[int]  # on the GPU
     num_cpu_blocks: int  # behind these, in the CPU tier only
+    gpu_hash: bytes  # of the last block on the GPU; b"" for none
+    last_hash: bytes  # of the last block in any tier; b"" for none
 
     @property
     def num_blocks(self) -> int:
@@ -168,17 +170,20 @@ class CallerBlocks:
     def lookup(self, request: Request, *, touch: bool = True, split: bool = False) -> Lookup:
         """What is cached of the tokens' full blocks. Pins nothing; with `touch` it counts as recently used.
 
-        `split`: cut the run in which it ends, so that what is behind ages, and is evicted, by itself.
+        `split`: cut the runs in which it ends, on the GPU and anywhere, so that what is behind ages, and is evicted, by
+        itself.
         """
         with self._lock:
             path, num_found = self._find(request)
-            run, end = self._tree.place(path, num_found)
-            if split and run is not None and end < run.num_blocks:
-                path = self._tree.split(run, end).path()
+            ids = gpu_ids(path, num_found)
+            for end in (num_found, len(ids)) if split else ():
+                run, offset = self._tree.place(path, end)
+                if run is not None and offset < run.num_blocks:
+                    upper = self._tree.split(run, offset)
+                    path = (upper if end == num_found else path[-1]).path()
             if path and touch:
                 self._tree.policy.touch(path)
-            ids = gpu_ids(path, num_found)
-        return Lookup(ids.tolist(), num_found - len(ids))
+            return Lookup(ids.tolist(), num_found - len(ids), hash_at(path, len(ids)), hash_at(path, num_found))
 
     def pin(self, request: Request, num_blocks: int | None = None) -> PinnedPrefix:
         """Keep the longest cached prefix, at most `num_blocks` blocks of it, where it is until `unpin`."""
@@ -301,6 +306,13 @@ class CallerBlocks:
         """Every run of the tree, parents first, as it is now. Walks the whole tree."""
         with self._lock:
             return list(views_of(self._tree))
+
+    def runs_of(self, request: Request, num_blocks: int | None = None) -> list[RunView]:
+        """The runs that the tokens' cached prefix, at most `num_blocks` of it, lies on, first to last, as they are now.
+        The last one may go on behind it."""
+        with self._lock:
+            path, _ = self._find(request, num_blocks)
+            return list(path_views(path, request.namespace))
 
     def free_block_ids(self, tier: Tier = GPU) -> list[int]:
         """The blocks of a tier that nobody owns, lowest first. Walks the pool."""

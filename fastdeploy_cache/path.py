@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+from fastdeploy_cache.block_hash import HASH_BYTES
 from fastdeploy_cache.block_mover import Part
 from fastdeploy_cache.run import GPU, Run, Transfer, segments_of
 
@@ -15,6 +16,15 @@ def gpu_ids(path: list[Run], num_blocks: int) -> array[int]:
         ids += run.ids[0]
     del ids[num_blocks:]
     return ids
+
+
+def hash_at(path: list[Run], num_blocks: int) -> bytes:
+    """The hash of the last of a path's first `num_blocks`, which names them all; b"" for none."""
+    for run in path:
+        if 0 < num_blocks <= run.num_blocks:
+            return bytes(run.hashes[(num_blocks - 1) * HASH_BYTES : num_blocks * HASH_BYTES])
+        num_blocks -= run.num_blocks
+    return b""
 
 
 def coming_and_cold(path: list[Run], num_blocks: int) -> tuple[int, list[Part]]:

@@ -55,6 +55,15 @@ def views_of(tree: PrefixTree) -> Iterator[RunView]:
             yield _view(run, run.parent, namespace, first_block)
 
 
+def path_views(path: list[Run], namespace: str) -> Iterator[RunView]:
+    """Of the runs of a path, first to last. Under the manager's lock."""
+    first_block = 0
+    for run in path:
+        assert run.parent is not None
+        yield _view(run, run.parent, namespace, first_block)
+        first_block += run.num_blocks
+
+
 def _view(run: Run, parent: Run, namespace: str, first_block: int) -> RunView:
     return RunView(
         namespace=namespace,

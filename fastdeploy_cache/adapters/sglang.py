@@ -6,11 +6,11 @@ Source: behaviour of SGLang 0.4.10.post2. docs/adapters/sglang.md says what is c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fastdeploy_cache.adapters.pages import Slots, pages_of, slots_of
+from fastdeploy_cache.adapters.pages import Integers, Slots, as_array, as_int64_tensor, as_integers, pages_of, slots_of
 from fastdeploy_cache.adapters.sglang_config import new_config, new_manager
 from fastdeploy_cache.adapters.sglang_loads import Loads
 from fastdeploy_cache.adapters.sglang_nodes import Node, RadixKey, as_key, new_request
@@ -24,13 +24,11 @@ from fastdeploy_cache.run import CPU
 
 __all__ = ["HiRadixCache", "MatchResult", "RadixKey", "ReqToTokenPool", "new_config", "new_manager"]
 
-_EMPTY = np.empty(0, np.int32)
-
 
 class MatchResult(NamedTuple):
     """What `match_prefix` found: slots on the GPU, and nodes at the end of what is there and of what is anywhere."""
 
-    device_indices: Slots
+    device_indices: Any  # int32 array, or int64 tensor
     last_device_node: Node
     last_host_node: Node
     host_hit_length: int  # tokens behind the slots that are in the CPU tier only
@@ -54,7 +52,7 @@ class Req(Protocol):
     origin_input_ids: Sequence[int]
     output_ids: Sequence[int]
     fill_ids: Sequence[int]
-    prefix_indices: Slots
+    prefix_indices: Any
     last_node: Node
 
 
@@ -64,6 +62,9 @@ class HiRadixCache:
     Nodes are places in the prefix tree, by the tokens up to them; a place may be locked as long as it is cached.
     """
 
+    device = "cpu"  # where slots are; their pages are where the manager's blocks are
+    hicache_storage_pass_prefix_keys = False  # storage gets the hashes from here
+
     def __init__(
         self,
         manager: PrefixCacheManager,
@@ -71,20 +72,27 @@ class HiRadixCache:
         *,
         load_back_threshold: int = 10,
         overlap_loads: bool = False,
+        as_tensors: bool = False,
     ) -> None:
-        """`manager` is of `new_manager`.
+        """`manager` is of `new_manager`. `as_tensors`: slots are given as CPU tensors of PyTorch, int64.
 
         `load_back_threshold`: fewer tokens in the CPU tier than these are computed. `overlap_loads`: `init_load_back`
         returns at once; workers wait for each layer (`layer_progress`), and `loading_check` tells what has failed.
+
+        Raises:
+            LayoutError: PyTorch is wanted, but missing.
         """
         self.manager, self.page_size = manager, manager.config.block_size
-        self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(manager)
+        self.disable = not manager.config.enable_prefix_caching
+        self._given = as_int64_tensor if as_tensors else as_array
+        self._none = self._given(slots_of([], 1))
+        self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(manager, as_tensors=as_tensors)
         self.req_to_token_pool = req_to_token_pool
         self.load_back_threshold = load_back_threshold
         self.loads = Loads(manager, overlap=overlap_loads)
         self._locks: dict[Node, list[PinnedPrefix]] = {}
         self._prefetches: dict[str, tuple[Request, Prefetch]] = {}
-        self.root_node = Node.root()
+        self.root_node = Node.root(manager)  # its `children` are the tree at the moment of the look
 
     # -- sizes
 
@@ -102,23 +110,27 @@ class HiRadixCache:
 
     # -- match and insert
 
-    def match_prefix(self, key: RadixKey | Sequence[int]) -> MatchResult:
+    def match_prefix(self, key: RadixKey | Sequence[int], **others: object) -> MatchResult:  # noqa: ARG002
         """The longest cached prefix of whole pages. It counts as used now; the node in which it ends is split there.
 
-        Nothing is locked: `inc_lock_ref(last_device_node)` before anything else is allocated or evicted.
+        `others` are what callers name beside the key (`rid`, `req`, `cow_mamba`): nothing depends on them. Nothing is
+        locked: `inc_lock_ref(last_device_node)` before anything else is allocated or evicted.
         """
         request = new_request(as_key(key), self.page_size)
         if request is None:
-            return MatchResult(_EMPTY, self.root_node, self.root_node, 0)
+            return MatchResult(self._none, self.root_node, self.root_node, 0)
         found = self.manager.lookup(request, split=True)
         return MatchResult(
-            slots_of(found.block_ids, self.page_size),
-            Node(request, len(found.block_ids), self.page_size),
-            Node(request, found.num_blocks, self.page_size),
+            self._given(slots_of(found.block_ids, self.page_size)),
+            self._node(request, len(found.block_ids), found.gpu_hash),
+            self._node(request, found.num_blocks, found.last_hash),
             found.num_cpu_blocks * self.page_size,
         )
 
-    def insert(self, key: RadixKey | Sequence[int], value: Slots, chunked: bool = False) -> int:
+    def _node(self, request: Request, num_pages: int, name: bytes) -> Node:
+        return Node(self.manager, request, num_pages, name) if num_pages else self.root_node
+
+    def insert(self, key: RadixKey | Sequence[int], value: Integers, chunked: bool = False) -> int:
         """The key's tokens are computed, in the slots `value`: whole pages of them are cached now.
 
         Returns how many leading tokens were on the GPU before: of these the cache keeps its own slots, and those of
@@ -166,7 +178,7 @@ class HiRadixCache:
         if pinned.num_blocks < node.num_pages:
             self.manager.unpin(pinned)
             raise RequestError(
-                f"a node at {node.num_pages * self.page_size} tokens is cached up to "
+                f"a node at {node.num_tokens} tokens is cached up to "
                 f"{pinned.num_blocks * self.page_size} only; lock what match_prefix returns before it can be evicted"
             )
         self._locks.setdefault(node, []).append(pinned)
@@ -181,7 +193,7 @@ class HiRadixCache:
         if node.is_root:
             return 0
         if node not in self._locks:
-            raise RequestError(f"a node at {node.num_pages * self.page_size} tokens is not locked; unlock each once")
+            raise RequestError(f"a node at {node.num_tokens} tokens is not locked; unlock each once")
         before, pins = self.evictable_size(), self._locks[node]
         self.manager.unpin(pins.pop())
         if not pins:
@@ -193,8 +205,8 @@ class HiRadixCache:
         return len(self._locks[node]) if node in self._locks else 0
 
     def evict(self, num_tokens: int) -> int:
-        """Free whole nodes that are not locked, those first that were used longest ago, until `num_tokens` or more
-        slots are free; returns how many. What has a copy stays cached in the CPU tier."""
+        """Free whole nodes that are not locked, in the order of the eviction policy, until `num_tokens` or more slots
+        are free; returns how many. What has a copy stays cached in the CPU tier."""
         pages = self.manager.evict_runs(-(-num_tokens // self.page_size))
         self.manager.give_back(pages)
         return len(pages) * self.page_size
@@ -202,6 +214,14 @@ class HiRadixCache:
     def evict_host(self, num_tokens: int) -> int:
         """Free so many tokens of the CPU tier, or as many as can go."""
         return self.manager.evict(-(-num_tokens // self.page_size), CPU) * self.page_size
+
+    def get_height(self, node: Node) -> int:
+        """How many nodes lie between the root and a node, itself included: as far as it is cached."""
+        return len(node.path())
+
+    def take_events(self) -> list[object]:
+        """There are none."""
+        return []
 
     def reset(self) -> None:
         """Forget all prefixes and prefetches. What requests hold, locked prefixes too, stays theirs until they end."""
@@ -212,23 +232,25 @@ class HiRadixCache:
 
     # -- load back
 
-    def init_load_back(self, last_node: Node, host_hit_length: int, mem_quota: int | None = None) -> tuple[Slots, Node]:
+    def init_load_back(self, last_node: Node, host_hit_length: int, mem_quota: int | None = None) -> tuple[Any, Node]:
         """Bring what lies between the GPU and `last_node` back to the GPU: all of it or nothing.
 
         Returns the slots of what was loaded, or is being loaded (`overlap_loads`), and the deepest node on the GPU.
         Nothing is loaded for fewer than `load_back_threshold` tokens, for more than `mem_quota`, or without room.
         """
-        found = self.manager.lookup(last_node.request) if not last_node.is_root else None
-        on_gpu = len(found.block_ids) if found is not None else 0
-        resident = Node(last_node.request, min(on_gpu, last_node.num_pages), self.page_size)
-        num_tokens = (last_node.num_pages - resident.num_pages) * self.page_size
-        wanted = self.load_back_threshold <= num_tokens and host_hit_length and not last_node.is_root
+        if last_node.is_root:
+            return self._none, last_node
+        found, resident = self.manager.lookup(last_node.request), last_node
+        if len(found.block_ids) < last_node.num_pages:
+            resident = self._node(last_node.request, len(found.block_ids), found.gpu_hash)
+        num_tokens = last_node.num_tokens - resident.num_tokens
+        wanted = self.load_back_threshold <= num_tokens and host_hit_length
         if not wanted or (mem_quota is not None and num_tokens > mem_quota):
-            return _EMPTY, resident
+            return self._none, resident
         pages = self.loads.start(last_node)
         if pages is None:
-            return _EMPTY, resident
-        return slots_of(pages, self.page_size), last_node
+            return self._none, resident
+        return self._given(slots_of(pages, self.page_size)), last_node
 
     def ready_to_load_host_cache(self) -> tuple[int, ...]:
         """The loads that were started since the last call: what workers give to `LayerProgress.wait_layer` as the
@@ -252,6 +274,7 @@ class HiRadixCache:
         last_host_node: Node,
         new_input_tokens: Sequence[int],
         last_hash: str | None = None,  # noqa: ARG002 (hashes follow from tokens here)
+        prefix_keys: Sequence[str] | None = None,  # noqa: ARG002
     ) -> None:
         """Read what storage has behind a node into the CPU tier, for a queued request. Fewer tokens than the threshold
         are not asked for, nor what finds no room."""
@@ -277,6 +300,10 @@ class HiRadixCache:
         request, _ = self._prefetches.pop(req_id, (None, None))
         if request is not None:
             self.manager.end_prefetch(request)
+
+    def release_aborted_request(self, rid: str) -> None:
+        """See `terminate_prefetch`."""
+        self.terminate_prefetch(rid)
 
     # -- requests
 
@@ -309,7 +336,7 @@ class HiRadixCache:
         what it has.
         """
         pool, tokens = self._checked(req), list(req.fill_ids)
-        slots = pool.req_to_token[req.req_pool_idx, : len(tokens)].copy()
+        slots = pool.row(req.req_pool_idx, len(tokens))
         key = RadixKey(tokens, getattr(req, "extra_key", None))
         request, num_adopted = new_request(key, self.page_size), self._num_adopted(req)
         if request is None:
@@ -321,10 +348,11 @@ class HiRadixCache:
         match = self.match_prefix(key)
         self.inc_lock_ref(match.last_device_node)
         self.dec_lock_ref(req.last_node)
-        pool.write(req.req_pool_idx, 0, match.device_indices)
+        cached = as_integers(match.device_indices).astype(np.int32)
+        pool.write((req.req_pool_idx, slice(len(cached))), cached)
         self._free(slots[num_adopted:num_known])
         req.last_node = match.last_device_node
-        req.prefix_indices = np.concatenate([match.device_indices, slots[len(match.device_indices) :]])
+        req.prefix_indices = self._given(np.concatenate([cached, slots[len(cached) :]]))
 
     def _checked(self, req: Req) -> ReqToTokenPool:
         """Its row is in use, its node is locked, and what was loading for it has ended: else nothing is changed."""
@@ -346,20 +374,21 @@ class HiRadixCache:
 
     def _allocated(self, req: Req, num_tokens: int) -> Slots:
         """The slots of its tokens, with those that it has in its last page beyond them."""
-        row, num_pages = self._pool().req_to_token[req.req_pool_idx], -(-num_tokens // self.page_size)
-        pages = row[: num_pages * self.page_size : self.page_size] // self.page_size
-        return slots_of(pages, self.page_size)
+        row = self._pool().row(req.req_pool_idx, -(-num_tokens // self.page_size) * self.page_size)
+        return slots_of(row[:: self.page_size] // self.page_size, self.page_size)
 
     def _free(self, slots: Slots) -> None:
         if len(slots):
             self.token_to_kv_pool_allocator.free(slots)
 
     def pretty_print(self) -> str:
-        """The tree as text: a line for each run, with its tokens, slots and where it is."""
+        """Print the tree and return the text: a line for each run, with its tokens and where it is."""
         lines, depths = list[str](), dict[bytes, int]()
         for run in self.manager.runs():
             depth = depths[run.hashes[-1]] = depths.get(run.parent_hash, -1) + 1
             held = f" locked={run.num_held * self.page_size}" if run.num_held else ""
             where = f"gpu={len(run.block_ids)} cpu={len(run.cpu_block_ids)} pages"
             lines.append(f"{'  ' * depth}{run.token_ids[:8].tolist()} x{run.token_ids.size} {where}{held}")
-        return "\n".join(lines)
+        text = "\n".join(lines)
+        print(text)
+        return text

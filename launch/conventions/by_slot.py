@@ -43,7 +43,7 @@ class SGLang:
             rid="one", req_pool_idx=rows[0], origin_input_ids=prompt[:], output_ids=[], prefix_indices=slots,
             last_node=node, fill_ids=prompt[: len(slots)], kv_allocated_len=len(slots),
         )  # fmt: skip
-        self._pool.write(rows[0], 0, slots)
+        self._pool.write((rows[0], slice(len(slots))), slots)
         return len(slots)
 
     def blocks(self, num_tokens: int) -> Sequence[int]:
@@ -57,7 +57,7 @@ class SGLang:
             whole = self._allocator.extend(slots, req.kv_allocated_len, need)
         if whole is None:
             raise MemoryError("no room for one sequence alone")
-        self._pool.write(req.req_pool_idx, 0, whole)
+        self._pool.write((req.req_pool_idx, slice(len(whole))), whole)
         req.kv_allocated_len = num_tokens
         return list(self._pool.req_to_token[req.req_pool_idx, : len(whole) : size] // size)
 

@@ -92,7 +92,7 @@ class Scheduler:
             return False
         req.req_pool_idx, req.last_node, req.prefix_indices = rows[0], node, slots
         req.fill_ids, req.kv_allocated_len = tokens[: len(slots)], len(whole)
-        self.pool.write(rows[0], 0, whole)
+        self.pool.write((rows[0], slice(len(whole))), whole)
         return True
 
     def row(self, req: Req) -> Slots:
@@ -116,7 +116,7 @@ class Scheduler:
             if slots is None:
                 return False
             req.kv_allocated_len = max(req.kv_allocated_len, len(slots))
-            self.pool.write(req.req_pool_idx, 0, slots)
+            self.pool.write((req.req_pool_idx, slice(len(slots))), slots)
             self.compute(req, missing)
         req.output_ids.append(token)
         return True
