@@ -42,8 +42,8 @@ class Req(Protocol):
         origin_input_ids, output_ids: its tokens.
         fill_ids: those of them that have been computed (`cache_unfinished_req`).
         kv_allocated_len: tokens that its row has slots for; may be missing.
-        prefix_indices: the slots that it got from the cache, or that the cache has adopted.
-        last_node: the node that is locked for it.
+        prefix_indices: the slots of what it has computed, or got from the cache, when it was last matched or cached.
+        last_node: the node that is locked for it; its slots up to there are the cache's.
         extra_key: parts its prefixes from others'; may be missing.
     """
 
@@ -318,12 +318,12 @@ class HiRadixCache:
         if req.output_ids:
             del tokens[-1]
         allocated = self._allocated(req, int(getattr(req, "kv_allocated_len", len(tokens))))
-        num_known = num_cached = self._num_adopted(req)
+        num_known = num_cached = num_adopted = req.last_node.num_tokens
         request = new_request(RadixKey(tokens, getattr(req, "extra_key", None)), size) if is_insert else None
         if request is not None:
             pages = pages_of(allocated[: request.num_tokens], size)
             num_known, num_cached = self._insert(request, pages, num_known // size, used=True)
-        self._free(allocated[self._num_adopted(req) : num_known])
+        self._free(allocated[num_adopted:num_known])
         self._free(allocated[max(num_known, num_cached) :])
         pool.free(req.req_pool_idx)
         self.dec_lock_ref(req.last_node)
@@ -331,14 +331,16 @@ class HiRadixCache:
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:  # noqa: ARG002
         """The request goes on: what it has computed is cached; its row, `prefix_indices` and `last_node` point there.
 
-        A request is one use, at its end, `chunked` or not. Its own duplicates are freed after its row has been
-        rewritten: call it between steps. Where nothing of it is cached, or the cache has forgotten its prefix, it keeps
-        what it has.
+        `prefix_indices` are all that it has computed, also what is no whole page yet: there the next chunk begins. A
+        request is one use, at its end, `chunked` or not. Its own duplicates are freed after its row has been rewritten:
+        call it between steps. Where nothing of it is cached, or the cache has forgotten its prefix, it keeps what it
+        has.
         """
         pool, tokens = self._checked(req), list(req.fill_ids)
         slots = pool.row(req.req_pool_idx, len(tokens))
         key = RadixKey(tokens, getattr(req, "extra_key", None))
-        request, num_adopted = new_request(key, self.page_size), self._num_adopted(req)
+        request, num_adopted = new_request(key, self.page_size), req.last_node.num_tokens
+        req.prefix_indices = self._given(slots)
         if request is None:
             return
         pages = pages_of(slots[: request.num_tokens], self.page_size)
@@ -362,10 +364,6 @@ class HiRadixCache:
             raise RequestError(f"request {req.rid!r} holds no lock; finish each once")
         self.loads.settle(req.last_node)
         return pool
-
-    def _num_adopted(self, req: Req) -> int:
-        """Of its slots, those that are the cache's: whole pages."""
-        return len(req.prefix_indices) // self.page_size * self.page_size
 
     def _pool(self) -> ReqToTokenPool:
         if self.req_to_token_pool is None:

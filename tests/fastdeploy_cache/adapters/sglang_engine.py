@@ -107,6 +107,11 @@ class Scheduler:
             self._mark(req, tokens, int(self.row(req)[end - 1]), end)
         req.fill_ids = tokens[: len(req.fill_ids) + num_tokens]
 
+    def keep(self, req: Req, *, chunked: bool = False) -> None:
+        """The request goes on: SGLang's scheduler takes `prefix_indices` for what has been computed, and for its slots."""
+        self.cache.cache_unfinished_req(req, chunked=chunked)
+        assert self.row(req)[: len(req.fill_ids)].tolist() == req.prefix_indices.tolist(), "it would compute them again"
+
     def decode(self, req: Req, token: int) -> bool:
         """Sample a token after the one before has been computed; False where there is no slot for that."""
         tokens = [*req.origin_input_ids, *req.output_ids]
@@ -130,8 +135,8 @@ class Scheduler:
         while len(req.fill_ids) < len(tokens):
             self.compute(req, min(chunk, len(tokens) - len(req.fill_ids)))
             if len(req.fill_ids) < len(tokens):
-                self.cache.cache_unfinished_req(req, chunked=True)
-        self.cache.cache_unfinished_req(req)
+                self.keep(req, chunked=True)
+        self.keep(req)
         for token in answer:
             assert self.decode(req, token)
         self.cache.cache_finished_req(req)

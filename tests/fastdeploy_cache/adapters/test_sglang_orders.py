@@ -35,7 +35,7 @@ class Story:
         if missing > 1 or not req.output_ids:
             if missing:
                 self.scheduler.compute(req, self.choose.randint(1, missing))
-            self.scheduler.cache.cache_unfinished_req(req, chunked=self.choose.random() < 0.5)
+            self.scheduler.keep(req, chunked=self.choose.random() < 0.5)
             if len(req.fill_ids) == len(req.origin_input_ids) and not req.output_ids:
                 req.output_ids.append(self.choose.randint(0, 4))
         elif self.choose.random() < 0.3 or not self.scheduler.decode(req, self.choose.randint(0, 4)):
