@@ -108,7 +108,7 @@ class Scheduler:
         req.fill_ids = tokens[: len(req.fill_ids) + num_tokens]
 
     def keep(self, req: Req, *, chunked: bool = False) -> None:
-        """The request goes on: SGLang's scheduler takes `prefix_indices` for what has been computed, and for its slots."""
+        """The request goes on: its scheduler takes `prefix_indices` for the slots of all that has been computed."""
         self.cache.cache_unfinished_req(req, chunked=chunked)
         assert self.row(req)[: len(req.fill_ids)].tolist() == req.prefix_indices.tolist(), "it would compute them again"
 
