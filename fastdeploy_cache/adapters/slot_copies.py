@@ -24,7 +24,7 @@ class CopiesSlots(Protocol):
 
 
 class ArraySlots:
-    """Slots of NumPy arrays [slot, position, layer, ...], and of each the first `num_layers` layers."""
+    """Slots of arrays or tensors [slot, position, layer, ...], and of each the first `num_layers` layers."""
 
     def __init__(self, arrays: tuple[Array, ...], num_layers: int) -> None:
         self._arrays = arrays

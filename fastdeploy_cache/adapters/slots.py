@@ -49,35 +49,35 @@ class SlotAllocator:
             self._take(slot)
             return slot
 
-    def occupy(self, slot: int) -> None:
+    def occupy(self, idx: int) -> None:
         """Take a free slot for what it holds: its version stays.
 
         Raises:
             BlockOwnerError: it is taken, or there is no such slot; nothing was changed.
         """
         with self._lock:
-            if not self.is_free(slot):
-                raise BlockOwnerError(f"slot {slot} is taken; occupy a free one, or copy what it holds")
-            self._take(slot)
+            if not self.is_free(idx):
+                raise BlockOwnerError(f"slot {idx} is taken; occupy a free one, or copy what it holds")
+            self._take(idx)
 
-    def free(self, slot: int) -> None:
+    def free(self, idx: int) -> None:
         """Give a slot back. What it holds stays there until it is taken again.
 
         Raises:
             BlockOwnerError: it is free already, or there is no such slot; nothing was changed.
         """
         with self._lock:
-            if self.is_free(slot):
-                raise BlockOwnerError(f"slot {slot} is free already; give each back once, by who has taken it")
-            self._free |= 1 << operator.index(slot)
+            if self.is_free(idx):
+                raise BlockOwnerError(f"slot {idx} is free already; give each back once, by who has taken it")
+            self._free |= 1 << operator.index(idx)
 
-    def is_free(self, slot: int) -> bool:
+    def is_free(self, idx: int) -> bool:
         """Whether nobody has taken it. Raises `BlockOwnerError` where there is no such slot."""
-        return bool(self._free >> self._checked(slot) & 1)
+        return bool(self._free >> self._checked(idx) & 1)
 
-    def version(self, slot: int) -> int:
+    def version(self, idx: int) -> int:
         """How often `alloc` has given it out. Raises `BlockOwnerError` where there is no such slot."""
-        return self._versions[self._checked(slot)]
+        return self._versions[self._checked(idx)]
 
     def num_takes(self, slot: int) -> int:
         """How often it has been taken, by `alloc` or `occupy`. Raises `BlockOwnerError` where there is no such slot."""
@@ -191,7 +191,7 @@ class SlotPrefixCache:
 
     # -- copying
 
-    def copy_kv(self, token_ids: TokenIds, target_slot: int, kv: tuple[Array, Array], n_layers: int) -> int:
+    def copy_kv(self, token_ids: TokenIds, target_slot: int, kv_cache: tuple[Array, Array], n_layers: int) -> int:
         """Copy the longest prefix that lies in a slot to the caller's slot, in arrays [slot, position, layer, ...].
 
         Copies the first `n_layers` layers of both arrays. Returns how many positions `target_slot` holds of these
@@ -202,7 +202,7 @@ class SlotPrefixCache:
             RequestError: the arrays have no such slots, positions or layers.
             BlockOwnerError: the target is free. Nothing was copied.
         """
-        return self.copy_slot(token_ids, target_slot, ArraySlots(kv, n_layers))
+        return self.copy_slot(token_ids, target_slot, ArraySlots(kv_cache, n_layers))
 
     def copy_slot(self, token_ids: TokenIds, target_slot: int, slots: CopiesSlots) -> int:
         """As `copy_kv`, through `slots`: `RankSlots` copies in every rank's GPU memory. 0 also where that fails."""
