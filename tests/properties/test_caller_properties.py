@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from fastdeploy_cache import Request
+from fastdeploy_cache.block_hash import HASH_BYTES, BlockHasher, root_hash
 from fastdeploy_cache.block_pool import RUN
 from fastdeploy_cache.caller_copies import CallerLoad, CallerTransfer
 from fastdeploy_cache.errors import BlockOwnerError, LifeCycleError, OutOfBlocksError, RequestError
@@ -112,6 +113,22 @@ class Caller:
             if epoch == self.model.epoch:
                 for block_id, content in zip(pinned.block_ids, contents, strict=False):
                     assert self.model.client.gpu[block_id] == content, "wrong KV under a pin"
+
+    def look(self) -> None:
+        """Hashes and runs of what is found are those of its tokens."""
+        cache, request = self.model.cache, self.request()
+        found = cache.lookup(request, touch=self.choose.random() < 0.5, split=self.choose.random() < 0.5)
+        num_gpu, size, num_blocks = len(found.block_ids), self.model.size, request.num_tokens // self.model.size
+        joined = BlockHasher(size).extend(root_hash("", size), request.tokens, 0, num_blocks)
+        chain = [joined[start : start + HASH_BYTES] for start in range(0, len(joined), HASH_BYTES)]
+        assert found.gpu_hash == (chain[num_gpu - 1] if num_gpu else b"")
+        assert found.last_hash == (chain[found.num_blocks - 1] if found.num_blocks else b"")
+        most = self.choose.choice([None, num_gpu])
+        runs = cache.runs_of(request, most)
+        num_found = found.num_blocks if most is None else num_gpu
+        assert [name for run in runs for name in run.hashes][:num_found] == chain[:num_found]
+        ends = [run.first_block + len(run.hashes) for run in runs]
+        assert [0, *ends[:-1]] == [run.first_block for run in runs] or not runs
 
     def evict_runs(self) -> None:
         num_blocks = self.choose.randint(1, 3)
@@ -219,7 +236,7 @@ class Caller:
 
 
 _STEPS = {
-    "take": 4, "give_back": 2, "insert": 6, "pin": 3, "unpin": 2, "evict_runs": 1, "load": 3, "end_load": 2,
+    "take": 4, "give_back": 2, "insert": 6, "pin": 3, "unpin": 2, "evict_runs": 1, "look": 1, "load": 3, "end_load": 2,
     "swap_out": 3, "swap_in": 3, "serve": 4, "match": 2, "land": 6, "change_life": 0.4, "down": 0.2, "reset": 0.1,
 }  # fmt: skip
 
