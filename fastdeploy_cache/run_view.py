@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ class RunView:
         namespace: what its root is found under.
         first_block: blocks of the sequence before it.
         token_ids: int32 [num_blocks * block_size].
-        hashes: of each block.
+        joined_hashes: of each block, one after the other; `hashes` is the list of them.
         parent_hash: of the block before the first one.
         block_ids: of its first blocks, those on the GPU.
         cpu_start, cpu_block_ids: of an interval of its blocks, those in the CPU tier.
@@ -33,7 +34,7 @@ class RunView:
     namespace: str
     first_block: int
     token_ids: np.ndarray[Any, np.dtype[np.int32]]
-    hashes: list[bytes]
+    joined_hashes: bytes
     parent_hash: bytes
     block_ids: list[int]
     cpu_start: int
@@ -42,6 +43,21 @@ class RunView:
     num_pins: int
     last_used: int
     num_uses: int
+
+    @cached_property
+    def hashes(self) -> list[bytes]:
+        """Of each block."""
+        return [self.joined_hashes[i : i + HASH_BYTES] for i in range(0, len(self.joined_hashes), HASH_BYTES)]
+
+    @property
+    def last_hash(self) -> bytes:
+        """Of the last block."""
+        return self.joined_hashes[-HASH_BYTES:]
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks it has."""
+        return len(self.joined_hashes) // HASH_BYTES
 
 
 def views_of(tree: PrefixTree) -> Iterator[RunView]:
@@ -69,7 +85,7 @@ def _view(run: Run, parent: Run, namespace: str, first_block: int) -> RunView:
         namespace=namespace,
         first_block=first_block,
         token_ids=np.frombuffer(bytes(run.tokens), "<i4"),
-        hashes=[bytes(run.hashes[i : i + HASH_BYTES]) for i in range(0, len(run.hashes), HASH_BYTES)],
+        joined_hashes=bytes(run.hashes),
         parent_hash=parent.last_hash,
         block_ids=run.ids[GPU].tolist(),
         cpu_start=run.cpu_start,

@@ -383,7 +383,7 @@ class HiRadixCache:
         """Print the tree and return the text: a line for each run, with its tokens and where it is."""
         lines, depths = list[str](), dict[bytes, int]()
         for run in self.manager.runs():
-            depth = depths[run.hashes[-1]] = depths.get(run.parent_hash, -1) + 1
+            depth = depths[run.last_hash] = depths.get(run.parent_hash, -1) + 1
             held = f" locked={run.num_held * self.page_size}" if run.num_held else ""
             where = f"gpu={len(run.block_ids)} cpu={len(run.cpu_block_ids)} pages"
             lines.append(f"{'  ' * depth}{run.token_ids[:8].tolist()} x{run.token_ids.size} {where}{held}")

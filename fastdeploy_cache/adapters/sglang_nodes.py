@@ -106,7 +106,7 @@ class Node:
             for run in self._manager.runs():
                 below.setdefault(run.parent_hash if run.first_block else b"", []).append(run)
         for run in below.get(self.name, ()):
-            node = Node(self._manager, None, self.num_pages + len(run.hashes), run.hashes[-1])
+            node = Node(self._manager, None, self.num_pages + run.num_blocks, run.last_hash)
             node._above, node._run, node._below = self, run, below
             children[self._child_key(run)] = node
         return children
@@ -151,7 +151,7 @@ class Node:
         if not path:
             return (None, 0) if self.is_root else (_NOWHERE, 0)
         end = self.num_pages - path[-1].first_block
-        return path[-1], end if end <= len(path[-1].hashes) else 0
+        return path[-1], end if end <= path[-1].num_blocks else 0
 
     def get_last_hash_value(self) -> str | None:
         """The hash of its last page; None of the root."""
@@ -170,4 +170,4 @@ class Node:
         return hash(self.name)
 
 
-_NOWHERE = RunView("", 0, np.empty(0, np.int32), [], b"", [], 0, [], 0, 0, 0, 0)
+_NOWHERE = RunView("", 0, np.empty(0, np.int32), b"", b"", [], 0, [], 0, 0, 0, 0)
