@@ -235,22 +235,25 @@ class HiRadixCache:
     def init_load_back(self, last_node: Node, host_hit_length: int, mem_quota: int | None = None) -> tuple[Any, Node]:
         """Bring what lies between the GPU and `last_node` back to the GPU: all of it or nothing.
 
-        Returns the slots of what was loaded, or is being loaded (`overlap_loads`), and the deepest node on the GPU.
-        Nothing is loaded for fewer than `load_back_threshold` tokens, for more than `mem_quota`, or without room.
+        Returns the slots behind those that the caller has, which end `host_hit_length` tokens before `last_node`, and
+        the deepest node on the GPU: of what was loaded, is being loaded (`overlap_loads`), or has come by another
+        request's load since the caller matched. Nothing is loaded for fewer than `load_back_threshold` tokens, for more
+        than `mem_quota`, or without room.
         """
         if last_node.is_root:
             return self._none, last_node
+        first = last_node.num_pages - host_hit_length // self.page_size
         found, resident = self.manager.lookup(last_node.request), last_node
         if len(found.block_ids) < last_node.num_pages:
             resident = self._node(last_node.request, len(found.block_ids), found.gpu_hash)
         num_tokens = last_node.num_tokens - resident.num_tokens
         wanted = self.load_back_threshold <= num_tokens and host_hit_length
-        if not wanted or (mem_quota is not None and num_tokens > mem_quota):
-            return self._none, resident
-        pages = self.loads.start(last_node)
-        if pages is None:
-            return self._none, resident
-        return self._given(slots_of(pages, self.page_size)), last_node
+        is_within = mem_quota is None or num_tokens <= mem_quota
+        loading = self.loads.start(last_node) if wanted and is_within else None
+        if loading is None:
+            return self._given(slots_of(found.block_ids[first : resident.num_pages], self.page_size)), resident
+        here = self.manager.lookup(last_node.request).block_ids[first : last_node.num_pages - len(loading)]
+        return self._given(slots_of([*here, *loading], self.page_size)), last_node
 
     def ready_to_load_host_cache(self) -> tuple[int, ...]:
         """The loads that were started since the last call: what workers give to `LayerProgress.wait_layer` as the

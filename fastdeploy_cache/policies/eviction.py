@@ -160,7 +160,7 @@ class LeastRecentlyUsed:
         behind it: else what several calls have inserted would be one run, and whole runs could not go one by one.
         `num_uses`: of another policy, which this one goes on from."""
         self._clock = clock
-        self._keeps_borders = keeps_borders
+        self.keeps_borders = keeps_borders
         self._num_uses = num_uses
         self._heaps: tuple[_LeafHeap, ...] = ()
 
@@ -182,7 +182,7 @@ class LeastRecentlyUsed:
             run.usage.last_used = self._num_uses
 
     def grow(self, run: Run, first_block: int) -> None:  # noqa: ARG002
-        if self._keeps_borders:
+        if self.keeps_borders:
             run.usage.is_shared = True  # what comes next becomes a run of its own
 
     def shrink(self, run: Run, first_block: int) -> None:
@@ -201,7 +201,7 @@ class LeastRecentlyUsed:
         return bool(self.rank(run) < self.rank(than))
 
     def alike(self, upper: Run, lower: Run) -> bool:
-        return not self._keeps_borders and self.are_ranked_alike(upper, lower)
+        return not self.keeps_borders and self.are_ranked_alike(upper, lower)
 
     def are_ranked_alike(self, upper: Run, lower: Run) -> bool:  # noqa: ARG002
         """Whether their ranks order them among the others as one run's would."""

@@ -64,7 +64,8 @@ class GuardedPolicy:
         """Let `lru` take over. Walks the tree, once."""
         self._mishaps.note("policy")
         num_uses = max((run.usage.last_used for run in self._runs()), default=0)
-        self.chosen = chosen = LeastRecentlyUsed(lambda: 0.0, num_uses=num_uses)
+        keeps_borders = getattr(self.chosen, "keeps_borders", False)
+        self.chosen = chosen = LeastRecentlyUsed(lambda: 0.0, keeps_borders=keeps_borders, num_uses=num_uses)
         chosen.clear(self._is_leaf, self._split)
         for run in self._runs():
             for tier in TIERS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from fastdeploy_cache.adapters.sglang import HiRadixCache
@@ -138,4 +139,27 @@ def test_finishing_twice_is_refused_before_anything_is_freed() -> None:
     with pytest.raises(RequestError, match="row 0"):
         scheduler.cache.cache_finished_req(req)
     scheduler.allocator.free(other)
+    scheduler.close()
+
+
+@pytest.mark.parametrize("num_first", [10, 20])
+def test_a_load_that_lands_between_match_and_load_back_leaves_no_hole(num_first: int) -> None:
+    """Another request's load of a part, or of all, lands meanwhile: the caller's slots are those of its tokens."""
+    scheduler = Scheduler(64, 1, 128)
+    tokens = list(range(20))
+    scheduler.serve(tokens, [1])
+    scheduler.client.land_all()
+    scheduler.cache.evict(20)
+    scheduler.cache = cache = HiRadixCache(scheduler.manager, scheduler.pool, load_back_threshold=1, overlap_loads=True)
+    first = cache.match_prefix(tokens[:num_first])
+    cache.init_load_back(first.last_host_node, first.host_hit_length)
+    match = cache.match_prefix(tokens)
+    assert (len(match.device_indices), match.host_hit_length) == (0, 20)
+    scheduler.client.land_all()
+    loaded, node = cache.init_load_back(match.last_host_node, match.host_hit_length)
+    scheduler.client.land_all()
+    slots = np.concatenate([match.device_indices, loaded])
+    assert len(slots) == node.num_tokens, "a hole, or a node deeper than the slots"
+    scheduler.check(Req("second", tokens), tokens, slots)
+    assert cache.loading_check() == []
     scheduler.close()
