@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import Any
 
+from fastdeploy_cache.adapters.fastdeploy_blocks import BlockCalls, done
 from fastdeploy_cache.adapters.fastdeploy_config import cache_config, num_gpu_blocks
 from fastdeploy_cache.adapters.fastdeploy_launch import Launching
 from fastdeploy_cache.adapters.fastdeploy_peer import PeerCalls
@@ -22,31 +23,30 @@ from fastdeploy_cache.adapters.fastdeploy_task import (
     Task,
     UnknownTaskError,
     block_hash_extra_keys,
-    follow_outputs,
     is_inside_image,
     new_request,
 )
 from fastdeploy_cache.adapters.fastdeploy_views import Views
-from fastdeploy_cache.errors import ConfigError, LifeCycleError, OutOfBlocksError, RequestError
+from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError, UnknownRequestError
 from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from fastdeploy_cache.match import Match
-from fastdeploy_cache.run import CPU, GPU
 
 __all__ = ["NotEnoughBlocksError", "PrefixCacheManager"]
 
-T = TypeVar("T")
 
-
-class PrefixCacheManager(Views, StorageCalls, PeerCalls, Launching):
+class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
     """Two call sequences, any thread; calls for one request come one at a time.
 
-    v0: `request_block_ids`, compute, `release_block_ids`. Blocks become visible at release, or earlier by
-    `mark_computed`; never before they are computed.
+    v0: `request_block_ids`, compute, `release_block_ids`.
 
     v1: `can_allocate_gpu_blocks`, `request_match_blocks`, `allocate_gpu_blocks` and `update_cache_blocks` for each
     chunk, `cache_output_blocks`, `write_cache_to_storage`, `release_block_ids`, `recycle_gpu_blocks` of what is behind
     `task.num_cached_blocks`. Ids from `allocate_gpu_blocks` are the caller's until they are recycled, or until
     `update_cache_blocks` hands them to the cache; one that is given back by a non-owner is refused.
+
+    Both schedulers hand blocks over before a worker has computed them. They become visible once the task's
+    `output_token_ids` have grown since its match, which says that all before its last token is computed; or by
+    `mark_computed`. Of a task that has said nothing, nothing becomes visible, neither at its release.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class PrefixCacheManager(Views, StorageCalls, PeerCalls, Launching):
         local_data_parallel_id: int = 0,
         *,
         load_timeout_seconds: float = 5.0,
-        schedules_ahead: bool = False,
+        schedules_ahead: bool = True,
     ) -> None:
         """Make the pools; `launch_cache_manager` starts the ranks. Until then there is a GPU tier and no other.
 
         `load_timeout_seconds`: how long a match waits for blocks from below the GPU; what is late is computed.
-        `schedules_ahead`: the engine calls `update_cache_blocks` as it schedules a step, not when that has ended. Then
-        blocks become visible by `mark_computed`, or at `cache_output_blocks` or release.
+        `schedules_ahead`: the engine calls `update_cache_blocks` as it schedules a step, as FastDeploy's does. With
+        False it calls that when the step has ended, and the blocks are visible from then on.
 
         Raises:
             ConfigError: an impossible setting.
@@ -80,86 +80,6 @@ class PrefixCacheManager(Views, StorageCalls, PeerCalls, Launching):
         )
         self.cache = NativeManager(ours)
 
-    # -- blocks
-
-    @property
-    def available_gpu_resource(self) -> float:
-        """Share of the GPU blocks that are free; 0.0 of an empty pool."""
-        gpu = self.cache.tier_stats()
-        return gpu.num_free / gpu.num_blocks if gpu.num_blocks else 0.0
-
-    @staticmethod
-    def get_required_block_num(input_token_num: int, block_size: int) -> int:
-        """Blocks for so many tokens."""
-        return -(-input_token_num // block_size)
-
-    def can_allocate_gpu_blocks(self, num_blocks: int, try_free_gpu_blocks: bool = True) -> bool:
-        """Whether so many blocks are free; where they are not, evicts exactly what is missing, if all of it can go.
-
-        False while the GPU sleeps.
-        """
-        if self.cache.is_gpu_asleep:
-            return False
-        gpu = self.cache.tier_stats()
-        missing = num_blocks - gpu.num_free
-        if missing > 0 and try_free_gpu_blocks and missing <= gpu.num_evictable:
-            missing -= self.cache.evict(missing)
-        return missing <= 0
-
-    def allocate_gpu_blocks(self, num_blocks: int, req_id: str | None = None) -> list[int]:  # noqa: ARG002
-        """The lowest free ids, the caller's from now on; what is missing is evicted.
-
-        Raises:
-            NotEnoughBlocksError: nothing was changed.
-        """
-        try:
-            return self.cache.take(num_blocks)
-        except OutOfBlocksError as error:
-            raise NotEnoughBlocksError(error.missing, error.coming) from error
-        except LifeCycleError as error:
-            raise NotEnoughBlocksError(num_blocks, 0) from error
-
-    def recycle_gpu_blocks(self, gpu_block_ids: int | Sequence[int], req_id: str | None = None) -> None:  # noqa: ARG002
-        """The caller's blocks are free again; one or many.
-
-        Raises:
-            BlockOwnerError: one is not the caller's (any more); nothing was changed.
-        """
-        self.cache.give_back(_as_list(gpu_block_ids))
-
-    def allocate_cpu_blocks(self, num_blocks: int) -> list[int]:
-        """As `allocate_gpu_blocks`, in the CPU tier."""
-        try:
-            return self.cache.take(num_blocks, CPU)
-        except OutOfBlocksError as error:
-            raise NotEnoughBlocksError(error.missing, error.coming) from error
-
-    def recycle_cpu_blocks(self, cpu_block_ids: int | Sequence[int]) -> None:
-        """As `recycle_gpu_blocks`, in the CPU tier."""
-        self.cache.give_back(_as_list(cpu_block_ids), CPU)
-
-    def free_block_ids(self, need_block_num: int) -> int:
-        """Evict exactly so many GPU blocks, or as many as can go; returns how many. Copies stay in the CPU tier."""
-        return self.cache.evict(need_block_num, GPU)
-
-    def free_block_ids_async(self, need_block_num: int) -> Future[int]:
-        """`free_block_ids`, which never waits: the future is done."""
-        self.gpu_free_task_future = _done(lambda: self.free_block_ids(need_block_num))
-        return self.gpu_free_task_future
-
-    def free_cpu_block_ids(self, need_block_num: int) -> int:
-        """Evict so many blocks of the CPU tier, or as many as can go; returns how many."""
-        return self.cache.evict(need_block_num, CPU)
-
-    def free_nodes_directly(self, node: Any) -> int:
-        """Forget a node that has none behind it, and those before it up to the first that is held or has other
-        children; returns how many. `node`: of `node_map`."""
-        try:
-            block_hash = bytes.fromhex(node.node_id)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise RequestError(f"{node!r:.80} is no node of node_map: {error}") from error
-        return self.cache.drop(block_hash) if block_hash else 0
-
     # -- v1
 
     def request_match_blocks(self, task: Task, block_size: int) -> tuple[list[int], int, dict[str, Any]]:
@@ -173,16 +93,16 @@ class PrefixCacheManager(Views, StorageCalls, PeerCalls, Launching):
             nothing is held.
         """
         self._check_block_size(block_size)
-        held = HeldTask(new_request(task), with_path=False)
+        held = HeldTask(task, new_request(task), with_path=False)
         match, seconds = self._match(held)
         held.num_handed_blocks = len(match.block_ids)
-        self._hold(held, task)
+        self._hold(held)
         return match.block_ids, match.num_tokens, self._metrics_of(match, seconds)
 
-    def _hold(self, held: HeldTask, task: Task) -> None:
+    def _hold(self, held: HeldTask) -> None:
         """From here on the task holds what was found; where it does not take that in, nothing does."""
         try:
-            task.num_cached_blocks = held.num_handed_blocks  # type: ignore[attr-defined]
+            held.task.num_cached_blocks = held.num_handed_blocks  # type: ignore[attr-defined]
         except BaseException:
             self.cache.release(held.request)
             raise
@@ -190,6 +110,8 @@ class PrefixCacheManager(Views, StorageCalls, PeerCalls, Launching):
 
     def _match(self, held: HeldTask) -> tuple[Match, float]:
         started = time.monotonic()
+        for other in list(self._tasks.values()):
+            self._show_proven(other)
         if self.cache.config.storage is not None:
             self.cache.prefetch(held.request)
         try:
@@ -223,24 +145,23 @@ class PrefixCacheManager(Views, StorageCalls, PeerCalls, Launching):
         """
         self._check_block_size(block_size)
         held = self._held(task)
-        follow_outputs(held, task)
-        self._commit(held, task, num_computed_tokens, visible=not self._schedules_ahead)
+        held.follow_outputs()
+        self._commit(held, num_computed_tokens, visible=not self._schedules_ahead)
         held.num_updated_tokens = max(held.num_updated_tokens, num_computed_tokens)
 
     def cache_output_blocks(self, task: Task, block_size: int) -> None:
         """At its end: what the task has said is computed, but for the last token, whose keys nobody has computed. Where
-        it has said nothing, as much of its prompt as `update_cache_blocks` has told of.
+        it has said nothing since its match, no more than is visible already.
 
         With `enable_output_caching` off only the prompt's blocks are kept.
         """
         self._check_block_size(block_size)
         held = self._held(task)
-        follow_outputs(held, task)
-        num_tokens = min(int(getattr(task, "num_total_tokens", held.num_tokens)), held.num_tokens)
-        has_said = num_tokens > len(task.prompt_token_ids)
-        self._commit(held, task, num_tokens - 1 if has_said else held.num_updated_tokens)
+        held.follow_outputs()
+        is_told = held.num_proven_tokens or self._schedules_ahead
+        self._commit(held, held.num_proven_tokens if is_told else held.num_updated_tokens)
 
-    def _commit(self, held: HeldTask, task: Task, num_computed_tokens: int, *, visible: bool = True) -> None:
+    def _commit(self, held: HeldTask, num_computed_tokens: int, *, visible: bool = True) -> None:
         request, size = held.request, self.cache.config.block_size
         if num_computed_tokens <= 0:  # not admitted: no use, and no hit
             return
@@ -248,32 +169,48 @@ class PrefixCacheManager(Views, StorageCalls, PeerCalls, Launching):
             raise RequestError(
                 f"{num_computed_tokens} tokens of {request.request_id!r} computed; it has {request.num_tokens}"
             )
-        num_blocks = self._hand_over(held, task, num_computed_tokens)
+        num_blocks = self._hand_over(held, num_computed_tokens)
         if visible:
-            self.cache.commit(request, num_blocks * size)  # also where nothing is new: the request counts as admitted
+            self.cache.commit(request, num_blocks * size)
 
-    def _hand_over(self, held: HeldTask, task: Task, num_tokens: int) -> int:
+    def _hand_over(self, held: HeldTask, num_tokens: int) -> int:
         """The full blocks of its first tokens are the cache's, of output only where that is cached; how many."""
+        num_blocks, num_handed = self._num_cacheable_blocks(held, num_tokens), held.num_handed_blocks
+        if not held.with_path:
+            num_new = max(0, num_blocks - num_handed)
+            table = list(held.task.block_tables[num_handed:num_blocks]) if num_new else []  # type: ignore[attr-defined]
+            if len(table) < num_new:
+                raise RequestError(
+                    f"{num_blocks} full blocks of {held.request.request_id!r} are computed, but its block_tables "
+                    f"has {num_handed + len(table)}"
+                )
+            self.cache.hand_over(held.request, table)  # also none: the request counts as admitted
+        held.num_handed_blocks = max(num_handed, num_blocks)
+        held.task.num_cached_blocks = held.num_handed_blocks  # type: ignore[attr-defined]
+        return num_blocks
+
+    def _num_cacheable_blocks(self, held: HeldTask, num_tokens: int) -> int:
         if not self.cache.config.cache_outputs:
             num_tokens = min(num_tokens, held.request.num_prompt_tokens)
-        num_blocks = min(num_tokens // self.cache.config.block_size, held.num_path_blocks)
-        num_handed = held.num_handed_blocks
-        if num_blocks > num_handed:
-            if not held.with_path:
-                table = list(task.block_tables)[num_handed:num_blocks]  # type: ignore[attr-defined]
-                if len(table) < num_blocks - num_handed:
-                    raise RequestError(
-                        f"{num_blocks} full blocks of {held.request.request_id!r} are computed, but its block_tables "
-                        f"has {num_handed + len(table)}"
-                    )
-                self.cache.hand_over(held.request, table)
-            held.num_handed_blocks = num_blocks
-        task.num_cached_blocks = held.num_handed_blocks  # type: ignore[attr-defined]
-        return num_blocks
+        return min(num_tokens // self.cache.config.block_size, held.num_path_blocks)
+
+    def _show_proven(self, held: HeldTask) -> None:
+        """What the cache has of a task, and is computed by what the task has said, is findable from now on.
+
+        Also of a task that is in another thread's call: then it is released meanwhile, at worst.
+        """
+        if held.num_marked_tokens is not None or not (held.with_path or self._schedules_ahead):
+            return
+        num_tokens = min(held.num_tokens if held.with_path else held.num_updated_tokens, held.num_proven_tokens)
+        num_blocks = self._num_cacheable_blocks(held, num_tokens)
+        if num_blocks > held.num_shown_blocks:
+            with held.lock, suppress(UnknownRequestError):
+                self.cache.commit(held.request, num_blocks * self.cache.config.block_size)
+            held.num_shown_blocks = num_blocks
 
     def release_block_ids(self, task: Task) -> None:
         """The task is over: what it holds of the cache is unpinned. Ids behind `num_cached_blocks` stay the caller's
-        (v1), or go home with it (v0, whose blocks are committed now, as far as `mark_computed` does not say less).
+        (v1), or go home with it (v0). What it has computed for certain is visible from now on, if not before.
 
         Raises:
             UnknownTaskError: it holds nothing.
@@ -281,22 +218,17 @@ class PrefixCacheManager(Views, StorageCalls, PeerCalls, Launching):
         held = self._held(task)
         try:
             if held.num_marked_tokens is None and (held.with_path or self._schedules_ahead):
-                self._commit(held, task, self._num_computed(held, task))
+                if held.with_path:
+                    held.follow_outputs()
+                told = held.num_tokens if held.with_path else held.num_updated_tokens
+                self._commit(held, min(told, held.num_proven_tokens))
         finally:
             del self._tasks[held.request.request_id]
             self.cache.release(held.request)
 
-    @staticmethod
-    def _num_computed(held: HeldTask, task: Task) -> int:
-        """At its end, where nothing was marked."""
-        if not held.with_path:
-            return held.num_updated_tokens
-        follow_outputs(held, task)
-        return held.num_tokens - (held.num_tokens > held.request.num_prompt_tokens)
-
     def release_block_ids_async(self, task: Task) -> Future[None]:
         """`release_block_ids`, which never waits: the future is done."""
-        return _done(lambda: self.release_block_ids(task))
+        return done(lambda: self.release_block_ids(task))
 
     # -- v0
 
@@ -310,7 +242,7 @@ class PrefixCacheManager(Views, StorageCalls, PeerCalls, Launching):
             NotEnoughBlocksError: no room; nothing is held.
         """
         self._check_block_size(block_size)
-        held = HeldTask(new_request(task), with_path=True)
+        held = HeldTask(task, new_request(task), with_path=True)
         num_reserved = operator.index(dec_token_num)
         if num_reserved < 0:
             raise RequestError(f"dec_token_num is {dec_token_num}; give 0 or more")
@@ -326,18 +258,19 @@ class PrefixCacheManager(Views, StorageCalls, PeerCalls, Launching):
         held.num_handed_blocks, held.num_path_blocks = len(match.block_ids), len(match.block_ids) + len(own)
         num_full = held.num_tokens // block_size - len(match.block_ids)
         held.unfilled_ids = tuple(own[num_full:])
-        self._hold(held, task)
+        self._hold(held)
         num_gpu = match.num_gpu_tokens // block_size
         return match.block_ids, own, {"gpu_cache_blocks": num_gpu, "cpu_cache_blocks": len(match.block_ids) - num_gpu}
 
     def mark_computed(self, task: Task, num_computed_tokens: int) -> None:
         """So many tokens of the task are computed by now: they are findable at once, and no more at its release.
 
-        For the v0 sequence, and with `schedules_ahead`. 0 for a task that is given up before it was computed.
+        `num_computed_tokens` counts from the first token of the prompt as it was matched. For an engine that knows when
+        a step has ended: others find the blocks then, not when the task says its first token.
         """
         held = self._held(task)
-        follow_outputs(held, task)
-        self._commit(held, task, num_computed_tokens)
+        held.follow_outputs()
+        self._commit(held, num_computed_tokens)
         held.num_marked_tokens = num_computed_tokens
 
     # -- images
@@ -371,24 +304,9 @@ class PrefixCacheManager(Views, StorageCalls, PeerCalls, Launching):
         held = self._tasks.get(str(task.request_id))
         if held is None:
             raise UnknownTaskError(f"request {task.request_id!r} holds nothing here; match it first, release it once")
+        held.task = task
         return held
 
     def _check_block_size(self, block_size: int) -> None:
         if block_size != self.cache.config.block_size:
             raise ConfigError(f"block_size {block_size}; this cache has {self.cache.config.block_size}")
-
-
-def _as_list(block_ids: int | Sequence[int]) -> Sequence[int]:
-    try:
-        return [operator.index(block_ids)]  # type: ignore[arg-type]  # one, of any integer type
-    except TypeError:
-        return block_ids  # type: ignore[return-value]
-
-
-def _done(call: Callable[[], T]) -> Future[T]:
-    future: Future[T] = Future()
-    try:
-        future.set_result(call())
-    except (RequestError, OutOfBlocksError) as error:
-        future.set_exception(error)
-    return future

@@ -8,7 +8,6 @@ from fastdeploy_cache.adapters.fastdeploy_task import (
     HeldTask,
     NotEnoughBlocksError,
     Task,
-    follow_outputs,
     new_request,
 )
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError
@@ -58,11 +57,11 @@ class PeerCalls:
             RequestError: more tokens than it has, or than its table holds.
         """
         held, num_tokens = self._held(task), operator.index(num_computed_tokens)
-        follow_outputs(held, task)
+        held.follow_outputs()
         if not 0 <= num_tokens <= held.num_tokens:
             what = f"step {step} of request {task.request_id!r} computes {num_tokens} tokens"
             raise RequestError(f"{what}; it has {held.num_tokens}")
-        num_blocks = self._hand_over(held, task, num_tokens)
+        num_blocks = self._hand_over(held, num_tokens)
         self.cache.begin_step(held.request, num_blocks * self.cache.config.block_size, step)
 
     def cancel_send(self, send: Send) -> None:
@@ -102,5 +101,5 @@ class PeerCalls:
     def _held(self, task: Task) -> HeldTask:
         raise NotImplementedError
 
-    def _hand_over(self, held: HeldTask, task: Task, num_tokens: int) -> int:
+    def _hand_over(self, held: HeldTask, num_tokens: int) -> int:
         raise NotImplementedError

@@ -70,14 +70,19 @@ class StorageCalls:
     # -- write
 
     def write_cache_to_storage(self, request: Task) -> None:
-        """Write what of a held task is cached to storage, in the background; nothing without a store. Before release.
+        """Write what of a held task is cached to storage, in the background. Before release.
+
+        Does nothing without a store or without prefix caching: then the scheduler calls it for tasks that were never
+        matched.
 
         Raises:
             UnknownTaskError: it holds nothing.
         """
+        if self.cache.config.storage is None or not self.cache.config.enable_prefix_caching:
+            return
         held = self._held(request)
-        if self.cache.config.storage is not None:
-            self.cache.write_to_storage(held.request)
+        self._show_proven(held)
+        self.cache.write_to_storage(held.request)
 
     def write_cache_to_storage_decode(self, request: Task) -> bool:
         """Of a task without a match, on a decode instance: its full blocks, from `block_tables`, go to the CPU tier
@@ -162,6 +167,9 @@ class StorageCalls:
         return Request(**names, namespace=f"keys:{request.namespace}", images=spans, match_inside_images=True)
 
     def _held(self, task: Task) -> HeldTask:
+        raise NotImplementedError
+
+    def _show_proven(self, held: HeldTask) -> None:
         raise NotImplementedError
 
 

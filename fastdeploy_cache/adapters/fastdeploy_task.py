@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +22,6 @@ class Task(Protocol):
         prompt_token_ids, output_token_ids: lists or arrays of token ids.
         block_tables: the ids of its blocks, first to last; the engine keeps it.
         num_cached_blocks: written here: its first blocks, which are the cache's to free.
-        num_total_tokens: tokens of prompt and output; without it, those of the two lists.
         multimodal_inputs: a mapping with `mm_positions` (each with `.offset` and `.length`) and `mm_hashes`.
         namespace: prefixes of different ones never meet.
     """
@@ -45,20 +45,46 @@ class UnknownTaskError(UnknownRequestError, KeyError):
 
 @dataclass(eq=False)
 class HeldTask:
-    """A task that was matched and not released."""
+    """A task that was matched and not released.
 
+    `request` has its prompt as it was matched: schedulers cut and overwrite `task.prompt_token_ids` afterwards.
+    """
+
+    task: Task
     request: Request
     with_path: bool  # of the v0 sequence: its blocks were all allocated at once
     num_handed_blocks: int = 0  # of its block table, those that are the cache's
     num_path_blocks: int = 2**31  # all that a v0 task has
     num_updated_tokens: int = 0  # of a v1 task, as far as `update_cache_blocks` has said
     num_marked_tokens: int | None = None  # computed, as far as the engine has said
+    num_shown_blocks: int = 0  # made findable because the task has said a token
     unfilled_ids: tuple[int, ...] = ()  # of the v0 sequence: blocks behind its full ones
+    lock: Lock = field(default_factory=Lock)  # its request's tokens grow, or are read for another task's match
+
+    def __post_init__(self) -> None:
+        self._num_outputs_before = self._num_outputs = self.request.num_tokens - self.request.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:
         """Of prompt and output, as far as they are known here."""
         return self.request.num_tokens
+
+    @property
+    def num_proven_tokens(self) -> int:
+        """Computed for certain: where it has said a token since its match, all before the last one. Else none."""
+        num_outputs = len(outputs_of(self.task))
+        return self.request.num_prompt_tokens + num_outputs - 1 if num_outputs > self._num_outputs_before else 0
+
+    def follow_outputs(self) -> None:
+        """Append what the task has said since; a request of ours only grows.
+
+        Raises:
+            RequestError: no token id; nothing was appended.
+        """
+        if len(new := outputs_of(self.task)[self._num_outputs :]):
+            with self.lock:
+                self.request.append_output(new)
+            self._num_outputs += len(new)
 
 
 def new_request(task: Task) -> Request:
@@ -78,23 +104,10 @@ def new_request(task: Task) -> Request:
     return request
 
 
-def all_tokens(task: Task) -> np.ndarray[Any, Any]:
-    """Prompt and output, one after the other."""
-    parts = [np.asarray(part) for part in (task.prompt_token_ids, outputs_of(task)) if len(part)]
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
 def outputs_of(task: Task) -> Sequence[int] | np.ndarray[Any, Any]:
     """Its output tokens; none where it has no such list."""
     outputs = getattr(task, "output_token_ids", None)
     return outputs if outputs is not None else ()
-
-
-def follow_outputs(held: HeldTask, task: Task) -> None:
-    """Append what the task has said since; a request of ours only grows."""
-    num_new = len(task.prompt_token_ids) + len(outputs_of(task)) - held.num_tokens
-    if num_new > 0:
-        held.request.append_output(np.asarray(all_tokens(task)[held.num_tokens :]))
 
 
 def images_of(task: Task, num_tokens: int) -> list[tuple[int, int, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +27,6 @@ class Views:
     _their_config: Any
     _tasks: dict[str, HeldTask]
     _signals: WorkerSignals | None
-    gpu_free_task_future: Future[int] | None = None
 
     @property
     def gpu_free_block_list(self) -> list[int]:

@@ -12,7 +12,7 @@ from tests.fastdeploy_cache.adapters.fastdeploy_engine import new_config
 
 @pytest.fixture
 def manager() -> Iterator[PrefixCacheManager]:
-    made = PrefixCacheManager(new_config(), 1)
+    made = PrefixCacheManager(new_config(), 1, schedules_ahead=False)
     yield made
     made.cache.check_invariants()
     gpu = made.cache.stats().gpu

@@ -75,17 +75,19 @@ def test_v1_a_preempted_request_comes_back(manager: PrefixCacheManager) -> None:
     give_up_v1(manager, task)
 
 
-def test_v0_is_visible_at_release_and_not_before(manager: PrefixCacheManager) -> None:
-    """Blocks of a prompt that is being computed are found by nobody; at release by everybody."""
+def test_v0_is_visible_once_it_has_said_a_token_and_not_before(manager: PrefixCacheManager) -> None:
+    """Blocks of a prompt that may still be computed are found by nobody; when it has said something, by everybody."""
     first, second = Task("a", PROMPT), Task("b", PROMPT)
     common, unique, _ = manager.request_block_ids(first, 4, 8)
     assert common == [] and unique == list(range(8)), "22 tokens and 8 of reserve"
     assert manager.unfilled_req_block_map == {"a": [5, 6, 7]}
     assert manager.request_block_ids(second, 4, 0)[0] == []
     manager.release_block_ids(second)
-    manager.release_block_ids(first)
+    assert manager.node_map == {}, "released before it was computed"
+    first.output_token_ids.append(7)
     common, _, details = manager.request_block_ids(second, 4, 0)
-    assert common == [8, 9, 10, 11, 12] and details == {"gpu_cache_blocks": 5, "cpu_cache_blocks": 0}
+    assert common == [0, 1, 2, 3, 4] and details == {"gpu_cache_blocks": 5, "cpu_cache_blocks": 0}
+    manager.release_block_ids(first)
     manager.release_block_ids(second)
     assert len(manager.gpu_free_block_list) == 32 - 5
 

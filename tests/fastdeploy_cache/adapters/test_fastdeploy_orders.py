@@ -71,6 +71,7 @@ def test_refused_updates_change_nothing(manager: PrefixCacheManager) -> None:
     manager.request_block_ids(first, 4, 0)
     with pytest.raises(RequestError, match="1000 tokens of 'a'"):
         manager.mark_computed(first, 1000)
+    first.output_token_ids = [1]
     manager.release_block_ids(first)
     second = Task("b", PROMPT[:10])
     second.block_tables, _, _ = manager.request_match_blocks(second, 4)
@@ -107,7 +108,7 @@ def test_a_task_that_takes_no_attribute_holds_nothing(manager: PrefixCacheManage
 
 def test_a_preempted_task_is_counted_once_and_keeps_no_outputs_where_they_are_off() -> None:
     """It comes back with outputs: matched over all, cached as far as its prompt, one request in the metrics."""
-    manager = PrefixCacheManager(new_config(outputs=False), 1)
+    manager = PrefixCacheManager(new_config(outputs=False), 1, schedules_ahead=False)
     task = Task("a", PROMPT[:10])
     for outputs in ([], [1, 2, 3, 4, 5, 6]):
         task.output_token_ids = outputs
@@ -121,21 +122,29 @@ def test_a_preempted_task_is_counted_once_and_keeps_no_outputs_where_they_are_of
     manager.close()
 
 
-def test_an_engine_that_schedules_ahead_publishes_by_mark() -> None:
-    """update_cache_blocks hands blocks over and shows nothing; mark_computed does; 0 takes the promise back."""
-    manager = PrefixCacheManager(new_config(), 1, schedules_ahead=True)
-    tasks = [Task("a", PROMPT), Task("b", PROMPT), Task("c", PROMPT)]
-    for task, marked in zip(tasks, (0, 8, None), strict=True):
+def test_an_engine_that_schedules_ahead_publishes_what_is_computed_for_certain() -> None:
+    """update_cache_blocks hands blocks over and shows nothing; mark_computed does, or a token that the task has said;
+    0 takes the promise back; the release of a task that has said nothing shows nothing."""
+    manager = PrefixCacheManager(new_config(), 1)
+    tasks = [Task("a", PROMPT), Task("b", PROMPT), Task("c", PROMPT), Task("d", PROMPT)]
+    for task, marked, num_found in zip(tasks, (0, 8, None, None), (0, 0, 8, 8), strict=True):
         task.block_tables, num_matched, _ = manager.request_match_blocks(task, 4)
-        assert num_matched == {"a": 0, "b": 0, "c": 8}[task.request_id]
+        assert num_matched == num_found
         task.block_tables += manager.allocate_gpu_blocks(6 - len(task.block_tables))
         before = len(manager.node_map)
         manager.update_cache_blocks(task, 4, 22)
         assert len(manager.node_map) == before
         if marked is not None:
             manager.mark_computed(task, marked)
-        give_up_v1(manager, task)
-    assert len(manager.node_map) == 5, "released without a mark: what update_cache_blocks told of"
+        if task is not tasks[-1]:
+            give_up_v1(manager, task)
+    assert len(manager.node_map) == 2, "released before its step had run"
+    tasks[-1].output_token_ids.append(1)
+    other = Task("e", PROMPT)
+    assert manager.request_match_blocks(other, 4)[1] == 20, "found while the first one goes on"
+    give_up_v1(manager, tasks[-1])
+    give_up_v1(manager, other)
+    assert len(manager.node_map) == 5
     manager.close()
 
 
