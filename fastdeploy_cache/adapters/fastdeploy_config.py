@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from transfer_manager.config import TransferConfig
 from transfer_manager.layout import KVLayout
 from transfer_manager.storage.config import STORES, StorageConfig
 
+_V1_SCHEDULER = "ENABLE_V1_KVCACHE_SCHEDULER"
 _DTYPES = {
     "bfloat16": "bfloat16",
     "float16": "float16",
@@ -31,11 +34,28 @@ def num_gpu_blocks(config: Any, splitwise_role: str) -> int:
 
 
 def pool_size(cache: Any) -> int:
-    """Of the GPU pool, by a `cache_config`."""
-    for name in ("total_block_num", "prefill_kvcache_block_num"):
+    """Of the GPU pool, by a `cache_config`. With the v0 scheduler that is its prefill share: its workers hand out the
+    rest themselves."""
+    names = ("total_block_num", "prefill_kvcache_block_num")
+    for name in names if has_v1_scheduler() else reversed(names):
         if (size := getattr(cache, name, None)) is not None:
             return int(size)
     raise ConfigError("cache_config has no total_block_num and no prefill_kvcache_block_num; give one")
+
+
+def has_v1_scheduler() -> bool:
+    """FastDeploy's ENABLE_V1_KVCACHE_SCHEDULER. Where FastDeploy is loaded its own module has the word: it switches the
+    scheduler off there for platforms that it does not support, and leaves the environment as it is.
+
+    Raises:
+        ConfigError: no number.
+    """
+    theirs = getattr(sys.modules.get("fastdeploy.envs"), _V1_SCHEDULER, None)
+    value = os.environ.get(_V1_SCHEDULER, "1") if theirs is None else theirs
+    try:
+        return bool(int(value))
+    except ValueError as error:
+        raise ConfigError(f"{_V1_SCHEDULER} is {value!r}; use 0 or 1") from error
 
 
 def cache_config(

@@ -72,13 +72,14 @@ class StorageCalls:
     def write_cache_to_storage(self, request: Task) -> None:
         """Write what of a held task is cached to storage, in the background. Before release.
 
-        Does nothing without a store or without prefix caching: then the scheduler calls it for tasks that were never
-        matched.
+        Nothing happens without a store; nor, without prefix caching, to a task that was never matched: the scheduler
+        calls this for each.
 
         Raises:
             UnknownTaskError: it holds nothing.
         """
-        if self.cache.config.storage is None or not self.cache.config.enable_prefix_caching:
+        config = self.cache.config
+        if config.storage is None or not (config.enable_prefix_caching or str(request.request_id) in self._tasks):
             return
         held = self._held(request)
         self._show_proven(held)
