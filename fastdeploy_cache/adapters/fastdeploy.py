@@ -82,7 +82,12 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
 
     # -- v1
 
-    def request_match_blocks(self, task: Task, block_size: int) -> tuple[list[int], int, dict[str, Any]]:
+    def request_match_blocks(
+        self,
+        task: Task,
+        block_size: int,
+        *_: object,  # theirs takes more, and does not look at it
+    ) -> tuple[list[int], int, dict[str, Any]]:
         """The task's cached blocks, pinned until it is released; their tokens; where they came from.
 
         Waits for what is below the GPU, at most `load_timeout_seconds`. At least one token is left to compute, so a
@@ -233,7 +238,7 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
     # -- v0
 
     def request_block_ids(
-        self, task: Task, block_size: int, dec_token_num: int = 0
+        self, task: Task, block_size: int, dec_token_num: int = 0, *_: object
     ) -> tuple[list[int], list[int], dict[str, int]]:
         """The task's cached blocks, blocks of its own for the rest of the prompt and `dec_token_num` tokens more, and
         how many of the first were in which tier.
@@ -277,13 +282,13 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
 
     @staticmethod
     def get_block_hash_extra_keys(request: Task, start_idx: int, end_idx: int, mm_idx: int) -> tuple[int, list[str]]:
-        """The hashes of the images that overlap tokens [start_idx, end_idx), looking from image `mm_idx` on, and the
-        image to look from next."""
+        """The index of the image to look from next, and the hashes of the images that overlap tokens
+        [start_idx, end_idx), looking from image `mm_idx` on. The index is never behind the last image."""
         return block_hash_extra_keys(request, start_idx, end_idx, mm_idx)
 
     @staticmethod
     def is_chunked_mm_input(mm_inputs: Any, matched_token_num: int) -> tuple[bool, int]:
-        """Whether so many tokens end inside an image; the index of that image, or of the next one."""
+        """Whether so many tokens end inside an image, and the index of that image; 0 where they do not."""
         return is_inside_image(mm_inputs, matched_token_num)
 
     # -- all of it

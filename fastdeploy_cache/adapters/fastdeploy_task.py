@@ -127,31 +127,32 @@ def _field(inputs: Any, name: str) -> Sequence[Any]:
 
 
 def block_hash_extra_keys(task: Task, start: int, end: int, mm_index: int) -> tuple[int, list[str]]:
-    """The hashes of the images that overlap tokens [start, end), and the index of the first image that may overlap
-    what comes after; images before `mm_index` are not looked at."""
+    """The hashes of the images that overlap tokens [start, end), and the index of the image to look from next; images
+    before `mm_index` are not looked at.
+
+    That index is of the first image that reaches behind `end`, else of the last one. Where all images end before
+    `start` it is `mm_index`.
+    """
     inputs = getattr(task, "multimodal_inputs", None) or {}
     positions, hashes = _field(inputs, "mm_positions"), _field(inputs, "mm_hashes")
     found: list[str] = []
+    if not len(positions) or positions[-1].offset + positions[-1].length <= start:
+        return mm_index, found
     for index in range(mm_index, len(positions)):
         first, last = positions[index].offset, positions[index].offset + positions[index].length
-        if first >= end:
-            return index, found
-        if last > start:
+        if first < end and last > start:
             found.append(hashes[index])
-        if last > end:  # it goes on behind this block
+        if last > end:
             return index, found
-    return len(positions), found
+    return len(positions) - 1, found
 
 
 def is_inside_image(inputs: Any, num_tokens: int) -> tuple[bool, int]:
-    """Whether the first `num_tokens` tokens end inside an image, and the index of that image, or of the next one."""
-    positions = _field(inputs or {}, "mm_positions")
-    for index, position in enumerate(positions):
+    """Whether the first `num_tokens` tokens end inside an image, and the index of that image; 0 where they do not."""
+    for index, position in enumerate(_field(inputs or {}, "mm_positions")):
         if position.offset < num_tokens < position.offset + position.length:
             return True, index
-        if position.offset >= num_tokens:
-            return False, index
-    return False, len(positions)
+    return False, 0
 
 
 def path_hashes(request: Request, num_blocks: int, block_size: int) -> list[bytes]:

@@ -199,18 +199,30 @@ def test_images_part_prompts_and_are_never_cut(manager: PrefixCacheManager) -> N
 
 
 def test_extra_keys_and_chunked_images(manager: PrefixCacheManager) -> None:
-    """Half-open borders; the cursor is carried so that every block gets every image that overlaps it."""
+    """Half-open borders; the cursor is carried so that every block gets every image that overlaps it, and stays at the
+    last image, which the original refuses to be called behind."""
     task = Task("a", PROMPT, multimodal_inputs=images((4, 4, "x"), (10, 6, "y"), (16, 2, "z")))
-    cursor, found = 0, []
+    cursor, found, cursors = 0, [], []
     for start in range(0, 20, 4):
         cursor, names = manager.get_block_hash_extra_keys(task, start, start + 4, cursor)
         found.append(names)
+        cursors.append(cursor)
     assert found == [[], ["x"], ["y"], ["y"], ["z"]]
+    assert cursors == [0, 1, 1, 2, 2]
+    assert manager.get_block_hash_extra_keys(task, 18, 22, 1) == (1, []), "behind all images nothing moves"
+    assert manager.get_block_hash_extra_keys(Task("b", PROMPT), 0, 4, 3) == (3, [])
     inside = [manager.is_chunked_mm_input(task.multimodal_inputs, n) for n in (0, 4, 5, 8, 10, 12, 16, 17, 18)]
-    assert inside == [
-        (False, 0), (False, 0), (True, 0), (False, 1), (False, 1), (True, 1), (False, 2), (True, 2), (False, 3),
-    ]  # fmt: skip
+    assert inside == [(n in (5, 12, 17), {12: 1, 17: 2}.get(n, 0)) for n in (0, 4, 5, 8, 10, 12, 16, 17, 18)]
     assert manager.is_chunked_mm_input(None, 5) == (False, 0)
+
+
+def test_more_arguments_than_are_known_are_not_looked_at(manager: PrefixCacheManager) -> None:
+    """Both requests take what callers of the original pass beside its own arguments."""
+    task = Task("a", PROMPT)
+    assert manager.request_match_blocks(task, 4, "storage", None)[1] == 0
+    manager.release_block_ids(task)
+    assert manager.request_block_ids(task, 4, 0, "storage", None)[0] == []
+    manager.release_block_ids(task)
 
 
 def test_swap_tasks_move_the_callers_blocks() -> None:
