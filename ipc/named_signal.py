@@ -2,6 +2,10 @@
 
 The file and its bytes are those of `multiprocessing.shared_memory.SharedMemory(name="NAME.SUFFIX")`. No resource
 tracker knows of it: the creator removes the name, and what a killed creator leaves is taken over by the next one.
+
+Other programs make such files, too, and keep no lock on them: of these nobody can say whether their maker lives. So the
+files that are made here have a mark, the sticky bit of their mode, which means nothing else for a file; and only a file
+with the mark is ever replaced.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -21,15 +26,17 @@ from ipc.shared_signal import SharedSignal
 
 _FOLDER = Path("/dev/shm")  # noqa: S108 (where shared memory has its names)
 _WORD_BYTES = 4
+_MADE_HERE = stat.S_ISVTX  # of a file's mode: its holders keep the lock below
 _MAX_TRIES = 10  # each one more means that somebody else made or removed the name in between
 _LOOK_SECONDS = 0.1
 
 
 class NamedSignal:
-    """`num_words` signed 32-bit words in the file /dev/shm/NAME.SUFFIX, mode 0600.
+    """`num_words` signed 32-bit words in the file /dev/shm/NAME.SUFFIX, readable and writable by its owner alone.
 
-    Every `NamedSignal` of a file keeps a shared lock (flock) on it, so that a file without one is known to be left by a
-    process that was killed. A lock is inherited by `fork`, not by `exec`. Any thread; a word has one writing process.
+    Every `NamedSignal` of a file keeps a shared lock (flock) on it, so that a file that was made here and has none is
+    known to be left by a process that was killed. A lock is inherited by `fork`, not by `exec`. Any thread; a word has
+    one writing process.
     """
 
     def __init__(self, path: Path, fd: int, num_words: int, is_creator: bool) -> None:
@@ -41,25 +48,18 @@ class NamedSignal:
 
     @classmethod
     def create(cls, name: str, suffix: int | str, num_words: int) -> Self:
-        """New words, all 0. A file of that name that nobody holds is replaced.
+        """New words, all 0. A file of that name that was made here, and that nobody holds, is replaced.
 
         Raises:
-            IPCError: no possible name or size; somebody holds the name; the file cannot be made.
+            IPCError: no possible name or size; somebody holds the name, or another program has made the file; it cannot
+                be made.
             NotEnoughMemoryError: /dev/shm is full.
         """
         path = _path(name, suffix, num_words)
         for _ in range(_MAX_TRIES):
-            fd = _new_file(path, num_words * _WORD_BYTES)
-            try:
-                _publish(fd, path)
-            except FileExistsError:
-                os.close(fd)
-                _remove_stale(path)
-            except BaseException:
-                os.close(fd)
-                raise
-            else:
-                return cls(path, fd, num_words, is_creator=True)
+            if (made := cls._try_create(path, num_words)) is not None:
+                return made
+            _remove_stale(path)
         raise IPCError(f"{path} is made again and again by others; choose another suffix")
 
     @classmethod
@@ -74,16 +74,60 @@ class NamedSignal:
             fd = _open(path)
             if fd is None:
                 raise IPCError(f"there is no {path}; start the process that makes it, or correct name and suffix")
-            try:
-                _check_size(fd, path, num_words)
-                is_current = _lock(fd, fcntl.LOCK_SH) and _is_at(fd, path)
-            except BaseException:
-                os.close(fd)
-                raise
-            if is_current:
-                return cls(path, fd, num_words, is_creator=False)
-            os.close(fd)
+            if (attached := cls._try_attach(fd, path, num_words)) is not None:
+                return attached
         raise IPCError(f"{path} is being replaced by a new creator; attach again once that has started")
+
+    @classmethod
+    def attach_or_create(cls, name: str, suffix: int | str, num_words: int) -> Self:
+        """The words that another program has made, where it has; else new ones, as `create` makes them.
+
+        Words that were made here, and that a running process holds, are another owner's: these are refused.
+
+        Raises:
+            IPCError: as `create` and `attach`. NotEnoughMemoryError: /dev/shm is full.
+        """
+        path = _path(name, suffix, num_words)
+        for _ in range(_MAX_TRIES):
+            fd = _open(path)
+            if fd is not None and not _is_made_here(fd):
+                found = cls._try_attach(fd, path, num_words)
+            else:
+                if fd is not None:
+                    os.close(fd)
+                    _remove_stale(path)
+                found = cls._try_create(path, num_words)
+            if found is not None:
+                return found
+        raise IPCError(f"{path} is made again and again by others; choose another suffix")
+
+    @classmethod
+    def _try_create(cls, path: Path, num_words: int) -> Self | None:
+        """None where the name is taken."""
+        fd = _new_file(path, num_words * _WORD_BYTES)
+        try:
+            _publish(fd, path)
+        except FileExistsError:
+            os.close(fd)
+            return None
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(path, fd, num_words, is_creator=True)
+
+    @classmethod
+    def _try_attach(cls, fd: int, path: Path, num_words: int) -> Self | None:
+        """None where the file is being removed, or has been replaced."""
+        try:
+            _check_size(fd, path, num_words)
+            is_current = _lock(fd, fcntl.LOCK_SH) and _is_at(fd, path)
+        except BaseException:
+            os.close(fd)
+            raise
+        if is_current:
+            return cls(path, fd, num_words, is_creator=False)
+        os.close(fd)
+        return None
 
     @property
     def words(self) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -105,13 +149,19 @@ class NamedSignal:
             self._signal.wait(index, lambda now: now != unsigned, min(left, _LOOK_SECONDS))
         return value
 
+    def remove_name(self) -> None:
+        """Nobody finds the words by their name any more, whoever has made them; who has them goes on."""
+        fd = self._array.fd
+        if fd >= 0 and _is_at(fd, self._path):  # not a file that came after somebody else removed ours
+            self._path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Give up the lock and the mapping; the creator removes the name as well. Safe to call twice."""
         fd = self._array.fd
         if fd < 0:
             return
-        if self._is_creator and _is_at(fd, self._path):  # not a file that came after somebody else removed ours
-            self._path.unlink(missing_ok=True)
+        if self._is_creator:
+            self.remove_name()
         fcntl.flock(fd, fcntl.LOCK_UN)  # a mapping that views keep alive has a duplicate of the descriptor
         self._array.close()
 
@@ -139,6 +189,7 @@ def _new_file(path: Path, num_bytes: int) -> int:
         raise IPCError(f"cannot make {path}: {error.strerror}; is {path.parent} a writable tmpfs?") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)
+        os.fchmod(fd, 0o600 | _MADE_HERE)  # whatever the umask says
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:
         os.close(fd)
@@ -165,7 +216,7 @@ def _publish(fd: int, path: Path) -> None:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the file unless somebody holds it.
+    """Remove the file, which was made here, unless somebody holds it.
 
     Two creators may find the same stale file: the first removes it and makes its own, and the second, which opened the
     old one before that, now gets the lock on it. Hence the comparison under the lock; while the lock is held no other
@@ -175,6 +226,10 @@ def _remove_stale(path: Path) -> None:
     if fd is None:
         return
     try:
+        if not _is_made_here(fd):
+            raise IPCError(
+                f"{path} was made by another program, which may still use it; choose another suffix, or remove the file"
+            )
         if not _lock(fd, fcntl.LOCK_EX):
             raise IPCError(
                 f"{path} is in use by a running process (see: fuser {path}); stop that one or choose another suffix"
@@ -183,6 +238,10 @@ def _remove_stale(path: Path) -> None:
             path.unlink(missing_ok=True)
     finally:
         os.close(fd)
+
+
+def _is_made_here(fd: int) -> bool:
+    return bool(os.fstat(fd).st_mode & _MADE_HERE)
 
 
 def _open(path: Path) -> int | None:

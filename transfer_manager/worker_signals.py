@@ -1,14 +1,15 @@
 """The words in shared memory that model workers of FastDeploy look at, under the names that they know.
 
 Names, sizes and values are FastDeploy's: `NAME.SUFFIX` in /dev/shm, int32 words, one for each rank or one in all;
-of `prefix_tree_status` 0 is NORMAL, 1 UPDATING, -1 CLEARING, -2 CLEARED.
+of `prefix_tree_status` 0 is NORMAL, 1 UPDATING, -1 CLEARING, -2 CLEARED. Its engine makes some of them before it starts
+a cache manager, and looks at its own: these are attached, and what is missing is made.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -18,7 +19,8 @@ from ipc.named_signal import NamedSignal
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.1  # those who write these words wake nobody
-BY_RANK = ("cache_ready_signal", "swap_space_ready_signal", "cache_transfer_inited_signal", "cache_task_inflight")
+READY = ("cache_ready_signal", "cache_transfer_inited_signal", "swap_space_ready_signal")
+BY_RANK = (*READY, "cache_task_inflight")
 IN_ALL = ("cache_task_broadcast_signal", "cache_task_is_paused", "prefix_tree_status")
 
 
@@ -37,6 +39,19 @@ _ANSWERS = {
 }
 
 
+class Signal:
+    """Words under a name, as FastDeploy's `IPCSignal` shows them: `value` and `clear`."""
+
+    def __init__(self, value: np.ndarray[tuple[int], np.dtype[np.int32]], named: NamedSignal | None = None) -> None:
+        """`named`: of which these are the words; without it they have no name."""
+        self.value, self._named = value, named
+
+    def clear(self) -> None:
+        """Remove the name, as its engine does at its end; the words stay valid for who has them."""
+        if self._named is not None:
+            self._named.remove_name()
+
+
 class WorkerSignals:
     """The words, and a thread that keeps them true and answers what is asked by `prefix_tree_status`.
 
@@ -51,41 +66,49 @@ class WorkerSignals:
         on_asked: Callable[[TreeStatus], bool],
         state: Callable[[], tuple[bool, int]],
     ) -> None:
-        """Make the words and start the thread.
+        """Attach the words that are there, make the others, and start the thread.
 
         `on_asked` does what a worker asks for, in the thread, and says whether it could; `state` gives whether the
         cache is paused, and how many tasks are in flight.
 
         Raises:
-            IPCError: another engine holds these names; nothing of this one is left.
+            IPCError: another engine's cache manager holds these names, or words of another size are there; nothing of
+                this one is left.
         """
         self._words: dict[str, NamedSignal] = {}
         self._on_asked, self._state, self._tp_size = on_asked, state, tp_size
         try:
             for name, num_words in [*((n, tp_size) for n in BY_RANK), *((n, 1) for n in IN_ALL)]:
-                self._words[name] = NamedSignal.create(name, suffix, num_words)
+                self._words[name] = NamedSignal.attach_or_create(name, suffix, num_words)
         except BaseException:
             self._close_words()
             raise
+        self._words["cache_task_broadcast_signal"].set(0, 0)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="worker-signals", daemon=True)
         self._thread.start()
 
-    def words(self, name: str) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def signal(self, name: str) -> Signal:
         """The words of that name, int32 [1] or [ranks]."""
-        return self._words[name].words
+        return Signal(self._words[name].words, self._words[name])
 
     def set_ready(self, *, with_swap_space: bool) -> None:
         """Every rank has its KV arrays, and its CPU blocks where there are any."""
-        names = ["cache_ready_signal", "cache_transfer_inited_signal"]
-        for name in [*names, "swap_space_ready_signal"] if with_swap_space else names:
+        self._set_ready(READY if with_swap_space else READY[:-1], 1)
+
+    def _set_ready(self, names: Sequence[str], value: int) -> None:
+        for name in names:
             for rank in range(self._tp_size):
-                self._words[name].set(rank, 1)
+                self._words[name].set(rank, value)
 
     def close(self) -> None:
-        """End the thread, remove the names. Safe to call twice."""
+        """End the thread, say that nothing is ready any more, remove the names that were made here. Safe to call
+        twice."""
+        if self._stopping.is_set():
+            return
         self._stopping.set()
         self._thread.join()
+        self._set_ready(READY, 0)
         self._close_words()
 
     def _close_words(self) -> None:

@@ -74,6 +74,7 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
         self._load_timeout_seconds, self._schedules_ahead = load_timeout_seconds, schedules_ahead
         self._tasks: dict[str, HeldTask] = {}
         self._signals = None
+        self._show_signals()
         self._begin_calls()
         ours = cache_config(
             config, tp_size=tensor_parallel_size, num_blocks=self._num_blocks, data_parallel_id=local_data_parallel_id
@@ -252,7 +253,7 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
         if num_reserved < 0:
             raise RequestError(f"dec_token_num is {dec_token_num}; give 0 or more")
         num_blocks = self.get_required_block_num(held.num_tokens + num_reserved, block_size)
-        match, _ = self._match(held)
+        match = self._match(held)[0]
         try:
             own = self.cache.allocate(held.request, num_blocks - len(match.block_ids))
         except BaseException as error:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from fastdeploy_cache.adapters.fastdeploy_config import cache_config, extra_settings, pool_size
 from fastdeploy_cache.adapters.fastdeploy_peer_config import has_peers
 from fastdeploy_cache.adapters.fastdeploy_task import HeldTask
@@ -16,7 +18,7 @@ from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from fastdeploy_cache.run import CPU
 from transfer_manager.client import RankStatus
 from transfer_manager.errors import IPCError, LayoutError, RankStartError, TransferError
-from transfer_manager.worker_signals import TreeStatus, WorkerSignals
+from transfer_manager.worker_signals import BY_RANK, Signal, TreeStatus, WorkerSignals
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,17 @@ _CONTROL: dict[str, tuple[str, tuple[str, ...]]] = {  # the cache's verb, and wh
     "wakeup": ("wake", ("tags",)),
     "clear": ("clear", ()),
     "update_weights": ("update_weights", ("weights_id",)),
+}
+
+
+_SIGNALS = {  # attributes of a manager, and the names of the words
+    "shm_cache_task_flag_broadcast": "cache_task_broadcast_signal",
+    "cache_task_is_paused_signal": "cache_task_is_paused",
+    "cache_task_inflight_signal": "cache_task_inflight",
+    "cache_ready_signal": "cache_ready_signal",
+    "swap_space_ready_signal": "swap_space_ready_signal",
+    "cache_transfer_inited_signal": "cache_transfer_inited_signal",
+    "prefix_tree_status_signal": "prefix_tree_status",
 }
 
 
@@ -56,9 +69,20 @@ class RankProcess:
 
 
 class Launching:
-    """The part of the adapter about processes and states. Not while requests are served, but for `control`."""
+    """The part of the adapter about processes and states. Not while requests are served, but for `control`.
+
+    The signals are the words themselves, shared with the engine and its workers. Before the launch nobody looks at
+    them.
+    """
 
     cache: NativeManager
+    shm_cache_task_flag_broadcast: Signal
+    cache_task_is_paused_signal: Signal
+    cache_task_inflight_signal: Signal
+    cache_ready_signal: Signal
+    swap_space_ready_signal: Signal
+    cache_transfer_inited_signal: Signal
+    prefix_tree_status_signal: Signal
     splitwise_role: str
     _device_ids: Sequence[int] | None = None
     _dp_id: int
@@ -76,15 +100,16 @@ class Launching:
         tensor_parallel_size: int,
         device_ids: Sequence[int],
         pod_ip: str,
-        engine_worker_queue_port: int,
+        engine_worker_queue_port: int | str,
         ipc_suffix: int | str,
         create_cache_tensor: bool = True,
     ) -> list[RankProcess]:
         """Start the ranks and wait until all are ready, with `splitwise_role` prefill or decode their peer processes,
-        too; make the signals, with `ipc_suffix` behind their names. Returns the peer processes, then the ranks.
+        too; attach or make the signals, with `engine_worker_queue_port` behind their names. Returns the peer processes,
+        then the ranks.
 
-        What was cached before is forgotten. `pod_ip` is where others reach this host, for `local_rdma_comm_ports`; the
-        queue's port is not used. Who makes the KV arrays is said by
+        What was cached before is forgotten. `pod_ip` is where others reach this host, for `local_rdma_comm_ports`;
+        `ipc_suffix` is not used. Who makes the KV arrays is said by
         `cache_config.fastdeploy_cache["transfer"]["kv_owner"]`, not by `create_cache_tensor`.
 
         Raises:
@@ -92,17 +117,18 @@ class Launching:
             RankStartError: a rank did not start in time. PeerRefusedError: the link cannot be opened as configured.
             IPCError: another engine has these signals. Nothing is left.
         """
-        del cache_config, engine_worker_queue_port, create_cache_tensor
+        del cache_config, ipc_suffix, create_cache_tensor
         self._check_nothing_is_held()
         self._close_signals()
-        signals = WorkerSignals(ipc_suffix, tensor_parallel_size, on_asked=self._do_asked, state=self._transfer_state)
-        self._pod_ip = pod_ip
+        self._pod_ip, suffix = pod_ip, str(engine_worker_queue_port)
+        signals = WorkerSignals(suffix, tensor_parallel_size, on_asked=self._do_asked, state=self._transfer_state)
         try:
             self._replace_cache(self._num_blocks, device_ids, tensor_parallel_size)
         except BaseException:
             signals.close()
             raise
-        self._signals, self._device_ids, self._suffix = signals, device_ids, str(ipc_suffix)
+        self._signals, self._device_ids, self._suffix = signals, device_ids, suffix
+        self._show_signals()
         signals.set_ready(with_swap_space=self.cache.tier_stats(CPU).num_blocks > 0)
         ranks = [RankProcess(lambda: self.cache.stats().ranks, status.rank) for status in self.cache.stats().ranks]
         return self._peer_processes() + ranks
@@ -115,7 +141,7 @@ class Launching:
         key_cache_shape: Any,
         value_cache_shape: Any,
         pod_ip: str,
-        engine_worker_queue_port: int,
+        engine_worker_queue_port: int | str,
         ipc_suffix: int | str,
     ) -> list[RankProcess] | None:
         """The ranks' peer processes, ready, with `cache_ready_signal` set; None where they are not ready in time.
@@ -123,7 +149,7 @@ class Launching:
         `launch_cache_manager` starts them: where that was not called yet it is now, and all of it is started.
 
         Raises:
-            ConfigError: no blocks go between instances, or it was launched with another suffix. As
+            ConfigError: no blocks go between instances, or it was launched with another port. As
             `launch_cache_manager`.
         """
         del key_cache_shape, value_cache_shape
@@ -137,8 +163,9 @@ class Launching:
             except PeersLateError as error:
                 logger.error("event=messager_late error=%r", str(error))
                 return None
-        elif self._suffix != str(ipc_suffix):
-            raise ConfigError(f"launch_cache_messager with suffix {ipc_suffix!r}, but launched with {self._suffix!r}")
+        elif self._suffix != str(engine_worker_queue_port):
+            what = f"launch_cache_messager with engine_worker_queue_port {engine_worker_queue_port!r}"
+            raise ConfigError(f"{what}, but launched with {self._suffix!r}")
         are_ready = self._wait_for_peers(self.cache.config.transfer.start_timeout_seconds)
         return self._peer_processes() if are_ready else None
 
@@ -250,6 +277,12 @@ class Launching:
         if self._signals is not None:
             self._signals.refresh()
         return 200, self.cache.life_cycle_status.value
+
+    def _show_signals(self) -> None:
+        for attribute, name in _SIGNALS.items():
+            num_words = self._tp_size if name in BY_RANK else 1
+            nameless = Signal(np.zeros(num_words, np.int32))
+            setattr(self, attribute, self._signals.signal(name) if self._signals is not None else nameless)
 
     def _close_signals(self) -> None:
         if self._signals is not None:

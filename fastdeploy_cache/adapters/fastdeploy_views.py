@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from fastdeploy_cache.adapters.fastdeploy_nodes import BlockNode, NodeView
 from fastdeploy_cache.adapters.fastdeploy_task import HeldTask, path_hashes
 from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from fastdeploy_cache.run import CPU, GPU, Tier
 from metrics.fastdeploy_names import FastDeployNames
-from transfer_manager.worker_signals import WorkerSignals
-
-
-class Signal(NamedTuple):
-    """Words in shared memory, as FastDeploy's `IPCSignal` has them."""
-
-    value: np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 class Views:
@@ -26,7 +17,6 @@ class Views:
     cache: NativeManager
     _their_config: Any
     _tasks: dict[str, HeldTask]
-    _signals: WorkerSignals | None
 
     @property
     def gpu_free_block_list(self) -> list[int]:
@@ -125,19 +115,6 @@ class Views:
         """The attached store's kind."""
         storage = self.cache.config.storage
         return storage.kind if storage is not None else None
-
-    @property
-    def prefix_tree_status_signal(self) -> Signal:
-        """The word [1] by which is asked: no view, but the thing itself. Before the launch nobody looks at it."""
-        return self._signal("prefix_tree_status", 1)
-
-    @property
-    def cache_task_inflight_signal(self) -> Signal:
-        """Tasks in flight, a word [ranks] for each rank."""
-        return self._signal("cache_task_inflight", self.cache.config.transfer.tp_size)
-
-    def _signal(self, name: str, num_words: int) -> Signal:
-        return Signal(self._signals.words(name) if self._signals is not None else np.zeros(num_words, np.int32))
 
     def fastdeploy_names(self, *, with_dp: bool = False) -> FastDeployNames:
         """A collector of FastDeploy's series; `cache.serve_metrics(also=[...])` shows both kinds.

@@ -154,7 +154,7 @@ def launched(config: CacheConfig, suffix: str) -> fastdeploy.PrefixCacheManager:
     )
     tp_size = config.transfer.tp_size
     manager = fastdeploy.PrefixCacheManager(SimpleNamespace(cache_config=theirs), tp_size)
-    manager.launch_cache_manager(theirs, tp_size, list(range(tp_size)), "127.0.0.1", 0, suffix)
+    manager.launch_cache_manager(theirs, tp_size, list(range(tp_size)), "127.0.0.1", suffix, suffix)
     return manager
 
 

@@ -70,6 +70,14 @@ def holder(how: str, suffix: str) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
+def leave(suffix: str, *, made_here: bool = True, words: tuple[int, ...] = (0, 0, 0)) -> Path:
+    """A file that nobody holds, as a killed creator leaves it; or as another program makes it, and may still use it."""
+    path = FOLDER / f"status.{suffix}"
+    path.write_bytes(np.array(words, np.int32).tobytes())
+    path.chmod(0o1600 if made_here else 0o600)
+    return path
+
+
 def names(suffix: str) -> list[str]:
     return [path.name for path in FOLDER.iterdir() if path.name.endswith(suffix)]
 
@@ -86,12 +94,13 @@ def test_a_program_that_knows_the_name_sees_the_words(suffix: str) -> None:
 
 
 def test_the_file_is_private_and_goes_with_its_creator(suffix: str) -> None:
-    """Mode 0600 whatever the umask lets through; closing twice removes the name once; views stay valid."""
+    """Mode 0600, with the mark, whatever the umask lets through; closing twice removes the name once; views stay
+    valid."""
     before = os.umask(0)
     mine = NamedSignal.create("status", suffix, 3)
     os.umask(before)
     path = FOLDER / f"status.{suffix}"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.stat().st_mode) == 0o1600
     assert path.stat().st_size == 12
     words = mine.words
     mine.close()
@@ -202,8 +211,7 @@ def test_no_room_is_an_error_of_ours(suffix: str, monkeypatch: pytest.MonkeyPatc
 
 def test_of_two_that_find_the_same_stale_file_one_wins(suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other has replaced the file between this one's look and its lock: its new file is not removed."""
-    path = FOLDER / f"status.{suffix}"
-    path.write_bytes(bytes(12))
+    leave(suffix)
     lock = named_signal._lock
     winners: list[NamedSignal] = []
 
@@ -224,7 +232,7 @@ def test_of_two_that_find_the_same_stale_file_one_wins(suffix: str, monkeypatch:
 def test_many_creators_at_once_make_one_signal(suffix: str) -> None:
     """Over a stale file, twenty times: one of four gets the name, the others are refused."""
     for _ in range(20):
-        (FOLDER / f"status.{suffix}").write_bytes(bytes(12))
+        leave(suffix)
         made: list[NamedSignal] = []
         barrier = threading.Barrier(4)
 
@@ -240,6 +248,75 @@ def test_many_creators_at_once_make_one_signal(suffix: str) -> None:
             thread.join(10)
         assert len(made) == 1
         made[0].close()
+
+
+KINDS = ("nothing", "foreign", "foreign, attached", "dead", "dead, attached", "alive")
+
+
+@contextlib.contextmanager
+def found(kind: str, suffix: str) -> Iterator[None]:
+    """What may be there under the name, all words 7; nothing is left of it afterwards."""
+    path = FOLDER / f"status.{suffix}"
+    with contextlib.ExitStack() as stack:
+        stack.callback(path.unlink, missing_ok=True)
+        if kind == "alive":
+            stack.enter_context(NamedSignal.create("status", suffix, 3)).words[:] = 7
+        elif kind != "nothing":
+            leave(suffix, made_here=kind.startswith("dead"), words=(7, 7, 7))
+        if kind.endswith("attached"):
+            stack.enter_context(NamedSignal.attach("status", suffix, 3))
+        yield
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["create", "attach", "attach_or_create"])
+def test_only_what_the_dead_have_left_is_replaced(suffix: str, how: str, kind: str) -> None:
+    """Each way to come to words, over everything that may be there: another program's words are attached or left
+    alone, a living holder's are refused, and a new file takes the place of none but one that was made here."""
+    path = FOLDER / f"status.{suffix}"
+    outcomes = {
+        "create": {"nothing": "new", "dead": "new"},
+        "attach": dict.fromkeys(KINDS[1:], "same"),
+        "attach_or_create": {"nothing": "new", "dead": "new", "foreign": "same", "foreign, attached": "same"},
+    }
+    outcome = outcomes[how].get(kind, "refused")
+    with found(kind, suffix):
+        before = path.stat().st_ino if kind != "nothing" else None
+        if outcome == "refused":
+            with pytest.raises(IPCError):
+                getattr(NamedSignal, how)("status", suffix, 3)
+        else:
+            with getattr(NamedSignal, how)("status", suffix, 3) as mine:
+                assert mine.words.tolist() == ([0] * 3 if outcome == "new" else [7] * 3)
+                mine.words[0] = 9
+        if outcome == "new":
+            assert not names(suffix)
+        elif before is not None:
+            assert path.stat().st_ino == before, "what was there is there"
+            assert np.frombuffer(path.read_bytes(), np.int32)[0] == (9 if outcome == "same" else 7)
+
+
+def test_words_of_another_size_are_refused_and_left(suffix: str) -> None:
+    """Another program's words that do not fit: an error with both sizes, and the file is as it was."""
+    path = leave(suffix, made_here=False)
+    with pytest.raises(IPCError, match="has 12 bytes, 2 words"):
+        NamedSignal.attach_or_create("status", suffix, 2)
+    assert path.read_bytes() == bytes(12)
+    path.unlink()
+
+
+def test_a_name_can_be_removed_by_who_is_attached(suffix: str) -> None:
+    """FastDeploy's engine lets its cache manager remove names; the words go on, and a later file stays."""
+    path = leave(suffix, made_here=False)
+    with NamedSignal.attach_or_create("status", suffix, 3) as mine:
+        mine.remove_name()
+        assert not names(suffix)
+        leave(suffix, made_here=False)
+        mine.remove_name()
+        mine.set(0, 3)
+        assert mine.words[0] == 3 and path.exists()
+    mine.remove_name()
+    path.unlink()
 
 
 def test_close_does_not_remove_somebody_elses_file(suffix: str) -> None:

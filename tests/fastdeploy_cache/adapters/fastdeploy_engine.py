@@ -71,10 +71,11 @@ def new_config(
     )
 
 
-def launch(manager: PrefixCacheManager, suffix: str, tp_size: int = 1) -> list[Any]:
-    """Start the ranks as FastDeploy's engine does."""
+def launch(manager: PrefixCacheManager, suffix: Any, tp_size: int = 1) -> list[Any]:
+    """Start the ranks as FastDeploy's engine does; `suffix` is the port behind the names of its signals."""
     cache_config = manager._their_config.cache_config
-    return manager.launch_cache_manager(cache_config, tp_size, list(range(tp_size)), "127.0.0.1", 0, suffix, True)
+    devices = list(range(tp_size))
+    return manager.launch_cache_manager(cache_config, tp_size, devices, "127.0.0.1", suffix, "unused", True)
 
 
 def with_cpu(num_gpu: int = 8, num_cpu: int = 8, tp_size: int = 1, **settings: object) -> PrefixCacheManager:

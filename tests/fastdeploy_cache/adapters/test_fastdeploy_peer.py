@@ -207,16 +207,16 @@ def test_a_task_that_leaves_decode_holds_nothing(new: New) -> None:
 def test_the_messager_is_started_and_found_started(new: New) -> None:
     """launch_cache_messager alone starts all; a plain reader sees the ready signal under its name; handles are live."""
     manager = PrefixCacheManager(new_config(16, peer=WEIGHTS), 2, "decode")
-    arguments = (None, 2, [0, 1], "16,1,4,8", "16,1,4,8", "127.0.0.1", 0)
-    processes = manager.launch_cache_messager(*arguments, _suffix("decode"))
+    arguments = (None, 2, [0, 1], "16,1,4,8", "16,1,4,8", "127.0.0.1")
+    processes = manager.launch_cache_messager(*arguments, _suffix("decode"), "unused")
     words = np.fromfile(f"/dev/shm/cache_ready_signal.{_suffix('decode')}", np.int32)
     assert words.tolist() == [1, 1]
     assert processes is not None and len({process.pid for process in processes}) == 2
     assert all(p.poll() is None and Path(f"/proc/{p.pid}").exists() for p in processes)
-    again = manager.launch_cache_messager(*arguments, _suffix("decode"))
+    again = manager.launch_cache_messager(*arguments, _suffix("decode"), "unused")
     assert again is not None and [p.pid for p in again] == [p.pid for p in processes]
-    with pytest.raises(ConfigError, match="suffix 'other'"):
-        manager.launch_cache_messager(*arguments, "other")
+    with pytest.raises(ConfigError, match="port 'other', but launched with 'decode"):
+        manager.launch_cache_messager(*arguments, "other", "unused")
     manager.close()
     assert not Path(f"/dev/shm/cache_ready_signal.{_suffix('decode')}").exists()
     handles = launch(new("prefill"), _suffix("prefill"))
@@ -226,7 +226,7 @@ def test_the_messager_is_started_and_found_started(new: New) -> None:
 def test_a_messager_that_is_late_is_none() -> None:
     """Processes that are not ready in time: None as in the original, an error of the whole launch; nothing is left."""
     manager = PrefixCacheManager(new_config(16, peer=WEIGHTS, transfer={"start_timeout_seconds": 0.001}), 1, "prefill")
-    assert manager.launch_cache_messager(None, 1, [0], "", "", "127.0.0.1", 0, _suffix("prefill")) is None
+    assert manager.launch_cache_messager(None, 1, [0], "", "", "127.0.0.1", _suffix("prefill"), "unused") is None
     assert not Path(f"/dev/shm/cache_ready_signal.{_suffix('prefill')}").exists()
     with pytest.raises(RankStartError, match=r"ranks \[0\] are not ready after 0.001 s"):
         launch(manager, _suffix("prefill"))
@@ -236,7 +236,7 @@ def test_a_messager_that_is_late_is_none() -> None:
 def test_processes_without_kv_arrays_are_not_waited_for(new: New) -> None:
     """Workers make the arrays once they see the ready signal: handles come at once, and are up after attach_kv."""
     manager = new("prefill", transfer={"kv_owner": "worker"})
-    processes = manager.launch_cache_messager(None, 1, [0], "", "", "127.0.0.1", 0, _suffix("prefill"))
+    processes = manager.launch_cache_messager(None, 1, [0], "", "", "127.0.0.1", _suffix("prefill"), "unused")
     assert processes is not None and [process.poll() for process in processes] == [1]
     layout = manager.cache.config.rank_layout()
     assert layout is not None
@@ -296,7 +296,7 @@ def test_roles_that_do_not_fit_say_so(new: New) -> None:
     with pytest.raises(ConfigError, match="'mixed': no blocks go between"):
         mixed.offer_blocks(task)
     with pytest.raises(ConfigError, match="'mixed': no blocks go between"):
-        mixed.launch_cache_messager(None, 1, [0], "", "", "127.0.0.1", 0, _suffix("mixed"))
+        mixed.launch_cache_messager(None, 1, [0], "", "", "127.0.0.1", _suffix("mixed"), "unused")
     unlaunched = PrefixCacheManager(new_config(16, peer=WEIGHTS), 1, "decode")
     with pytest.raises(ConfigError, match="call launch_cache_manager first"):
         unlaunched.receive_blocks(task, b"")

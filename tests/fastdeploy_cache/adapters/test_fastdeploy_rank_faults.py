@@ -191,6 +191,6 @@ def test_24_a_worker_clears_one_engine_and_not_its_neighbour() -> None:
         assert signals._words["prefix_tree_status"].wait_change(0, asked, 5) == answer
         assert managers[0].node_map == {} and len(managers[1].node_map) == 5
         serve_v1(managers[0], Task("b", PROMPT), [1], Kernel(managers[0]))
-    assert [int(w) for w in managers[0]._signals.words("cache_ready_signal")] == [1]  # type: ignore[union-attr]
+    assert [int(w) for w in managers[0]._signals.signal("cache_ready_signal").value] == [1]  # type: ignore[union-attr]
     for manager in managers:
         manager.close()
