@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -76,6 +77,8 @@ class WorkerSignals:
                 this one is left.
         """
         self._words: dict[str, NamedSignal] = {}
+        # the engine of FastDeploy closes no cache manager: the names are removed when its process ends, too
+        self._close_words = weakref.finalize(self, _close_all, self._words)
         self._on_asked, self._state, self._tp_size = on_asked, state, tp_size
         try:
             for name, num_words in [*((n, tp_size) for n in BY_RANK), *((n, 1) for n in IN_ALL)]:
@@ -111,10 +114,6 @@ class WorkerSignals:
         self._set_ready(READY, 0)
         self._close_words()
 
-    def _close_words(self) -> None:
-        for words in self._words.values():
-            words.close()
-
     def _run(self) -> None:
         while not self._stopping.wait(_LOOK_SECONDS):
             self.refresh()
@@ -130,3 +129,8 @@ class WorkerSignals:
         self._words["cache_task_is_paused"].set(0, int(is_paused))
         for rank in range(self._tp_size):
             self._words["cache_task_inflight"].set(rank, num_in_flight)
+
+
+def _close_all(words: Mapping[str, NamedSignal]) -> None:
+    for named in words.values():
+        named.close()
