@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +17,7 @@ from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     SUFFIX,
     Kernel,
     Task,
+    give_up_v1,
     launch,
     new_config,
     serve_v0,
@@ -76,6 +79,39 @@ def test_random_schedulers_get_everywhere() -> None:
     assert all(seen[name] > 20 for name in ("hit", "cut", "ahead", "said", "finished", "back", "spoilt", "refused")), (
         seen
     )
+
+
+def test_tasks_of_many_threads_are_shown_by_each_others_matches() -> None:
+    """Each thread serves tasks of its own, which say tokens while other threads' matches show their blocks: every call
+    does what it says, and nothing is left."""
+    with closing(PrefixCacheManager(new_config(200), 1)) as manager:
+
+        def serve(thread: int) -> int:
+            num_found = 0
+            for number in range(150):
+                task = Task(f"{thread}-{number}", [number % 7, *PROMPT])
+                task.block_tables, num_matched, _ = manager.request_match_blocks(task, 4)
+                num_found += num_matched
+                task.block_tables += manager.allocate_gpu_blocks(12 - len(task.block_tables))
+                manager.update_cache_blocks(task, 4, 23)
+                for token in range(20):
+                    task.output_token_ids.append(token)
+                    manager.update_cache_blocks(task, 4, 23 + token)
+                manager.cache_output_blocks(task, 4)
+                give_up_v1(manager, task)
+            return num_found
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)  # threads change places at almost every line
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                found = list(pool.map(serve, range(4)))
+        finally:
+            sys.setswitchinterval(interval)
+        assert sum(found) > 4 * 140 * 20, "each prompt is computed once or a few times, not by every task"
+        manager.cache.check_invariants()
+        gpu = manager.cache.stats().gpu
+        assert gpu.num_private == gpu.num_callers == 0
 
 
 def manager_of(num_gpu: int, num_cpu: int, *, outputs: bool = True, after_steps: bool = False) -> PrefixCacheManager:
