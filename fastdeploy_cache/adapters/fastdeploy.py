@@ -196,7 +196,9 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
         return num_blocks
 
     def _num_cacheable_blocks(self, held: HeldTask, num_tokens: int) -> int:
-        if not self.cache.config.cache_outputs:
+        # under the v0 scheduler the first token that a decode instance is sent is not among its task's outputs
+        misses_one = held.with_path and self.splitwise_role == "decode"
+        if misses_one or not self.cache.config.cache_outputs:
             num_tokens = min(num_tokens, held.request.num_prompt_tokens)
         return min(num_tokens // self.cache.config.block_size, held.num_path_blocks)
 

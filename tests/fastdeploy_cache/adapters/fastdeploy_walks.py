@@ -30,9 +30,9 @@ class Served:
 class Engine:
     """Schedules steps before they run, and does to tasks what the schedulers of both generations do to them.
 
-    Both: outputs are appended by another part of the engine. v0: the cached part is cut off the prompt, and on a decode
-    instance the first output takes the place of the prompt's first token. v1: block tables are extended, a task is
-    preempted at any time and comes back with what it had said.
+    Both: outputs are appended by another part of the engine. v0: the cached part is cut off the prompt; on a decode
+    instance the first token comes from elsewhere, takes the place of the prompt's first one, and is no output. v1:
+    block tables are extended, a task is preempted at any time and comes back with what it had said.
     """
 
     def __init__(self, manager: PrefixCacheManager, choose: random.Random, *, after_steps: bool = False) -> None:
@@ -129,6 +129,10 @@ class Engine:
             served.num_computed = served.num_scheduled = len(served.tokens)
         token = self.choose.randrange(5)
         served.tokens.append(token)
+        if served.is_v0 and self.manager.splitwise_role == "decode" and len(served.tokens) == served.num_prompt + 1:
+            served.task.prompt_token_ids[0] = token
+            self.seen["spoilt"] += 1
+            return
         served.task.output_token_ids.append(token)
         self.seen["said"] += 1
         is_full = not served.is_v0 and len(served.tokens) > len(served.table) * SIZE
@@ -158,10 +162,10 @@ class Engine:
             self.seen["back"] += 1
 
     def _spoil(self, served: Served) -> None:
-        """The first output takes the place of a token of the prompt; the prompt becomes an array."""
+        """What is left of the prompt becomes an array, or loses a token."""
         task = served.task
-        if served.is_v0 and len(task.output_token_ids):
-            task.prompt_token_ids[0] = task.output_token_ids[0]
-            self.seen["spoilt"] += 1
-        elif served.is_v0:
+        if served.is_v0 and self.choose.random() < 0.5:
             task.prompt_token_ids = np.array(task.prompt_token_ids)
+        elif served.is_v0 and len(task.prompt_token_ids) > 1:
+            task.prompt_token_ids = task.prompt_token_ids[1:]
+            self.seen["spoilt"] += 1

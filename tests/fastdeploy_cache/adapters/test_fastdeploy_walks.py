@@ -52,11 +52,13 @@ def test_outputs_of_a_cut_prompt_are_filed_behind_the_whole_prompt() -> None:
     num_cpu=st.sampled_from([0, 8, 60]),
     outputs=st.booleans(),
     after_steps=st.booleans(),
+    role=st.sampled_from(["mixed", "decode"]),
 )
-def test_random_schedulers(seed: int, num_gpu: int, num_cpu: int, outputs: bool, after_steps: bool) -> None:
+def test_random_schedulers(seed: int, num_gpu: int, num_cpu: int, outputs: bool, after_steps: bool, role: str) -> None:
     """Prompts cut and overwritten, outputs appended, tables extended, tasks given up at any time: after each step every
     block that can be found holds what was computed from the tokens that it is found by."""
     with closing(manager_of(num_gpu, num_cpu, outputs=outputs, after_steps=after_steps)) as manager:
+        manager.splitwise_role = role
         engine = Engine(manager, random.Random(seed), after_steps=after_steps)
         for _ in range(120):
             engine.walk()
