@@ -106,7 +106,19 @@ def cache_config(
         weights = storage.weights_id if storage is not None else None
         peer = peer_config(theirs, splitwise_role, peers, weights_id=weights, tp_size=tp_size, pod_ip=pod_ip)
         ours |= {"storage": storage, "role": splitwise_role, "peer": peer}
+        _check_arrays(theirs, num_blocks, ours)
     return CacheConfig(**ours)
+
+
+def _check_arrays(theirs: Any, num_blocks: int, ours: dict[str, Any]) -> None:
+    """Workers of the v0 scheduler use blocks behind the pool, which arrays that are made here do not have."""
+    num_used = int(getattr(theirs, "total_block_num", None) or 0)
+    if num_used > num_blocks and ours["layout"] is not None and ours["transfer"].owner_of_kv != "worker":
+        raise ConfigError(
+            f"workers of the v0 scheduler use {num_used} blocks, but KV arrays that are made here have the "
+            f"{num_blocks} of prefill_kvcache_block_num; let the workers make them, and attach_kv: "
+            "cache_config.fastdeploy_cache = {'transfer': {'kv_owner': 'worker'}}"
+        )
 
 
 def _write_policy(theirs: Any) -> dict[str, str]:

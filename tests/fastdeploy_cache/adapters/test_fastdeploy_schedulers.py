@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,11 +16,15 @@ from fastdeploy_cache.errors import ConfigError
 from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     PROMPT,
     SUFFIX,
+    Kernel,
     Task,
     give_up_v1,
     launch,
     new_config,
+    push_out,
+    serve_v0,
 )
+from transfer_manager.kv_memory import KVMemory
 
 SWITCH = "ENABLE_V1_KVCACHE_SCHEDULER"
 NUM_SPARE = 2  # blocks that the schedulers of split roles take for decoding, beside those of the prompt
@@ -57,6 +62,27 @@ def test_a_scheduler_that_the_platform_switches_off(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(SWITCH, "yes")
     with pytest.raises(ConfigError, match="SCHEDULER is 'yes'"):
         pool_size(cache)
+
+
+def test_workers_of_the_v0_scheduler_bring_arrays_for_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They use blocks behind the pool: arrays that end with it are refused, larger ones are attached and served."""
+    monkeypatch.setenv(SWITCH, "0")
+    config = new_config(16, 8)
+    config.cache_config.prefill_kvcache_block_num = 12
+    manager = PrefixCacheManager(config, 1)
+    with pytest.raises(ConfigError, match=r"use 16 blocks.* 12 of .*'kv_owner': 'worker'"):
+        launch(manager, SUFFIX)
+    config.cache_config.fastdeploy_cache["transfer"] = {"kv_owner": "worker"}
+    launch(manager, SUFFIX)
+    layout = manager.cache.config.rank_layout()
+    assert layout is not None
+    with closing(KVMemory.create(layout, 16)) as arrays:
+        manager.cache.attach_kv(0, arrays.handle())
+        kernel = Kernel(manager)
+        assert [serve_v0(manager, Task(name, PROMPT), [1, 2], kernel)[0] for name in "ab"] == [0, 20]
+        push_out(manager)
+        assert serve_v0(manager, Task("c", PROMPT), [1, 2], kernel)[0] == 20
+        manager.close()
 
 
 def test_a_negative_number_of_blocks_is_none(manager: PrefixCacheManager) -> None:
