@@ -59,7 +59,10 @@ class NamedSignal:
         for _ in range(_MAX_TRIES):
             if (made := cls._try_create(path, num_words)) is not None:
                 return made
-            _remove_stale(path)
+            if (fd := _remove_stale(path)) is not None:
+                os.close(fd)
+                what = f"{path} was made by another program, which may still use it"
+                raise IPCError(f"{what}; choose another suffix, or remove the file")
         raise IPCError(f"{path} is made again and again by others; choose another suffix")
 
     @classmethod
@@ -89,14 +92,9 @@ class NamedSignal:
         """
         path = _path(name, suffix, num_words)
         for _ in range(_MAX_TRIES):
-            fd = _open(path)
-            if fd is not None and not _is_made_here(fd):
+            found = cls._try_create(path, num_words)
+            if found is None and (fd := _remove_stale(path)) is not None:
                 found = cls._try_attach(fd, path, num_words)
-            else:
-                if fd is not None:
-                    os.close(fd)
-                    _remove_stale(path)
-                found = cls._try_create(path, num_words)
             if found is not None:
                 return found
         raise IPCError(f"{path} is made again and again by others; choose another suffix")
@@ -215,8 +213,8 @@ def _publish(fd: int, path: Path) -> None:
         os.close(folder)
 
 
-def _remove_stale(path: Path) -> None:
-    """Remove the file, which was made here, unless somebody holds it.
+def _remove_stale(path: Path) -> int | None:
+    """Remove a file that was made here, unless somebody holds it. One of another program stays; its descriptor then.
 
     Two creators may find the same stale file: the first removes it and makes its own, and the second, which opened the
     old one before that, now gets the lock on it. Hence the comparison under the lock; while the lock is held no other
@@ -224,12 +222,10 @@ def _remove_stale(path: Path) -> None:
     """
     fd = _open(path)
     if fd is None:
-        return
+        return None
+    if not _is_made_here(fd):
+        return fd
     try:
-        if not _is_made_here(fd):
-            raise IPCError(
-                f"{path} was made by another program, which may still use it; choose another suffix, or remove the file"
-            )
         if not _lock(fd, fcntl.LOCK_EX):
             raise IPCError(
                 f"{path} is in use by a running process (see: fuser {path}); stop that one or choose another suffix"
@@ -238,6 +234,7 @@ def _remove_stale(path: Path) -> None:
             path.unlink(missing_ok=True)
     finally:
         os.close(fd)
+    return None
 
 
 def _is_made_here(fd: int) -> bool:

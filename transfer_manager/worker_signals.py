@@ -8,6 +8,7 @@ a cache manager, and looks at its own: these are attached, and what is missing i
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +79,7 @@ class WorkerSignals:
         """
         self._words: dict[str, NamedSignal] = {}
         # the engine of FastDeploy closes no cache manager: the names are removed when its process ends, too
-        self._close_words = weakref.finalize(self, _close_all, self._words)
+        self._close_words = weakref.finalize(self, _close_all, self._words, os.getpid())
         self._on_asked, self._state, self._tp_size = on_asked, state, tp_size
         try:
             for name, num_words in [*((n, tp_size) for n in BY_RANK), *((n, 1) for n in IN_ALL)]:
@@ -131,6 +132,8 @@ class WorkerSignals:
             self._words["cache_task_inflight"].set(rank, num_in_flight)
 
 
-def _close_all(words: Mapping[str, NamedSignal]) -> None:
-    for named in words.values():
-        named.close()
+def _close_all(words: Mapping[str, NamedSignal], pid: int) -> None:
+    """In the process that made them: a fork has the words, the lock and this call, too, and may end first."""
+    if os.getpid() == pid:
+        for named in words.values():
+            named.close()

@@ -164,8 +164,8 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
         self._check_block_size(block_size)
         held = self._held(task)
         held.follow_outputs()
-        is_told = held.num_proven_tokens or self._schedules_ahead
-        self._commit(held, held.num_proven_tokens if is_told else held.num_updated_tokens)
+        proven = min(held.num_proven_tokens, held.num_tokens)  # the task may have said more since
+        self._commit(held, proven or (0 if self._schedules_ahead else held.num_updated_tokens))
 
     def _commit(self, held: HeldTask, num_computed_tokens: int, *, visible: bool = True) -> None:
         request, size = held.request, self.cache.config.block_size

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,6 +98,28 @@ def test_a_second_manager_is_refused_although_the_words_are_the_engines() -> Non
         assert words["cache_ready_signal"][0] == 1
         first.close()
         with_cpu(8, 0, transfer_client="inline").close()
+
+
+def test_a_fork_that_ends_first_takes_no_word_along() -> None:
+    """A child without `exec` that runs to its end closes nothing of its parent's: names and locks are as before."""
+    script = """
+import os, sys
+from ipc.errors import IPCError
+from ipc.named_signal import NamedSignal
+from transfer_manager.worker_signals import WorkerSignals
+signals = WorkerSignals(sys.argv[1], 1, on_asked=lambda asked: True, state=lambda: (False, 0))
+if not (child := os.fork()):
+    sys.exit()
+os.waitpid(child, 0)
+try:
+    NamedSignal.create("cache_task_inflight", sys.argv[1], 1)
+except IPCError as error:
+    print("in use by a running process" in str(error))
+"""
+    command = [sys.executable, "-c", script, f"{SUFFIX}fork"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert result.stdout == "True\n"
+    assert not list(FOLDER.glob(f"*.{SUFFIX}fork"))
 
 
 def test_the_suffix_is_the_engine_worker_queue_port() -> None:
