@@ -46,7 +46,7 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
 
     Both schedulers hand blocks over before a worker has computed them. They become visible once the task's
     `output_token_ids` have grown since its match, which says that all before its last token is computed; or by
-    `mark_computed`. Of a task that has said nothing, nothing becomes visible, neither at its release.
+    `mark_computed`. Of a task that has said nothing, nothing becomes visible, not at its release either.
     """
 
     def __init__(
@@ -207,14 +207,16 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
 
         Also of a task that is in another thread's call: then it is released meanwhile, at worst.
         """
+        told = held.num_tokens if held.with_path else held.num_updated_tokens
+        if told <= held.num_shown_tokens:  # most tasks: one after another is looked at in every match
+            return
         if held.num_marked_tokens is not None or not (held.with_path or self._schedules_ahead):
             return
-        num_tokens = min(held.num_tokens if held.with_path else held.num_updated_tokens, held.num_proven_tokens)
-        num_blocks = self._num_cacheable_blocks(held, num_tokens)
-        if num_blocks > held.num_shown_blocks:
+        if (num_tokens := min(told, held.num_proven_tokens)) > held.num_shown_tokens:
+            num_blocks = self._num_cacheable_blocks(held, num_tokens)
             with held.lock, suppress(UnknownRequestError):
                 self.cache.commit(held.request, num_blocks * self.cache.config.block_size)
-            held.num_shown_blocks = num_blocks
+            held.num_shown_tokens = num_tokens
 
     def release_block_ids(self, task: Task) -> None:
         """The task is over: what it holds of the cache is unpinned. Ids behind `num_cached_blocks` stay the caller's

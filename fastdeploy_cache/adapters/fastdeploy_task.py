@@ -57,7 +57,7 @@ class HeldTask:
     num_path_blocks: int = 2**31  # all that a v0 task has
     num_updated_tokens: int = 0  # of a v1 task, as far as `update_cache_blocks` has said
     num_marked_tokens: int | None = None  # computed, as far as the engine has said
-    num_shown_blocks: int = 0  # made findable because the task has said a token
+    num_shown_tokens: int = 0  # findable because the task has said a token
     unfilled_ids: tuple[int, ...] = ()  # of the v0 sequence: blocks behind its full ones
     lock: Lock = field(default_factory=Lock)  # its request's tokens grow, or are read for another task's match
 
