@@ -7,7 +7,9 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -66,6 +68,26 @@ def test_random_schedulers(seed: int, num_gpu: int, num_cpu: int, outputs: bool,
         engine.finish()
         gpu = manager.cache.stats().gpu
         assert gpu.num_private == gpu.num_callers == 0, "something was left behind"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_schedulers_over_ranks_and_a_store(tmp_path: Path, seed: int) -> None:
+    """The same with blocks that go to a rank's CPU tier and to a file store, and come back: what is written before it
+    is computed would be found here."""
+    store = {"kind": "file", "folder": str(tmp_path), "weights_id": "w", "capacity_bytes": 10**7}
+    config = new_config(24, 16, kvcache_storage_backend="file", storage=store)
+    with closing(PrefixCacheManager(config, 1, load_timeout_seconds=1.0)) as manager:
+        launch(manager, SUFFIX)
+        engine = Engine(manager, random.Random(seed))
+        for step in range(150):
+            engine.walk()
+            if step % 5 == 0:
+                engine.check()
+        engine.finish()
+        manager.cache.flush_storage(10)
+        engine.check()
+        storage = manager.cache.stats().storage
+        assert storage is not None and storage.num_written_blocks > 5 and engine.seen["hit"] > 5
 
 
 def test_random_schedulers_get_everywhere() -> None:
