@@ -217,13 +217,15 @@ def test_a_new_size_with_a_store_and_a_new_launch(tmp_path: Path) -> None:
 
 
 def test_a_launch_that_fails_leaves_a_manager_without_ranks(tmp_path: Path) -> None:
-    """The store's folder is taken by another engine's: refused; the GPU tier goes on, and a later launch works."""
-    store = {"kind": "file", "folder": str(tmp_path / "file"), "weights_id": "w", "capacity_bytes": 1}
+    """The store's folder is a file: refused; the GPU tier goes on, and a later launch works."""
+    folder = tmp_path / "store"
+    folder.touch()
+    store = {"kind": "file", "folder": str(folder), "weights_id": "w", "capacity_bytes": 10**7}
     manager = PrefixCacheManager(new_config(16, 16, storage=store), 1)
-    with pytest.raises(StorageRefusedError, match="capacity_bytes is 1"):
+    with pytest.raises(StorageRefusedError, match="store"):
         launch(manager, SUFFIX)
     assert serve_v1(manager, Task("a", PROMPT), [1]) == 0
-    manager._their_config.cache_config.fastdeploy_cache["storage"]["capacity_bytes"] = 10**7
+    folder.unlink()
     manager.free_block_ids(16)
     launch(manager, SUFFIX)
     manager.close()
