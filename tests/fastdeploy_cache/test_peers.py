@@ -31,7 +31,7 @@ class Pair:
             peers=lambda memory: SimulatedPeers(name, self._network, memory),
             layout=LAYOUT,
             peer=PeerConfig(weights_id="w", name=name),
-            transfer=TransferConfig(kv_owner="worker"),
+            transfer=TransferConfig(),
             **settings,
         )
 

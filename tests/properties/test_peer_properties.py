@@ -237,7 +237,7 @@ def walk(seed: int, num_steps: int) -> Story:
             layout=LAYOUT,
             peer=config,
             write_policy=choose.choice(["write_back", "write_through"]),
-            transfer=TransferConfig(kv_owner="worker"),
+            transfer=TransferConfig(),
         )
 
     a, b = (model(name, choose.randint(14, 40), choose.choice([0, 20, 40])) for name in ("a", "b"))
