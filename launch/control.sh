@@ -4,12 +4,11 @@
 # Exit status 1 when it refuses or fails, 2 when an option is wrong, 3 when it is not running.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/service.sh"
-case " $* " in
-"  " | *" --help "*)
-    sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}"
+if [ $# = 0 ] || help_wanted "$@"; then
+    show_help "${BASH_SOURCE[0]}"
     exit 0
-    ;;
-esac
+fi
+check_arguments control --socket "$CONTROL_SOCKET" "$@"
 if ! running_pid >/dev/null; then
     say "not running"
     exit 3

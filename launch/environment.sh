@@ -7,6 +7,53 @@ PYTHON="$VENV/bin/python"
 
 say() { printf '== %s\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+refuse() { printf 'error: %s\n' "$*" >&2; exit 2; } # the arguments are wrong, and nothing was done
+
+# help_wanted ARGUMENTS...: whether one of them asks for help
+help_wanted() {
+    local argument
+    for argument in "$@"; do
+        case "$argument" in -h | --help) return 0 ;; esac
+    done
+    return 1
+}
+
+# show_help SCRIPT [COMMAND]: the comment at the head of the script, and the options of the command that it passes its
+# arguments on to, where that is installed. Nothing is installed for it.
+show_help() {
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$1"
+    [ $# -lt 2 ] || [ ! -x "$VENV/bin/fastdeploy-cache" ] || "$VENV/bin/fastdeploy-cache" "$2" --help
+}
+
+# take_no_arguments SCRIPT ARGUMENTS...: for a script that has none but --help
+take_no_arguments() {
+    local script="$1"
+    shift
+    if help_wanted "$@"; then
+        show_help "$script"
+        exit 0
+    fi
+    [ $# = 0 ] || refuse "'$1' is not known here; $(basename "$script") takes no arguments but --help"
+}
+
+# check_arguments COMMAND ARGUMENTS...: ends the script where `fastdeploy-cache COMMAND` would not take these. The
+# command is not run. Before anything is installed it cannot be asked: then it refuses them itself, later.
+check_arguments() {
+    local status=0
+    [ -x "$VENV/bin/fastdeploy-cache" ] || return 0
+    "$PYTHON" -P - "$@" <<'EOF' || status=$?
+import sys
+
+import typer
+
+from launch.cli import app
+
+commands = typer.main.get_command(app)
+commands.commands[sys.argv[1]].callback = lambda **_: None
+commands(sys.argv[1:], prog_name="fastdeploy-cache")
+EOF
+    [ $status != 2 ] || exit 2
+}
 
 find_python() {
     local candidate

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
 # Starts `fastdeploy-cache serve` in the background and waits until it is ready. Arguments go on to it.
 set -euo pipefail
-case " $* " in *" --help "*)
-    source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-    install demo
-    exec "$VENV/bin/fastdeploy-cache" serve --help
-    ;;
-esac
 source "$(dirname "${BASH_SOURCE[0]}")/service.sh"
+if help_wanted "$@"; then
+    show_help "${BASH_SOURCE[0]}" serve
+    exit 0
+fi
+check_arguments serve "$@"
 mkdir -p "$LOG_DIR"
 # One start at a time; the lock goes with this script, not with the server.
 exec 9>"$RUN_DIR/start.lock"

@@ -7,12 +7,11 @@
 # One of each with one rank, and the router at 127.0.0.1:8000, where nothing is said. Ports of instances are free ones.
 # Where some of it has died, a start without options starts what is missing, with the options and ports it had.
 set -euo pipefail
-case " $* " in *" --help "*)
-    sed -n '2,8s/^# //p' "${BASH_SOURCE[0]}"
-    exit 0
-    ;;
-esac
 source "$(dirname "${BASH_SOURCE[0]}")/service.sh"
+if help_wanted "$@"; then
+    show_help "${BASH_SOURCE[0]}"
+    exit 0
+fi
 GROUP_DIR="$RUN_DIR/prefill_decode"
 
 members() { # names that have a pid file: the router first, so that it takes nothing more
@@ -162,6 +161,9 @@ refuse_shared() { # refuse_shared OPTION WHY
 }
 
 has_options=$#
+for argument in "$@"; do
+    case "$argument" in --stop | --status) [ $# = 1 ] || refuse "$argument takes nothing beside it; got: $*" ;; esac
+done
 num_prefill=1 num_decode=1 prefill_ranks=1 decode_ranks=1 action=start router=() serve=()
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -188,6 +190,10 @@ while [ $# -gt 0 ]; do
     shift
 done
 [ "$action" != status ] || show_status
+if [ "$action" = start ]; then
+    check_arguments serve "${serve[@]}"
+    check_arguments route --decode http://127.0.0.1:1 "${router[@]}"
+fi
 
 mkdir -p "$LOG_DIR" "$GROUP_DIR"
 # One start or stop at a time; the lock goes with this script, not with the servers.

@@ -2,6 +2,7 @@
 # Shows the background server's ranks, tiers and hit rates. Exit status 3 when it is not running, 4 when it does not answer.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/service.sh"
+take_no_arguments "${BASH_SOURCE[0]}" "$@"
 if ! pid="$(running_pid)"; then
     say "not running"
     exit 3

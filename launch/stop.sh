@@ -2,6 +2,7 @@
 # Ends the background server cleanly: SIGTERM, then SIGKILL after 30 seconds.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/service.sh"
+take_no_arguments "${BASH_SOURCE[0]}" "$@"
 if ! pid="$(running_pid)"; then
     rm -f "$PID_FILE"
     say "not running"

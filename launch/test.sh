@@ -2,6 +2,10 @@
 # Sets up .venv and runs the tests. Arguments go on to pytest: ./launch/test.sh -k swap
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+if help_wanted "$@"; then
+    show_help "${BASH_SOURCE[0]}"
+    exit 0
+fi
 install demo,test
 say "pytest $*"
 cd "$ROOT"

@@ -35,6 +35,63 @@ def run(script: str, *arguments: str, environment: dict[str, str]) -> subprocess
     return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, check=False)
 
 
+SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.sh") if os.access(path, os.X_OK))
+SOURCED = {"environment.sh", "service.sh"}
+
+
+@pytest.fixture
+def bystander(environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that every pid file of the run folder names, and that the scripts take for a server of theirs."""
+    folder = Path(environment["FASTDEPLOY_CACHE_RUN_DIR"])
+    (folder / "prefill_decode").mkdir(parents=True)
+    command = ["fastdeploy-cache", "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(command, executable=sys.executable, stdin=subprocess.PIPE) as process:
+        for name in ("serve.pid", "prefill_decode/router.pid", "prefill_decode/decode-0.pid"):
+            (folder / name).write_text(str(process.pid))
+        yield process
+        process.kill()
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_which_files_are_scripts() -> None:
+    """Every file of launch that is no script to run is one that they source."""
+    assert {path.name for path in (ROOT / "launch").glob("*.sh")} - set(SCRIPTS) == SOURCED
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_does_nothing_else(
+    environment: dict[str, str], bystander: subprocess.Popen[bytes], script: str, flag: str
+) -> None:
+    """Each script says what it is for; what runs goes on, and nothing is written."""
+    before = contents(Path(environment["FASTDEPLOY_CACHE_RUN_DIR"]))
+    result = run(script, flag, environment=environment)
+    assert result.returncode == 0, result.stderr
+    said = (ROOT / "launch" / script).read_text().splitlines()[1].removeprefix("# ")
+    assert result.stdout.startswith(said)
+    assert bystander.poll() is None
+    assert contents(Path(environment["FASTDEPLOY_CACHE_RUN_DIR"])) == before
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--no-such-option"], ["nothing-like-that", "at all"], ["--stop", "--no-such-option"]]
+)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_arguments_that_a_script_does_not_know(
+    environment: dict[str, str], bystander: subprocess.Popen[bytes], script: str, arguments: list[str]
+) -> None:
+    """They are named as an error, what runs goes on, and nothing is written."""
+    before = contents(Path(environment["FASTDEPLOY_CACHE_RUN_DIR"]))
+    result = run(script, *arguments, environment=environment)
+    assert result.returncode not in (0, 1, 3), result.stdout
+    assert any(argument in result.stdout + result.stderr for argument in arguments)
+    assert bystander.poll() is None
+    assert contents(Path(environment["FASTDEPLOY_CACHE_RUN_DIR"])) == before
+
+
 @pytest.fixture
 def started(environment: dict[str, str]) -> Iterator[str]:
     """A server in the background, stopped afterwards; what start.sh printed."""
