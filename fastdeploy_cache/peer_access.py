@@ -7,6 +7,7 @@ import operator
 import os
 import socket
 import threading
+from pathlib import Path
 
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover
@@ -17,7 +18,7 @@ from fastdeploy_cache.matcher import Matcher
 from fastdeploy_cache.parts import new_peer_client
 from fastdeploy_cache.peer_offers import PeerOffers
 from fastdeploy_cache.peer_receives import OpenReceive
-from fastdeploy_cache.peer_tier import PeerTier
+from fastdeploy_cache.peer_tier import OTHERS, PeerTier
 from fastdeploy_cache.peer_transfer import Receive, Send
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.rank_access import RankAccess
@@ -32,6 +33,7 @@ from transfer_manager.peer.client import PeerClient
 from transfer_manager.peer.config import PeerConfig
 from transfer_manager.peer.offer import ID_BYTES, InstanceInfo, Offer
 from transfer_manager.peer.peer_signal import StepProgress
+from transfer_manager.peer.signature import OfferSigner, load_secret
 from transfer_manager.task import Direction, TransferResult, TransferTask
 
 logger = event_log(__name__)
@@ -150,12 +152,30 @@ class PeerAccess(RankAccess):
             OutOfBlocksError: no room now; the offer stays good until its own deadline.
             RequestError: it is matched or being received already.
         """
-        opened = Offer.from_bytes(offer)
+        opened = self._open_offer(offer)
         try:
             return self._receive(request, opened)
         except PeerRefusedError:
             self.metrics.record_peer("receive", opened.source.name, 0, 0.0, "refused")
             logger.warning("event=receive_refused request=%s peer=%s", request.request_id, opened.source.name)
+            raise
+
+    def check_offer(self, request: Request, offer: bytes) -> None:
+        """Whether an offer is for this request at all, before the request is queued: `receive` checks it again.
+
+        Raises:
+            PeerRefusedError: it is none of this instance's group, was changed, or is for another prompt; or this
+                instance takes none.
+        """
+        peers = self._peers_for("receive", "prefill")
+        peers.offers.check_prompt(request, request.extra_keys(self.config.block_size), self._open_offer(offer))
+
+    def _open_offer(self, offer: bytes) -> Offer:
+        try:
+            return self._peers_for("receive", "prefill").offers.open(offer)
+        except PeerRefusedError as error:  # whose it is cannot be known: what it says is anybody's
+            self.metrics.record_peer("receive", OTHERS, 0, 0.0, "refused")
+            logger.warning("event=offer_refused error=%r", str(error))
             raise
 
     def _receive(self, request: Request, opened: Offer) -> Receive:
@@ -241,10 +261,11 @@ class PeerAccess(RankAccess):
         name = given.name or f"{socket.gethostname()}-{config.transfer.data_parallel_id}"[:64]
         peer, instance_id = dataclasses.replace(given, name=name), os.urandom(ID_BYTES)
         try:
+            signer = OfferSigner(load_secret(Path(peer.secret_file)) if peer.secret_file is not None else b"")
             if peer.link == "storage":
                 self._peers = StoredPeers(
                     config=peer,
-                    offers=PeerOffers(self._instance_info(peer, instance_id)),
+                    offers=PeerOffers(self._instance_info(peer, instance_id), signer),
                     tree=self._tree,
                     mover=self._mover,
                     copy_down=self._copy_down,
@@ -253,7 +274,8 @@ class PeerAccess(RankAccess):
                 )
             else:
                 client = client or new_peer_client(config, peer, instance_id, self._client)
-                self._peers = self._open_link(peer, client, self._instance_info(peer, instance_id, client))
+                offers = PeerOffers(self._instance_info(peer, instance_id, client), signer)
+                self._peers = self._open_link(peer, client, offers)
         except BaseException:
             self.close()
             raise
@@ -272,13 +294,13 @@ class PeerAccess(RankAccess):
             public_key=client.public_key if client is not None else b"",
         )
 
-    def _open_link(self, peer: PeerConfig, client: PeerClient, info: InstanceInfo) -> PeerTier:
+    def _open_link(self, peer: PeerConfig, client: PeerClient, offers: PeerOffers) -> PeerTier:
         def on_result(result: TransferResult) -> None:
             self._on_peer_result(tier, result)
 
         tier = PeerTier(
             config=peer,
-            offers=PeerOffers(info),
+            offers=offers,
             tree=self._tree,
             client=client,
             matcher=self._matcher,

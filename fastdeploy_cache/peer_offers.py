@@ -9,13 +9,16 @@ from fastdeploy_cache.errors import PeerRefusedError
 from fastdeploy_cache.peer_transfer import Send
 from fastdeploy_cache.request import Request
 from transfer_manager.peer.offer import InstanceInfo, Offer, check_fits, prompt_digest
+from transfer_manager.peer.signature import OfferSigner
 
 
 class PeerOffers:
-    """Numbers are never used twice: what comes late finds nothing. Under the manager's lock, but for `check`."""
+    """Numbers are never used twice: what comes late finds nothing. Under the manager's lock, but for `open` and the
+    checks."""
 
-    def __init__(self, info: InstanceInfo) -> None:
+    def __init__(self, info: InstanceInfo, signer: OfferSigner) -> None:
         self.info = info
+        self._signer = signer
         self._next_number = 1
 
     def next_number(self) -> int:
@@ -28,7 +31,11 @@ class PeerOffers:
         request, number = active.request, self.next_number()
         prompt = prompt_digest(request.namespace, bytes(request.tokens), active.keys.extras)
         offer = Offer(source=self.info, number=number, num_blocks=num_blocks, prompt=prompt)
-        return Send(request.request_id, number, num_blocks, offer.to_bytes())
+        return Send(request.request_id, number, num_blocks, self._signer.sign(offer))
+
+    def open(self, data: bytes) -> Offer:
+        """What another instance of the group offers. Raises `PeerRefusedError` for all that is not such an offer."""
+        return self._signer.open(data)
 
     def rename_weights(self, weights_id: str) -> None:
         """Offers are of other weights from now on, and so have those of others to be."""
@@ -41,6 +48,10 @@ class PeerOffers:
     def check(self, request: Request, extras: Mapping[int, bytes] | None, offer: Offer) -> None:
         """Raise `PeerRefusedError` where an offer is not for this request, or not for this instance. Any thread."""
         self.check_fits(offer)
+        self.check_prompt(request, extras, offer)
+
+    def check_prompt(self, request: Request, extras: Mapping[int, bytes] | None, offer: Offer) -> None:
+        """Raise `PeerRefusedError` where an offer is not for this request. Any thread."""
         size = self.info.block_size
         if offer.source.instance_id == self.info.instance_id:
             raise PeerRefusedError("the offer is this instance's own")

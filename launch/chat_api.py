@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import secrets
 import threading
 import time
 import uuid
@@ -89,7 +90,7 @@ class ChatApi:
         self._engine = engine
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._offered: dict[str, Generation] = {}  # by request id, while their sends are open
+        self._offered: dict[str, Generation] = {}  # by offer id, while their sends are open
 
     def submit(self, request: ChatRequest) -> Generation:
         """Queue it.
@@ -110,31 +111,32 @@ class ChatApi:
         """
         config, prompt = self._engine.cache.config, self._prompt(request)
         if len(prompt) < config.block_size:
-            return Prefill(None, {"offer": None, "request_id": None, "num_blocks": 0})
+            return Prefill(None, {"offer": None, "offer_id": None, "num_blocks": 0})
         generation = self._engine.submit_prefill(prompt, request.max_new_tokens)
         send = self._wait(generation, generation.wait_send, _OFFER_TIMEOUT_SECONDS, is_wanted)
         if config.peer is not None and config.peer.link == "storage":
             self._wait(generation, lambda seconds: _wait_stored(send, seconds), _STORED_TIMEOUT_SECONDS, is_wanted)
-        self._note_offered(generation, send)
         offer = base64.b64encode(send.offer).decode()
-        answer = {"offer": offer, "request_id": generation.request.request_id, "num_blocks": send.num_blocks}
+        answer = {"offer": offer, "offer_id": self._note_offered(generation, send), "num_blocks": send.num_blocks}
         return Prefill(generation, answer)
 
-    def _note_offered(self, generation: Generation, send: Send) -> None:
-        request_id = generation.request.request_id
+    def _note_offered(self, generation: Generation, send: Send) -> str:
+        """Returns an id that nobody can guess: who knows it may give the offer up."""
+        offer_id = secrets.token_urlsafe()
         with self._lock:
-            self._offered[request_id] = generation
+            self._offered[offer_id] = generation
 
         def forget() -> None:
             with self._lock:
-                self._offered.pop(request_id, None)
+                self._offered.pop(offer_id, None)
 
         send.on_done(forget)
+        return offer_id
 
-    def cancel_prefill(self, request_id: str) -> bool:
+    def cancel_prefill(self, offer_id: str) -> bool:
         """Nobody will ask for what `prefill` has answered under this id; False where it is read or given up already."""
         with self._lock:
-            generation = self._offered.get(request_id)
+            generation = self._offered.get(offer_id)
         if generation is not None:
             self._engine.cancel(generation)
         return generation is not None

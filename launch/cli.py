@@ -132,6 +132,17 @@ def peer_keys(
     typer.echo("instances read them when they start")
 
 
+@app.command()
+def peer_secret(
+    file: Annotated[Path, typer.Argument(help="A new file for the secret of a group: peer.secret_file.")],
+) -> None:
+    """Make the secret that the instances of a group sign their offers with."""
+    from transfer_manager.peer.signature import make_secret
+
+    make_secret(file)
+    typer.echo(f"give every instance of the group --set peer.secret_file={file}; on other hosts, a copy of mode 600")
+
+
 @app.command("control")
 def control_server(
     verb: Annotated[str, typer.Argument(help="pause, resume, sleep, wake, clear or update-weights.")],

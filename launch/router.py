@@ -57,7 +57,7 @@ class Offer(NamedTuple):
 
     offer: str
     place: Place
-    request_id: str
+    offer_id: str
 
 
 class Router(JsonServer):
@@ -127,13 +127,13 @@ class _Handler(JsonHandler):
                 self._give_up(offer)
 
     def _give_up(self, offer: Offer) -> None:
-        question = Question("DELETE", f"{_PREFILL}/{quote(offer.request_id)}", None, _SHORT_SECONDS)
+        question = Question("DELETE", f"{_PREFILL}/{quote(offer.offer_id)}", None, _SHORT_SECONDS)
         try:
             with Upstream(offer.place, question, None) as upstream:
                 status, _ = upstream.answer()
-            logger.info("event=offer_given_up request=%s status=%d", offer.request_id, status)
+            logger.info("event=offer_given_up at=%s:%d status=%d", *offer.place, status)
         except _UNREACHABLE as error:
-            logger.warning("event=offer_not_given_up request=%s error=%r", offer.request_id, error)
+            logger.warning("event=offer_not_given_up at=%s:%d error=%r", *offer.place, error)
 
     def _prefill(self, body: bytes) -> Offer | None:
         """What a prefill instance offers of this prompt, if it does in time."""
@@ -218,5 +218,5 @@ def _encode(chat: dict[str, Any]) -> bytes:
 
 def _offer(place: Place, answer: Any) -> Offer | None:
     """None where the prompt is too short for one. Raises `LookupError`, `TypeError` for what is no answer."""
-    offer, request_id = answer["offer"], answer["request_id"]
-    return Offer(offer, place, request_id) if isinstance(offer, str) and isinstance(request_id, str) else None
+    offer, offer_id = answer["offer"], answer["offer_id"]
+    return Offer(offer, place, offer_id) if isinstance(offer, str) and isinstance(offer_id, str) else None

@@ -68,6 +68,7 @@ def serve(
     files = load_model_files()
     settings = [*_role_settings(files, role), *_storage_settings(files, storage_folder), *settings]
     config = _config(files, config_file, settings)
+    _check_secret(config)
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: endings.put("asked"))
@@ -101,6 +102,16 @@ def _named(config: CacheConfig, port: int) -> CacheConfig:
     if config.peer is None or config.peer.name:
         return config
     return dataclasses.replace(config, peer=dataclasses.replace(config.peer, name=f"{config.role}-{port}"))
+
+
+def _check_secret(config: CacheConfig) -> None:
+    """Offers come over HTTP, from anybody who reaches the port."""
+    if config.peer is not None and config.peer.secret_file is None:
+        raise ConfigError(
+            "peer.secret_file is not set, so anybody who reaches this server could have it cache blocks of his own "
+            "making; make a secret with `fastdeploy-cache peer-secret FILE` and give all instances of the group "
+            "--set peer.secret_file=FILE"
+        )
 
 
 def _storage_settings(files: ModelFiles, folder: Path | None) -> list[str]:
@@ -229,14 +240,14 @@ class _Handler(JsonHandler):
             self.note_client_gone()
 
     def do_DELETE(self) -> None:
-        """An offer that nobody will ask for: its blocks need not wait."""
-        request_id = self.path.removeprefix(f"{_PREFILL}/")
-        if request_id == self.path:
-            self.fail(404, f"nothing is deleted at {self.path}; use {_PREFILL}/REQUEST_ID")
-        elif self.server.api.cancel_prefill(request_id):
-            self.send(200, {"request_id": request_id, "status": "cancelled"})
+        """An offer that nobody will ask for: its blocks need not wait. Who knows its id may give it up."""
+        offer_id = self.path.removeprefix(f"{_PREFILL}/")
+        if offer_id == self.path:
+            self.fail(404, f"nothing is deleted at {self.path}; use {_PREFILL}/OFFER_ID")
+        elif self.server.api.cancel_prefill(offer_id):
+            self.send(200, {"offer_id": offer_id, "status": "cancelled"})
         else:
-            self.fail(404, f"no open offer of {request_id!r}; it was read, or given up, already")
+            self.fail(404, f"no open offer has the id {offer_id!r}; it was read, or given up, already")
 
     def _check_served(self) -> None:
         config = self.server.engine.cache.config

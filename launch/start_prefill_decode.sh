@@ -13,6 +13,7 @@ if help_wanted "$@"; then
     exit 0
 fi
 GROUP_DIR="$RUN_DIR/prefill_decode"
+PEER_SECRET="$GROUP_DIR/peer.secret" # of this group alone: its instances sign their offers with it
 
 members() { # names that have a pid file: the router first, so that it takes nothing more
     local file
@@ -45,6 +46,7 @@ stop_group() { # status 1 when one had to be killed
         fi
         rm -f "$GROUP_DIR/$name.pid"
     done
+    rm -f "$PEER_SECRET"
     return $killed
 }
 
@@ -211,16 +213,17 @@ if any_runs; then
 fi
 install demo
 stop_group # what a group that died has left: pid files
-trap 'end_children; rm -f "$GROUP_DIR"/*.pid' EXIT # all of it or nothing, also when this is interrupted
+trap 'end_children; rm -f "$GROUP_DIR"/*.pid "$PEER_SECRET"' EXIT # all of it or nothing, also when this is interrupted
 trap 'exit 130' INT TERM
 say "starting $num_prefill prefill and $num_decode decode (logs: $LOG_DIR)"
+"$VENV/bin/fastdeploy-cache" peer-secret "$PEER_SECRET" >/dev/null || die "no secret can be made for the group"
 names=()
 for ((i = 0; i < num_prefill; i++)); do names+=("prefill-$i"); done
 for ((i = 0; i < num_decode; i++)); do names+=("decode-$i"); done
 for name in "${names[@]}"; do
     role="${name%-*}" ranks="${name%-*}_ranks"
     launch "$name" serve --role "$role" --ranks "${!ranks}" --port 0 --metrics-port 0 --log-dir "$LOG_DIR/$name" \
-        --set "peer.name=$name" "${serve[@]}"
+        --set "peer.name=$name" --set "peer.secret_file=$PEER_SECRET" "${serve[@]}"
 done
 for name in "${names[@]}"; do
     wait_ready "$name"

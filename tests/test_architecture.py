@@ -36,7 +36,7 @@ WITH_TENSORS = {
 }
 PARENT_SIDE_OF = {
     "storage": {"config", "client", "file_place", "weights"},
-    "peer": {"client", "config", "messages", "offer", "peer_signal"},
+    "peer": {"client", "config", "messages", "offer", "signature", "peer_signal"},
 }
 HOMES = {
     "zmq": {"ipc/peer_channel.py", "ipc/task_queue.py", "launch/bench/ping_pong.py"},

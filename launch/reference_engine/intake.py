@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache import PrefixCacheManager, Request
+from fastdeploy_cache.errors import PeerRefusedError
 from launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
 
 
@@ -30,7 +31,8 @@ class Intake:
 
         Raises:
             RequestError: an empty prompt or an impossible token.
-            GenerationRefusedError: prompt and answer exceed the context or the GPU pool.
+            GenerationRefusedError: prompt and answer exceed the context or the GPU pool, or the offer is none that this
+                instance takes for this prompt: forged, altered, or another prompt's.
             GenerationError: the engine has stopped.
         """
         num_tokens, limit = len(prompt_token_ids) + max_new_tokens, self._max_tokens
@@ -39,7 +41,13 @@ class Intake:
                 f"{len(prompt_token_ids)} prompt tokens and {max_new_tokens} new ones; together they must be at most "
                 f"{limit}, and at least one new"
             )
-        return self._enqueue(Generation(self._new_request(prompt_token_ids), max_new_tokens, offer=offer))
+        request = self._new_request(prompt_token_ids)
+        if offer is not None:
+            try:
+                self.cache.check_offer(request, offer)
+            except PeerRefusedError as error:
+                raise GenerationRefusedError(f"kv_offer: {error}") from error
+        return self._enqueue(Generation(request, max_new_tokens, offer=offer))
 
     def submit_prefill(self, prompt_token_ids: np.ndarray[Any, Any], max_new_tokens: int = 0) -> Generation:
         """Queue a prompt whose full blocks are computed for another instance; see `Generation.wait_send`.

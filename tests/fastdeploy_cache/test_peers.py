@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fastdeploy_cache import KVLayout, PeerConfig, Request, StorageConfig, TransferConfig
@@ -11,6 +13,8 @@ from fastdeploy_cache.errors import LayoutError, PeerRefusedError, PromptTooLong
 from tests.cache_model import CacheModel
 from tests.simulated_peers import SimulatedPeers
 from tests.simulated_storage import SimulatedStorage
+from transfer_manager.peer.offer import Offer, prompt_digest
+from transfer_manager.peer.signature import OfferSigner, make_secret
 
 TEXT = [(5 * i * i) % 7 for i in range(44)]
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2)
@@ -19,8 +23,9 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2)
 class Pair:
     """Two instances; the first computes."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, secret_file: str | None = None, **settings: Any) -> None:
         self._network: list[SimulatedPeers] = []
+        self._secret_file = secret_file
         self.a, self.b = (self._model(name, **settings) for name in ("a", "b"))
 
     def _model(self, name: str, num_gpu: int = 30, num_cpu: int = 20, **settings: Any) -> CacheModel:
@@ -30,7 +35,7 @@ class Pair:
             num_cpu,
             peers=lambda memory: SimulatedPeers(name, self._network, memory),
             layout=LAYOUT,
-            peer=PeerConfig(weights_id="w", name=name),
+            peer=PeerConfig(weights_id="w", name=name, secret_file=self._secret_file),
             transfer=TransferConfig(),
             **settings,
         )
@@ -210,6 +215,65 @@ def test_a_prompt_that_can_never_fit_is_no_shortage() -> None:
     assert pair.a.allocate(live, 11)
     with pytest.raises(PromptTooLongError):
         small.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), pair.a.cache.offer(live.request).offer)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Pair:
+    """A pair that shares a secret."""
+    make_secret(tmp_path / "secret")
+    return Pair(secret_file=str(tmp_path / "secret"))
+
+
+def refused(model: CacheModel) -> dict[str, float]:
+    """Receives that were refused, by the name of who had made the offer."""
+    name = "fastdeploy_cache_peer_failures"
+    samples = [s for family in model.cache.metrics.collect() if family.name == name for s in family.samples]
+    return {s.labels["peer"]: s.value for s in samples if s.labels["reason"] == "refused" and s.value}
+
+
+def test_an_offer_of_the_group_is_taken(group: Pair) -> None:
+    """Signed by one, opened by the other: the blocks come."""
+    live = group.a.must_match(TEXT)
+    assert group.a.allocate(live, 11)
+    send = group.a.cache.offer(live.request)
+    request = Request(request_id="b", prompt_token_ids=TEXT)
+    group.b.cache.check_offer(request, send.offer)
+    assert group.b.cache.receive(request, send.offer).num_blocks == 11
+
+
+@pytest.mark.parametrize("is_signed_again", [False, True])
+def test_an_offer_of_one_prompt_made_into_one_of_another_is_refused(group: Pair, is_signed_again: bool) -> None:
+    """A stranger has a true offer, and would have its blocks cached under a prompt that others ask for: nothing is
+    fetched, no block is taken, and whose name it used is not counted."""
+    a, b = group.a, group.b
+    live = a.must_match(TEXT)
+    assert a.allocate(live, 11)
+    send, wanted = a.cache.offer(live.request), [6 - token for token in TEXT]
+    theirs = Request(request_id="b", prompt_token_ids=wanted)
+    true = Offer.from_bytes(send.offer[32:])
+    forged = msgspec.structs.replace(true, prompt=prompt_digest("", bytes(theirs.tokens), None))
+    data = OfferSigner().sign(forged) if is_signed_again else send.offer[:32] + forged.to_bytes()
+    num_free = b.cache.stats().gpu.by_state()["free"]
+    for take in (b.cache.check_offer, b.cache.receive):
+        with pytest.raises(PeerRefusedError, match="no offer of this group"):
+            take(theirs, data)
+    assert not b.peers.receives and b.cache.stats().num_open_receives == 0
+    assert b.cache.stats().gpu.by_state()["free"] == num_free
+    assert refused(b) == {"others": 2}
+
+
+def test_a_true_offer_for_another_prompt_is_refused(group: Pair) -> None:
+    """Replayed with other tokens, or in another namespace."""
+    live = group.a.must_match(TEXT)
+    assert group.a.allocate(live, 11)
+    offer = group.a.cache.offer(live.request).offer
+    others = [{"prompt_token_ids": [6 - t for t in TEXT]}, {"prompt_token_ids": TEXT, "namespace": "salt"}]
+    for other in others:
+        request = Request(request_id="b", **other)
+        for take in (group.b.cache.check_offer, group.b.cache.receive):
+            with pytest.raises(PeerRefusedError, match="another prompt"):
+                take(request, offer)
+    assert not group.b.peers.receives
 
 
 @pytest.mark.parametrize("offer", [None, "abc", 12, [1]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from typing import Any
 
@@ -74,11 +75,26 @@ def test_an_offer_that_is_given_up() -> None:
         assert generation.send is not None
         assert generation.next_token(SECONDS) is None
         assert not generation.send.done
-        assert api.cancel_prefill(answer["request_id"])
+        assert api.cancel_prefill(answer["offer_id"])
         assert not generation.send.wait(SECONDS)
         assert generation.send.reason == "cancelled"
-        assert not api.cancel_prefill(answer["request_id"])
-        assert not api.cancel_prefill("request-9")
+        assert not api.cancel_prefill(answer["offer_id"])
+
+
+def test_ids_of_offers_cannot_be_guessed() -> None:
+    """Of two prompts nothing in one answer, and no name that a log or a count gives away, ends the other's offer."""
+    with instances(prefill) as (there,):
+        api = ChatApi(there.engine, Numbers())
+        (first, mine), (_, other) = (api.prefill(CHAT, lambda: True) for _ in range(2))
+        assert first is not None and first.send is not None
+        ids = [each["offer_id"] for each in (mine, other)]
+        assert all(len(base64.urlsafe_b64decode(each + "=")) >= 16 for each in ids)
+        assert ids[0][:4] != ids[1][:4]  # nothing is counted in them
+        request_id, number = first.request.request_id, str(first.send.number)
+        for guess in (request_id, number, "", mine["offer"], ids[0][:-1], ids[0].swapcase()):
+            assert not api.cancel_prefill(guess)
+        assert not first.send.done
+        assert api.cancel_prefill(ids[0])
 
 
 def test_a_prompt_that_the_answer_makes_too_long() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from ipc.peer_channel import load_keys
 from tests.launch.reference import needs_model
+from transfer_manager.peer.signature import load_secret
 
 CLI = [sys.executable, "-c", "from launch.cli import main; main()"]
 
@@ -79,6 +80,26 @@ def test_peer_keys_says_what_goes_where(tmp_path: Path) -> None:
     again = run("peer-keys", str(tmp_path / "keys"))
     assert (again.returncode, len(again.stderr.splitlines())) == (1, 1)
     assert "has keys already" in again.stderr
+
+
+def test_peer_secret_makes_one_once(tmp_path: Path) -> None:
+    """It says where it belongs; an old one is not replaced."""
+    result = run("peer-secret", str(tmp_path / "secret"))
+    assert f"--set peer.secret_file={tmp_path / 'secret'}" in result.stdout
+    secret = load_secret(tmp_path / "secret")
+    again = run("peer-secret", str(tmp_path / "secret"))
+    assert (again.returncode, len(again.stderr.splitlines())) == (1, 1)
+    assert load_secret(tmp_path / "secret") == secret
+    assert secret.decode() not in result.stdout
+
+
+@needs_model
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_no_instance_of_a_group_serves_without_its_secret(role: str) -> None:
+    """What would let anybody fill its cache is refused at the start, with the way to mend it."""
+    result = run("serve", "--role", role, "--port", "0", "--metrics-port", "0")
+    assert result.returncode == 1
+    assert "fastdeploy-cache peer-secret FILE" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -227,16 +227,14 @@ def test_a_send_that_fails_midway(here_type: Callable[[], Instance]) -> None:
 
 @pytest.mark.parametrize("here_type", [decode, decode_or_fail])
 def test_an_offer_that_is_none_or_of_another_prompt(here_type: Callable[[], Instance]) -> None:
-    """Refused at once, and treated as one that does not come."""
+    """Refused before it is queued; the prompt without it is answered."""
     with instances(prefill, here_type) as (there, here):
         _, other = there.offer(PROMPT[::-1])
         for offer, words in ((b"nothing", "no offer"), (other, "another prompt")):
-            answer = here.engine.submit(np.array(PROMPT), 4, offer)
-            if here_type is decode:
-                assert all_tokens(answer) == expected(PROMPT, 4)
-            else:
-                with pytest.raises(GenerationError, match=words):
-                    all_tokens(answer)
+            with pytest.raises(GenerationRefusedError, match=f"kv_offer: .*{words}"):
+                here.engine.submit(np.array(PROMPT), 4, offer)
+        assert here.num_bytes("receive") == 0
+        assert all_tokens(here.engine.submit(np.array(PROMPT), 4)) == expected(PROMPT, 4)
 
 
 def test_cancelled_while_it_is_received() -> None:
@@ -294,8 +292,8 @@ def test_prompts_that_cannot_be_offered() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_pools_that_hold_few_of_the_prompts(seed: int) -> None:
-    """Prompts wait on both sides for the blocks of others, some without an offer or with a bad one: all are answered,
-    rightly, and nothing is held at the end."""
+    """Prompts wait on both sides for the blocks of others, some without an offer or with one that was given up: all are
+    answered, rightly, and nothing is held at the end."""
     choose = np.random.default_rng(seed)
     sizes = choose.integers(13, 24, 2)
     with instances(
@@ -306,7 +304,7 @@ def test_pools_that_hold_few_of_the_prompts(seed: int) -> None:
         answers = []
         for prompt, prefill in zip(prompts, prefills, strict=True):
             fate = choose.random()
-            offer = prefill.wait_send(SECONDS).offer if fate < 0.8 else b"bad" if fate < 0.9 else None
+            offer = prefill.wait_send(SECONDS).offer if fate < 0.9 else None
             if fate >= 0.8:
                 there.engine.cancel(prefill)
             answers.append(here.engine.submit(np.array(prompt), 6, offer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import signal
@@ -22,6 +23,8 @@ from launch.router import Router
 from launch.upstream import Instances
 from tests.launch.reference import needs_model
 from tests.launch.test_serve import CLI, Server
+from transfer_manager.peer.offer import Offer
+from transfer_manager.peer.signature import OfferSigner, make_secret
 
 pytestmark = needs_model
 SECONDS = 120.0
@@ -36,6 +39,7 @@ class Group(NamedTuple):
     prefill: Server  # 3 ranks
     decode: Server  # 1 rank
     router_url: str
+    secret: list[str]  # as arguments
 
 
 def prefill_of(log: Path, *arguments: str) -> Server:
@@ -59,12 +63,14 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
     folder = tmp_path_factory.mktemp("group")
     with ThreadPoolExecutor() as pool:
         mixed = pool.submit(Server, folder / "mixed", "--ranks", "1", *SMALL)
-        prefill = pool.submit(prefill_of, folder / "prefill", "--ranks", "3")
-        more = ["--ranks", "1", "--set", "peer.silence_timeout_seconds=1"]
+        make_secret(folder / "secret")
+        secret = ["--set", f"peer.secret_file={folder / 'secret'}"]
+        prefill = pool.submit(prefill_of, folder / "prefill", "--ranks", "3", *secret)
+        more = ["--ranks", "1", "--set", "peer.silence_timeout_seconds=1", *secret]
         decode = pool.submit(Server, folder / "decode", "--role", "decode", *SMALL, *more)
         servers = [each.result() for each in (mixed, prefill, decode)]
     with routed([servers[1].url], [servers[2].url]) as url:
-        yield Group(*servers, url)
+        yield Group(*servers, url, secret)
     for server in servers:
         assert server.end(signal.SIGTERM) == 0, server.rest
 
@@ -144,10 +150,10 @@ def test_each_role_says_what_it_does_not_do(group: Group) -> None:
 def test_an_offer_that_nobody_wants(group: Group) -> None:
     """DELETE gives it up, once; what decode would refuse is not computed at all."""
     chat = {"messages": [SYSTEM, {"role": "user", "content": "Who reads this?"}], "max_tokens": 8}
-    request_id = post(group.prefill.url, chat, "/v1/prefill")["request_id"]
-    delete = urllib.request.Request(f"{group.prefill.url}/v1/prefill/{request_id}", method="DELETE")
+    offer_id = post(group.prefill.url, chat, "/v1/prefill")["offer_id"]
+    delete = urllib.request.Request(f"{group.prefill.url}/v1/prefill/{offer_id}", method="DELETE")
     with urllib.request.urlopen(delete, timeout=SECONDS) as answer:
-        assert json.loads(answer.read()) == {"request_id": request_id, "status": "cancelled"}
+        assert json.loads(answer.read()) == {"offer_id": offer_id, "status": "cancelled"}
     until = time.monotonic() + SECONDS
     while {"cancelled": 1} not in [peer["failures"] for peer in status(group.prefill)["peers"]]:
         assert time.monotonic() < until
@@ -160,10 +166,33 @@ def test_an_offer_that_nobody_wants(group: Group) -> None:
     assert refusal.value.code == 400
 
 
+def test_an_offer_that_is_not_of_the_group_is_refused(group: Group) -> None:
+    """Forged, altered or of another prompt: status 400, and neither the metrics nor the cache know of its bytes."""
+    system = {"role": "system", "content": "Nobody has asked this before. " * 6}
+    chat = {"messages": [system, {"role": "user", "content": "Who may fill this cache?"}], "max_tokens": 4}
+    other = {"messages": [system, {"role": "user", "content": "Who may fill that cache?"}], "max_tokens": 4}
+    true = post(group.prefill.url, chat, "/v1/prefill")
+    data = base64.b64decode(true["offer"])
+    forged = OfferSigner().sign(Offer.from_bytes(data[32:]))
+    before = num_received_blocks(group.decode), status(group.decode)["tiers"]["gpu"]
+    for body, offer, words in (
+        (chat, forged, "no offer of this group"),
+        (chat, data[:40] + bytes([data[40] ^ 1]) + data[41:], "no offer of this group"),
+        (other, data, "another prompt"),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            post(group.decode.url, {**body, "kv_offer": base64.b64encode(offer).decode()})
+        assert refusal.value.code == 400
+        assert words in json.loads(refusal.value.read())["error"]["message"]
+    assert before == (num_received_blocks(group.decode), status(group.decode)["tiers"]["gpu"])
+    assert text_of(post(group.decode.url, {**chat, "kv_offer": true["offer"]})) == text_of(post(group.mixed.url, chat))
+    assert num_received_blocks(group.decode) > before[0]
+
+
 def test_a_prefill_server_killed_midway(group: Group, tmp_path: Path) -> None:
     """While it sends a long prompt: the decode server computes the prompt, and says what a mixed one says."""
     chat = {"messages": [{"role": "user", "content": "Tell me a story of the sea. " * 70}], "max_tokens": 8}
-    killed = prefill_of(tmp_path / "log", "--ranks", "1")
+    killed = prefill_of(tmp_path / "log", "--ranks", "1", *group.secret)
     offer = post(killed.url, chat, "/v1/prefill")["offer"]
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(post, group.decode.url, {**chat, "kv_offer": offer})

@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def offers(handler: _Handler) -> None:
-    handler.reply(200, {"offer": "b2ZmZXI=", "request_id": "request-1", "num_blocks": 1})
+    handler.reply(200, {"offer": "b2ZmZXI=", "offer_id": "a-secret", "num_blocks": 1})
 
 
 def answers(handler: _Handler) -> None:
@@ -181,7 +181,7 @@ def test_an_offer_that_nobody_takes_is_given_up(nobody: str, fault: Callable[[_H
     with routed([prefill], [Instance(fault) if fault else nobody]) as router:
         assert ask(router)[0] == 503
         assert prefill.is_given_up.wait(SECONDS)
-    assert prefill.deleted == ["/v1/prefill/request-1"]
+    assert prefill.deleted == ["/v1/prefill/a-secret"]
 
 
 def test_an_offer_whose_client_leaves_is_given_up() -> None:

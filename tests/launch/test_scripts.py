@@ -7,6 +7,7 @@ import re
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -163,6 +164,8 @@ def _try_group(script: str, environment: dict[str, str], tmp_path: Path) -> None
         chat = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}'
         with urllib.request.urlopen(url.group(1), chat, timeout=60) as answer:
             assert answer.status == 200
+        secret = tmp_path / "run" / "prefill_decode" / "peer.secret"
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
         second = run(script, environment=environment)
         assert (second.returncode, "already running" in second.stderr) == (1, True)
         folder = tmp_path / "run" / "prefill_decode"
@@ -178,7 +181,7 @@ def _try_group(script: str, environment: dict[str, str], tmp_path: Path) -> None
     finally:
         stopped = run(script, "--stop", environment=environment)
     assert (stopped.returncode, stopped.stdout) == (0, "== stopped\n"), stopped.stderr
-    assert not list(folder.glob("*.pid"))
+    assert not list(folder.glob("*.pid")) and not secret.exists()
     for handle in handles.values():
         assert select.select([handle], [], [], 5)[0], "it runs on"
         os.close(handle)

@@ -27,6 +27,9 @@ class PeerConfig:
         listen: where control messages of other instances arrive: empty for a private socket on this host, or
             `tcp://ADDRESS:PORT` (IPv6: `tcp://[ADDRESS]:PORT`); rank r takes PORT + r. TCP needs `keys_folder`.
         keys_folder: the keys of this host and the public ones of the others, made by `fastdeploy-cache peer-keys`.
+        secret_file: holds the secret of the group, made by `fastdeploy-cache peer-secret`, the same for all instances:
+            an offer that was made or changed without it is refused. Without a file every offer is believed: then take
+            offers over a channel of your own alone.
         offer_timeout_seconds: from the offer of a request to its end; after that its blocks go home.
         receive_timeout_seconds: from the call of `receive` to its end.
         silence_timeout_seconds: a peer that says nothing for so long is gone.
@@ -42,6 +45,7 @@ class PeerConfig:
     name: str = ""
     listen: str = ""
     keys_folder: str | None = None
+    secret_file: str | None = None
     offer_timeout_seconds: float = 60.0
     receive_timeout_seconds: float = 60.0
     silence_timeout_seconds: float = 5.0
@@ -63,6 +67,8 @@ class PeerConfig:
         if not isinstance(self.name, str) or len(self.name) > _MAX_NAME:
             raise LayoutError(f"peer.name is {self.name!r}; give a text of at most {_MAX_NAME} characters")
         self._check_listen()
+        if self.secret_file is not None and (not isinstance(self.secret_file, str) or not self.secret_file.strip()):
+            raise LayoutError(f"peer.secret_file is {self.secret_file!r}; name a file, or leave it out")
         for name in ("offer_timeout_seconds", "receive_timeout_seconds", "silence_timeout_seconds"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 1 <= value < 86400:

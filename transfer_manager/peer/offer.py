@@ -55,14 +55,12 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     version: int = OFFER_VERSION
 
     def to_bytes(self) -> bytes:
-        """For any channel; it holds no secret."""
+        """What it says, for `OfferSigner` to sign."""
         return encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Offer:
         """Raises `PeerRefusedError` for what is no offer of this version."""
-        if not isinstance(data, bytes | bytearray | memoryview):
-            raise PeerRefusedError(f"an offer is bytes, not {data!r:.80}")
         try:
             offer: Offer = decode(data, Offer)
         except (CodecError, LayoutError) as error:
