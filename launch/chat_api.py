@@ -8,13 +8,21 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from fastdeploy_cache.peer_transfer import Send
+from launch.open_prefills import OpenPrefills
 from launch.reference_engine.engine import Engine
-from launch.reference_engine.generation import Generation, GenerationError, GenerationTimeoutError
+from launch.reference_engine.generation import (
+    Generation,
+    GenerationBusyError,
+    GenerationError,
+    GenerationRefusedError,
+    GenerationTimeoutError,
+)
 from launch.reference_engine.tokenizer import ChatTokenizer, StreamDecoder
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -89,6 +97,9 @@ class ChatApi:
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        peer = engine.cache.config.peer
+        # half of them, so that one client leaves the others room; the router is one client, whomever it asks for
+        self._open = OpenPrefills(max(1, peer.max_transfers // 2) if peer is not None else 1)
         self._lock = threading.Lock()
         self._offered: dict[str, Generation] = {}  # by offer id, while their sends are open
 
@@ -100,15 +111,29 @@ class ChatApi:
         """
         return self._engine.submit(self._prompt(request), request.max_new_tokens, request.kv_offer)
 
-    def prefill(self, request: ChatRequest, is_wanted: Callable[[], bool]) -> Prefill:
+    def prefill(self, request: ChatRequest, is_wanted: Callable[[], bool], client: str = "") -> Prefill:
         """Have the prompt computed for another instance; returns once its blocks can be asked for.
 
-        With the link `storage` that is when they are in the store, with all others as soon as it has begun.
+        With the link `storage` that is when they are in the store, with all others as soon as it has begun. It counts
+        as one of the `client`'s until its blocks have been read or given up.
 
         Raises:
             NotWantedError: nobody waits for it any more.
+            GenerationBusyError: that client has as many as it may.
             GenerationError: too long with its answer, not now, or the engine has stopped.
         """
+        if not self._open.enter(client):
+            num = self._open.max_per_client
+            text = f"{num} prompts of {client} are computed, or offered and not read yet; that is as many as may be"
+            raise GenerationBusyError(f"{text}: ask again when one of them is over")
+        with ExitStack() as stack:
+            stack.callback(self._open.leave, client)
+            prefill = self._prefill(request, is_wanted)
+            if prefill.generation is not None and prefill.generation.send is not None:
+                prefill.generation.send.on_done(stack.pop_all().close)
+            return prefill
+
+    def _prefill(self, request: ChatRequest, is_wanted: Callable[[], bool]) -> Prefill:
         config, prompt = self._engine.cache.config, self._prompt(request)
         if len(prompt) < config.block_size:
             return Prefill(None, {"offer": None, "offer_id": None, "num_blocks": 0})
@@ -169,7 +194,15 @@ class ChatApi:
         self._engine.cancel(generation)
 
     def _prompt(self, request: ChatRequest) -> Any:
+        """Its tokens. What can never fit is refused by its length: to tokenise it may take many seconds."""
         messages = [{"role": message.role, "content": message.text()} for message in request.messages]
+        num_least, limit = self._tokenizer.min_tokens(messages), self._engine.max_tokens
+        if num_least + request.max_new_tokens > limit:
+            num_chars = sum(len(message["content"]) for message in messages)
+            raise GenerationRefusedError(
+                f"{num_chars} characters in {len(messages)} messages count as {num_least} tokens or more, and "
+                f"{request.max_new_tokens} new ones are asked for; together they must be at most {limit}"
+            )
         return self._tokenizer.encode_chat(messages)
 
     def complete(self, generation: Generation, is_wanted: Callable[[], bool]) -> dict[str, Any]:

@@ -109,12 +109,22 @@ def route(
     prefill_timeout: Annotated[
         float, typer.Option(min=0.1, max=600, help="Seconds for a prefill instance's offer; then decode computes.")
     ] = 10.0,
+    max_open_prefills: Annotated[
+        int, typer.Option(min=0, help="Chats of one client that prefill instances compute at a time; decode the rest.")
+    ] = 32,
 ) -> None:
     """Answer chats with prefill and decode instances (`serve --role ...`) until SIGTERM or Ctrl-C."""
     from launch.router import route as run
 
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
-    run(prefill or [], decode, host=host, port=port, prefill_seconds=prefill_timeout)
+    run(
+        prefill or [],
+        decode,
+        host=host,
+        port=port,
+        prefill_seconds=prefill_timeout,
+        max_open_prefills=max_open_prefills,
+    )
 
 
 @app.command()

@@ -14,23 +14,42 @@ from urllib.parse import quote
 
 from launch.errors import LaunchError
 from launch.json_http import JsonHandler, JsonServer
-from launch.upstream import HEALTH, AnswerSoFar, ClientGoneError, Instances, Place, Question, Upstream
+from launch.open_prefills import OpenPrefills
+from launch.upstream import (
+    AnswerSoFar,
+    ClientGoneError,
+    Instances,
+    Place,
+    Question,
+    Upstream,
+    is_healthy,
+)
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 600.0  # a whole answer comes in one piece
 _SHORT_SECONDS = 2.0
 _PROBE_SECONDS = 5.0  # without a word of a decode instance
+MAX_OPEN_PREFILLS = 32  # of one client
 _CHAT, _PREFILL = "/v1/chat/completions", "/v1/prefill"
 _UNREACHABLE = (OSError, http.client.HTTPException)
 
 
-def route(prefill: Sequence[str], decode: Sequence[str], *, host: str, port: int, prefill_seconds: float) -> None:
+def route(
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    *,
+    host: str,
+    port: int,
+    prefill_seconds: float,
+    max_open_prefills: int,
+) -> None:
     """Run until SIGTERM or SIGINT.
 
-    Without an offer of a prefill instance within `prefill_seconds` the decode instance computes the prompt itself. A
-    decode instance that cannot be reached, or whose health does not answer meanwhile, is passed over, as long as it has
-    not begun to answer. An offer that no decode instance takes is given up.
+    Without an offer of a prefill instance within `prefill_seconds` the decode instance computes the prompt itself. An
+    instance that cannot be reached, or ends without an answer, is passed over. One that hangs, so that its health does
+    not answer either, may do so because of what it was asked: the chat is answered with status 504, no other instance
+    gets it, and other chats go elsewhere. An offer that no decode instance takes is given up.
 
     Raises:
         LaunchError: the port is taken, or a URL is none.
@@ -38,7 +57,8 @@ def route(prefill: Sequence[str], decode: Sequence[str], *, host: str, port: int
     endings: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: endings.put(number))
-    server = Router((host, port), Instances(prefill), Instances(decode), prefill_seconds)
+    instances = Instances(prefill), Instances(decode)
+    server = Router((host, port), *instances, prefill_seconds, max_open_prefills=max_open_prefills)
     thread = threading.Thread(target=server.serve_forever, name="http")
     thread.start()
     try:
@@ -60,8 +80,12 @@ class Offer(NamedTuple):
     offer_id: str
 
 
+class HungError(Exception):
+    """An instance hangs, and has this request: no other one is to have it."""
+
+
 class Router(JsonServer):
-    """Connections share the turns alone."""
+    """Connections share the turns, and the counts of what clients have open."""
 
     def __init__(
         self,
@@ -69,9 +93,15 @@ class Router(JsonServer):
         prefill: Instances,
         decode: Instances,
         prefill_seconds: float,
+        *,
         probe_seconds: float = _PROBE_SECONDS,
+        max_open_prefills: int = MAX_OPEN_PREFILLS,
     ) -> None:
-        """Raises `LaunchError` where the address cannot be listened on."""
+        """`max_open_prefills`: chats of one client beyond so many are computed by decode instances alone.
+
+        Raises `LaunchError` where the address cannot be listened on.
+        """
+        self.open_prefills = OpenPrefills(max_open_prefills)
         self.prefill, self.decode = prefill, decode
         self.prefill_seconds, self.probe_seconds = prefill_seconds, probe_seconds
         super().__init__(address, _Handler)
@@ -110,13 +140,20 @@ class _Handler(JsonHandler):
         except (ValueError, RecursionError) as error:
             self.fail(400, f"the body is no JSON object: {error}")
             return
+        client, prefills = self.client_address[0], self.server.open_prefills
+        may_prefill = prefills.enter(client)
         try:
-            self._answer(chat, body)
+            self._answer(chat, body, may_prefill)
         except ClientGoneError:
             self.note_client_gone()
+        except HungError as error:
+            self.fail(504, str(error))
+        finally:
+            if may_prefill:
+                prefills.leave(client)
 
-    def _answer(self, chat: dict[str, Any], body: bytes) -> None:
-        offer, is_taken = self._prefill(body), False
+    def _answer(self, chat: dict[str, Any], body: bytes, may_prefill: bool) -> None:
+        offer, is_taken = self._prefill(body) if may_prefill else None, False
         if offer is not None:
             body = _encode(chat | {"kv_offer": offer.offer})
         question = Question("POST", _CHAT, body, _ANSWER_SECONDS, self.server.probe_seconds)
@@ -142,13 +179,14 @@ class _Handler(JsonHandler):
             if self.server.prefill.is_hung(place):  # and all that follow
                 return None
             try:
-                with Upstream(place, question, self.connection) as upstream:
+                with self.server.prefill.asked(place, question, self.connection) as upstream:
                     status, text = upstream.answer()
                     offer = _offer(place, json.loads(text)) if status == 200 else None
             except TimeoutError as error:  # no time is left for another
-                self.server.prefill.note_hung(place)
                 logger.warning("event=prefill_hung at=%s:%d error=%r", *place, error)
-                return None
+                if not is_healthy(place, self.connection):
+                    raise _hung_error("prefill", place) from error
+                return None  # it has much to do
             except ConnectionError as error:  # at once: there is time for another
                 logger.warning("event=prefill_unreachable at=%s:%d error=%r", *place, error)
                 continue
@@ -166,13 +204,8 @@ class _Handler(JsonHandler):
         for place in places:
             answer, has_failed = AnswerSoFar(), False
             try:
-                with Upstream(place, question, self.connection) as upstream:
-                    for piece in upstream.pieces():
-                        answer.note(piece)
-                        self.close_connection = True  # the answer ends with the connection
-                        self._write(piece)
-                        if answer.is_whole:  # the client may go now
-                            break
+                with self.server.decode.asked(place, question, self.connection) as upstream:
+                    self._pass_on(upstream, answer)
             except ClientGoneError:
                 if not answer.is_good:
                     raise
@@ -180,8 +213,9 @@ class _Handler(JsonHandler):
                 return not is_stream
             except TimeoutError as error:
                 has_failed = True
-                self.server.decode.note_hung(place)
                 logger.warning("event=decode_hung at=%s:%d begun=%s error=%r", *place, answer.has_begun, error)
+                if question.may_hang and not answer.has_begun:
+                    raise _hung_error("decode", place) from error
             except _UNREACHABLE as error:
                 has_failed = True
                 logger.warning("event=decode_unreachable at=%s:%d begun=%s error=%r", *place, answer.has_begun, error)
@@ -193,6 +227,14 @@ class _Handler(JsonHandler):
         self.fail(503, "no decode instance can be reached")
         return False
 
+    def _pass_on(self, upstream: Upstream, answer: AnswerSoFar) -> None:
+        for piece in upstream.pieces():
+            answer.note(piece)
+            self.close_connection = True  # the answer ends with the connection
+            self._write(piece)
+            if answer.is_whole:  # the client may go now
+                return
+
     def _write(self, piece: bytes) -> None:
         try:
             self.wfile.write(piece)
@@ -201,14 +243,18 @@ class _Handler(JsonHandler):
 
     def _health(self) -> None:
         for place in self.server.decode.in_order():
-            try:
-                with Upstream(place, HEALTH, self.connection) as upstream:
-                    if upstream.answer()[0] == 200:
-                        self.send(200, {"status": "ok"})
-                        return
-            except _UNREACHABLE as error:
-                logger.warning("event=decode_unreachable at=%s:%d error=%r", *place, error)
+            if is_healthy(place, self.connection):
+                self.send(200, {"status": "ok"})
+                return
+            logger.warning("event=decode_unhealthy at=%s:%d", *place)
         self.fail(503, "no decode instance is healthy")
+
+
+def _hung_error(role: str, place: Place) -> HungError:
+    return HungError(
+        f"the {role} instance at {place[0]}:{place[1]} does not answer, nor for its health; it may be because of this "
+        "request, so no other instance gets it. Ask for less, or once more"
+    )
 
 
 def _encode(chat: dict[str, Any]) -> bytes:

@@ -24,7 +24,12 @@ from launch.engine_control import EngineControl
 from launch.errors import LaunchError
 from launch.json_http import LAST_CHUNK, JsonHandler, JsonServer
 from launch.reference_engine.engine import Engine
-from launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
+from launch.reference_engine.generation import (
+    Generation,
+    GenerationBusyError,
+    GenerationError,
+    GenerationRefusedError,
+)
 from launch.reference_engine.paddle_runtime import import_paddle
 from launch.reference_engine.serving import layout_of, running_engine
 from launch.reference_engine.tokenizer import ChatTokenizer
@@ -234,6 +239,8 @@ class _Handler(JsonHandler):
             self.fail(400, "the body is nested too deeply")
         except (msgspec.DecodeError, LaunchError, RequestError, GenerationRefusedError, ValueError) as error:
             self.fail(400, str(error))
+        except GenerationBusyError as error:
+            self.fail(429, str(error))
         except GenerationError as error:
             self.fail(503, str(error))
         except NotWantedError:
@@ -258,7 +265,7 @@ class _Handler(JsonHandler):
             raise LaunchError(refusal)
 
     def _prefill(self, request: ChatRequest) -> None:
-        generation, answer = self.server.api.prefill(request, self._is_wanted)
+        generation, answer = self.server.api.prefill(request, self._is_wanted, self.client_address[0])
         if generation is not None and not self._is_wanted():
             self.server.api.cancel(generation)  # else its blocks would wait for somebody who never comes
         self.send(200, answer)

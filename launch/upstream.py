@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from email.message import Message
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
@@ -30,6 +31,17 @@ Place = tuple[str, int]  # host and port
 
 class ClientGoneError(Exception):
     """Nobody waits for the answer any more."""
+
+
+class NotSentError(ConnectionError):
+    """The instance cannot be reached: it knows nothing of the request, so another one may have it.
+
+    `is_late`: nothing answered at all, so that who asks next would wait again.
+    """
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"no connection: {error}")
+        self.is_late = isinstance(error, TimeoutError)
 
 
 class Instances:
@@ -55,7 +67,26 @@ class Instances:
         """Each once, for what is no work: it takes nobody's turn. Who has hung lately is last."""
         return sorted(self._places, key=self.is_hung)
 
-    def note_hung(self, place: Place) -> None:
+    @contextmanager
+    def asked(self, place: Place, question: Question, client: socket.socket | None) -> Iterator[Upstream]:
+        """A request to one of them. If it hangs, that is noted, and it gets no other one before its health answers.
+
+        Raises what `Upstream` raises; `NotSentError`, too, where it still hangs.
+        """
+        if not self._may_take(place, client):
+            raise NotSentError(TimeoutError("it has hung, and does not answer for its health either"))
+        try:
+            with Upstream(place, question, client) as upstream:
+                yield upstream
+        except NotSentError as error:
+            if error.is_late:
+                self._note_hung(place)
+            raise
+        except TimeoutError:
+            self._note_hung(place)
+            raise
+
+    def _note_hung(self, place: Place) -> None:
         """It did not answer in time: who comes next need not wait for that again."""
         with self._lock:
             self._hung_until[place] = time.monotonic() + _HUNG_SECONDS
@@ -64,6 +95,17 @@ class Instances:
         """Whether that was lately."""
         with self._lock:
             return time.monotonic() < self._hung_until.get(place, 0.0)
+
+    def _may_take(self, place: Place, client: socket.socket | None) -> bool:
+        """Whether it has not hung, or answers again."""
+        with self._lock:
+            if place not in self._hung_until:
+                return True
+        if not is_healthy(place, client):
+            return False
+        with self._lock:
+            self._hung_until.pop(place, None)
+        return True
 
 
 def _place(url: str) -> Place:
@@ -89,8 +131,22 @@ class Question(NamedTuple):
     timeout_seconds: float
     probe_seconds: float = math.inf
 
+    @property
+    def may_hang(self) -> bool:
+        """Whether it gives an instance work, on which that may hang."""
+        return self.body is not None
+
 
 HEALTH = Question("GET", "/health", None, 2.0)
+
+
+def is_healthy(place: Place, client: socket.socket | None) -> bool:
+    """Whether it answers for its health. Raises `ClientGoneError`."""
+    try:
+        with Upstream(place, HEALTH, client) as upstream:
+            return upstream.answer()[0] == 200
+    except (OSError, http.client.HTTPException):
+        return False
 
 
 class Upstream:
@@ -98,7 +154,9 @@ class Upstream:
     instance that still works for it will notice.
 
     Every method raises:
-        OSError, http.client.HTTPException: it cannot be reached, or does not answer in time.
+        NotSentError: it cannot be reached; the constructor alone.
+        TimeoutError: it has the request, or a part of it, and does not answer in time: it may hang on that.
+        OSError, http.client.HTTPException: it has ended, or talks nonsense.
         ClientGoneError: the client has gone first.
     """
 
@@ -108,6 +166,11 @@ class Upstream:
         seconds = min(_CONNECT_SECONDS, question.timeout_seconds)
         self._connection = http.client.HTTPConnection(*place, timeout=seconds)
         headers = {"Content-Type": "application/json", "Connection": "close"}
+        try:
+            self._connection.connect()
+        except OSError as error:
+            self._connection.close()
+            raise NotSentError(error) from error
         try:
             self._connection.request(question.method, question.path, question.body, headers)
         except BaseException:
@@ -154,10 +217,8 @@ class Upstream:
 
     def _probe(self) -> None:
         """It may have much to do, or hang: then its HTTP server does not answer either."""
-        with Upstream(self._place, HEALTH, self._client) as upstream:
-            status, _ = upstream.answer()
-        if status != 200:
-            raise TimeoutError(f"no answer, and its health is status {status}")
+        if not is_healthy(self._place, self._client):
+            raise TimeoutError("no answer, and none for its health")
 
     def _check_client(self) -> None:
         assert self._client is not None

@@ -23,6 +23,10 @@ class GenerationRefusedError(GenerationError):
     """The request can never be served as given."""
 
 
+class GenerationBusyError(GenerationError):
+    """Not now: this client has as much under way as it may."""
+
+
 @dataclass(eq=False)
 class Generation:
     """A request on its way through the engine.

@@ -35,7 +35,7 @@ class Intake:
                 instance takes for this prompt: forged, altered, or another prompt's.
             GenerationError: the engine has stopped.
         """
-        num_tokens, limit = len(prompt_token_ids) + max_new_tokens, self._max_tokens
+        num_tokens, limit = len(prompt_token_ids) + max_new_tokens, self.max_tokens
         if max_new_tokens < 1 or num_tokens > limit:
             raise GenerationRefusedError(
                 f"{len(prompt_token_ids)} prompt tokens and {max_new_tokens} new ones; together they must be at most "
@@ -60,7 +60,7 @@ class Intake:
             GenerationError: the engine has stopped.
         """
         num_tokens, size = len(prompt_token_ids), self.cache.config.block_size
-        limit = self._max_tokens - max_new_tokens
+        limit = self.max_tokens - max_new_tokens
         if not size <= num_tokens <= limit:
             with_new = f" before {max_new_tokens} new ones" if max_new_tokens else ""
             raise GenerationRefusedError(f"{num_tokens} prompt tokens{with_new}; give {size} to {limit}")
@@ -75,7 +75,8 @@ class Intake:
         self._wake()
 
     @property
-    def _max_tokens(self) -> int:
+    def max_tokens(self) -> int:
+        """Of a prompt with its answer: what the context and the GPU pool hold."""
         config = self.cache.config
         return min(self._context_length, config.pool_sizes()[0] * config.block_size)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = ["ChatTokenizer", "StreamDecoder"]
 TokenArray = np.ndarray[Any, np.dtype[np.int32]]
 
 _CONTROL = 3  # llama.cpp's token type of <|im_start|> and the like
+_TURN_MARKUP = 3  # tokens of each turn beside its text: its begin, its end and the newline behind that
 _DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
@@ -34,10 +36,22 @@ class ChatTokenizer:
         self._im_end = files.vocab.index("<|im_end|>")
         self._text, self._markup = _build(files, control)
         self._token_bytes = _token_bytes(files.vocab, frozenset(control))
+        self.max_token_bytes = max(map(len, self._token_bytes))
+        self._newline = self._plain("\n")
 
     def encode(self, text: str) -> TokenArray:
         """Token ids of ``text``; control tokens such as ``<|im_end|>`` are recognised in it."""
-        return np.array(self._markup.encode(text).ids, dtype=np.int32)
+        return np.array(_encode(self._markup, text), dtype=np.int32)
+
+    def min_tokens(self, messages: Sequence[Mapping[str, str]]) -> int:
+        """`encode_chat` gives no fewer than this, as no token stands for more than `max_token_bytes`.
+
+        Only lengths are looked at: a text that can never fit need not be tokenised to know it. Characters that have no
+        token (some control characters) are counted like others: to tokenise many of them takes as long.
+        """
+        size = self.max_token_bytes
+        texts = (_turn_text(message["role"], message["content"]) for message in messages)
+        return sum(_TURN_MARKUP + math.ceil(len(text.encode(errors="surrogatepass")) / size) for text in texts)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> TokenArray:
         """Token ids of a conversation, up to and with the header of the assistant's next reply.
@@ -75,7 +89,7 @@ class ChatTokenizer:
         ids = [int(token_id) for token_id in previous_token_ids]
         if not ids or ids[-1] != self._im_end:
             ids.append(self._im_end)
-        ids += self._plain("\n") + self._turn("user", user_text) + self._reply_header()
+        ids += self._newline + self._turn("user", user_text) + self._reply_header()
         return np.array(ids, dtype=np.int32)
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -93,10 +107,10 @@ class ChatTokenizer:
         return self._token_bytes[token_id]
 
     def _plain(self, text: str) -> list[int]:
-        return list(self._text.encode(text).ids)
+        return _encode(self._text, text)
 
     def _turn(self, role: str, content: str) -> list[int]:
-        return [self._im_start, *self._plain(f"{role}\n{content}"), self._im_end, *self._plain("\n")]
+        return [self._im_start, *self._plain(_turn_text(role, content)), self._im_end, *self._newline]
 
     def _reply_header(self) -> list[int]:
         return [self._im_start, *self._plain("assistant\n")]
@@ -116,6 +130,15 @@ class StreamDecoder:
     def finish(self) -> str:
         """What was held back, when the reply ends within a character."""
         return self._decoder.decode(b"", final=True)
+
+
+def _turn_text(role: str, content: str) -> str:
+    return f"{role}\n{content}"
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    """As a batch of one: that lets other threads go on meanwhile, while `encode` keeps the interpreter's lock."""
+    return list(tokenizer.encode_batch_fast([text])[0].ids)
 
 
 def _build(files: ModelFiles, control: list[str]) -> tuple[Any, Any]:

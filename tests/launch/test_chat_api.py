@@ -10,10 +10,15 @@ import numpy as np
 import pytest
 
 from launch import chat_api
-from launch.chat_api import ChatApi, ChatRequest, Message, NotWantedError
-from launch.reference_engine.generation import Generation, GenerationRefusedError, GenerationTimeoutError
+from launch.chat_api import ChatApi, ChatRequest, Message, NotWantedError, TextPart
+from launch.reference_engine.generation import (
+    Generation,
+    GenerationBusyError,
+    GenerationRefusedError,
+    GenerationTimeoutError,
+)
 from launch.reference_engine.tokenizer import ChatTokenizer
-from tests.launch.test_prefill_decode import PROMPT, SECONDS, instances, prefill
+from tests.launch.test_prefill_decode import PROMPT, SECONDS, Instance, instances, prefill
 
 CHAT = ChatRequest(messages=[Message("user", "hello")], max_tokens=4)
 
@@ -23,6 +28,9 @@ class Numbers(ChatTokenizer):
 
     def __init__(self) -> None:
         pass
+
+    def min_tokens(self, messages: Any) -> int:
+        return 0
 
     def encode_chat(self, messages: Any) -> np.ndarray[Any, Any]:
         return np.array(PROMPT)
@@ -95,6 +103,52 @@ def test_ids_of_offers_cannot_be_guessed() -> None:
             assert not api.cancel_prefill(guess)
         assert not first.send.done
         assert api.cancel_prefill(ids[0])
+
+
+class Longer(Numbers):
+    """Knows how long a chat is at least, and must not be asked for more."""
+
+    def min_tokens(self, messages: Any) -> int:
+        return sum(len(message["content"]) for message in messages)
+
+    def encode_chat(self, messages: Any) -> np.ndarray[Any, Any]:
+        raise AssertionError("it was tokenised")
+
+
+@pytest.mark.parametrize("content", ["x" * 397, [TextPart("x" * 200), TextPart("x" * 197)]])
+def test_what_can_never_fit_is_not_tokenised(content: Any) -> None:
+    """Chat and prefill refuse it by its length, with the numbers; one token less is tokenised."""
+    with instances(prefill) as (there,):
+        api = ChatApi(there.engine, Longer())
+        for num_new in (4, 3):
+            chat = ChatRequest(messages=[Message("user", content)], max_tokens=num_new)
+            fault, words = (
+                (AssertionError, "it was tokenised")
+                if num_new == 3
+                else (GenerationRefusedError, "397 characters in 1 messages count as 397 tokens or more.*at most 400")
+            )
+            for ask in (api.submit, lambda chat: api.prefill(chat, lambda: True)):
+                with pytest.raises(fault, match=words):
+                    ask(chat)
+
+
+def test_open_prefills_of_one_client_leave_others_room() -> None:
+    """Half of what the instance may send; over when they are read, given up or refused, and never counted twice."""
+    with instances(lambda: Instance("prefill", 1, max_transfers=4)) as (there,):
+        api = ChatApi(there.engine, Numbers())
+        offered = [api.prefill(CHAT, lambda: True, "a") for _ in range(2)]
+        with pytest.raises(GenerationBusyError, match="2 prompts of a are computed, or offered and not read yet"):
+            api.prefill(CHAT, lambda: True, "a")
+        others = [api.prefill(CHAT, lambda: True, "b") for _ in range(2)]
+        for prefill_, _ in (*offered, *others):
+            assert prefill_ is not None and prefill_.send is not None
+            api.cancel(prefill_)
+            assert not prefill_.send.wait(SECONDS)
+        too_long = ChatRequest(messages=CHAT.messages, max_tokens=400)
+        for _ in range(3):
+            with pytest.raises(GenerationRefusedError):
+                api.prefill(too_long, lambda: True, "a")
+        assert api.prefill(CHAT, lambda: True, "a").generation is not None
 
 
 def test_a_prompt_that_the_answer_makes_too_long() -> None:

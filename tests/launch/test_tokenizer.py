@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -72,6 +75,62 @@ def test_extend_chat_equals_encode_chat(tokenizer: ChatTokenizer) -> None:
     first = [*tokenizer.encode_chat(messages[:1]), *tokenizer.encode("Hello there.")]
     whole = tokenizer.encode_chat([*messages, {"role": "user", "content": "More?"}])
     assert tokenizer.extend_chat(first, "More?").tolist() == whole.tolist()
+
+
+@needs_model
+def test_no_chat_has_fewer_tokens_than_its_length_says(tokenizer: ChatTokenizer, files: ModelFiles) -> None:
+    """No token is longer than the longest: of text of that token alone, the best case, the bound is all but right.
+    Characters that the model does not know have no token, and count like others all the same."""
+    every = [tokenizer.token_bytes(number) for number in range(len(files.vocab))]
+    longest = max(every, key=len)
+    assert len(longest) == tokenizer.max_token_bytes
+    texts = [
+        longest.decode() * 50,
+        "#" * 4000,
+        "hello there " * 300,
+        "\U0001f98a" * 500,
+        "1" * 999,
+        "",
+        "a b",
+    ]
+    for text in texts:
+        for messages in ([("user", text)], [("system", text), ("user", text)], [("user", "")] * 40):
+            chat = [{"role": role, "content": content} for role, content in messages]
+            num_tokens = len(tokenizer.encode_chat(chat))
+            assert 0 < tokenizer.min_tokens(chat) <= num_tokens
+    best = [{"role": "system", "content": longest.decode() * 1000}]
+    assert tokenizer.min_tokens(best) >= 0.95 * len(tokenizer.encode_chat(best))
+    assert b"\x16" not in every and len(tokenizer.encode("\x16" * 1000)) == 0
+    unknown = [{"role": "user", "content": "\x16" * 100 * tokenizer.max_token_bytes}]
+    assert tokenizer.min_tokens(unknown) > 100
+
+
+@needs_model
+def test_others_go_on_while_a_text_is_tokenised(tokenizer: ChatTokenizer) -> None:
+    """As much text as can fit is tokenised without the interpreter's lock: this thread takes steps meanwhile."""
+    text = "#" * (8192 * tokenizer.max_token_bytes)
+    num_steps, marks = 0, [0, 0]
+    is_over = False
+
+    def tokenise() -> None:
+        nonlocal is_over
+        marks[0] = num_steps
+        tokenizer.encode(text)
+        marks[1] = num_steps
+        is_over = True
+
+    thread = threading.Thread(target=tokenise)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(10.0)  # who holds the lock keeps it, but for those who let it go
+    try:
+        thread.start()
+        while not is_over:
+            num_steps += 1
+            time.sleep(0)
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
+    assert marks[1] > marks[0]
 
 
 @needs_model

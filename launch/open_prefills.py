@@ -1,0 +1,36 @@
+"""How many prompts are being computed for decode instances at the wish of one client."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+
+class OpenPrefills:
+    """Counts them for each client, by its address; none has more than the others leave room for. Any thread."""
+
+    def __init__(self, max_per_client: int) -> None:
+        self.max_per_client = max_per_client
+        self._lock = threading.Lock()
+        self._num_open: Counter[str] = Counter()
+
+    def enter(self, client: str) -> bool:
+        """One more; False, and nothing is counted, where the client has as many as it may."""
+        with self._lock:
+            if self._num_open[client] >= self.max_per_client:
+                return False
+            self._num_open[client] += 1
+            return True
+
+    @property
+    def num_open(self) -> int:
+        """Of all clients."""
+        with self._lock:
+            return self._num_open.total()
+
+    def leave(self, client: str) -> None:
+        """One that had entered is over."""
+        with self._lock:
+            self._num_open[client] -= 1
+            if not self._num_open[client]:
+                del self._num_open[client]
