@@ -67,6 +67,7 @@ class StreamOptions(msgspec.Struct):
 class ChatRequest(msgspec.Struct):
     """The body of POST /v1/chat/completions and /v1/prefill. Sampling is greedy; other fields of the API are ignored.
 
+    `cache_salt`: who uses another one, or none, shares no cached block with this chat.
     `kv_offer`: what /v1/prefill of another instance has answered for the same messages.
     """
 
@@ -76,12 +77,18 @@ class ChatRequest(msgspec.Struct):
     n: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
     kv_offer: bytes | None = None  # base64 in JSON
 
     @property
     def max_new_tokens(self) -> int:
         """Of the answer."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def namespace(self) -> str:
+        """In which its blocks are cached."""
+        return self.cache_salt or ""
 
 
 class Prefill(NamedTuple):
@@ -109,7 +116,9 @@ class ChatApi:
         Raises:
             GenerationError: too long, or the engine has stopped.
         """
-        return self._engine.submit(self._prompt(request), request.max_new_tokens, request.kv_offer)
+        return self._engine.submit(
+            self._prompt(request), request.max_new_tokens, request.kv_offer, namespace=request.namespace
+        )
 
     def prefill(self, request: ChatRequest, is_wanted: Callable[[], bool], client: str = "") -> Prefill:
         """Have the prompt computed for another instance; returns once its blocks can be asked for.
@@ -137,7 +146,7 @@ class ChatApi:
         config, prompt = self._engine.cache.config, self._prompt(request)
         if len(prompt) < config.block_size:
             return Prefill(None, {"offer": None, "offer_id": None, "num_blocks": 0})
-        generation = self._engine.submit_prefill(prompt, request.max_new_tokens)
+        generation = self._engine.submit_prefill(prompt, request.max_new_tokens, namespace=request.namespace)
         send = self._wait(generation, generation.wait_send, _OFFER_TIMEOUT_SECONDS, is_wanted)
         if config.peer is not None and config.peer.link == "storage":
             self._wait(generation, lambda seconds: _wait_stored(send, seconds), _STORED_TIMEOUT_SECONDS, is_wanted)

@@ -25,9 +25,16 @@ class Intake:
         self._num_submitted = 0
 
     def submit(
-        self, prompt_token_ids: np.ndarray[Any, Any], max_new_tokens: int, offer: bytes | None = None
+        self,
+        prompt_token_ids: np.ndarray[Any, Any],
+        max_new_tokens: int,
+        offer: bytes | None = None,
+        *,
+        namespace: str = "",
     ) -> Generation:
         """Queue a prompt. With an `offer` (`Send.offer` of another instance) its blocks are received first.
+
+        Its blocks are found in its `namespace` alone.
 
         Raises:
             RequestError: an empty prompt or an impossible token.
@@ -41,7 +48,7 @@ class Intake:
                 f"{len(prompt_token_ids)} prompt tokens and {max_new_tokens} new ones; together they must be at most "
                 f"{limit}, and at least one new"
             )
-        request = self._new_request(prompt_token_ids)
+        request = self._new_request(prompt_token_ids, namespace)
         if offer is not None:
             try:
                 self.cache.check_offer(request, offer)
@@ -49,7 +56,9 @@ class Intake:
                 raise GenerationRefusedError(f"kv_offer: {error}") from error
         return self._enqueue(Generation(request, max_new_tokens, offer=offer))
 
-    def submit_prefill(self, prompt_token_ids: np.ndarray[Any, Any], max_new_tokens: int = 0) -> Generation:
+    def submit_prefill(
+        self, prompt_token_ids: np.ndarray[Any, Any], max_new_tokens: int = 0, *, namespace: str = ""
+    ) -> Generation:
         """Queue a prompt whose full blocks are computed for another instance; see `Generation.wait_send`.
 
         `max_new_tokens` are what that one is to add: a prompt that it would refuse is not worth computing.
@@ -65,7 +74,8 @@ class Intake:
             with_new = f" before {max_new_tokens} new ones" if max_new_tokens else ""
             raise GenerationRefusedError(f"{num_tokens} prompt tokens{with_new}; give {size} to {limit}")
         num_offered_tokens = num_tokens // size * size  # what is behind them is the other instance's
-        return self._enqueue(Generation(self._new_request(prompt_token_ids), 0, num_offered_tokens=num_offered_tokens))
+        request = self._new_request(prompt_token_ids, namespace)
+        return self._enqueue(Generation(request, 0, num_offered_tokens=num_offered_tokens))
 
     def cancel(self, generation: Generation) -> None:
         """Nobody wants it any more: it ends, and what is sent of it, with the next step."""
@@ -80,12 +90,13 @@ class Intake:
         config = self.cache.config
         return min(self._context_length, config.pool_sizes()[0] * config.block_size)
 
-    def _new_request(self, prompt_token_ids: np.ndarray[Any, Any]) -> Request:
+    def _new_request(self, prompt_token_ids: np.ndarray[Any, Any], namespace: str) -> Request:
         with self._changed:
             if self._stopping:
                 raise GenerationError("the engine has stopped")
             self._num_submitted += 1
-            return Request(request_id=f"request-{self._num_submitted}", prompt_token_ids=prompt_token_ids)
+            name = f"request-{self._num_submitted}"
+            return Request(request_id=name, prompt_token_ids=prompt_token_ids, namespace=namespace)
 
     def _enqueue(self, generation: Generation) -> Generation:
         if generation.offer is None:  # else its blocks need not be anywhere here

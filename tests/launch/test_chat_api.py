@@ -105,6 +105,35 @@ def test_ids_of_offers_cannot_be_guessed() -> None:
         assert api.cancel_prefill(ids[0])
 
 
+def num_cached(api: ChatApi, salt: str | None) -> int:
+    chat = ChatRequest(messages=CHAT.messages, max_tokens=1, cache_salt=salt)
+    return api.complete(api.submit(chat), lambda: True)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_chats_with_different_salts_share_nothing() -> None:
+    """Of the same prompt, each salt finds what was computed under it, and none of the others', the empty one's too."""
+    with instances(lambda: Instance("mixed", 1)) as (there,):
+        api = ChatApi(there.engine, Numbers())
+        salts = [None, "a", "b", "A", "a ", " ", "a\0", "\u00e9", "e\u0301"]
+        assert [num_cached(api, salt) for salt in salts] == [0] * len(salts)
+        assert [num_cached(api, salt) for salt in salts] == [len(PROMPT) // 4 * 4] * len(salts)
+
+
+def test_an_offer_under_one_salt_is_none_under_another() -> None:
+    """The prefill side computes it in the salt's namespace; a chat with another salt, or none, is refused with it."""
+    with instances(prefill, lambda: Instance("decode", 1)) as (there, here):
+        computes, answers = ChatApi(there.engine, Numbers()), ChatApi(here.engine, Numbers())
+        salted = ChatRequest(messages=CHAT.messages, max_tokens=1, cache_salt="a")
+        offer = base64.b64decode(computes.prefill(salted, lambda: True).answer["offer"])
+        for salt in (None, "b"):
+            with pytest.raises(GenerationRefusedError, match="namespace"):
+                answers.submit(ChatRequest(messages=CHAT.messages, max_tokens=1, cache_salt=salt, kv_offer=offer))
+        with_offer = ChatRequest(messages=CHAT.messages, max_tokens=1, cache_salt="a", kv_offer=offer)
+        answer = answers.complete(answers.submit(with_offer), lambda: True)
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) // 4 * 4
+        assert num_cached(answers, None) == 0
+
+
 class Longer(Numbers):
     """Knows how long a chat is at least, and must not be asked for more."""
 

@@ -103,6 +103,13 @@ def test_a_stream_says_the_same_as_a_whole_answer(server: Server) -> None:
         ({"messages": []}, "length >= 1"),
         ({"messages": [{"content": "x"}]}, "role"),
         ({**CHAT, "max_tokens": 0}, ">= 1"),
+        ({**CHAT, "cache_salt": ""}, "cache_salt"),
+        ({**CHAT, "cache_salt": "x" * 1025}, "cache_salt"),
+        ({**CHAT, "cache_salt": 7}, "cache_salt"),
+        ({**CHAT, "cache_salt": ["a"]}, "cache_salt"),
+        ({**CHAT, "cache_salt": {"a": 1}}, "cache_salt"),
+        ({**CHAT, "cache_salt": True}, "cache_salt"),
+        ({**CHAT, "messages": [{"role": "user", "content": "x" * 3_000_000}]}, "3000000 characters in 1 messages"),
         ({**CHAT, "n": 2}, "<= 1"),
         ({"messages": [{"role": "alien", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
@@ -114,6 +121,17 @@ def test_bad_requests_are_refused_with_a_reason(server: Server, body: Any, words
     status, answer = server.post(body)
     assert status == 400
     assert words in json.loads(answer)["error"]["message"]
+
+
+def test_a_salt_keeps_chats_apart(server: Server) -> None:
+    """The words are the same; what is cached is found with the same salt alone."""
+    chat = {"messages": [{"role": "user", "content": "Who shares a cache with whom?"}], "max_tokens": 8}
+    salts = [{}, {"cache_salt": "one"}, {"cache_salt": "other"}, {"cache_salt": None}, {"cache_salt": "one"}]
+    answers = [json.loads(server.post({**chat, **salt})[1]) for salt in salts]
+    assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 1
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert cached[3] == cached[4] > 0
+    assert cached[:3] == [cached[0]] + [0] * 2
 
 
 def test_metrics_show_the_hits(server: Server) -> None:

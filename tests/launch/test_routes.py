@@ -1,0 +1,147 @@
+"""Every route of server and router with more than it can take: it is refused, and others are answered after it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import http.client
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch import router, serve
+from launch.chat_api import ChatApi
+from launch.json_http import JsonServer
+from launch.reference_engine.tokenizer import ChatTokenizer
+from launch.router import Router
+from launch.serve import _Handler, _Server
+from launch.upstream import Instances
+from tests.launch.test_prefill_decode import SECONDS, Instance, instances
+
+CHAT, PREFILL = "/v1/chat/completions", "/v1/prefill"
+ROUTES = {
+    "server": [("GET", "/health"), ("GET", "/status"), ("GET", "/v1/models"), ("POST", CHAT), ("POST", PREFILL)],
+    "router": [("GET", "/health"), ("GET", "/v1/models"), ("POST", CHAT)],
+}
+ROUTES["server"].append(("DELETE", f"{PREFILL}/"))
+BIG = 5 * 2**20
+FITS = 2**20  # a body that is taken, with a text that can never fit
+
+
+class Untouched(ChatTokenizer):
+    """Knows lengths alone: what comes here is to be refused by these."""
+
+    def __init__(self) -> None:
+        self.max_token_bytes = 81
+
+    def encode_chat(self, messages: Any) -> np.ndarray[Any, Any]:
+        raise AssertionError("it was tokenised")
+
+
+@contextlib.contextmanager
+def running(server: JsonServer) -> Iterator[None]:
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join(SECONDS)
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def ports() -> Iterator[dict[str, int]]:
+    """A server with an engine that computes integers, and a router before it."""
+    with contextlib.ExitStack() as stack:
+        (there,) = stack.enter_context(instances(lambda: Instance("mixed", 1)))
+        server = _Server(("127.0.0.1", 0), _Handler)
+        server.api, server.engine = ChatApi(there.engine, Untouched()), there.engine
+        stack.enter_context(running(server))
+        url = f"http://127.0.0.1:{server.server_port}"
+        routed = Router(("127.0.0.1", 0), Instances([url]), Instances([url]), SECONDS)
+        stack.enter_context(running(routed))
+        yield {"server": server.server_port, "router": routed.server_port}
+
+
+def chat(content: Any) -> bytes:
+    return json.dumps({"messages": content}).encode()
+
+
+def message(text: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+BODIES = {
+    "a body larger than is taken": chat([message("x" * BIG)]),
+    "a text that can never fit": chat([message("x" * FITS)]),
+    "characters without tokens": chat([message("\x16" * (FITS // 8))]),
+    "characters of many bytes": chat([message("\U0001f98a" * (FITS // 12))]),
+    "very many messages": chat([message("")] * 40_000),
+    "very many parts": chat([message([{"type": "text", "text": "x" * 40}] * 20_000)]),
+    "a salt without end": json.dumps({"messages": [message("a")], "cache_salt": "x" * FITS}).encode(),
+    "an offer without end": json.dumps({"messages": [message("x" * FITS)], "kv_offer": "QUJD" * (FITS // 4)}).encode(),
+    "numbers without end": b'{"messages": [], "max_tokens": ' + b"9" * FITS + b"}",
+    "brackets without end": b'{"messages": ' + b"[" * FITS,
+    "half a character": b'{"messages": [{"role": "user", "content": "\\ud83e"}]}',
+}
+
+
+def status_of(port: int, method: str, path: str, body: bytes | None = None, **headers: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    try:
+        connection.request(method, path, body, headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def all_routes() -> list[tuple[str, str, str]]:
+    return [(name, method, path) for name, routes in ROUTES.items() for method, path in routes]
+
+
+@pytest.mark.parametrize(("name", "module"), [("server", serve), ("router", router)])
+def test_no_route_is_left_out(name: str, module: Any) -> None:
+    """Every path in the source of the two is walked here, with each method that it has a function for."""
+    assert module.__file__ is not None
+    tree = ast.parse(Path(module.__file__).read_text())
+    paths = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    methods = {node.name.removeprefix("do_") for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    walked = {path.rstrip("/") for _, path in ROUTES[name]} | {PREFILL}  # which the router asks for
+    assert {path for path in paths if re.fullmatch(r"/[a-z0-9/]+", path)} <= walked
+    assert methods & {"GET", "POST", "PUT", "DELETE", "PATCH", "HEAD"} == {method for method, _ in ROUTES[name]}
+
+
+@pytest.mark.parametrize(("name", "method", "path"), all_routes())
+@pytest.mark.parametrize("what", BODIES)
+def test_bodies_that_are_too_much(ports: dict[str, int], name: str, method: str, path: str, what: str) -> None:
+    """Where a chat is taken: status 400 without a token of it being made. Elsewhere a body is not read: its sender may
+    find the connection closed before it has sent all."""
+    if method == "POST":
+        assert status_of(ports[name], method, path, BODIES[what]) == 400
+    else:
+        with contextlib.suppress(ConnectionError):
+            assert status_of(ports[name], method, path, BODIES[what]) == (404 if method == "DELETE" else 200)
+    assert status_of(ports[name], "GET", "/health") == 200
+
+
+@pytest.mark.parametrize(("name", "method", "path"), all_routes())
+def test_heads_that_are_too_much(ports: dict[str, int], name: str, method: str, path: str) -> None:
+    """Paths and headers without end, and lengths that nobody sends: refused, or the connection ends."""
+    port = ports[name]
+    assert status_of(port, method, path + "x" * 60_000) == 404
+    assert status_of(port, method, path + "x" * 70_000) == 414
+    assert status_of(port, method, path, None, X="x" * 70_000) == 431
+    assert status_of(port, method, path, None, **{f"X{number}": "" for number in range(200)}) == 431
+    with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
+        connection.sendall(f"{method} {path} HTTP/1.1\r\nContent-Length: {10**17}\r\n\r\n".encode() + bytes(100))
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(12) in (b"HTTP/1.1 400", b"HTTP/1.1 404", b"HTTP/1.1 200", b"")
+    assert status_of(port, "GET", "/health") == 200
