@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import re
+import stat
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
+import typer
 
-from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, StorageConfig, TransferConfig
+from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, PrefixCacheManager, StorageConfig, TransferConfig
+from ipc.peer_channel import make_keys
+from ipc.private_directory import PrivateDirectory
+from launch import router
+from launch.cli import app
+from launch.control_socket import PrivateListener
+from launch.json_http import JsonHandler
 from metrics.cache_metrics import CacheMetrics
+from transfer_manager.peer.signature import make_secret
+from transfer_manager.storage.file_disk import Disk
 
 ROOT = Path(__file__).parent.parent
 TABLES = ("layout", "transfer", "storage", "peer")
@@ -124,3 +135,54 @@ def test_every_metric_is_documented() -> None:
         labels = tuple(label for label in family.samples[0].labels if label != "dp")
         families.add((name, family.type, labels))
     assert rows == families
+
+
+def default_of(command: str, option: str) -> object:
+    parameters = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    return next(each.default for each in parameters if each.name == option)
+
+
+def test_the_security_page_is_linked_and_short() -> None:
+    """The README leads to it; it is a page of plain lines."""
+    page = (ROOT / "SECURITY.md").read_text().splitlines()
+    assert "[SECURITY.md](SECURITY.md)" in (ROOT / "README.md").read_text()
+    assert len(page) <= 120
+    assert max(map(len, page)) <= 120
+
+
+def test_the_security_page_names_the_ports_and_bounds_that_are() -> None:
+    """Who listens where by default, how much is read, and how much of a group one client may use up."""
+    page = " ".join((ROOT / "SECURITY.md").read_text().split())
+    hosts = {default_of("serve", "host"), default_of("route", "host")}
+    hosts.add(inspect.signature(PrefixCacheManager.serve_metrics).parameters["host"].default)
+    assert hosts == {"127.0.0.1"} and "All ports listen on 127.0.0.1 unless" in page
+    assert f"API of `serve` ({default_of('serve', 'port')}) or of the router ({default_of('route', 'port')})" in page
+    assert f"metrics ({default_of('serve', 'metrics_port')})" in page
+    bodies = [handler.max_body_bytes // 2**20 for handler in (JsonHandler, router._Handler)]
+    assert f"{bodies[0]} MiB for a body (router: {bodies[1]} MiB)" in page
+    assert (
+        PeerConfig(weights_id="w").secret_file is None and "without it, whoever can call `receive` is believed" in page
+    )
+
+
+def test_the_security_page_names_the_rights_that_are(tmp_path: Path) -> None:
+    """Of what is made for sockets, keys, secrets, stores and words, whatever the umask is."""
+    os_umask = os.umask(0)
+    try:
+        make_keys(tmp_path / "keys")
+        make_secret(tmp_path / "secret")
+        Disk().make_folder(tmp_path / "store")
+        os.close(Disk().open(tmp_path / "store" / "file", create=True))
+        listener = PrivateListener(tmp_path / "control" / "socket")
+        sockets = PrivateDirectory()
+    finally:
+        os.umask(os_umask)
+    modes = {
+        name: stat.S_IMODE((tmp_path / name).stat().st_mode)
+        for name in ("keys", "keys/own.key_secret", "secret", "store", "store/file", "control", "control/socket")
+    }
+    sockets_mode = stat.S_IMODE(sockets.path.stat().st_mode)
+    listener.close()
+    sockets.remove()
+    assert {mode for name, mode in modes.items() if name in ("keys", "store", "control")} == {sockets_mode} == {0o700}
+    assert {mode for name, mode in modes.items() if name not in ("keys", "store", "control")} == {0o600}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import numpy as np
 import pytest
 
@@ -37,3 +39,10 @@ def prompt(tokenizer: ChatTokenizer) -> np.ndarray:
     system = "You answer in one short sentence. " * 5
     question = {"role": "user", "content": "What is the capital of France?"}
     return tokenizer.encode_chat([{"role": "system", "content": system}, question])
+
+
+@pytest.fixture
+def nobody() -> str:
+    """A URL of this host that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}"

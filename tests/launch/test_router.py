@@ -4,150 +4,28 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from launch import upstream
 from launch.errors import LaunchError
 from launch.router import Router
 from launch.upstream import Instances
-
-SECONDS = 10.0
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
-
-
-class Instance(ThreadingHTTPServer):
-    """Answers as it is told to, and remembers what it was asked."""
-
-    daemon_threads = True
-
-    def __init__(self, answer: Callable[[_Handler], None]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.answer = answer
-        self.asked: list[dict[str, Any]] = []
-        self.is_held = threading.Event()  # somebody waits for an answer that does not come
-        self.has_lost_client = threading.Event()
-        self.is_given_up = threading.Event()
-        self.deleted: list[str] = []
-        self.num_probes = 0
-        self.is_hung = False  # its health does not answer either
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Instance
-
-    def do_GET(self) -> None:
-        self.server.num_probes += 1
-        if self.server.is_hung:
-            never_answers(self)
-        else:
-            self.reply(200, {"path": self.path})
-
-    def do_DELETE(self) -> None:
-        self.server.deleted.append(self.path)
-        self.reply(200, {})
-        self.server.is_given_up.set()
-
-    def do_POST(self) -> None:
-        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.server.answer(self)
-
-    def reply(self, status: int, content: Any) -> None:
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name)
-        pass
-
-
-def offers(handler: _Handler) -> None:
-    handler.reply(200, {"offer": "b2ZmZXI=", "offer_id": "a-secret", "num_blocks": 1})
-
-
-def answers(handler: _Handler) -> None:
-    handler.reply(200, {"by": handler.server.url})
-
-
-def refuses(handler: _Handler) -> None:
-    handler.reply(503, {"error": {"message": "not now"}})
-
-
-def hangs_up(handler: _Handler) -> None:
-    handler.close_connection = True
-
-
-def never_answers(handler: _Handler) -> None:
-    """Until the router hangs up."""
-    handler.server.is_held.set()
-    handler.connection.settimeout(SECONDS)
-    assert handler.connection.recv(1) == b""
-    handler.server.has_lost_client.set()
-    handler.close_connection = True
-
-
-@contextmanager
-def running(*servers: ThreadingHTTPServer) -> Iterator[None]:
-    threads = [threading.Thread(target=server.serve_forever, args=(0.01,)) for server in servers]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        for server, thread in zip(servers, threads, strict=True):
-            server.shutdown()
-            thread.join(SECONDS)
-            server.server_close()
-
-
-@contextmanager
-def routed(
-    prefill: list[Instance],
-    decode: list[Instance | str],
-    prefill_seconds: float = SECONDS,
-    probe_seconds: float = 5.0,
-    max_open_prefills: int = 32,
-) -> Iterator[Router]:
-    """A router before these; a text is a URL that nobody listens at."""
-    urls = [each if isinstance(each, str) else each.url for each in decode]
-    instances = Instances([each.url for each in prefill]), Instances(urls)
-    bounds: dict[str, Any] = {"probe_seconds": probe_seconds, "max_open_prefills": max_open_prefills}
-    router = Router(("127.0.0.1", 0), *instances, prefill_seconds, **bounds)
-    servers = [*prefill, *(each for each in decode if not isinstance(each, str)), router]
-    with ExitStack() as stack:
-        stack.enter_context(running(*servers))
-        yield router
-
-
-def ask(router: Router, body: Any = CHAT, method: str = "POST", path: str = "/v1/chat/completions") -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", router.server_port, timeout=SECONDS)
-    try:
-        connection.request(method, path, body if isinstance(body, bytes) else json.dumps(body))
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
-
-
-@pytest.fixture
-def nobody() -> str:
-    """A URL of this host that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"http://127.0.0.1:{server.getsockname()[1]}"
+from tests.launch.router_rig import (
+    CHAT,
+    SECONDS,
+    Instance,
+    _Handler,
+    answers,
+    ask,
+    hangs_up,
+    never_answers,
+    offers,
+    refuses,
+    routed,
+    running,
+)
 
 
 def test_the_offer_goes_to_the_decode_instance() -> None:
@@ -201,115 +79,6 @@ def test_an_offer_whose_client_leaves_is_given_up() -> None:
         connection.close()
         assert prefill.is_given_up.wait(SECONDS)
         assert held.has_lost_client.wait(SECONDS)
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_what_hung_one_instance_is_given_to_no_other(role: str, is_stream: bool) -> None:
-    """Neither answer nor health: the chat fails with status 504 and its offer is given up; the next chats are answered
-    by others, and reach the hung one no more."""
-    hung, prefill, decode = Instance(never_answers), Instance(offers), Instance(answers)
-    hung.is_hung = True
-    instances = ([hung, prefill], [decode]) if role == "prefill" else ([prefill], [hung, decode])
-    with routed(*instances, prefill_seconds=0.3, probe_seconds=0.1) as router:  # type: ignore[arg-type]
-        status, answer = ask(router, {**CHAT, "stream": is_stream})
-        assert status == 504
-        assert f"the {role} instance at 127.0.0.1:{hung.server_port} does not answer" in answer["error"]["message"]
-        assert hung.has_lost_client.wait(SECONDS)
-        assert decode.asked == []
-        assert len(prefill.asked) == len(prefill.deleted) == (role == "decode")
-        for _ in range(3):
-            assert ask(router) == (200, {"by": decode.url})
-    assert [len(hung.asked), len(decode.asked)] == [1, 3]
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_one_that_has_hung_is_asked_for_its_health_first(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
-    """When its time is over it gets no chat before it has answered that; then it is one like the others."""
-    monkeypatch.setattr(upstream, "_HUNG_SECONDS", 0.0)
-    hung, prefill, decode = Instance(never_answers), Instance(offers), Instance(answers)
-    hung.is_hung = True
-    instances = ([hung], [decode]) if role == "prefill" else ([prefill], [hung, decode])
-    with routed(*instances, prefill_seconds=0.3, probe_seconds=0.1) as router:  # type: ignore[arg-type]
-        assert ask(router)[0] == 504
-        num_probes = hung.num_probes
-        for _ in range(2):
-            assert ask(router) == (200, {"by": decode.url})
-        assert len(hung.asked) == 1 and hung.num_probes > num_probes
-        hung.is_hung, hung.answer = False, offers if role == "prefill" else answers
-        for _ in range(2):
-            assert ask(router)[0] == 200
-    assert len(hung.asked) > 1
-
-
-def test_a_request_that_hangs_everybody_hangs_one(nobody: str) -> None:
-    """Three decode instances, of which the first cannot be reached: the second gets it, and the third never."""
-    second, third = Instance(never_answers), Instance(never_answers)
-    second.is_hung = third.is_hung = True
-    with routed([], [nobody, second, third], probe_seconds=0.1) as router:
-        assert ask(router)[0] == 504
-        assert second.has_lost_client.wait(SECONDS)
-    assert [len(second.asked), len(third.asked)] == [1, 0]
-
-
-def test_looking_can_hang_nobody() -> None:
-    """What is read of an instance that hangs is asked of the next one."""
-    hung, decode = Instance(never_answers), Instance(answers)
-    hung.is_hung = True
-    with routed([], [hung, decode]) as router:
-        assert ask(router, method="GET", path="/v1/models") == (200, {"path": "/v1/models"})
-
-
-def test_open_prefills_of_a_client_are_bounded() -> None:
-    """While as many of its chats are open as may be, the next one is computed by decode alone; then it is as before."""
-    may_answer = threading.Event()
-
-    def answers_late(handler: _Handler) -> None:
-        handler.server.is_held.set()
-        assert may_answer.wait(SECONDS)
-        answers(handler)
-
-    prefill, decode = Instance(offers), Instance(answers_late)
-    with routed([prefill], [decode], max_open_prefills=1) as router, ThreadPoolExecutor() as pool:
-        first = pool.submit(ask, router)
-        assert decode.is_held.wait(SECONDS)
-        decode.answer = answers
-        assert ask(router)[0] == 200
-        assert [len(prefill.asked), "kv_offer" in decode.asked[-1]] == [1, False]
-        may_answer.set()
-        assert first.result(SECONDS)[0] == 200
-        until = time.monotonic() + SECONDS
-        while router.open_prefills.num_open:
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        assert ask(router)[0] == 200
-    assert len(prefill.asked) == 2
-
-
-def test_a_decode_instance_that_has_much_to_do_is_waited_for() -> None:
-    """Its health answers while its answer takes long."""
-
-    def answers_late(handler: _Handler) -> None:
-        until = time.monotonic() + SECONDS
-        while handler.server.num_probes < 3:
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        answers(handler)
-
-    slow, other = Instance(answers_late), Instance(answers)
-    with routed([], [slow, other], probe_seconds=0.05) as router:
-        assert ask(router) == (200, {"by": slow.url})
-    assert other.asked == []
-
-
-def test_a_prefill_instance_that_hangs_is_remembered() -> None:
-    """The first chat waits for it; the next ones take the other, or do without."""
-    hung, prefill, decode = Instance(never_answers), Instance(offers), Instance(answers)
-    with routed([hung, prefill], [decode], prefill_seconds=0.3) as router:
-        for _ in range(3):
-            assert ask(router)[0] == 200
-    assert ["kv_offer" in chat for chat in decode.asked] == [False, True, True]
-    assert [len(hung.asked), len(prefill.asked)] == [1, 2]
 
 
 @pytest.mark.parametrize("fault", [refuses, hangs_up, never_answers, lambda h: h.reply(200, b"[]")])
