@@ -142,6 +142,8 @@ class _Handler(JsonHandler):
             return
         client, prefills = self.client_address[0], self.server.open_prefills
         may_prefill = prefills.enter(client)
+        if not may_prefill:
+            logger.info("event=prefill_skipped client=%s num_open=%d", client, prefills.max_per_client)
         try:
             self._answer(chat, body, may_prefill)
         except ClientGoneError:

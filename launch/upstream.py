@@ -73,9 +73,9 @@ class Instances:
 
         Raises what `Upstream` raises; `NotSentError`, too, where it still hangs.
         """
-        if not self._may_take(place, client):
-            raise NotSentError(TimeoutError("it has hung, and does not answer for its health either"))
         try:
+            if not self._may_take(place, client):
+                raise NotSentError(TimeoutError("it has hung, and does not answer for its health either"))
             with Upstream(place, question, client) as upstream:
                 yield upstream
         except NotSentError as error:

@@ -155,7 +155,7 @@ def test_the_security_page_names_the_ports_and_bounds_that_are() -> None:
     page = " ".join((ROOT / "SECURITY.md").read_text().split())
     hosts = {default_of("serve", "host"), default_of("route", "host")}
     hosts.add(inspect.signature(PrefixCacheManager.serve_metrics).parameters["host"].default)
-    assert hosts == {"127.0.0.1"} and "All ports listen on 127.0.0.1 unless" in page
+    assert hosts == {"127.0.0.1"} and "The HTTP ports listen on 127.0.0.1 unless" in page
     assert f"API of `serve` ({default_of('serve', 'port')}) or of the router ({default_of('route', 'port')})" in page
     assert f"metrics ({default_of('serve', 'metrics_port')})" in page
     bodies = [handler.max_body_bytes // 2**20 for handler in (JsonHandler, router._Handler)]

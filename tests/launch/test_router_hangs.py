@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from launch import upstream
+from launch.upstream import HEALTH, Instances, NotSentError
 from tests.launch.router_rig import CHAT, SECONDS, Instance, _Handler, answers, ask, never_answers, offers, routed
 
 
@@ -49,6 +50,18 @@ def test_one_that_has_hung_is_asked_for_its_health_first(monkeypatch: pytest.Mon
         for _ in range(2):
             assert ask(router)[0] == 200
     assert len(hung.asked) > 1
+
+
+def test_who_still_hangs_is_left_alone_again() -> None:
+    """Its health is asked once, in vain; then it is passed over for as long as before."""
+    instances, now = Instances(["http://127.0.0.1:1", "http://127.0.0.1:2"]), time.monotonic()
+    place = instances.in_order()[0]
+    instances._hung_until[place] = now - 1.0
+    assert not instances.is_hung(place)
+    with pytest.raises(NotSentError, match="has hung"), instances.asked(place, HEALTH, None):
+        raise AssertionError("it was asked")
+    assert instances.is_hung(place)
+    assert instances.in_turn()[-1] == place
 
 
 def test_a_request_that_hangs_everybody_hangs_one(nobody: str) -> None:
