@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from launch.reference_engine.generation import GenerationBusyError
 from launch.serve import _Handler, _Server
 
 SECONDS = 10.0
@@ -125,6 +126,24 @@ def test_a_body_where_none_belongs_is_no_request(server: _Server) -> None:
     header = b"Content-Length: %d\r\n\r\n" % len(SECOND)
     answer = said(server, b"GET /health HTTP/1.1\r\nHost: a\r\n" + header + SECOND)
     assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_client_with_too_much_open_is_told_so(server: _Server) -> None:
+    """Status 429 with the reason; who is counted is the address that has connected, whatever its headers say."""
+    asked_for = []
+
+    def prefill(request: Any, is_wanted: Any, client: str) -> Any:
+        asked_for.append(client)
+        raise GenerationBusyError("2 prompts are open")
+
+    server.api.prefill = prefill  # type: ignore[method-assign]
+    server.engine.cache.config.peer = object()  # type: ignore[misc, assignment]
+    connection = connected(server)
+    connection.request("POST", "/v1/prefill", json.dumps(CHAT), {"X-Forwarded-For": "10.0.0.1"})
+    response = connection.getresponse()
+    assert (response.status, json.loads(response.read())["error"]["message"]) == (429, "2 prompts are open")
+    connection.close()
+    assert asked_for == ["127.0.0.1"]
 
 
 def said(server: _Server, data: bytes) -> bytes:
