@@ -13,6 +13,8 @@ from transfer_manager.task import Direction
 
 MIN_STORE_BLOCKS = 64  # a task for each block that a decoding request fills would cost more than its commit
 _MAX_BYTES_IN_FLIGHT = 256 * 2**20  # of a rank
+MAX_LOOKED = 512  # leaves that one look at the cold end goes over, under the lock: some milliseconds
+_MAX_STARTED = 64  # copies that one look starts
 
 
 class CopyDown:
@@ -46,9 +48,10 @@ class CopyDown:
         self._min_uses = min_uses
         self._own = self._through, self._selective, self._min_uses  # without storage
         self._max_in_flight = max(1, min(self._num_reserve, _MAX_BYTES_IN_FLIGHT // max(1, block_bytes)))
-        self._look_after = max(1, self._num_reserve // 4)
+        self._look_after = max(1, self._num_reserve // 4)  # blocks: a quarter of what the last look went over
         self._num_moved = 0  # blocks that came or went since the cold zone was looked at
         self._has_more = False
+        self._num_started = 0  # blocks that were on their way after the last look
 
     def follow_storage(self, policy: str | None, min_uses: int) -> None:
         """Storage is written through (or not any more): what goes there is copied to the CPU tier at once, too."""
@@ -80,9 +83,9 @@ class CopyDown:
                 self.look_ahead()
 
     def stored(self, succeeded: bool) -> None:
-        """A copy has ended: go on with what was left for want of room in flight. After a failure not before the next
-        verb, or a rank that fails all would be asked for ever."""
-        if succeeded and self._has_more:
+        """A copy has ended: go on with what was left for want of room in flight, once half of that has ended: each look
+        costs a walk. After a failure not before the next verb, or a rank that fails all would be asked for ever."""
+        if succeeded and self._has_more and 2 * self._mover.num_storing <= self._num_started:
             self.look_ahead()
         self._has_more |= self._back and not succeeded
 
@@ -129,22 +132,23 @@ class CopyDown:
             return
         self._has_more = False
         zone, parts = self._cold_zone(num_zone)
-        for part in parts:
+        for number, (run, first, length) in enumerate(parts):
             num_room = self._max_in_flight - self._mover.num_storing
-            if num_room <= 0 or not self._mover.can(Direction.SWAP_OUT):
+            if num_room <= 0 or number >= _MAX_STARTED or not self._mover.can(Direction.SWAP_OUT):
                 self._has_more = True  # also where the ranks are down: the next verbs look again
-                return
-            run, first, length = part
+                break
             num_blocks = self._make_room(min(length, num_room, MIN_STORE_BLOCKS), run, zone)
             if num_blocks:
                 # the end is evicted first, so it is copied first, but for what goes on where copies end
                 start = first if _continues(run, first) else first + length - num_blocks
                 self._mover.store([(run, start, num_blocks)])
             self._has_more |= num_blocks < length and num_blocks > 0
+        self._num_started = self._mover.num_storing
 
     def _cold_zone(self, num_blocks: int) -> tuple[set[Run], list[Part]]:
-        """The runs whose ends are the next `num_blocks` to be evicted, and what of these runs has no copy."""
-        policy, zone, parts = self._tree.policy, set[Run](), list[Part]()
+        """The runs whose ends are the next `num_blocks` to be evicted, or the first of these, and what of them has no
+        copy."""
+        policy, zone, parts, num_wanted = self._tree.policy, set[Run](), list[Part](), num_blocks
         exposed: list[Run] = []  # parents whose only child is in the zone: leaves by then
 
         def take(run: Run) -> int:
@@ -163,9 +167,10 @@ class CopyDown:
                 while num_blocks > 0 and (older := next((p for p in exposed if policy.is_colder(p, leaf)), None)):
                     exposed.remove(older)
                     num_blocks -= take(older)
-                if num_blocks <= 0:
+                if num_blocks <= 0 or len(zone) >= MAX_LOOKED:
                     break
                 num_blocks -= take(leaf)
+        self._look_after = max(1, min(self._num_reserve, num_wanted - num_blocks) // 4)
         while num_blocks > 0 and exposed:
             num_blocks -= take(exposed.pop(0))
         return zone, parts

@@ -193,7 +193,8 @@ class PrefixTree:
     ) -> Inserted:
         """Put blocks [first, first + len(ids)) of `keys`, which the caller computed into GPU blocks `ids`, behind `at`.
 
-        `at` is the pinned place where the blocks before `first` end. Where the tree has a GPU copy already, the
+        `at` is the pinned place where the blocks before `first` end; the caller pins the place that is returned, and
+        only then can it be evicted when it is let go. Where the tree has a GPU copy already, the
         caller's ids stay its own: they come behind those in `duplicates`. Where a block is in the CPU tier only, or
         still loading, the caller's id is adopted as its GPU copy. Where memory runs out between two runs, fewer blocks
         are inserted.
@@ -233,7 +234,7 @@ class PrefixTree:
         if run is not at:
             at.children[self.key(keys, first)] = run
         self.pools[0].hand_over(ids, REQUEST, RUN)
-        self.residency.added_ids(run, GPU, len(ids))
+        self.residency.added_ids(run, GPU, len(ids), is_offered=False)
         return run
 
     def extend(self, run: Run, keys: BlockKeys, first: int, ids: array[int], tier: Tier = GPU) -> None:

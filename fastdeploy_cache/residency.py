@@ -59,13 +59,16 @@ class Residency:
         run.ids[tier].extend(ids)
         self.added_ids(run, tier, len(ids))
 
-    def added_ids(self, run: Run, tier: Tier, num_ids: int) -> None:
-        """Count what has been added at the end of the run's interval in a tier."""
+    def added_ids(self, run: Run, tier: Tier, num_ids: int, *, is_offered: bool = True) -> None:
+        """Count what has been added at the end of the run's interval in a tier. Not `is_offered`: the caller pins it
+        now, and it takes part in eviction when it is let go. Offered before its first use, it would have the lowest
+        rank of all, and the first eviction would have to put every such entry right."""
         if num_ids == len(run.ids[tier]):
             self.count_child(run, tier, 1)
         end = run.num_gpu if tier is GPU else run.cpu_end
         self.num_protected[tier] += max(0, min(end, run.num_held) - (end - num_ids))
-        self.offer(run, tier)
+        if is_offered:
+            self.offer(run, tier)
 
     def add_copies_below(self, run: Run, ids: array[int]) -> None:
         """More copies in front of those that the run has."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from fastdeploy_cache.copy_down import CopyDown
+from fastdeploy_cache.copy_down import MAX_LOOKED, CopyDown
 from fastdeploy_cache.mishaps import contained
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, Run
@@ -30,6 +31,7 @@ class WriteOut:
         self._min_uses = min_uses if policy == "write_through_selective" else 1
         self._num_reserve = max(1, tree.pools[CPU].num_blocks // _RESERVE_SHARE)
         self._num_copied = 0  # blocks since the cold end was looked at
+        self._look_after = max(1, self._num_reserve // 4)  # blocks: a quarter of what the last look went over
         self._asked: OrderedDict[Run, None] = OrderedDict()  # to be written whole, copied in as many steps as it takes
         writes.on_written = self._go_on
 
@@ -40,7 +42,7 @@ class WriteOut:
             self._writes.queue(run)
         if self._back:
             self._num_copied += num_blocks
-            if 4 * self._num_copied >= self._num_reserve:
+            if self._num_copied >= self._look_after:
                 self._look_ahead()
         self._writes.pump()
 
@@ -85,11 +87,12 @@ class WriteOut:
     def _look_ahead(self) -> None:
         """Queue what the CPU tier would evict next."""
         self._num_copied = 0
-        num_left = self._num_reserve - self._tree.pools[CPU].num_free
+        num_left = num_wanted = self._num_reserve - self._tree.pools[CPU].num_free
         with contextlib.closing(self._tree.policy.coldest(CPU)) as walk:
-            for leaf in walk:
+            for leaf in itertools.islice(walk, MAX_LOOKED):
                 if num_left <= 0:
-                    return
+                    break
                 for run in leaf.path():
                     self._writes.offer(run)
                 num_left -= len(leaf.ids[CPU])
+        self._look_after = max(1, min(self._num_reserve, num_wanted - num_left) // 4)

@@ -14,6 +14,7 @@ IsLeaf = Callable[[Run, Tier], bool]
 Split = Callable[[Run, int], Run]
 Clock = Callable[[], float]
 _MIN_SWEEP = 64
+_NUM_SAMPLED = 64
 
 
 class Asked(NamedTuple):
@@ -92,15 +93,45 @@ class _LeafHeap:
 
     def push(self, run: Run) -> None:
         rank, queued = self._rank(run), run.queued[self._tier]
+        if self._heap:
+            self._mend_first()
         if queued is not None and queued <= rank:
             return
         run.queued[self._tier] = rank
         self._num_pushed += 1
         heapq.heappush(self._heap, (rank, self._num_pushed, run))
         if len(self._heap) >= self._sweep_at:
-            self._heap = [entry for entry in self._heap if self._stands(entry)]
-            heapq.heapify(self._heap)
-            self._sweep_at = max(_MIN_SWEEP, 2 * len(self._heap))
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop entries that stand for nothing, where a sample says that they are many: a sweep looks at all."""
+        step = max(1, len(self._heap) // _NUM_SAMPLED)
+        sample = self._heap[::step]
+        if 2 * sum([self._stands(entry) for entry in sample]) < len(sample):
+            tier = self._tier
+            kept = [entry for entry in self._heap if self._stands(entry)]
+            for queued, _, run in self._heap:
+                if run.queued[tier] == queued:
+                    run.queued[tier] = None
+            for rank, _, run in kept:
+                run.queued[tier] = rank
+            heapq.heapify(kept)
+            self._heap = kept
+        self._sweep_at = max(_MIN_SWEEP, 2 * len(self._heap))
+
+    def _mend_first(self) -> None:
+        """Put one outdated entry at the top right. Each push leaves one behind at most, so that not all of them wait
+        for the first eviction after the pool has filled."""
+        queued, _, run = self._heap[0]
+        if run.queued[self._tier] != queued:
+            heapq.heappop(self._heap)
+        elif not self._is_leaf(run, self._tier):
+            run.queued[self._tier] = None
+            heapq.heappop(self._heap)
+        elif (rank := self._rank(run)) != queued:
+            run.queued[self._tier] = rank
+            self._num_pushed += 1
+            heapq.heapreplace(self._heap, (rank, self._num_pushed, run))
 
     def first(self) -> Run:
         tier, is_leaf, heap = self._tier, self._is_leaf, self._heap
@@ -143,12 +174,7 @@ class _LeafHeap:
 
     def _stands(self, entry: tuple[Any, int, Run]) -> bool:
         rank, _, run = entry
-        if run.queued[self._tier] != rank:
-            return False
-        if self._is_leaf(run, self._tier):
-            return True
-        run.queued[self._tier] = None
-        return False
+        return bool(run.queued[self._tier] == rank) and self._is_leaf(run, self._tier)
 
 
 class LeastRecentlyUsed:

@@ -10,6 +10,8 @@ from rich.table import Table
 
 from launch.bench.control import PHASES, floors, match_over_edges, medians, row, serve_workload
 from launch.bench.machine import describe_machine
+from launch.bench.pauses import LOCK, VERBS, pauses, pools_of
+from launch.bench.pauses import row as row_of_pauses
 from launch.bench.reach import Reach, add_at_most, show_reach, table_of
 from launch.bench.scale import bytes_per_block, eviction_cost, scale_ratio
 from launch.bench.workloads import Scale, Workload, chat, long, recorded
@@ -45,6 +47,7 @@ def bench_control(
     found["match"] = _run_edges(console, reach)
     found["eviction"] = _run_eviction(console, scale_blocks[-1], reach)
     found["scale"] = _run_scale(console, scale_blocks, reach)
+    found["pauses"] = _run_pauses(console, scale_blocks[-1], reach)
     found["bytes_per_block"] = _run_bytes(console, scale_blocks[-1], reach)
     show_reach(console, reach)
     console.print("docs/benchmark.md says what each figure is; smaller is better throughout.")
@@ -136,6 +139,23 @@ def _run_scale(console: Console, scale_blocks: list[int], reach: Reach) -> dict[
         table.add_row(f"{small} / {large}", f"{times['small']:.1f} / {times['large']:.1f}", f"{times['ratio']:.2f}")
         found[f"{large} / {small}"] = row(times)
     add_at_most(reach, f"scale: request at {scale_blocks[-1]} blocks / at {small}", times["ratio"], 1.3)
+    console.print(table)
+    return found
+
+
+def _run_pauses(console: Console, num_blocks: int, reach: Reach) -> dict[str, Any]:
+    """The worst call beside the mean."""
+    columns = ("prompts, blocks", *(f"{verb}, us" for verb in VERBS), f"{LOCK}, us")
+    table = table_of("Mean / worst call of each verb, in thread time", columns)
+    found: dict[str, Any] = {}
+    for pool in pools_of(num_blocks):
+        times = pauses(pool)
+        cells = [f"{times[name]['mean']:.0f} / {times[name]['worst']:.0f}" for name in (*VERBS, LOCK)]
+        table.add_row(f"{pool.name}, {pool.num_blocks}", *cells)
+        found[pool.name] = row_of_pauses(times)
+        first, held = times["first eviction"]["worst"] / 1000, times[LOCK]["worst"] / 1000
+        add_at_most(reach, f"first eviction of a full pool, {pool.name}, ms", first, 2)
+        add_at_most(reach, f"longest hold of the lock, {pool.name}, ms", held, 20)
     console.print(table)
     return found
 

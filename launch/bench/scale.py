@@ -66,7 +66,8 @@ def eviction_cost(num_blocks: int, per_call: int, policy: str = "lru", num_calls
     length = Scale.num_sequence_blocks
     for _ in range(num_blocks // length):
         keys = BlockKeys(bytearray(rng.integers(0, 50_000, length * Scale.block_size, dtype=np.int32)), None)
-        tree.insert((tree.root(""), 0), keys, 0, pool.allocate(length, Owner.REQUEST))
+        done = tree.insert((tree.root(""), 0), keys, 0, pool.allocate(length, Owner.REQUEST))
+        tree.move_pin(tree.move_pin(None, done.run, done.end), None, 0)
     spent: dict[str, list[int]] = {"evict": [], "push": []}
     for _ in range(num_calls):
         started = perf_counter_ns()

@@ -185,7 +185,7 @@ def stores_from_a_lost_gpu() -> CacheModel:
 
 def break_epochs(patch: Patch) -> None:
     """A loss of the GPU is not noticed by the tree."""
-    patch.setattr("fastdeploy_cache.manager.drop_gpu", lambda tree: tree)
+    patch.setattr("fastdeploy_cache.rank_access.drop_gpu", lambda tree: tree)
 
 
 Check = Callable[[], CacheModel]
