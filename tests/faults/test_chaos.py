@@ -1,0 +1,117 @@
+"""Ranks, workers and storage processes die and hang, by seed, under engines of every habit: no wrong byte, no hang,
+no block lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdeploy_cache import CacheConfig, PrefixCacheManager, manager
+from fastdeploy_cache.config import WRITE_POLICIES
+from fastdeploy_cache.prefix_tree import PrefixTree
+from tests.faults.chaos_drivers import NativeDriver
+from tests.faults.chaos_rig import Driver, Fault, RankFaults, Story, WrongBytesError
+from tests.faults.engine import new_config
+from tests.faults.kv_worker import KVWorker
+from tests.faults.test_storage_processes import file_storage
+
+NUM_GPU, NUM_CPU, TP_SIZE = 24, 48, 2
+SEEDS = range(2)
+PATIENT = {"max_restarts": 1000, "restart_backoff_seconds": 0.0, "task_timeout_seconds": 0.75}
+
+
+def chaos_config(seed: int, folder: Path | None = None, **transfer: Any) -> CacheConfig:
+    """Small pools, short deadlines, ranks that are started again however often they die."""
+    changes: dict[str, Any] = {"cpu_write_policy": WRITE_POLICIES[seed % 3], "recompute_last_token": seed % 2 == 1}
+    if folder is not None:
+        changes |= {"storage": file_storage(folder), "min_prefetch_tokens": 1, "num_cpu_blocks": 120}
+    return dataclasses.replace(new_config(TP_SIZE, NUM_GPU, NUM_CPU, **{**PATIENT, **transfer}), **changes)
+
+
+class Workers(RankFaults):
+    """Model workers that own the KV arrays. One dies, unnoticed at first; another comes with new arrays."""
+
+    def __init__(self, driver: Driver, cleanup: contextlib.ExitStack) -> None:
+        super().__init__(driver)
+        layout = driver.cache.config.rank_layout()
+        assert layout is not None
+        self._layout, self._cleanup = layout, cleanup
+        self._workers: dict[int, KVWorker] = {}
+        for rank in range(TP_SIZE):
+            self._attach(rank)
+        driver.kv.refresh()
+
+    def _attach(self, rank: int) -> None:
+        worker = self._workers[rank] = KVWorker(self._layout, NUM_GPU)
+        self._cleanup.callback(worker.kill)
+        self._cache.attach_kv(rank, worker.make_kv())
+
+    def all(self) -> dict[str, Fault]:
+        return {**super().all(), "worker": self.worker_dies, "worker again": self.worker_dies}
+
+    def worker_dies(self, rank: int) -> Iterator[None]:
+        if rank not in self._workers:
+            return
+        self._workers.pop(rank).kill()
+        yield
+        self._cache.kv_lost(rank)
+        self.num_absent += 1
+        yield
+        self._attach(rank)
+        self.num_absent -= 1
+        self.recover()
+
+
+@pytest.fixture
+def broken_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that flip a bit of the first block of each copy."""
+    (tmp_path / "sitecustomize.py").write_text(_FLIP)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+_FLIP = """
+from transfer_manager.device import cpu
+copy = cpu._copy
+
+def copy_wrongly(destinations, sources, spans):
+    copy(destinations, sources, spans)
+    destinations[spans[0][1].start, 0, 0] ^= 1
+
+cpu._copy = copy_wrongly
+"""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("owner", ["engine", "worker", "transfer"])
+def test_whoever_owns_the_kv_arrays(owner: str, seed: int) -> None:
+    """The engine's arrays survive all, a worker's go with it, a rank's with each of its deaths; the CPU tier stays."""
+    with contextlib.ExitStack() as cleanup:
+        driver = NativeDriver(cleanup.enter_context(PrefixCacheManager(chaos_config(seed, kv_owner=owner))))
+        faults = Workers(driver, cleanup) if owner == "worker" else RankFaults(driver)
+        story = Story(driver, seed, faults.all())
+        story.run()
+        assert bool(story.seen["loss"]) == (owner != "engine")
+        assert driver.cache.stats().num_swapped_in_blocks
+
+
+def test_a_story_finds_a_flipped_bit(broken_ranks: None) -> None:
+    """The rig's own check: ranks that copy one byte wrongly do not get through a story."""
+    with PrefixCacheManager(chaos_config(0)) as cache, pytest.raises(WrongBytesError, match="wrong bytes on rank"):
+        Story(NativeDriver(cache), 0, {}).run()
+
+
+def test_a_story_finds_blocks_of_arrays_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rig's own check: a cache that still finds what lay in a dead rank's arrays does not get through a story."""
+
+    def forget_nothing(tree: PrefixTree) -> None:
+        tree.num_kv_losses += 1
+
+    monkeypatch.setattr(manager, "drop_gpu", forget_nothing)
+    with PrefixCacheManager(chaos_config(0, kv_owner="transfer")) as cache, pytest.raises(WrongBytesError):
+        driver = NativeDriver(cache)
+        Story(driver, 0, RankFaults(driver).all()).run()
