@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.errors import OutOfBlocksError
-from tests.faults.chaos_rig import SECONDS, ArraysLostError, KVBytes, Prompt
+from tests.faults.chaos_rig import SECONDS, ArraysLostError, Driver, Prompt
 
 
-class NativeDriver:
+class NativeDriver(Driver):
     """An engine on the manager's own verbs. Every third request runs ahead of its loads."""
 
     def __init__(self, cache: PrefixCacheManager) -> None:
-        self.cache, self.kv, self.patience = cache, KVBytes(cache), SECONDS
+        super().__init__(cache)
         self._num_asked = self.num_confirmed = 0
 
     def admit(self, prompt: Prompt) -> bool:
@@ -27,7 +27,7 @@ class NativeDriver:
                 is_admitted = self._run_ahead(prompt)
             else:
                 match = self.cache.match(request).wait(self.patience)
-                new = self.cache.allocate(request, self._num_blocks(prompt) - len(match.block_ids))
+                new = self.cache.allocate(request, self.num_blocks(len(prompt.tokens)) - len(match.block_ids))
                 prompt.table, prompt.num_computed, is_admitted = [*match.block_ids, *new], match.num_tokens, True
         except (OutOfBlocksError, ArraysLostError):
             is_admitted = False
@@ -35,17 +35,17 @@ class NativeDriver:
             self.cache.release(request)
         return is_admitted
 
-    def _num_blocks(self, prompt: Prompt) -> int:
-        return -(-len(prompt.tokens) // self.kv.size)
-
     def _run_ahead(self, prompt: Prompt) -> bool:
         """It takes blocks behind those that are coming, and reads these once every worker has seen the last layer."""
         request, match = prompt.engine, self.cache.match(prompt.engine)
+        num_blocks = self.num_blocks(len(prompt.tokens))
         num_found = len(match.block_ids) + len(match.coming_block_ids)
-        new = self.cache.allocate(request, self._num_blocks(prompt) - num_found, ahead_of_loads=True)
+        new = self.cache.allocate(request, num_blocks - num_found, ahead_of_loads=True)
         match = match.poll()
         prompt.table = [*match.block_ids, *match.coming_block_ids, *new]
-        prompt.table += self.cache.allocate(request, self._num_blocks(prompt) - len(prompt.table), ahead_of_loads=True)
+        prompt.table += self.cache.allocate(
+            request, self.num_blocks(len(prompt.tokens)) - len(prompt.table), ahead_of_loads=True
+        )
         prompt.num_computed = match.num_tokens + match.num_coming_tokens
         arrived = True
         for rank, views in enumerate(self.kv.views):
@@ -62,7 +62,7 @@ class NativeDriver:
     def advance(self, prompt: Prompt, num_tokens: int) -> bool:
         end = prompt.num_computed + num_tokens
         try:
-            prompt.table += self.cache.allocate(prompt.engine, max(0, -(-end // self.kv.size) - len(prompt.table)))
+            prompt.table += self.cache.allocate(prompt.engine, max(0, self.num_blocks(end) - len(prompt.table)))
         except OutOfBlocksError:
             return False
         self.kv.write(prompt, end)
@@ -73,9 +73,3 @@ class NativeDriver:
 
     def end(self, prompt: Prompt) -> None:
         self.cache.release(prompt.engine)
-
-    def reset(self) -> None:
-        self.cache.reset()
-
-    def close(self) -> None:
-        self.cache.close()

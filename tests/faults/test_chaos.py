@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from fastdeploy_cache import CacheConfig, PrefixCacheManager, manager
 from fastdeploy_cache.config import WRITE_POLICIES
 from fastdeploy_cache.prefix_tree import PrefixTree
 from tests.faults.chaos_drivers import NativeDriver
-from tests.faults.chaos_rig import Driver, Fault, RankFaults, Story, WrongBytesError
+from tests.faults.chaos_faults import RankFaults, StorageFaults, Workers
+from tests.faults.chaos_rig import Story, WrongBytesError
 from tests.faults.engine import new_config
-from tests.faults.kv_worker import KVWorker
 from tests.faults.test_storage_processes import file_storage
 
 NUM_GPU, NUM_CPU, TP_SIZE = 24, 48, 2
@@ -26,45 +25,13 @@ PATIENT = {"max_restarts": 1000, "restart_backoff_seconds": 0.0, "task_timeout_s
 
 
 def chaos_config(seed: int, folder: Path | None = None, **transfer: Any) -> CacheConfig:
-    """Small pools, short deadlines, ranks that are started again however often they die."""
+    """Small pools, short deadlines, ranks that are started again however often they die. `folder`: a store in it, below
+    a CPU tier that holds less than the GPU's."""
     changes: dict[str, Any] = {"cpu_write_policy": WRITE_POLICIES[seed % 3], "recompute_last_token": seed % 2 == 1}
     if folder is not None:
-        changes |= {"storage": file_storage(folder), "min_prefetch_tokens": 1, "num_cpu_blocks": 120}
+        store = dataclasses.replace(file_storage(folder), task_timeout_seconds=0.5, breaker_failures=1000)
+        changes |= {"storage": store, "min_prefetch_tokens": 1, "num_cpu_blocks": 16}
     return dataclasses.replace(new_config(TP_SIZE, NUM_GPU, NUM_CPU, **{**PATIENT, **transfer}), **changes)
-
-
-class Workers(RankFaults):
-    """Model workers that own the KV arrays. One dies, unnoticed at first; another comes with new arrays."""
-
-    def __init__(self, driver: Driver, cleanup: contextlib.ExitStack) -> None:
-        super().__init__(driver)
-        layout = driver.cache.config.rank_layout()
-        assert layout is not None
-        self._layout, self._cleanup = layout, cleanup
-        self._workers: dict[int, KVWorker] = {}
-        for rank in range(TP_SIZE):
-            self._attach(rank)
-        driver.kv.refresh()
-
-    def _attach(self, rank: int) -> None:
-        worker = self._workers[rank] = KVWorker(self._layout, NUM_GPU)
-        self._cleanup.callback(worker.kill)
-        self._cache.attach_kv(rank, worker.make_kv())
-
-    def all(self) -> dict[str, Fault]:
-        return {**super().all(), "worker": self.worker_dies, "worker again": self.worker_dies}
-
-    def worker_dies(self, rank: int) -> Iterator[None]:
-        if rank not in self._workers:
-            return
-        self._workers.pop(rank).kill()
-        yield
-        self._cache.kv_lost(rank)
-        self.num_absent += 1
-        yield
-        self._attach(rank)
-        self.num_absent -= 1
-        self.recover()
 
 
 @pytest.fixture
@@ -96,6 +63,19 @@ def test_whoever_owns_the_kv_arrays(owner: str, seed: int) -> None:
         story = Story(driver, seed, faults.all())
         story.run()
         assert bool(story.seen["loss"]) == (owner != "engine")
+        assert driver.cache.stats().num_swapped_in_blocks
+
+
+@pytest.mark.parametrize(("seed", "owner"), [(0, "engine"), (1, "worker"), (2, "transfer")])
+def test_whoever_owns_the_kv_arrays_above_a_store(owner: str, seed: int, tmp_path: Path) -> None:
+    """Storage processes die and hang, too, below a CPU tier of a few blocks: what they lose is computed."""
+    with contextlib.ExitStack() as cleanup:
+        config = chaos_config(seed, tmp_path, kv_owner=owner)
+        driver = NativeDriver(cleanup.enter_context(PrefixCacheManager(config)))
+        faults = Workers(driver, cleanup) if owner == "worker" else RankFaults(driver)
+        Story(driver, seed, {**faults.all(), **StorageFaults(driver.cache).all()}).run()
+        storage = driver.cache.stats().storage
+        assert storage is not None and storage.num_fetched_blocks
         assert driver.cache.stats().num_swapped_in_blocks
 
 
