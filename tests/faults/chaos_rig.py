@@ -165,15 +165,15 @@ class Driver(ABC):
 class Plan:
     """Which fault begins at which step, on which rank, and how many steps later each of its parts follows."""
 
-    def __init__(self, seed: int, faults: Mapping[str, Fault], num_ranks: int) -> None:
+    def __init__(self, seed: int, faults: Mapping[str, Fault], num_ranks: int, num_steps: int) -> None:
         self._choose, self._faults = random.Random(f"faults of {seed}"), faults
         self._starts: dict[int, tuple[str, int]] = {}
         deck, step = list[str](), self._choose.randint(8, 16)
-        while step < NUM_STEPS - 20:
+        while step < num_steps - 20:
             deck = deck or self._choose.sample(sorted(faults), len(faults))
             self._starts[step] = deck.pop(), self._choose.randrange(num_ranks)
             step += self._choose.randint(8, 24)
-        self._gaps = [self._choose.randint(1, 10) for _ in range(NUM_STEPS)]
+        self._gaps = [self._choose.randint(1, 10) for _ in range(num_steps)]
         self._going: list[tuple[int, Iterator[None]]] = []
 
     def follow(self, step: int) -> str:
@@ -185,7 +185,7 @@ class Plan:
             due.append(self._faults[name](rank))
         for going in due:
             for _ in going:
-                self._going.append((step + self._gaps[step % NUM_STEPS], going))
+                self._going.append((step + self._gaps[step], going))
                 break
         return f"{name} {rank}" if name else ""
 
@@ -199,9 +199,9 @@ class Plan:
 class Story:
     """A random schedule: branching prompts, chunks, answers, preemption; faults between its steps."""
 
-    def __init__(self, driver: Driver, seed: int, faults: Mapping[str, Fault]) -> None:
-        self.driver, self.choose = driver, random.Random(seed)
-        self.plan = Plan(seed, {**faults, "reset": self._reset}, driver.cache.config.transfer.tp_size)
+    def __init__(self, driver: Driver, seed: int, faults: Mapping[str, Fault], *, num_steps: int = NUM_STEPS) -> None:
+        self.driver, self.choose, self._num_steps = driver, random.Random(seed), num_steps
+        self.plan = Plan(seed, {**faults, "reset": self._reset}, driver.cache.config.transfer.tp_size, num_steps)
         self.running: list[Prompt] = []
         self.waiting: list[Prompt] = []
         self.seen: Counter[str] = Counter()
@@ -211,7 +211,7 @@ class Story:
     def run(self) -> None:
         """The whole story, and a look at all that is left in the end."""
         try:
-            for step in range(NUM_STEPS):
+            for step in range(self._num_steps):
                 if begun := self.plan.follow(step):
                     self._note(f"{step}: {begun}")
                     self.seen["fault"] += 1

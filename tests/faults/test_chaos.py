@@ -23,13 +23,15 @@ NUM_GPU, NUM_CPU, TP_SIZE = 24, 48, 2
 SEEDS = range(2)
 PATIENT = {"max_restarts": 1000, "restart_backoff_seconds": 0.0, "task_timeout_seconds": 0.75}
 
+IMPATIENT_STORE: dict[str, Any] = {"task_timeout_seconds": 0.5, "breaker_failures": 1000}  # never left alone
+
 
 def chaos_config(seed: int, folder: Path | None = None, **transfer: Any) -> CacheConfig:
     """Small pools, short deadlines, ranks that are started again however often they die. `folder`: a store in it, below
     a CPU tier that holds less than the GPU's."""
     changes: dict[str, Any] = {"cpu_write_policy": WRITE_POLICIES[seed % 3], "recompute_last_token": seed % 2 == 1}
     if folder is not None:
-        store = dataclasses.replace(file_storage(folder), task_timeout_seconds=0.5, breaker_failures=1000)
+        store = dataclasses.replace(file_storage(folder), **IMPATIENT_STORE)
         changes |= {"storage": store, "min_prefetch_tokens": 1, "num_cpu_blocks": 16}
     return dataclasses.replace(new_config(TP_SIZE, NUM_GPU, NUM_CPU, **{**PATIENT, **transfer}), **changes)
 
@@ -73,7 +75,7 @@ def test_whoever_owns_the_kv_arrays_above_a_store(owner: str, seed: int, tmp_pat
         config = chaos_config(seed, tmp_path, kv_owner=owner)
         driver = NativeDriver(cleanup.enter_context(PrefixCacheManager(config)))
         faults = Workers(driver, cleanup) if owner == "worker" else RankFaults(driver)
-        Story(driver, seed, {**faults.all(), **StorageFaults(driver.cache).all()}).run()
+        Story(driver, seed, {**faults.all(), **StorageFaults(driver.cache).all()}, num_steps=250).run()
         storage = driver.cache.stats().storage
         assert storage is not None and storage.num_fetched_blocks
         assert driver.cache.stats().num_swapped_in_blocks
