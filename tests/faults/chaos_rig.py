@@ -24,7 +24,7 @@ from transfer_manager.errors import LayoutError
 
 SECONDS = 30.0
 MAX_RUNNING = 3
-NUM_STEPS = 400
+NUM_STEPS = 300
 # Prompts are cut from a few texts that part at different places, and sometimes go their own way.
 TEXTS = [[(7 * i * i + text * (i // 9)) % 97 for i in range(60)] for text in range(5)]
 LONGEST = 36

@@ -22,7 +22,6 @@ from tests.faults.test_storage_processes import file_storage
 NUM_GPU, NUM_CPU, TP_SIZE = 24, 48, 2
 SEEDS = range(2)
 PATIENT = {"max_restarts": 1000, "restart_backoff_seconds": 0.0, "task_timeout_seconds": 0.75}
-
 IMPATIENT_STORE: dict[str, Any] = {"task_timeout_seconds": 0.5, "breaker_failures": 1000}  # never left alone
 
 
@@ -68,7 +67,7 @@ def test_whoever_owns_the_kv_arrays(owner: str, seed: int) -> None:
         assert driver.cache.stats().num_swapped_in_blocks
 
 
-@pytest.mark.parametrize(("seed", "owner"), [(0, "engine"), (1, "worker"), (2, "transfer")])
+@pytest.mark.parametrize(("seed", "owner"), [(0, "engine"), (1, "worker"), (3, "transfer")])
 def test_whoever_owns_the_kv_arrays_above_a_store(owner: str, seed: int, tmp_path: Path) -> None:
     """Storage processes die and hang, too, below a CPU tier of a few blocks: what they lose is computed."""
     with contextlib.ExitStack() as cleanup:
