@@ -10,7 +10,6 @@ from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.adapters import mini_sglang, mini_sglang_manager
 from fastdeploy_cache.adapters.pages import Slots, pages_of
 from fastdeploy_cache.adapters.sglang import HiRadixCache, MatchResult, RadixKey, ReqToTokenPool
-from fastdeploy_cache.adapters.sglang_nodes import Node
 from fastdeploy_cache.adapters.slot_copies import RankSlots
 from fastdeploy_cache.adapters.slots import SlotAllocator, SlotPrefixCache
 from fastdeploy_cache.errors import OutOfBlocksError
@@ -41,13 +40,13 @@ class SGLang(Driver):
         if match.host_hit_length:
             slots = self._load_back(req, slots, match)
         whole = self._extend(slots, len(slots), len(prompt.tokens) - len(slots))
-        if whole is None:
-            self._take_in_loads()
+        if whole is None:  # its load goes on; the next one to look may see it land
+            self._tree.ready_to_load_host_cache()
             self._tree.dec_lock_ref(req.last_node)
             return False
         [req.req_pool_idx] = self._pool.alloc(1) or []
         req.prefix_indices, req.kv_allocated_len = slots, len(whole)
-        self._pool.write(req.req_pool_idx, 0, whole)
+        self._pool.write((req.req_pool_idx, slice(len(whole))), whole)
         prompt.num_computed = len(slots)
         self._read_row(prompt)
         return self._has_arrived(prompt)
@@ -82,17 +81,12 @@ class SGLang(Driver):
         if arrived:
             self.kv.check(prompt, prompt.num_computed)
             self.num_overlapped += 1
-        failed = self._take_in_loads()
+        assert self.cache.wait_for_transfers(SECONDS)
+        failed = self._tree.check_hicache_events()
         if arrived and prompt.engine.last_node not in failed:
             return True
         self._tree.cache_finished_req(prompt.engine, is_insert=False)
         return False
-
-    def _take_in_loads(self) -> list[Node]:
-        """Wait until no load is under way: the next look is at what has arrived. Returns what has failed."""
-        self._tree.ready_to_load_host_cache()
-        assert self.cache.wait_for_transfers(SECONDS)
-        return self._tree.check_hicache_events()
 
     def _extend(self, slots: Slots, num_tokens: int, num_new: int) -> Slots | None:
         """Slots for more tokens; whole nodes make room."""
@@ -115,7 +109,7 @@ class SGLang(Driver):
             if slots is None:
                 return False
             req.kv_allocated_len = len(slots)
-            self._pool.write(req.req_pool_idx, 0, slots)
+            self._pool.write((req.req_pool_idx, slice(len(slots))), slots)
             self._read_row(prompt)
         self.kv.write(prompt, end)
         prompt.num_computed = end

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_cache import CacheConfig, PrefixCacheManager, manager
+from fastdeploy_cache import CacheConfig, PrefixCacheManager, rank_access
 from fastdeploy_cache.config import WRITE_POLICIES
 from fastdeploy_cache.prefix_tree import PrefixTree
 from tests.faults.chaos_drivers import NativeDriver
@@ -92,7 +92,7 @@ def test_a_story_finds_blocks_of_arrays_that_are_gone(monkeypatch: pytest.Monkey
     def forget_nothing(tree: PrefixTree) -> None:
         tree.num_kv_losses += 1
 
-    monkeypatch.setattr(manager, "drop_gpu", forget_nothing)
+    monkeypatch.setattr(rank_access, "drop_gpu", forget_nothing)
     with PrefixCacheManager(chaos_config(0, kv_owner="transfer")) as cache, pytest.raises(WrongBytesError):
         driver = NativeDriver(cache)
         Story(driver, 0, RankFaults(driver).all()).run()
