@@ -22,10 +22,14 @@ class Task:
     block_tables: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0
     num_total_tokens: int = 0
+    num_cached_tokens: int = 0  # that were cut off its prompt
 
 
 class FastDeployV0(Driver):
-    """All blocks of a task at once, its answer's too. Every other task is shown before its end, by `mark_computed`."""
+    """All blocks of a task at once, its answer's too; then the cached part is cut off its prompt.
+
+    Every other task is shown before its end, by `mark_computed`.
+    """
 
     def __init__(self, manager: fastdeploy.PrefixCacheManager) -> None:
         super().__init__(manager.cache)
@@ -39,13 +43,15 @@ class FastDeployV0(Driver):
             return False
         self._num_asked += 1
         prompt.table, prompt.num_computed = [*common, *own], len(common) * self.kv.size
+        task.num_cached_tokens = prompt.num_computed
+        del task.prompt_token_ids[: prompt.num_computed]
         return True
 
     def advance(self, prompt: Prompt, num_tokens: int) -> bool:
         task = prompt.engine
         self.kv.write(prompt, prompt.num_computed + num_tokens)
         prompt.num_computed += num_tokens
-        task.output_token_ids = prompt.tokens[len(task.prompt_token_ids) :]
+        task.output_token_ids = prompt.tokens[task.num_cached_tokens + len(task.prompt_token_ids) :]
         if self._num_asked % 2:
             self._manager.mark_computed(task, prompt.num_computed)
         return True

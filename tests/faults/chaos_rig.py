@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -307,6 +308,7 @@ class Story:
         while self.running:
             self._leave(self.running[-1], "over")
         if cache.config.storage is not None:
+            _wait_for_storage(cache)
             drained(cache)
         assert cache.wait_for_transfers(SECONDS), "a copy does not end"
         self.driver.rest()
@@ -332,3 +334,12 @@ class Story:
             self.driver.end(prompt)
             assert self.driver.cache.wait_for_transfers(SECONDS)
         self._come_to_rest()
+
+
+def _wait_for_storage(cache: PrefixCacheManager) -> None:
+    """Its processes, which come back ever later, are all there."""
+    tier, deadline = cache._storage, time.monotonic() + SECONDS
+    assert tier is not None
+    while not tier.link.client.available:
+        assert time.monotonic() < deadline, "a storage process does not come back"
+        time.sleep(0.01)
