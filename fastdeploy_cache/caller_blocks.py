@@ -45,7 +45,7 @@ class Inserted(NamedTuple):
     """What became of a caller's blocks."""
 
     num_blocks: int  # of the sequence, cached now; those before `first_block` where nothing of the caller's was
-    duplicate_ids: list[int]  # still the caller's: these had a copy on the GPU, or nothing was cached
+    duplicate_ids: list[int]  # still the caller's: these had a copy on the GPU, or are not cached (no memory)
     pinned: PinnedPrefix | None
 
 
@@ -191,9 +191,9 @@ class CallerBlocks:
             return self._pin_found(*self._find(request, num_blocks))
 
     def _pin_found(self, path: list[Run], num_found: int) -> PinnedPrefix:
-        run, end = self._tree.place(path, num_found)
-        pin = self._tree.move_pin(None, run, end)
-        pinned = PinnedPrefix(pin, num_found, gpu_ids(path, num_found).tolist())
+        ids = gpu_ids(path, num_found).tolist()  # first: it may need memory
+        pin = self._tree.move_pin(None, *self._tree.place(path, num_found))
+        pinned = PinnedPrefix(pin, num_found, ids)
         if pin is not None:
             self._pinned[pin] = pinned
         return pinned

@@ -74,7 +74,18 @@ def test_the_program_writes_every_promised_figure(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "j").read_text())
     reach = {entry["name"]: entry for entry in found["reach"]}
     assert len(reach) == len(found["reach"]) == 24
-    for words in ("chat", "long", "trace", "edges", "eviction", "scale", "first eviction", "longest hold", "bytes", "with CPU tier"):
+    for words in (
+        "chat",
+        "long",
+        "trace",
+        "edges",
+        "eviction",
+        "scale",
+        "first eviction",
+        "longest hold",
+        "bytes",
+        "with CPU tier",
+    ):
         assert any(words in name for name in reach), words
     assert all(entry["ok"] == (entry["value"] <= entry["limit"]) for entry in found["reach"])
     assert result.exit_code == (0 if all(entry["ok"] for entry in found["reach"]) else 1)
