@@ -350,7 +350,7 @@ class PeerAccess(RankAccess):
 
     def _on_peer_result(self, peers: PeerTier, result: TransferResult) -> None:
         with self._lock:
-            peers.finish(result)
+            self._tree.mishaps.contain("landing", lambda: peers.finish(result))
         if result.error is not None:
             kind = result.task.direction.value
             logger.info("event=peer_task_failed kind=%s task_id=%d error=%r", kind, result.task.task_id, result.error)
@@ -363,7 +363,7 @@ class PeerAccess(RankAccess):
 
     def _on_peer_load(self, peers: PeerTier, mine: OpenReceive) -> None:
         with self._lock:
-            peers.try_land(mine)
+            self._tree.mishaps.contain("landing", lambda: peers.try_land(mine))
         self._submit()
 
     def _active(self, request: Request) -> ActiveRequest:

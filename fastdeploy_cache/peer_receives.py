@@ -136,10 +136,10 @@ class PeerReceives:
         mine.loads = []
         if mine.why is None:
             mine.why = self._why_not(mine)
-        if mine.why is None and mine.ids:
-            self._insert(mine)
-        else:
+        if mine.why is not None or not mine.ids:
             self._tree.pools[0].free(mine.ids, TASK)
+        elif not self._tree.mishaps.contain("landing", lambda: self._insert(mine)):
+            mine.why = "failed", "this instance's books could not take what had come; see its log"
         mine.ids = array("i")
         if not mine.is_wanted or mine.why is not None:
             self._let_go(mine)
@@ -158,7 +158,11 @@ class PeerReceives:
         tree, pin = self._tree, mine.pin
         at = (pin.run, pin.end) if pin is not None else (tree.root(mine.namespace), 0)
         tree.pools[0].hand_over(mine.ids, TASK, REQUEST)
-        done = tree.insert(at, mine.keys, mine.first, mine.ids)
+        try:
+            done = tree.insert(at, mine.keys, mine.first, mine.ids)
+        except BaseException:
+            tree.pools[0].free(mine.ids, REQUEST)
+            raise
         unused = done.duplicates + mine.ids[done.num_blocks :]
         if unused:  # computed here meanwhile
             tree.pools[0].free(unused, REQUEST)

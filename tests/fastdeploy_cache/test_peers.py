@@ -94,6 +94,28 @@ def test_a_load_that_comes_makes_it_computed(pair: Pair) -> None:
     assert receive.succeeded and send.succeeded
 
 
+def test_a_receive_that_cannot_land_is_told_and_holds_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of memory, say: who waits for it hears of it, and its blocks are free."""
+    a, b = pair.a, pair.b
+    live = a.must_match(TEXT)
+    assert a.allocate(live, 11)
+    send = a.cache.offer(live.request)
+    receive = b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
+    a.compute(live, len(TEXT))
+
+    def insert(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(b.cache._tree, "insert", insert)
+        for _ in range(3):
+            pair.go_on()
+    assert receive.done and receive.reason == "failed"
+    b.cache.check_invariants()
+    stats = b.cache.stats()
+    assert (stats.gpu.num_free, stats.num_failed_steps["landing"], stats.num_open_receives) == (30, 1, 0)
+
+
 def test_what_is_open_is_counted(pair: Pair) -> None:
     """From the verb to the end, on each side its own."""
     a, b = pair.a, pair.b
