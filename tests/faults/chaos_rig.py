@@ -310,7 +310,7 @@ class Story:
         if cache.config.storage is not None:
             _wait_for_storage(cache)
             drained(cache)
-        assert cache.wait_for_transfers(SECONDS), "a copy does not end"
+        _wait_for_copies(cache)
         self.driver.rest()
         cache.check_invariants()
         assert not cache.stats().num_requests
@@ -343,3 +343,10 @@ def _wait_for_storage(cache: PrefixCacheManager) -> None:
     while not tier.link.client.available:
         assert time.monotonic() < deadline, "a storage process does not come back"
         time.sleep(0.01)
+
+
+def _wait_for_copies(cache: PrefixCacheManager) -> None:
+    """None is under way: one that ends may begin the next."""
+    deadline = time.monotonic() + SECONDS
+    while cache.stats().num_transfers_in_flight:
+        assert cache.wait_for_transfers(SECONDS) and time.monotonic() < deadline, "copies do not end"
