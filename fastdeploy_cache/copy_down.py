@@ -71,7 +71,7 @@ class CopyDown:
 
     def released(self, path: Sequence[Run]) -> int:
         """A path was used and is still pinned. Returns how many blocks should have been copied and could not be."""
-        if self._selective:
+        if self._selective and not self._through:
             path = [run for run in path if run.usage.num_uses >= self._min_uses]
         return self.store(path) if self._through or self._selective else 0
 

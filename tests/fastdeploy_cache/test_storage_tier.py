@@ -80,6 +80,16 @@ def test_what_one_engine_wrote_another_finds() -> None:
     rig.finish()
 
 
+@pytest.mark.parametrize("policy", ["write_back", "write_through", "write_through_selective"])
+def test_storage_that_is_written_through_is_so_whatever_the_cpu_tier_does(policy: str) -> None:
+    """All that is committed is copied down and written at once, whatever `cpu_write_policy` says."""
+    rig = Rig(write_policy=policy, cpu_write_min_uses=3)
+    rig.model.serve_and_copy(A)
+    rig.land_all()
+    assert len(rig.store.objects) == 10
+    rig.finish()
+
+
 def test_only_what_is_missing_is_written() -> None:
     """A longer prompt over a stored prefix writes its own blocks alone."""
     rig = Rig()
