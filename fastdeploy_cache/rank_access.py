@@ -76,8 +76,10 @@ class RankAccess:
         if not 0 <= rank < self.config.transfer.tp_size:
             raise ConfigError(f"there is no rank {rank}; this cache has {self.config.transfer.tp_size}")
         self._client.kv_lost(rank)
-        self._peers_lose_kv(rank)
-        self._forget_gpu(rank, has_kv=False)
+        try:
+            self._peers_lose_kv(rank)
+        finally:
+            self._forget_gpu(rank, has_kv=False)
 
     def layer_progress(self, rank: int) -> LayerProgress | None:
         """How far the rank's loads are, layer by layer, for its worker; None with `transfer_client = "inline"`."""
@@ -103,8 +105,10 @@ class RankAccess:
         self._submit()
 
     def _on_kv_lost(self, rank: int) -> None:
-        self._peers_lose_kv(rank)
-        self._forget_gpu(rank, has_kv=None)
+        try:
+            self._peers_lose_kv(rank)
+        finally:  # whatever else fails: what has gone must not be found
+            self._forget_gpu(rank, has_kv=None)
         self._peers_attach_kv(rank)
         if (told := self._call_on_kv_lost) is not None:
             call_user(lambda: told(rank))
