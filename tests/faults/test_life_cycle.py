@@ -305,7 +305,7 @@ def test_what_a_caller_computed_before_is_not_cached_afterwards(verb: str) -> No
         names = Request(request_id="names tokens", prompt_token_ids=PROMPT)
         ids = cache.take(6)
         if verb == "kv_lost":
-            cache._forget_gpu(0)
+            cache._forget_gpu(0, has_kv=None)
         else:
             getattr(cache, verb)()
         if verb == "sleep":
