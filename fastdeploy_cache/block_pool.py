@@ -62,29 +62,24 @@ class BlockPool:
     def allocate(self, num_blocks: int, owner: Owner) -> array[int]:
         """The lowest `num_blocks` free ids, now of `owner`. The caller has checked `num_free`."""
         assert num_blocks <= self.num_free, f"{num_blocks} blocks asked of {self.num_free} free ones"
+        returned = self._returned
         try:
-            ids = self._lowest(num_blocks)
+            if num_blocks == 1 and returned:
+                ids = array("i", (heapq.heappop(returned),))
+            elif num_blocks * 8 < len(returned):
+                ids = array("i", [heapq.heappop(returned) for _ in range(num_blocks)])
+            else:  # many: a sorted list is a heap as well
+                returned.sort()
+                ids = array("i", returned[:num_blocks])
+                del returned[:num_blocks]
+            num_unused = num_blocks - len(ids)
+            if num_unused:
+                ids.extend(range(self._next_unused, self._next_unused + num_unused))
+                self._next_unused += num_unused
         except BaseException:  # no memory: what has been taken off the heap already would be lost
             self._heap_free_ids()
             raise
         self._give(ids, owner)
-        return ids
-
-    def _lowest(self, num_blocks: int) -> array[int]:
-        """Take the lowest free ids off the heap, and from those that were never given out."""
-        returned = self._returned
-        if num_blocks == 1 and returned:
-            ids = array("i", (heapq.heappop(returned),))
-        elif num_blocks * 8 < len(returned):
-            ids = array("i", [heapq.heappop(returned) for _ in range(num_blocks)])
-        else:  # many: a sorted list is a heap as well
-            returned.sort()
-            ids = array("i", returned[:num_blocks])
-            del returned[:num_blocks]
-        num_unused = num_blocks - len(ids)
-        if num_unused:
-            ids.extend(range(self._next_unused, self._next_unused + num_unused))
-            self._next_unused += num_unused
         return ids
 
     def _heap_free_ids(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 import time
@@ -347,7 +348,8 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
         num_storage = active.num_storage_blocks(num_gpu, active.num_matched_blocks)
         num_cpu = active.num_matched_blocks - num_gpu - num_storage
         hit_tokens = (num_gpu_tokens, num_cpu * size, num_storage * size)
-        self._tree.mishaps.contain("metrics", lambda: self.metrics.record_request(request.num_tokens, hit_tokens))
+        record = functools.partial(self.metrics.record_request, request.num_tokens, hit_tokens)
+        self._tree.mishaps.ask("metrics", record, None)
 
     def _record_skipped(self, num_blocks: int) -> None:
         if num_blocks:

@@ -9,18 +9,7 @@ from fastdeploy_cache.mishaps import Mishaps
 from fastdeploy_cache.policies.eviction import EvictionPolicy, IsLeaf, LeastRecentlyUsed, Split
 from fastdeploy_cache.run import TIERS, Run, Tier
 
-
-def _passed_on(name: str) -> Callable[..., Any]:
-    """The method of that name of the policy in use; where it raises, of the one that takes over."""
-
-    def call(self: GuardedPolicy, *args: Any) -> Any:
-        try:
-            return getattr(self.chosen, name)(*args)
-        except Exception:  # the policy of somebody else's making, or its clock
-            return getattr(self.replace(), name)(*args)
-
-    call.__doc__ = f"See `EvictionPolicy.{name}`."
-    return call
+_PASSED_ON = ("use", "touch", "grow", "shrink", "push", "is_colder", "alike", "clear", "victim", "coldest")
 
 
 class GuardedPolicy:
@@ -31,14 +20,37 @@ class GuardedPolicy:
     that every ranking policy keeps, and nothing that is cached is lost. `reset` does not bring the old one back.
     """
 
-    use, touch, grow, shrink = map(_passed_on, ("use", "touch", "grow", "shrink"))
-    push, is_colder, alike = map(_passed_on, ("push", "is_colder", "alike"))
-    _clear, _victim, _coldest = map(_passed_on, ("clear", "victim", "coldest"))
+    use: Callable[..., None]
+    touch: Callable[..., None]
+    grow: Callable[..., None]
+    shrink: Callable[..., None]
+    push: Callable[..., None]
+    is_colder: Callable[..., bool]
+    alike: Callable[..., bool]
 
     def __init__(self, chosen: EvictionPolicy, mishaps: Mishaps, runs: Callable[[], Iterable[Run]]) -> None:
         """`runs` gives every run there is."""
-        self.chosen = chosen
         self._mishaps, self._runs = mishaps, runs
+        self._serve_by(chosen)
+
+    def _serve_by(self, chosen: EvictionPolicy) -> None:
+        """Pass everything on to this policy, and what it raises for to the one that takes over. Bound once: a policy is
+        told of every block of a decode step."""
+        self.chosen = chosen
+        calls = {name: self._passed_on(name) for name in _PASSED_ON}
+        self._clear, self._victim, self._coldest = (calls.pop(name) for name in ("clear", "victim", "coldest"))
+        vars(self).update(calls)
+
+    def _passed_on(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.chosen, name)
+
+        def call(*args: Any) -> Any:
+            try:
+                return method(*args)
+            except Exception:  # the policy of somebody else's making, or its clock
+                return getattr(self.replace(), name)(*args)
+
+        return call
 
     def clear(self, is_leaf: IsLeaf, split: Split) -> None:
         """See `EvictionPolicy.clear`."""
@@ -65,7 +77,8 @@ class GuardedPolicy:
         self._mishaps.note("policy")
         num_uses = max((run.usage.last_used for run in self._runs()), default=0)
         keeps_borders = getattr(self.chosen, "keeps_borders", False)
-        self.chosen = chosen = LeastRecentlyUsed(lambda: 0.0, keeps_borders=keeps_borders, num_uses=num_uses)
+        chosen = LeastRecentlyUsed(lambda: 0.0, keeps_borders=keeps_borders, num_uses=num_uses)
+        self._serve_by(chosen)
         chosen.clear(self._is_leaf, self._split)
         for run in self._runs():
             for tier in TIERS:
