@@ -99,7 +99,7 @@ class BlockMover:
         return self.copy_for_caller(direction, nothing, nothing, CallerCopy(nothing, [], lambda _: None))
 
     def _start(self, tier: Tier, parts: Sequence[Part]) -> None:
-        """What asks for memory in proportion to the blocks comes first: from then on nothing is left half done."""
+        """All of it or nothing."""
         sources = array("i")
         for run, first, num_blocks in parts:
             start = first - run.cpu_start if tier is GPU else first
@@ -113,11 +113,10 @@ class BlockMover:
                 transfer.segments.append(Segment(transfer, run, first, ids))
                 position += num_blocks
             direction = Direction.SWAP_IN if tier is GPU else Direction.SWAP_OUT
-            task = self._new_task(transfer, direction, sources, destinations)
+            self._send(transfer, self._new_task(transfer, direction, sources, destinations), transfer.segments)
         except BaseException:
             pool.free(destinations, TASK)
             raise
-        self._send(transfer, task, transfer.segments)
 
     def _new_transfer(self, tier: Tier) -> Transfer:
         transfer = Transfer(self._next_task_id, tier)
@@ -142,11 +141,19 @@ class BlockMover:
         )
 
     def _send(self, transfer: Transfer, task: TransferTask, pins: Iterable[Pin]) -> None:
-        """It goes out when the lock has been given back; `pins` keep what it reads."""
-        self.in_flight[transfer.task_id] = transfer
-        for pin in pins:
-            self._tree.pin(pin)
-        self.outbox.put(task)
+        """It goes out when the lock has been given back; `pins` keep what it reads. On failure nothing has happened."""
+        pinned: list[Pin] = []
+        try:
+            for pin in pins:
+                self._tree.pin(pin)
+                pinned.append(pin)
+            self.in_flight[transfer.task_id] = transfer
+            self.outbox.put(task)
+        except BaseException:
+            self.in_flight.pop(transfer.task_id, None)
+            for pin in pinned:
+                self._tree.unpin(pin)
+            raise
 
     # -- waiting
 

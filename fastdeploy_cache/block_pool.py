@@ -159,8 +159,14 @@ class BlockPool:
     def begin_reading(self, ids: array[int]) -> None:
         """Something slow reads these: their owner may free them any time, but they are given out only after
         `end_reading`."""
-        for block_id in ids:
-            self._num_readers[block_id] = self._num_readers.get(block_id, 0) + 1
+        num_begun = 0
+        try:
+            for block_id in ids:
+                self._num_readers[block_id] = self._num_readers.get(block_id, 0) + 1
+                num_begun += 1
+        except BaseException:
+            self.end_reading(ids[:num_begun])
+            raise
 
     def end_reading(self, ids: array[int]) -> None:
         """Nobody reads them any more on behalf of that call."""

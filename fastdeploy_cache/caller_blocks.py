@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import threading
 from array import array
@@ -36,8 +37,7 @@ class Lookup(NamedTuple):
     last_hash: bytes  # of the last block in any tier; b"" for none
 
     @property
-    def num_blocks(self) -> int:
-        """In any tier."""
+    def num_blocks(self) -> int:  # in any tier
         return len(self.block_ids) + self.num_cpu_blocks
 
 
@@ -251,7 +251,8 @@ class CallerBlocks:
                 run, end, known, num_inserted = self._insert(at, keys, first_block, ids)
                 num_blocks, ids = first_block + num_inserted, known + ids[num_inserted:]
             assert run is not None
-            path = self._count_use(request, run, end, used)
+            count = functools.partial(self._count_use, request, run, end, used)  # cached they are all the same
+            path = self._tree.mishaps.ask("policy", count, run.path())
             pinned = self._pin_found(path, num_blocks) if pin else None
         self._submit()
         return Inserted(num_blocks, ids.tolist(), pinned)
@@ -273,8 +274,13 @@ class CallerBlocks:
         now, taken = self._tree.generation, self._taken[GPU]
         return generation == now if generation is not None else all(taken.get(block_id) == now for block_id in ids)
 
-    def _stamp(self, ids: Iterable[int], tier: Tier, generation: int | None = None) -> None:
-        self._taken[tier].update(dict.fromkeys(ids, self._tree.generation if generation is None else generation))
+    def _stamp(self, ids: array[int], tier: Tier, generation: int | None = None) -> None:
+        """Note when the caller got its blocks; they are free again where there is no memory for that."""
+        try:
+            self._taken[tier].update(dict.fromkeys(ids, self._tree.generation if generation is None else generation))
+        except MemoryError:
+            self._pools[tier].free(ids, CALLER)
+            raise
 
     def _count_use(self, request: Request, run: Run, end: int, used: bool) -> list[Run]:
         """Tell the policies; returns the path that ends there."""
@@ -282,23 +288,25 @@ class CallerBlocks:
         if end < run.num_blocks:  # what is behind keeps its age
             run = tree.split(run, end)
         holding = tree.move_pin(None, run, run.num_blocks)  # or the copies' own evictions might take it
-        if used:
-            num_blocks = request.num_tokens // self.config.block_size
-            tree.policy.use(run.path(), request, Asked(num_blocks, num_blocks))
-        else:
-            tree.policy.touch(run.path())
-        path = run.path()
-        self._copy_down.committed(run)
-        num_skipped = self._copy_down.released(path)
-        if self._matcher.write_out is not None:
-            self._matcher.write_out.released(path, has_uncopied=num_skipped > 0)
-        tree.move_pin(holding, None, 0)
+        try:
+            if used:
+                num_blocks = request.num_tokens // self.config.block_size
+                tree.policy.use(run.path(), request, Asked(num_blocks, num_blocks))
+            else:
+                tree.policy.touch(run.path())
+            path = run.path()
+            self._copy_down.committed(run)
+            num_skipped = self._copy_down.released(path)
+            if self._matcher.write_out is not None:
+                self._matcher.write_out.released(path, has_uncopied=num_skipped > 0)
+        finally:
+            tree.move_pin(holding, None, 0)
         return path
 
     # -- looking in
 
     def tier_stats(self, tier: Tier = GPU) -> TierStats:
-        """The counts of one tier: what `stats` says of it, cheaper."""
+        """What `stats` says of one tier, cheaper."""
         with self._lock:
             return TierStats.of(self._pools[tier], self._tree.residency, tier)
 
@@ -343,11 +351,9 @@ class CallerBlocks:
         return BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
 
     def _find(self, request: Request, num_blocks: int | None = None) -> tuple[list[Run], int]:
-        """Under the lock."""
-        self._check_open()
+        self._check_open()  # under the lock
         most = request.num_tokens // self.config.block_size
-        if num_blocks is not None:
-            most = min(most, num_blocks)
+        most = most if num_blocks is None else min(most, num_blocks)
         if self.is_gpu_asleep:
             return [], 0
         path, num_found = self._tree.find(request.namespace, self._keys(request), most)

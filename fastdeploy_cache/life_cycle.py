@@ -56,7 +56,8 @@ class LifeCycleState:
     """What a manager keeps of it."""
 
     changing: threading.Lock = field(default_factory=threading.Lock)  # one change at a time
-    renaming: threading.Lock = field(default_factory=threading.Lock)  # one change of weights at a time
+    # one attach, detach or change of weights at a time; a change of weights detaches and attaches
+    renaming: threading.RLock = field(default_factory=threading.RLock)
     status: LifeCycleStatus = LifeCycleStatus.RUNNING
     resting: LifeCycleStatus = LifeCycleStatus.RUNNING  # before the change that is under way
     asleep: set[Tier] = field(default_factory=set)

@@ -98,7 +98,7 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
         self._detached: list[StorageTier] = []
         self._exporters: list[MetricsExporter] = []
         self._call_on_kv_lost = on_kv_lost
-        self._client.start(self._on_result, self._on_kv_lost)
+        self._client.start(self._contained(self._on_result), self._on_kv_lost)
         self._open_storage()
         self._open_peers(peer_client)
         self._show_metrics()
@@ -241,7 +241,7 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
                 self._matcher.end_ahead(active, arrived=False)
             self._matcher.settle(active)
             private_ids = active.private_ids()
-            del self._requests[request.request_id]  # after all that needs memory: a release that fails can be repeated
+            del self._requests[request.request_id]  # after what may lack memory: a release that fails can be repeated
             if self._peers is not None:
                 kept = self._peers.sends.released(active)
                 private_ids = array("i", [block_id for block_id in private_ids if block_id not in kept])
@@ -367,20 +367,27 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
         if (peers := self._peers) is not None and (peers.outbox or peers.calls):
             peers.submit()
 
+    def _contained(self, told: Callable[[TransferResult], None]) -> Callable[[TransferResult], None]:
+        """For the thread that all tasks need: what one answer leads to costs no other one."""
+        return lambda result: self._tree.mishaps.ask("callback", lambda: told(result), None)
+
     def _on_result(self, result: TransferResult) -> None:
-        with self._lock:
-            self._note_load(result)
-            num_lost, calls = self._mover.finish(result)
-            if result.task.direction is Direction.SWAP_OUT:
-                self._copy_down.stored(result.error is None)
-            if self._storage is not None:
-                self._storage.reads.advance()
-                if isinstance(self._peers, StoredPeers):
-                    self._peers.sends.check(self._storage)
-        self._submit()
-        self._record_skipped(num_lost)
-        self._record_task(result)
-        if result.error is not None:
-            logger.warning("event=transfer_failed task_id=%d error=%r", result.task.task_id, result.error)
-        for call in calls:
-            self._tree.mishaps.contain("callback", call)
+        calls: list[Callable[[], None]] = []
+        try:
+            with self._lock:
+                num_lost, calls = self._mover.finish(result)
+                self._note_load(result)
+                if result.task.direction is Direction.SWAP_OUT:
+                    self._copy_down.stored(result.error is None)
+                if self._storage is not None:
+                    self._storage.reads.advance()
+                    if isinstance(self._peers, StoredPeers):
+                        self._peers.sends.check(self._storage)
+            self._submit()
+            self._record_skipped(num_lost)
+            self._record_task(result)
+            if result.error is not None:
+                logger.warning("event=transfer_failed task_id=%d error=%r", result.task.task_id, result.error)
+        finally:  # whoever waits for the task hears of it, whatever has failed
+            for call in calls:
+                self._tree.mishaps.contain("callback", call)

@@ -115,7 +115,9 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def on_ready(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when nothing is on its way any more: now, or later on the cache's I/O thread.
 
-        It may call the cache, and must not block: all transfers wait for it.
+        It may call the cache, and must not block: all transfers wait for it. A `poll` in it is a look like any other:
+        `allocate` counts by the last look of any thread. So hand the `Match` that it returned to whoever allocates, or
+        let that one look.
         """
         self._loads.call_when_ready(callback)
 

@@ -95,17 +95,19 @@ class PeerTier:
     def finish(self, result: TransferResult) -> None:
         """Every rank has answered a task."""
         direction, why = result.task.direction, why_of(result)
-        if direction is Direction.SEND:
-            send = self.sends.ended(result.task.task_id)
-            self._record(result, why, next((r.peer for r in result.ranks if r.peer), ""))
-            self.calls.put(lambda: send.end(why))
-        elif direction is Direction.UPDATE_SEND:
-            self.sends.updated(result.task.task_id, is_lost=result.error is not None)
-        elif direction is Direction.RECEIVE:
-            mine = self.receives.answered(result.task.task_id, why)
-            self._record(result, why, mine.source_name)
-            self.try_land(mine)
-        self._note_settled()
+        try:
+            if direction is Direction.SEND:
+                send = self.sends.ended(result.task.task_id)
+                self.calls.put(lambda: send.end(why))
+                self._record(result, why, next((r.peer for r in result.ranks if r.peer), ""))
+            elif direction is Direction.UPDATE_SEND:
+                self.sends.updated(result.task.task_id, is_lost=result.error is not None)
+            elif direction is Direction.RECEIVE:
+                mine = self.receives.answered(result.task.task_id, why)
+                self.try_land(mine)
+                self._record(result, why, mine.source_name)
+        finally:
+            self._note_settled()
 
     def failing(self, task: TransferTask) -> None:
         """A rank has failed it: the others need not go on."""
@@ -128,8 +130,10 @@ class PeerTier:
     def _record(self, result: TransferResult, why: tuple[str, str] | None, peer: str) -> None:
         num_bytes = sum(r.num_bytes for r in result.ranks)
         seconds = max((r.seconds for r in result.ranks), default=0.0)
-        self._metrics.record_peer(
-            result.task.direction.value, self._label(peer), num_bytes, seconds, why[0] if why is not None else None
+        reason, direction = why[0] if why is not None else None, result.task.direction.value
+        self._tree.mishaps.contain(
+            "metrics",
+            lambda: self._metrics.record_peer(direction, self._label(peer), num_bytes, seconds, reason),
         )
 
     def _label(self, name: str) -> str:

@@ -28,9 +28,14 @@ def insert_copies(
         above = tree.split(above, end)
     run = Run(above, tree.epoch, Usage())
     tree.extend(run, keys, num_found, joined, CPU)
-    above.children[tree.key(keys, num_found)] = run
     run.num_stored = run.num_offered = run.num_blocks if stored else 0
     tree.policy.touch(run.path())  # or it would be the coldest
-    tree.pools[CPU].hand_over(joined, TASK, RUN)
+    key = tree.key(keys, num_found)
+    above.children[key] = run
+    try:
+        tree.pools[CPU].hand_over(joined, TASK, RUN)
+    except BaseException:  # no memory: in the tree with blocks of the task's it would have two owners
+        del above.children[key]
+        raise
     tree.residency.added_ids(run, CPU, len(joined))
     return len(joined)

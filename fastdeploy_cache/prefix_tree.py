@@ -339,9 +339,9 @@ class PrefixTree:
         """Cut a run after `num_blocks` blocks; returns the upper part, which is new. The lower keeps its identity."""
         assert run.parent is not None and 0 < num_blocks < run.num_blocks
         residency, had_blocks = self.residency, [bool(ids) for ids in run.ids]
-        upper = run.front(num_blocks, self.block_bytes)
-        run.parent.children[residency.key(run)] = upper
-        run.cut_front(upper, self.block_bytes)
+        upper, key = run.front(num_blocks, self.block_bytes), residency.key(run)
+        run.cut_front(upper, self.block_bytes)  # may lack memory: until here nothing has changed
+        run.parent.children[key] = upper
         run.parent = upper
         upper.children[residency.key(run)] = run
         for tier in TIERS:

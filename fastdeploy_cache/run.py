@@ -126,11 +126,12 @@ class Run:
         return upper
 
     def cut_front(self, upper: Run, block_bytes: int) -> None:
-        """Leave to `upper`, which `front` has made, what it has."""
-        cut = upper.num_blocks
-        if self.extras is not None:
-            self.extras = {b - cut: extra for b, extra in self.extras.items() if b >= cut} or None
-        self.tokens, self.hashes = self.tokens[cut * block_bytes :], self.hashes[cut * HASH_BYTES :]
+        """Leave to `upper`, which `front` has made, what it has: all of it or, on `MemoryError`, nothing."""
+        cut, extras = upper.num_blocks, self.extras
+        if extras is not None:
+            extras = {b - cut: extra for b, extra in extras.items() if b >= cut} or None
+        tokens, hashes = self.tokens[cut * block_bytes :], self.hashes[cut * HASH_BYTES :]
+        self.tokens, self.hashes, self.extras = tokens, hashes, extras
         self.num_blocks -= cut
         self.cpu_start = max(0, self.cpu_start - cut)
         for own, gone in zip(self.ids, upper.ids, strict=True):

@@ -52,7 +52,6 @@ class StorageAccess:
     _peers: PeerTier | StoredPeers | None
     _requests: dict[str, ActiveRequest]
     _speeds: LoadOrCompute
-    _is_attaching = False
     _life: LifeCycleState
     _reopen: StorageConfig | None = None  # the attached store's settings
     _storage: StorageTier | None = None
@@ -245,15 +244,13 @@ class StorageAccess:
             ConfigError: there is one already, no layout, or no CPU block to go through.
             StorageRefusedError: its settings are wrong.
         """
-        with self._lock:
-            self._check_open()
-            if self._storage is not None or self._is_attaching:
-                raise ConfigError("a store is attached; detach_storage first")
-            self._is_attaching = True
-        try:
+        # A detach beside it would find nothing attached yet, and return before the store is there.
+        with self._life.renaming:
+            with self._lock:
+                self._check_open()
+                if self._storage is not None:
+                    raise ConfigError("a store is attached; detach_storage first")
             self._attach(storage, client)
-        finally:
-            self._is_attaching = False
 
     def _attach(self, storage: StorageConfig, client: StorageClient | None) -> None:
         config, layout = self.config, self.config.rank_layout()
@@ -300,8 +297,9 @@ class StorageAccess:
 
     def detach_storage(self) -> None:
         """End the storage processes; what is on its way is answered as failed. Safe without a store."""
-        self._reopen = None
-        self._detach()
+        with self._life.renaming:
+            self._reopen = None
+            self._detach()
 
     def _detach(self) -> None:
         with self._lock:

@@ -102,10 +102,11 @@ class StorageAudits:
         parts = [(each, each.num_blocks, each.last_hash) for each in path[start:]]
         tokens = b"".join(bytes(each.tokens) for each in path) if self._link.client.needs_token_ids else b""
         hashes = b"".join(bytes(each.hashes) for each in path[start:])
-        task = self._link.send(Direction.LOOKUP, hashes, token_ids=tokens)
+        task = self._link.new_task(Direction.LOOKUP, hashes, token_ids=tokens)
         self._questions[task.task_id] = _Question(audit, parts)
         audit.num_asked.update({each: num_blocks for each, num_blocks, _ in parts})
         audit.num_in_flight += 1
+        self._link.outbox.put(task)
 
     def finish(self, result: TransferResult) -> None:
         """A question was answered; `pump` goes on."""

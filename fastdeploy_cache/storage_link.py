@@ -91,16 +91,21 @@ class StorageLink:
             return
         residency.evict(CPU, max(0, num_blocks - self._pool.num_free))
         ids = self._pool.allocate(num_blocks, TASK)
+        try:
+            task = self.new_task(
+                Direction.PROBE,
+                np.random.default_rng().bytes(num_blocks * HASH_BYTES),
+                destinations=ids,
+                token_ids=bytes(num_blocks * self._tree.block_bytes) if self.client.needs_token_ids else b"",
+            )
+            self._probes[task.task_id] = ids
+        except BaseException:
+            self._pool.free(ids, TASK)
+            raise
         for breaker in (self.reading, self.writing):
             if not breaker.is_closed:
                 breaker.begin_probe()
-        task = self.send(
-            Direction.PROBE,
-            np.random.default_rng().bytes(num_blocks * HASH_BYTES),
-            destinations=ids,
-            token_ids=bytes(num_blocks * self._tree.block_bytes) if self.client.needs_token_ids else b"",
-        )
-        self._probes[task.task_id] = ids
+        self.outbox.put(task)
 
     def end_probe(self, result: TransferResult) -> None:
         """A probe has ended: it tells of both sides."""
@@ -145,7 +150,7 @@ class StorageLink:
         slowest = max(result.ranks, key=lambda r: r.seconds)
         self.speeds.storage.note(slowest.num_bytes, slowest.seconds)
 
-    def send(
+    def new_task(
         self,
         direction: Direction,
         hashes: bytes,
@@ -155,9 +160,10 @@ class StorageLink:
         token_ids: bytes = b"",
         priority: float | None = None,
     ) -> TransferTask:
-        """A new task, with its own deadline; it goes out when the lock has been given back."""
+        """A task with its own deadline. Give it to `outbox.put` last, when all that it touches has been noted: it goes
+        out even if what comes after that fails."""
         task_id, self._next_task_id = self._next_task_id, self._next_task_id + 1
-        task = TransferTask(
+        return TransferTask(
             task_id=task_id,
             direction=direction,
             source_ids=np.frombuffer(sources, np.int32) if sources is not None else _NO_IDS,
@@ -167,5 +173,3 @@ class StorageLink:
             token_ids=token_ids,
             priority=priority,
         )
-        self.outbox.put(task)
-        return task

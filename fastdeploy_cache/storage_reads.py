@@ -14,7 +14,7 @@ from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU
 from fastdeploy_cache.storage_link import StorageLink
 from fastdeploy_cache.storage_prefetch import StorageLimits, StoragePrefetch
-from transfer_manager.task import Direction, TransferResult
+from transfer_manager.task import Direction, TransferResult, TransferTask
 
 _MAX_REMEMBERED = 1024  # prefetches of requests that were never matched
 _PIECE_SECONDS = 0.02
@@ -70,8 +70,9 @@ class StorageReads:
         self._by_request[request_id] = prefetch
         while len(self._by_request) > _MAX_REMEMBERED:
             self.revoke(self._by_request.popitem(last=False)[1])
-        task_id = self._send(Direction.LOOKUP, prefetch, 0, prefetch.num_wanted, None)
-        self._lookups[task_id] = prefetch
+        task = self._new_task(Direction.LOOKUP, prefetch, 0, prefetch.num_wanted, None)
+        self._lookups[task.task_id] = prefetch
+        self._send(prefetch, task)
 
     def of(self, request_id: str) -> StoragePrefetch | None:
         """What is being fetched for a queued request."""
@@ -159,23 +160,30 @@ class StorageReads:
 
     def _fetch(self, prefetch: StoragePrefetch, num_blocks: int) -> None:
         self._tree.residency.evict(CPU, max(0, num_blocks - self._pool.num_free))
-        ids = self._pool.allocate(num_blocks, TASK)
-        start, prefetch.num_asked = prefetch.num_asked, prefetch.num_asked + num_blocks
+        ids, start = self._pool.allocate(num_blocks, TASK), prefetch.num_asked
+        try:
+            task = self._new_task(Direction.PREFETCH, prefetch, start, num_blocks, ids)
+            self._pieces[task.task_id] = _Piece(prefetch, prefetch.first + start, ids)
+        except BaseException:
+            self._pool.free(ids, TASK)
+            raise
+        prefetch.num_asked += num_blocks
         self._num_fetching += num_blocks
-        task_id = self._send(Direction.PREFETCH, prefetch, start, num_blocks, ids)
-        self._pieces[task_id] = _Piece(prefetch, prefetch.first + start, ids)
+        self._send(prefetch, task)
 
-    def _send(
+    def _send(self, prefetch: StoragePrefetch, task: TransferTask) -> None:
+        prefetch.task_ids.add(task.task_id)
+        prefetch.num_in_flight += 1
+        self._link.outbox.put(task)
+
+    def _new_task(
         self, direction: Direction, prefetch: StoragePrefetch, start: int, num_blocks: int, ids: array[int] | None
-    ) -> int:
+    ) -> TransferTask:
         tokens, end = b"", start + num_blocks
         if self._link.client.needs_token_ids:
             tokens = bytes(prefetch.keys.tokens[: (prefetch.first + end) * self._tree.block_bytes])
         hashes = prefetch.hashes[start * HASH_BYTES : end * HASH_BYTES]
-        task = self._link.send(direction, hashes, destinations=ids, token_ids=tokens, priority=prefetch.priority)
-        prefetch.task_ids.add(task.task_id)
-        prefetch.num_in_flight += 1
-        return task.task_id
+        return self._link.new_task(direction, hashes, destinations=ids, token_ids=tokens, priority=prefetch.priority)
 
     # -- ending
 
@@ -186,9 +194,11 @@ class StorageReads:
         prefetch = piece.prefetch if piece is not None else self._lookups.pop(task_id)
         prefetch.num_in_flight -= 1
         prefetch.task_ids.discard(task_id)
+        if piece is not None:  # before what may fail: its blocks are noted nowhere else
+            self._end_piece(piece, result)
         self._link.judge(result)
         if piece is not None:
-            self._end_piece(piece, result)
+            self._note_read(result)
         elif result.error is None:
             self._link.speeds.lookup.note(1, max(r.seconds for r in result.ranks))
             num_present = min(result.num_blocks, prefetch.num_wanted)
@@ -197,12 +207,14 @@ class StorageReads:
         self._go_on(prefetch)
         self.advance()
 
+    def _note_read(self, result: TransferResult) -> None:
+        if result.error is None and result.num_blocks:
+            self._link.note_read(result)
+
     def _end_piece(self, piece: _Piece, result: TransferResult) -> None:
         prefetch, ids = piece.prefetch, piece.ids
         self._num_fetching -= len(ids)
         num_good = min(result.num_blocks, len(ids)) if result.error is None else 0
-        if num_good:
-            self._link.note_read(result)
         continues = prefetch.first + prefetch.num_landed == piece.first and prefetch.epoch == self._tree.epoch
         num_joined = 0
         if num_good and continues:

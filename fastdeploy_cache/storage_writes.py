@@ -145,13 +145,20 @@ class StorageWrites:
             *above, _ = run.path()
             tokens = b"".join([bytes(upper.tokens) for upper in above])
             tokens += bytes(run.tokens[: (start + num_blocks) * self._tree.block_bytes])
-        task = self._link.send(
+        task = self._link.new_task(
             Direction.WRITE, hashes, sources=ids, token_ids=tokens, priority=run.usage.store_priority
         )
+        # Noted before it can go out: blocks that are not known to be read are given out again, and what is filled into
+        # them would be written under the hash of what was there.
         self._pool.begin_reading(ids)
+        try:
+            self._writes[task.task_id] = _Write(run, start, ids, hashes[-HASH_BYTES:])
+        except BaseException:
+            self._pool.end_reading(ids)
+            raise
         run.num_offered = start + num_blocks
         self._num_writing += num_blocks
-        self._writes[task.task_id] = _Write(run, start, ids, hashes[-HASH_BYTES:])
+        self._link.outbox.put(task)
 
     def finish(self, result: TransferResult) -> None:
         """A write has ended."""

@@ -150,16 +150,18 @@ class _Handler(JsonHandler):
             self.note_client_gone()
         except HungError as error:
             self.fail(504, str(error))
+        except RecursionError as error:  # with the offer it is nested one deeper than it was
+            self.fail(400, f"the body is nested too deeply: {error}")
         finally:
             if may_prefill:
                 prefills.leave(client)
 
     def _answer(self, chat: dict[str, Any], body: bytes, may_prefill: bool) -> None:
         offer, is_taken = self._prefill(body) if may_prefill else None, False
-        if offer is not None:
-            body = _encode(chat | {"kv_offer": offer.offer})
-        question = Question("POST", _CHAT, body, _ANSWER_SECONDS, self.server.probe_seconds)
         try:
+            if offer is not None:
+                body = _encode(chat | {"kv_offer": offer.offer})
+            question = Question("POST", _CHAT, body, _ANSWER_SECONDS, self.server.probe_seconds)
             is_taken = self._forward(question, self.server.decode.in_turn(), is_stream=bool(chat.get("stream")))
         finally:  # refused, nobody there, or the client has gone: blocks would wait for a reader until their deadline
             if offer is not None and not is_taken:

@@ -68,6 +68,7 @@ class CacheModel:
         self.epoch = 0
         self.num_requests = 0
         self.num_loaded_tokens = 0
+        self.steps_may_fail = False  # a test makes them fail
 
     def prefix(self, live: LiveRequest, num_blocks: int) -> Prefix:
         """What these blocks stand for: their tokens, and every image of which they hold a part."""
@@ -270,6 +271,8 @@ class CacheModel:
             self.release(live)
         self.client.land_all()
         self.cache.check_invariants()
-        gpu = self.cache.stats().gpu
+        stats = self.cache.stats()
+        gpu, failed = stats.gpu, {step: n for step, n in stats.num_failed_steps.items() if n}
+        assert self.steps_may_fail or not failed, "a step that verbs take along has failed, unseen by its caller"
         assert gpu.num_private == gpu.num_protected == gpu.num_in_flight == 0, "blocks left behind"
         self.cache.close()

@@ -31,12 +31,14 @@ class SegmentHandle(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     started: int = 0
     fd: int = -1
+    inode: int = 0  # of the memory: the number of a closed descriptor is soon another one's
     ipc_handle: bytes = b""
 
     @classmethod
     def of(cls, num_bytes: int, fd: int, pid: int) -> SegmentHandle:
-        """Of a descriptor of process `pid`, which lives; 0: of one that the reader inherits."""
-        return cls(kind="memfd", num_bytes=num_bytes, pid=pid, started=started_ticks(pid) if pid else 0, fd=fd)
+        """Of a descriptor of this process, whose number is `pid`; 0: of one that the reader inherits."""
+        started = started_ticks(pid) if pid else 0
+        return cls(kind="memfd", num_bytes=num_bytes, pid=pid, started=started, fd=fd, inode=os.fstat(fd).st_ino)
 
     def open_fd(self) -> int:
         """A descriptor of this process's own, for as long as the owner lives.
@@ -54,6 +56,9 @@ class SegmentHandle(msgspec.Struct, frozen=True, kw_only=True):
         if self.pid and started_ticks(self.pid) != self.started:
             os.close(fd)
             raise IPCError(f"process {self.pid}, which had descriptor {self.fd}, is gone: another one has its number")
+        if os.fstat(fd).st_ino != self.inode:
+            os.close(fd)
+            raise IPCError(f"descriptor {self.fd} of process {self.pid} is no longer that memory; ask for a new handle")
         return fd
 
 

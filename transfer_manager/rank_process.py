@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from transfer_manager.lanes import memory_of, say_setup
 from transfer_manager.task import ProcessSetup
 
 _TAIL_BYTES = 2000
+_TRY_SECONDS = 5.0
 
 
 class RankProcess:
@@ -91,10 +93,20 @@ def _die_with_parent() -> list[str]:
 
     The program asks for that itself, too, but only once it runs: stopped before, while its interpreter starts, it would
     outlive a killed engine and hold the memory that it has inherited. `setpriv` (util-linux) asks first and then
-    becomes the program. Where it is missing, the time until the program runs stays open.
+    becomes the program. Where it is missing, or too old to know that, the time until the program runs stays open.
     """
     setpriv = shutil.which("setpriv")
-    return [setpriv, "--pdeathsig", "KILL", "--"] if setpriv is not None else []
+    return [setpriv, "--pdeathsig", "KILL", "--"] if setpriv is not None and _can_arm(setpriv) else []
+
+
+@functools.cache
+def _can_arm(setpriv: str) -> bool:
+    """Whether this `setpriv` knows the option; tried once."""
+    command = [setpriv, "--pdeathsig", "KILL", "--", "true"]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=_TRY_SECONDS, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def _open_log(config: TransferConfig, rank: int, program: str) -> IO[bytes]:

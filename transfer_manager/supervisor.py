@@ -125,7 +125,7 @@ class RankSupervisor:
         try:
             self.queue = self._new_queue()
             self.process = self._spawn(self.rank, self.incarnation, self.queue.address)
-        except (OSError, IPCError) as error:
+        except (OSError, ValueError, IPCError) as error:  # ValueError: a name that no file or message can have
             self._died(now, f"rank {self.rank} cannot be spawned: {error}")
 
     def note_ready(self, lane: Lane, now: float) -> None:

@@ -93,8 +93,7 @@ class _LeafHeap:
 
     def push(self, run: Run) -> None:
         rank, queued = self._rank(run), run.queued[self._tier]
-        if self._heap:
-            self._mend_first()
+        self.mend_first()
         if queued is not None and queued <= rank:
             return
         run.queued[self._tier] = rank
@@ -119,9 +118,10 @@ class _LeafHeap:
             self._heap = kept
         self._sweep_at = max(_MIN_SWEEP, 2 * len(self._heap))
 
-    def _mend_first(self) -> None:
-        """Put one outdated entry at the top right. Each push leaves one behind at most, so that not all of them wait
-        for the first eviction after the pool has filled."""
+    def mend_first(self) -> None:
+        """Put an outdated entry at the top right: each push or touch leaves one, and no eviction shall pay for all."""
+        if not self._heap:
+            return
         queued, _, run = self._heap[0]
         if run.queued[self._tier] != queued:
             heapq.heappop(self._heap)
@@ -206,6 +206,8 @@ class LeastRecentlyUsed:
         self._num_uses += 1
         for run in path:
             run.usage.last_used = self._num_uses
+        for heap in self._heaps:
+            heap.mend_first()  # a leaf of the path has an outdated entry now
 
     def grow(self, run: Run, first_block: int) -> None:  # noqa: ARG002
         if self.keeps_borders:

@@ -9,6 +9,7 @@ from fastdeploy_cache.mishaps import Mishaps
 from fastdeploy_cache.policies.eviction import EvictionPolicy, IsLeaf, LeastRecentlyUsed, Split
 from fastdeploy_cache.run import TIERS, Run, Tier
 
+_TOLD = ("use", "touch", "grow", "shrink", "push")  # and asked for nothing
 _PASSED_ON = ("use", "touch", "grow", "shrink", "push", "is_colder", "alike", "clear", "victim", "coldest")
 
 
@@ -48,7 +49,14 @@ class GuardedPolicy:
             try:
                 return method(*args)
             except Exception:  # the policy of somebody else's making, or its clock
-                return getattr(self.replace(), name)(*args)
+                successor = self.replace()
+            try:
+                return getattr(successor, name)(*args)
+            except MemoryError:
+                if name not in _TOLD:
+                    raise
+                self._mishaps.note("policy")  # what it has not heard of is evicted later than it could be
+                return None
 
         return call
 
@@ -59,18 +67,25 @@ class GuardedPolicy:
 
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
         """See `EvictionPolicy.victim`; never a run that may lose nothing, whatever the policy says."""
-        run, at_most = self._victim(tier, num_blocks)
-        if at_most > 0 and self._is_leaf(run, tier):
-            return run, at_most
+        named = self._victim(tier, num_blocks)
+        if type(named) is tuple and len(named) == 2:
+            run, at_most = named
+            if type(run) is Run and type(at_most) is int and at_most > 0 and self._is_leaf(run, tier):
+                return run, at_most
         return self.replace().victim(tier, num_blocks)
 
     def coldest(self, tier: Tier) -> Generator[Run]:
         """See `EvictionPolicy.coldest`."""
         runs = self._coldest(tier)
         try:
-            yield from runs
+            for run in runs:
+                if type(run) is not Run:
+                    raise TypeError(f"the eviction policy calls {run!r} the coldest run")
+                yield run
         except Exception:
             self.replace()
+        finally:
+            runs.close()
 
     def replace(self) -> EvictionPolicy:
         """Let `lru` take over. Walks the tree, once."""

@@ -127,6 +127,7 @@ class OfCallers:
 def play(tracer: Tracer, setting: str, armed: tuple[Site, int] | None) -> tuple[Exception, str] | None:
     """A whole story, the same each time, in which one call fails; what reached the engine, and during what."""
     story = OfRequests(setting) if setting in SETTINGS else OfCallers(setting)
+    story.model.steps_may_fail = armed is not None
     tracer.hits.clear()
     tracer.armed, tracer.has_raised = armed, False
     surfaced = None

@@ -209,8 +209,8 @@ def test_arrays_of_another_layout_are_refused(kv: KVMemory, layout: RankLayout, 
 def test_a_refused_handle_leaves_no_descriptor(kv: KVMemory) -> None:
     """Memory smaller than told, or a second segment that cannot be opened: IPCError, what was opened is closed."""
     (good,), before = kv.handle().segments, descriptors()
-    larger = SegmentHandle.of(good.num_bytes + 1, good.fd, good.pid)
-    gone = SegmentHandle.of(good.num_bytes, 10**6, good.pid)
+    larger = msgspec.structs.replace(good, num_bytes=good.num_bytes + 1)
+    gone = msgspec.structs.replace(good, fd=10**6)
     for second, message in (
         (larger, rf"has {good.num_bytes} bytes, {good.num_bytes + 1} expected"),
         (gone, "10{6} of"),
@@ -228,6 +228,13 @@ def test_a_handle_of_a_process_whose_number_another_one_has_is_refused(kv: KVMem
         other.open_fd()
     os.close(good.open_fd())
     assert good.started > 0 and descriptors() == before
+
+
+def test_a_handle_of_memory_that_was_given_up_is_refused(kv: KVMemory) -> None:
+    """Its descriptor's number is another memory's by now, of another rank say."""
+    (good,) = kv.handle().segments
+    with pytest.raises(IPCError, match="no longer that memory"):
+        msgspec.structs.replace(good, inode=good.inode + 1).open_fd()
 
 
 def test_opening_and_closing_leaves_no_descriptor(kv: KVMemory) -> None:

@@ -85,6 +85,7 @@ class StorageConfig:
 
     def __post_init__(self) -> None:
         check_integers(self, LayoutError, prefix="storage.")
+        self._check_texts()
         if self.kind not in STORES and ":" not in self.kind:
             raise LayoutError(f"storage.kind is {self.kind!r}; use one of {', '.join(STORES)}, or module:Class")
         if not isinstance(self.weights_id, str) or not self.weights_id.strip():
@@ -107,6 +108,14 @@ class StorageConfig:
         if self.admission not in ADMISSIONS:
             raise LayoutError(f"storage.admission is {self.admission!r}; use one of {', '.join(ADMISSIONS)}")
         self._check_numbers()
+
+    def _check_texts(self) -> None:
+        for name in ("folder", "weights_id"):
+            text = getattr(self, name)
+            try:
+                str(text).encode()
+            except UnicodeEncodeError as error:
+                raise LayoutError(f"storage.{name} is {text!r}, which is no UTF-8 text: {error}") from error
 
     def _check_numbers(self) -> None:
         for name in ("capacity_bytes", "slab_bytes", "staging_bytes", "breaker_failures", "num_io_threads"):
