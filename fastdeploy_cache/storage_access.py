@@ -52,6 +52,7 @@ class StorageAccess:
     _peers: PeerTier | StoredPeers | None
     _requests: dict[str, ActiveRequest]
     _speeds: LoadOrCompute
+    _is_attaching = False
     _life: LifeCycleState
     _reopen: StorageConfig | None = None  # the attached store's settings
     _storage: StorageTier | None = None
@@ -244,13 +245,16 @@ class StorageAccess:
             ConfigError: there is one already, no layout, or no CPU block to go through.
             StorageRefusedError: its settings are wrong.
         """
-        # A detach beside it would find nothing attached yet, and return before the store is there.
-        with self._life.renaming:
+        with self._life.renaming:  # a detach beside it would find nothing yet, and return before the store is there
             with self._lock:
                 self._check_open()
-                if self._storage is not None:
+                if self._storage is not None or self._is_attaching:  # by a callback of the store that is opening
                     raise ConfigError("a store is attached; detach_storage first")
-            self._attach(storage, client)
+                self._is_attaching = True
+            try:
+                self._attach(storage, client)
+            finally:
+                self._is_attaching = False
 
     def _attach(self, storage: StorageConfig, client: StorageClient | None) -> None:
         config, layout = self.config, self.config.rank_layout()

@@ -191,6 +191,33 @@ def test_attaching_is_one_at_a_time_and_before_the_end() -> None:
         cache.attach_storage(STORE, client=inside)
 
 
+def test_a_detach_waits_for_the_attach_beside_it() -> None:
+    """Returning before the store is there, it would leave it attached, and under a name that no reset changes."""
+    rig = Rig()
+    cache = rig.model.cache
+    cache.detach_storage()
+    is_opening, may_open = threading.Event(), threading.Event()
+
+    class Slow(SimulatedStorage):
+        def start(self, on_result: object, on_ready: object) -> None:
+            is_opening.set()
+            assert may_open.wait(SECONDS)
+            super().start(on_result, on_ready)  # type: ignore[arg-type]
+
+    rig.store = Slow(rig.model.client)
+    attaching = threading.Thread(target=lambda: cache.attach_storage(STORE, client=rig.store))
+    attaching.start()
+    assert is_opening.wait(SECONDS)
+    detaching = threading.Thread(target=cache.detach_storage)
+    detaching.start()
+    detaching.join(0.1)  # it has come to an end, or it waits
+    may_open.set()
+    for thread in (attaching, detaching):
+        thread.join(SECONDS)
+    assert cache.stats().storage is None
+    rig.finish()
+
+
 def test_decoding_does_not_teach_the_prefill_speed() -> None:
     """A block that fills while decoding is not the work of one step."""
     config = CacheConfig(block_size=64, num_gpu_blocks=16, transfer_client="inline")

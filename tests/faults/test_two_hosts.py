@@ -5,6 +5,7 @@ Hosts are network namespaces where these can be made (root, iproute2), and addre
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -90,6 +91,7 @@ class EngineProcess:
             text=True,
             start_new_session=True,
         )
+        self._pidfds: list[int] = []
         stack.callback(self.kill)
         pids = [self.process.pid, *self.answer()["pids"]]
         self._pidfds = [stack.enter_context(watched(pid)) for pid in pids]
@@ -129,12 +131,19 @@ class EngineProcess:
 
     def stop(self) -> None:
         """SIGSTOP to it and all that it has started."""
-        os.killpg(self.process.pid, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To its process group, and to the ranks and other processes, which lead groups of their own."""
+        os.killpg(self.process.pid, number)
+        for pidfd in self._pidfds:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, number)
 
     def kill(self) -> None:
         """SIGKILL to it and all that it has started, at once; does nothing where it has been reaped."""
         if self.process.returncode is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             self.process.communicate(timeout=SECONDS)
 
     def all_gone(self) -> bool:
