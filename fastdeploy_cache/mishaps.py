@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 
 class Mishaps:
-    """How often each of `STEPS` has failed since the start. Under the manager's lock.
+    """How often each of `STEPS` has failed since the start. Any thread, most of them under the manager's lock.
 
     None of these is expected: a policy, a client or a clock of somebody else's making, or a fault of our own. Each
     costs what the step was about: a copy that is not made, a prefetch that brings nothing, an eviction by `lru`.
@@ -26,11 +27,13 @@ class Mishaps:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(STEPS, 0))
+        self._lock = threading.Lock()
 
     def note(self, step: str) -> None:
         """Call it while the exception is being handled. A step that fails each time is logged ever more rarely."""
-        self.counts[step] += 1
-        num_failures = self.counts[step]
+        with self._lock:
+            self.counts[step] += 1
+            num_failures = self.counts[step]
         if num_failures & (num_failures - 1) == 0:
             logger.error("event=step_failed step=%s num_failures=%d", step, num_failures, exc_info=sys.exception())
 

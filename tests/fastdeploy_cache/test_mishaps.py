@@ -64,6 +64,23 @@ def test_a_policy_that_raises_is_replaced(method: str, num_calls: int) -> None:
     model.finish()
 
 
+@pytest.mark.parametrize("named", [None, (None, 1), (object(), 1), ("run", 1), "xy", (1, 2, 3)])
+def test_a_policy_that_names_no_run_is_replaced(named: object) -> None:
+    """Whatever it answers: the verb that had to evict does so."""
+    config = CacheConfig(block_size=4, num_gpu_blocks=12, num_cpu_blocks=0, transfer_client="inline")
+    model = CacheModel(4, 12, 0)
+    model.cache.close()
+    model.client = SimulatedClient(12, 0)
+    policy = LeastRecentlyUsed(lambda: 0.0)
+    policy.victim = lambda tier, num_blocks: named  # type: ignore[method-assign,assignment,return-value]
+    model.cache = PrefixCacheManager(config, client=model.client, policy=policy)
+    for text in (A, B, C):
+        model.serve(text, stays=False, patient=True)
+    assert failed_steps(model) == {"policy": 1} and model.cache.stats().gpu.num_evicted
+    model.steps_may_fail = True
+    model.finish()
+
+
 class NamesWhatIsHeld(LeastRecentlyUsed):
     """Wants a run to be evicted whatever holds it."""
 

@@ -191,6 +191,23 @@ def test_attaching_is_one_at_a_time_and_before_the_end() -> None:
         cache.attach_storage(STORE, client=inside)
 
 
+def test_no_write_goes_out_over_blocks_that_are_not_known_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be given out again, and what is filled into them be written under the hash of what was there."""
+    rig = Rig()
+    pool = rig.model.cache._pools[1]
+
+    def fail(ids: object) -> None:
+        raise MemoryError("no memory to note it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool, "begin_reading", fail)
+        rig.model.serve_and_copy(A)
+        assert not rig.store.tasks
+    assert rig.model.cache.stats().num_failed_steps["write_out"]
+    rig.model.steps_may_fail = True
+    rig.finish()
+
+
 def test_a_detach_waits_for_the_attach_beside_it() -> None:
     """Returning before the store is there, it would leave it attached, and under a name that no reset changes."""
     rig = Rig()

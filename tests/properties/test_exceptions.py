@@ -1,4 +1,4 @@
-"""Every call of a verb that can really fail, made to fail, one by one: the books add up and the verb has left no trace.
+"""Calls of a verb that can really fail, made to fail, one by one: the books add up and the verb has left no trace.
 
 What can fail is read off the source: lines that ask for memory in proportion to blocks, lines that log, and the methods
 of the protocols by which the manager calls what is outside. One that somebody adds is tried as soon as a story reaches

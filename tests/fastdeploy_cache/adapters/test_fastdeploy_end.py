@@ -64,21 +64,21 @@ def has_ended(rank: int) -> bool:
 
 def test_an_engine_that_ends_without_close_leaves_nothing() -> None:
     """At the end of its process the names that the manager has made are gone, and so are the ranks."""
-    with engine(f"{SUFFIX}gone") as (process, ranks):
-        assert len(ranks) == 2 and len(list(FOLDER.glob(f"*.{SUFFIX}gone"))) == 7
+    with engine(f"gone{SUFFIX}") as (process, ranks):
+        assert len(ranks) == 2 and len(list(FOLDER.glob(f"*.gone{SUFFIX}"))) == 7
         assert process.communicate("\n", timeout=30)[0] == "" and process.returncode == 0
-        assert not list(FOLDER.glob(f"*.{SUFFIX}gone"))
+        assert not list(FOLDER.glob(f"*.gone{SUFFIX}"))
         assert all(has_ended(rank) for rank in ranks)
 
 
 def test_the_engines_exit_code_ends_the_ranks_and_not_the_engine() -> None:
     """It clears two signals and sends SIGTERM to the group of each process that the launch returned: the ranks get it,
     the engine does not; after its end no process and no name is left."""
-    with engine(f"{SUFFIX}end") as (process, ranks):
+    with engine(f"end{SUFFIX}") as (process, ranks):
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write("exit sub services\n")
         process.stdin.flush()
         assert process.stdout.readline() == "still here\n", "the engine was in a rank's group"
         assert all(has_ended(rank) for rank in ranks)
         assert process.communicate("\n", timeout=30)[0] == "" and process.returncode == 0
-        assert not list(FOLDER.glob(f"*.{SUFFIX}end"))
+        assert not list(FOLDER.glob(f"*.end{SUFFIX}"))
