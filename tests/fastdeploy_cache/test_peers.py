@@ -116,6 +116,26 @@ def test_a_receive_that_cannot_land_is_told_and_holds_nothing(pair: Pair, monkey
     assert (stats.gpu.num_free, stats.num_failed_steps["landing"], stats.num_open_receives) == (30, 1, 0)
 
 
+def test_a_metric_that_raises_loses_no_transfer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends hear of theirs, and what has come is cached."""
+    a, b = pair.a, pair.b
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("metric")
+
+    for model in (a, b):
+        monkeypatch.setattr(model.cache.metrics, "record_peer", fail)
+    live = a.must_match(TEXT)
+    assert a.allocate(live, 11)
+    send = a.cache.offer(live.request)
+    receive = b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
+    a.compute(live, len(TEXT))
+    for _ in range(3):
+        pair.go_on()
+    assert receive.succeeded and send.succeeded
+    assert b.cache.stats().num_failed_steps["metrics"] and b.cache.stats().num_open_receives == 0
+
+
 def test_what_is_open_is_counted(pair: Pair) -> None:
     """From the verb to the end, on each side its own."""
     a, b = pair.a, pair.b

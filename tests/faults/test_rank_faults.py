@@ -237,6 +237,17 @@ def test_a_close_cancels_what_no_rank_has_begun(monkeypatch: pytest.MonkeyPatch)
     assert any(error is not None and "cancelled" in error for error in errors)
 
 
+def test_a_setpriv_that_does_not_know_the_option_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_client: NewClient
+) -> None:
+    """An old one would end every rank with its own usage message."""
+    (tmp_path / "setpriv").write_text("#!/bin/sh\necho usage; exit 1\n")
+    (tmp_path / "setpriv").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    client, _ = new_client(tp_size=1)
+    assert client.available
+
+
 def test_a_setup_larger_than_a_pipe_holds_nobody() -> None:
     """It is handed over in memory: the thread that all ranks need does not wait until a process reads."""
     layout = KVLayout(num_layers=4000, num_kv_heads=1, head_dim=2, dtype="float16").for_rank(1, 4)
