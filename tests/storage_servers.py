@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.stopping import stopped
+
 SECONDS = 30.0
 
 
@@ -55,7 +57,7 @@ class Server:
 
     def pause(self) -> None:
         """It hangs, as a host that swaps."""
-        self._process_or_fail().send_signal(signal.SIGSTOP)
+        stopped(self._process_or_fail().pid)
 
     def resume(self) -> None:
         """It goes on."""

@@ -17,6 +17,7 @@ import sys
 import numpy as np
 
 from ipc.shared_array import SharedArray
+from tests.stopping import stopped
 from transfer_manager.peer import open_link
 from transfer_manager.peer.link import INCARNATION_BYTES, Bytes
 from transfer_manager.peer.link_address import AddressLink
@@ -56,7 +57,7 @@ class LinkPeer:
 
     def pause(self) -> None:
         """It hangs, as a host that swaps."""
-        self.process.send_signal(signal.SIGSTOP)
+        stopped(self.process.pid)
 
     def resume(self) -> None:
         """It goes on."""

@@ -15,8 +15,9 @@ import pytest
 
 from ipc.errors import NotEnoughMemoryError
 from tests.contracts.answers import SECONDS, Answers, task
-from tests.faults.conftest import pids, stopped
+from tests.faults.conftest import pids
 from tests.faults.kv_worker import digest, kv_worker, layer_bytes
+from tests.stopping import stopped
 from transfer_manager.client import InlineClient, TransferClient
 from transfer_manager.config import TransferConfig
 from transfer_manager.layout import KVLayout

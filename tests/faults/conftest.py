@@ -6,7 +6,6 @@ import contextlib
 import os
 import select
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -86,14 +85,3 @@ def is_gone(pidfd: int) -> bool:
 def wait_exit(pidfd: int, seconds: float = SECONDS) -> bool:
     """Wait for the process to end (it may still be a zombie)."""
     return bool(select.select([pidfd], [], [], seconds)[0])
-
-
-def stopped(pid: int) -> None:
-    """SIGSTOP it and return once the kernel has: from then on it does nothing."""
-    os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + SECONDS
-    while True:
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
-            return
-        assert time.monotonic() < deadline
-        time.sleep(0.001)

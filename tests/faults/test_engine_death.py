@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import SECONDS, stopped, wait_exit, watched
+from tests.faults.conftest import SECONDS, wait_exit, watched
 from tests.leaks import shm_files
+from tests.stopping import stopped
 
 GONE_WITHIN_SECONDS = 3.0  # the promise
 

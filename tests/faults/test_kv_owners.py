@@ -15,9 +15,10 @@ import pytest
 
 from fastdeploy_cache import PrefixCacheManager, Request
 from ipc.errors import IPCError
-from tests.faults.conftest import SECONDS, pids, stopped
+from tests.faults.conftest import SECONDS, pids
 from tests.faults.engine import BLOCK_SIZE, LAYOUT, Engine, new_config
 from tests.faults.kv_worker import KVWorker, digest, kv_worker, layer_bytes
+from tests.stopping import stopped
 from transfer_manager.client import KVArrays
 from transfer_manager.errors import LayoutError, RankStartError
 
@@ -308,7 +309,6 @@ def test_nothing_that_was_computed_on_no_arrays_is_copied_down() -> None:
         cache._client.attach_kv = serve_once_attached  # type: ignore[method-assign]
         with new_worker() as successor:
             cache.attach_kv(0, successor.make_kv())
-            cache._client.attach_kv = attach  # type: ignore[method-assign]
             assert (cache.stats().gpu.num_cached, cache.stats().cpu.num_cached) == (0, 0)
             Engine(cache, 1).serve(PROMPT)
 

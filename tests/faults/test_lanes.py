@@ -12,7 +12,8 @@ import pytest
 
 from tests.contracts.answers import SECONDS, Answers, task
 from tests.faults.big_client import ALL, arrays, big_client, clear, fill
-from tests.faults.conftest import pids, stopped
+from tests.faults.conftest import pids
+from tests.stopping import stopped
 from transfer_manager.rank_client import RankClient
 from transfer_manager.task import Direction
 

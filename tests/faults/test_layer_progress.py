@@ -10,8 +10,9 @@ import pytest
 
 from tests.contracts.answers import task
 from tests.faults.big_client import ALL, BLOCK_SIZE, LAYOUT, NUM_CPU, NUM_GPU, NUM_LAYERS, big_client, clear, fill
-from tests.faults.conftest import pids, stopped
+from tests.faults.conftest import pids
 from tests.faults.kv_worker import KVWorker, digest, kv_worker, layer_bytes
+from tests.stopping import stopped
 from transfer_manager.rank_client import RankClient
 from transfer_manager.task import Direction
 

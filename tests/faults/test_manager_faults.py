@@ -11,8 +11,9 @@ import pytest
 
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.block_pool import Owner
-from tests.faults.conftest import SECONDS, is_gone, pids, stopped, wait_exit, watched
+from tests.faults.conftest import SECONDS, is_gone, pids, wait_exit, watched
 from tests.faults.engine import BLOCK_SIZE, Engine, new_config
+from tests.stopping import stopped
 from transfer_manager.errors import RankStartError
 from transfer_manager.task import TransferResult
 

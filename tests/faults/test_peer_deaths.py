@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.faults.conftest import stopped
 from tests.faults.peer_relay import relayed
 from tests.faults.peer_rig import NUM_LAYERS, Pair, look, pair_of
+from tests.stopping import stopped
 from transfer_manager import process_client
 from transfer_manager.layout import KVLayout
 from transfer_manager.peer.messages import Confirm, Confirmed, ToOwner, ToReader

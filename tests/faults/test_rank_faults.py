@@ -15,7 +15,8 @@ from ipc import codec
 from ipc.codec import encode
 from tests.contracts.answers import Answers, task
 from tests.faults.big_client import ALL, big_client
-from tests.faults.conftest import SECONDS, is_gone, pids, stopped, wait_exit, watched
+from tests.faults.conftest import SECONDS, is_gone, pids, wait_exit, watched
+from tests.stopping import stopped
 from transfer_manager import rank_io
 from transfer_manager.config import TransferConfig
 from transfer_manager.errors import RankStartError

@@ -16,8 +16,9 @@ from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Transfer
 from launch.reference_engine.engine import Engine
 from launch.reference_engine.generation import Generation
 from launch.reference_engine.paged_kv import SequenceChunk
-from tests.faults.conftest import SECONDS, pids, stopped
+from tests.faults.conftest import SECONDS, pids
 from tests.launch.test_engine import EOS, SIZE, VOCABULARY, expected, finish, next_token
+from tests.stopping import stopped
 from transfer_manager.device.strips import load_steps
 from transfer_manager.rank_client import RankClient
 from transfer_manager.task import Direction, TransferTask

@@ -21,7 +21,8 @@ from fastdeploy_cache.adapters.vllm_connector import FastDeployCacheConnector
 from fastdeploy_cache.errors import ConfigError
 from tests.fastdeploy_cache.adapters import vllm_rig
 from tests.fastdeploy_cache.adapters.vllm_rig import BLOCK_SIZE, Rig, expected_output
-from tests.faults.conftest import SECONDS, pids, stopped
+from tests.faults.conftest import SECONDS, pids
+from tests.stopping import stopped
 from transfer_manager.errors import LayoutError
 
 PROMPT = [100 + i for i in range(6 * BLOCK_SIZE + 3)]
