@@ -253,6 +253,8 @@ class RankIO:
 
     def _fail(self, flight: Flight, rank: int, error: str, *, was_tried: bool = False) -> None:
         """A rank is gone or never got the task: now the engine may write its words, and its waiters hear of it."""
+        if not self.ranks[rank].is_usable:  # first: who hears of it and waits for the ranks must not find them ready
+            self.all_ready.clear()
         if flight.task.direction is Direction.SWAP_IN:
             self.memory[rank].signal.set_failed(flight.task.task_id)
         self._answer(flight, RankResult(rank=rank, error=error, was_tried=was_tried))

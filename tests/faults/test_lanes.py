@@ -15,7 +15,7 @@ from tests.faults.big_client import ALL, arrays, big_client, clear, fill
 from tests.faults.conftest import pids
 from tests.stopping import stopped
 from transfer_manager.rank_client import RankClient
-from transfer_manager.task import Direction
+from transfer_manager.task import Direction, TransferResult
 
 OUT, IN, COPY = Direction.SWAP_OUT, Direction.SWAP_IN, Direction.COPY
 LONG = 1000.0
@@ -116,13 +116,19 @@ def test_a_ranks_death_in_both_directions_answers_everything(
         victim = pids(client)[1]
         if is_stopped:
             stopped(victim)
+
+        def answer_and_kill(result: TransferResult) -> None:
+            answers(result)
+            if len(answers.now()) == 2:  # on the thread that notices it: another might be late
+                os.kill(victim, signal.SIGKILL)
+
+        if not is_stopped:
+            client._io._on_result = answer_and_kill
         for number in range(120):
             client.submit(task(number, IN if number % 2 else OUT, ALL, ALL, LONG))
         if is_stopped:
             eventually(lambda: [flight.waiting for flight in client._io._flights.all()] == [{1}] * 120)
-        else:
-            answers.wait(2)
-        os.kill(victim, signal.SIGKILL)
+            os.kill(victim, signal.SIGKILL)
         results = answers.wait(120)
         assert sorted(order(answers)) == list(range(120))
         failed = [result for result in results if result.error is not None]
