@@ -98,7 +98,7 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
         self._detached: list[StorageTier] = []
         self._exporters: list[MetricsExporter] = []
         self._call_on_kv_lost = on_kv_lost
-        self._client.start(self._contained(self._on_result), self._on_kv_lost)
+        self._client.start(self._on_result, self._on_kv_lost)
         self._open_storage()
         self._open_peers(peer_client)
         self._show_metrics()
@@ -367,11 +367,11 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
         if (peers := self._peers) is not None and (peers.outbox or peers.calls):
             peers.submit()
 
-    def _contained(self, told: Callable[[TransferResult], None]) -> Callable[[TransferResult], None]:
-        """For the thread that all tasks need: what one answer leads to costs no other one."""
-        return lambda result: self._tree.mishaps.ask("callback", lambda: told(result), None)
-
     def _on_result(self, result: TransferResult) -> None:
+        """Of a rank's answer, or of a task that the client has raised for: it costs no other task, and no verb."""
+        self._tree.mishaps.contain("callback", lambda: self._take_result(result))
+
+    def _take_result(self, result: TransferResult) -> None:
         calls: list[Callable[[], None]] = []
         try:
             with self._lock:
