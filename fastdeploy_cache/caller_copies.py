@@ -16,7 +16,7 @@ from fastdeploy_cache.prefetched import insert_copies
 from fastdeploy_cache.prefix_tree import BlockKeys
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import CPU, GPU, CallerCopy, Pin, Run, Tier, Transfer, wait_done
-from transfer_manager.task import SWAPS, Direction
+from fastdeploy_cache.transfer_manager.task import SWAPS, Direction
 
 
 class CallerTransfer:

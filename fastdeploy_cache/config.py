@@ -13,13 +13,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.errors import ConfigError, LayoutError
 from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES, MIN_HISTORY_BYTES
-from transfer_manager.config import TransferConfig, check_integers
-from transfer_manager.errors import LayoutError
-from transfer_manager.layout import KVLayout, RankLayout
-from transfer_manager.peer.config import PeerConfig
-from transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.config import TransferConfig, check_integers
+from fastdeploy_cache.transfer_manager.layout import KVLayout, RankLayout
+from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
 ENVIRONMENT_PREFIX = "FASTDEPLOY_CACHE_"

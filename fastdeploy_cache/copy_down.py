@@ -9,7 +9,7 @@ from fastdeploy_cache.block_mover import BlockMover, Part
 from fastdeploy_cache.mishaps import contained
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, GPU, Pin, Run, segments_of
-from transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import Direction
 
 MIN_STORE_BLOCKS = 64  # a task for each block that a decoding request fills would cost more than its commit
 _MAX_BYTES_IN_FLIGHT = 256 * 2**20  # of a rank

@@ -1,6 +1,6 @@
-"""Every error of the project::
+"""Every error of the project, in a leaf that each of its packages may import.
 
-CacheError                          fastdeploy_cache
+CacheError
 +-- ConfigError (ValueError)        an impossible or unknown setting
 +-- RequestError (ValueError)       a request that cannot be served as given
 |   +-- PromptTooLongError          needs more blocks than the GPU pool has
@@ -10,46 +10,34 @@ CacheError                          fastdeploy_cache
 +-- BlockOwnerError                 a block id given back by one who does not own it
 +-- LifeCycleError                  asleep or paused where it must not be, or a change that came to no end in time
 +-- ClosedError                     the manager is closed
-TransferError                       transfer_manager
-+-- LayoutError                     settings of a layout, of the ranks or of storage that cannot be
-+-- RankStartError                  a rank did not become ready
-+-- DeviceError                     a copy that cannot be done as asked
-+-- LinkError                       bytes of another instance could not be read; `.reason`, `.may_write_later`
-+-- StorageError                    a store failed; where it concerns a caller it is
-|   +-- StorageRefusedError         it cannot be opened as configured
-+-- PeerError                       nothing can be sent or received now
-|   +-- PeerRefusedError            what was asked of another instance can never be
-IPCError                            ipc
-+-- NotEnoughMemoryError            pools larger than the memory available
-+-- CodecError, QueueFullError, QueueDisconnectedError
-MetricsError                        metrics
-+-- PortInUseError
++-- TransferError                   the processes that move bytes
+|   +-- LayoutError                 settings of a layout, of the ranks or of storage that cannot be
+|   +-- RankStartError              a rank did not become ready
+|   +-- DeviceError                 a copy that cannot be done as asked
+|   +-- LinkError                   bytes of another instance could not be read; `.reason`, `.may_write_later`
+|   +-- StorageError                a store failed; where it concerns a caller it is
+|   |   +-- StorageGoneError        it has to be opened anew
+|   |   +-- StorageRefusedError     it cannot be opened as configured
+|   +-- PeerError                   nothing can be sent or received now
+|       +-- PeerRefusedError        what was asked of another instance can never be
++-- IPCError                        shared memory, queues and signals
+|   +-- NotEnoughMemoryError        pools larger than the memory available
+|   +-- CodecError                  bytes that are no message of the expected type
+|   +-- QueueFullError              not now
+|   +-- QueueDisconnectedError      nobody is at the other end
++-- MetricsError                    the metrics endpoint
+|   +-- PortInUseError              it cannot listen where it should
++-- LaunchError                     a program cannot do what it was asked to
+    +-- ModelLoadError              the model cannot be loaded here
+
+What a package keeps to itself (an error that it catches again) is not here.
 """
 
 from __future__ import annotations
 
-from transfer_manager.errors import LayoutError, PeerError, PeerRefusedError, StorageRefusedError
-
-__all__ = [
-    "BlockOwnerError",
-    "CacheError",
-    "ClosedError",
-    "CommitError",
-    "ConfigError",
-    "LayoutError",
-    "LifeCycleError",
-    "OutOfBlocksError",
-    "PeerError",
-    "PeerRefusedError",
-    "PromptTooLongError",
-    "RequestError",
-    "StorageRefusedError",
-    "UnknownRequestError",
-]
-
 
 class CacheError(Exception):
-    """Base of every error that this package raises."""
+    """Base of every error that the project raises."""
 
 
 class ConfigError(CacheError, ValueError):
@@ -95,3 +83,75 @@ class LifeCycleError(CacheError):
 
 class ClosedError(CacheError):
     """The manager has been closed."""
+
+
+class TransferError(CacheError):
+    """Base of every error of the transfer layer."""
+
+
+class LayoutError(TransferError):
+    """Sizes of a KV layout or of the transfer configuration that cannot be."""
+
+
+class RankStartError(TransferError):
+    """A rank did not become ready within its deadline; the message holds its exit code and the end of its log."""
+
+
+class DeviceError(TransferError):
+    """A copy cannot be done as asked: an id outside its pool, lists of different length."""
+
+
+class PeerError(TransferError):
+    """Another instance could not be reached, or cannot be served; nothing of it counts."""
+
+
+class PeerRefusedError(PeerError):
+    """What was asked of another instance can never be: the message has what both sides say."""
+
+
+class StorageError(TransferError):
+    """A store could not do what was asked; nothing of it counts."""
+
+
+class StorageGoneError(StorageError):
+    """A store cannot go on as it was opened (its folder has vanished, its client is dead): it has to be opened anew."""
+
+
+class StorageRefusedError(StorageError):
+    """A store cannot be opened as configured, and trying again will not help: the message says what to change."""
+
+
+class IPCError(CacheError):
+    """Base of every error of this layer."""
+
+
+class NotEnoughMemoryError(IPCError):
+    """A shared segment would not fit in the memory that this process may use."""
+
+
+class CodecError(IPCError):
+    """Bytes that are no message of the expected type."""
+
+
+class QueueFullError(IPCError):
+    """The peer has not taken its earlier messages: not now."""
+
+
+class QueueDisconnectedError(IPCError):
+    """No peer is connected to the queue."""
+
+
+class MetricsError(CacheError):
+    """Base of every error of this layer."""
+
+
+class PortInUseError(MetricsError):
+    """The metrics endpoint cannot listen where it should."""
+
+
+class LaunchError(CacheError):
+    """A program cannot do what it was asked to; the message says what to do."""
+
+
+class ModelLoadError(LaunchError):
+    """The model cannot be loaded here: one line with what failed, the value seen and the remedy."""

@@ -10,6 +10,8 @@ from fastdeploy_cache.block_mover import BlockMover
 from fastdeploy_cache.block_pool import BlockPool
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.invariants import check
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.metrics.exporter import Collector, MetricsExporter
 from fastdeploy_cache.peer_tier import PeerTier
 from fastdeploy_cache.pinned_prefix import Pinned
 from fastdeploy_cache.prefix_tree import PrefixTree
@@ -17,9 +19,7 @@ from fastdeploy_cache.run import CPU, GPU, Tier, Transfer
 from fastdeploy_cache.stats import CacheStats, TierStats
 from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.stored_peers import StoredPeers
-from metrics.cache_metrics import CacheMetrics
-from metrics.exporter import Collector, MetricsExporter
-from transfer_manager.client import TransferClient
+from fastdeploy_cache.transfer_manager.client import TransferClient
 
 
 class Inspection:

@@ -13,7 +13,8 @@ from typing import Literal
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover
 from fastdeploy_cache.copy_down import CopyDown
-from fastdeploy_cache.errors import ConfigError, LifeCycleError
+from fastdeploy_cache.errors import ConfigError, LifeCycleError, NotEnoughMemoryError
+from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.matcher import Matcher
 from fastdeploy_cache.peer_tier import PeerTier
 from fastdeploy_cache.pinned_prefix import Pinned
@@ -22,11 +23,9 @@ from fastdeploy_cache.run import CPU, GPU, Tier, wait_done
 from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.stored_peers import StoredPeers
 from fastdeploy_cache.tier_loss import drop_cpu, drop_gpu
-from ipc.event_log import event_log
-from transfer_manager.client import TransferClient
-from transfer_manager.errors import NotEnoughMemoryError
-from transfer_manager.storage.config import StorageConfig
-from transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.client import TransferClient
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.task import Direction
 
 logger = event_log(__name__)
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 from fastdeploy_cache.active_request import ActiveRequest
+from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.match import Match
 from fastdeploy_cache.matcher import Matcher
 from fastdeploy_cache.run import Transfer, wait_done
 from fastdeploy_cache.storage_prefetch import StoragePrefetch
-from ipc.event_log import event_log
 
 logger = event_log(__name__)
 

@@ -23,9 +23,11 @@ from fastdeploy_cache.errors import (
     UnknownRequestError,
 )
 from fastdeploy_cache.inspection import Inspection
+from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.life_cycle import LifeCycle, LifeCycleState
 from fastdeploy_cache.loads import MatchLoads
 from fastdeploy_cache.match import Match
+from fastdeploy_cache.metrics.exporter import MetricsExporter
 from fastdeploy_cache.parts import new_client, new_matcher, new_metrics, new_policy_of, new_speeds
 from fastdeploy_cache.peer_access import PeerAccess
 from fastdeploy_cache.pinned_prefix import Pinned
@@ -36,11 +38,9 @@ from fastdeploy_cache.run import GPU, CallerCopy, Transfer, wait_done
 from fastdeploy_cache.storage_access import StorageAccess
 from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.stored_peers import StoredPeers
-from ipc.event_log import event_log
-from metrics.exporter import MetricsExporter
-from transfer_manager.client import TransferClient
-from transfer_manager.peer.client import PeerClient
-from transfer_manager.task import Direction, TransferResult
+from fastdeploy_cache.transfer_manager.client import TransferClient
+from fastdeploy_cache.transfer_manager.peer.client import PeerClient
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
 
 logger = event_log(__name__)
 

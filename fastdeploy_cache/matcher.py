@@ -19,8 +19,8 @@ from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import GPU, Pin, Run, Transfer, segments_of
 from fastdeploy_cache.storage_prefetch import StoragePrefetch
 from fastdeploy_cache.storage_tier import StorageTier
+from fastdeploy_cache.transfer_manager.task import Direction
 from fastdeploy_cache.write_out import WriteOut
-from transfer_manager.task import Direction
 
 
 class Matcher:

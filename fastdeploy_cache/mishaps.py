@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from ipc.event_log import event_log
-from metrics.cache_metrics import STEPS
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.metrics.cache_metrics import STEPS
 
 logger = event_log(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from fastdeploy_cache.mishaps import Mishaps
-from transfer_manager.task import RankResult, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import RankResult, TransferResult, TransferTask
 
 
 class TakesTasks(Protocol):

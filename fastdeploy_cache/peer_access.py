@@ -12,9 +12,11 @@ from pathlib import Path
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.block_mover import BlockMover
 from fastdeploy_cache.copy_down import CopyDown
-from fastdeploy_cache.errors import ConfigError, PeerError, PeerRefusedError, RequestError
+from fastdeploy_cache.errors import ConfigError, LayoutError, PeerError, PeerRefusedError, RequestError
+from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.matcher import Matcher
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.parts import new_peer_client
 from fastdeploy_cache.peer_offers import PeerOffers
 from fastdeploy_cache.peer_receives import OpenReceive
@@ -25,16 +27,13 @@ from fastdeploy_cache.rank_access import RankAccess
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.stored_peers import StoredPeers
-from ipc.event_log import event_log
-from metrics.cache_metrics import CacheMetrics
-from transfer_manager.client import RankStatus
-from transfer_manager.errors import LayoutError
-from transfer_manager.peer.client import PeerClient
-from transfer_manager.peer.config import PeerConfig
-from transfer_manager.peer.offer import ID_BYTES, InstanceInfo, Offer
-from transfer_manager.peer.peer_signal import StepProgress
-from transfer_manager.peer.signature import OfferSigner, load_secret
-from transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.client import RankStatus
+from fastdeploy_cache.transfer_manager.peer.client import PeerClient
+from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
+from fastdeploy_cache.transfer_manager.peer.offer import ID_BYTES, InstanceInfo, Offer
+from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
+from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, load_secret
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
 
 logger = event_log(__name__)
 

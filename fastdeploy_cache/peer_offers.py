@@ -8,8 +8,8 @@ from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.errors import PeerRefusedError
 from fastdeploy_cache.peer_transfer import Send
 from fastdeploy_cache.request import Request
-from transfer_manager.peer.offer import InstanceInfo, Offer, check_fits, prompt_digest
-from transfer_manager.peer.signature import OfferSigner
+from fastdeploy_cache.transfer_manager.peer.offer import InstanceInfo, Offer, check_fits, prompt_digest
+from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner
 
 
 class PeerOffers:

@@ -15,9 +15,9 @@ from fastdeploy_cache.peer_transfer import Receive
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.run import GPU, Pin, Transfer
-from transfer_manager.peer.messages import Detail, EndReceiveDetail, ReceiveDetail
-from transfer_manager.peer.offer import Offer
-from transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.peer.messages import Detail, EndReceiveDetail, ReceiveDetail
+from fastdeploy_cache.transfer_manager.peer.offer import Offer
+from fastdeploy_cache.transfer_manager.task import Direction
 
 Put = Callable[[Direction, "array[int]", Detail], int]  # a new task; returns its id
 Why = tuple[str, str]

@@ -13,8 +13,8 @@ from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.peer_transfer import Send
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import Pin
-from transfer_manager.peer.messages import Detail, Reason, SendDetail, Why
-from transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.peer.messages import Detail, Reason, SendDetail, Why
+from fastdeploy_cache.transfer_manager.task import Direction
 
 Put = Callable[[Direction, "array[int]", Detail], int]  # a new task; returns its id
 

@@ -13,6 +13,7 @@ import numpy as np
 from fastdeploy_cache.active_request import ActiveRequest
 from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.matcher import Matcher
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.outbox import Calls, Outbox
 from fastdeploy_cache.peer_offers import PeerOffers
 from fastdeploy_cache.peer_receives import OpenReceive, PeerReceives
@@ -20,13 +21,12 @@ from fastdeploy_cache.peer_sends import PeerSends
 from fastdeploy_cache.peer_transfer import Send, why_of
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
-from metrics.cache_metrics import CacheMetrics
-from transfer_manager.peer.client import PeerClient
-from transfer_manager.peer.config import PeerConfig
-from transfer_manager.peer.messages import Detail
-from transfer_manager.peer.offer import Offer
-from transfer_manager.peer.peer_signal import NUM_PEER_SLOTS
-from transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.peer.client import PeerClient
+from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
+from fastdeploy_cache.transfer_manager.peer.messages import Detail
+from fastdeploy_cache.transfer_manager.peer.offer import Offer
+from fastdeploy_cache.transfer_manager.peer.peer_signal import NUM_PEER_SLOTS
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
 
 OTHERS = "others"  # the label of all peers behind the first few: names come from outside
 _NO_IDS = np.empty(0, np.int32)

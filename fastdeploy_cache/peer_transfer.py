@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.loads import call_user
-from ipc.event_log import event_log
-from transfer_manager.task import TransferResult
+from fastdeploy_cache.transfer_manager.task import TransferResult
 
 logger = event_log(__name__)
 

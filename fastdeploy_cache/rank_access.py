@@ -8,13 +8,13 @@ from collections.abc import Callable
 from fastdeploy_cache.block_mover import BlockMover
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.loads import call_user
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.tier_loss import drop_gpu
-from ipc.event_log import event_log
-from transfer_manager.client import KVArrays, TransferClient
-from transfer_manager.kv_memory import KVHandle, KVViews
-from transfer_manager.rank_signal import LayerProgress
+from fastdeploy_cache.transfer_manager.client import KVArrays, TransferClient
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVViews
+from fastdeploy_cache.transfer_manager.rank_signal import LayerProgress
 
 logger = event_log(__name__)
 

@@ -13,9 +13,11 @@ from fastdeploy_cache.block_mover import BlockMover
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.errors import ClosedError, ConfigError
+from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.life_cycle import LifeCycleState
 from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.matcher import Matcher
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.parts import new_storage
 from fastdeploy_cache.peer_tier import PeerTier
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
@@ -25,13 +27,11 @@ from fastdeploy_cache.run import CPU, Run, wait_done
 from fastdeploy_cache.storage_prefetch import StoragePrefetch
 from fastdeploy_cache.storage_tier import StorageTier
 from fastdeploy_cache.stored_peers import StoredPeers
+from fastdeploy_cache.transfer_manager.client import TransferClient
+from fastdeploy_cache.transfer_manager.storage.client import StorageClient, StorageProcesses
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
 from fastdeploy_cache.write_out import WriteOut
-from ipc.event_log import event_log
-from metrics.cache_metrics import CacheMetrics
-from transfer_manager.client import TransferClient
-from transfer_manager.storage.client import StorageClient, StorageProcesses
-from transfer_manager.storage.config import StorageConfig
-from transfer_manager.task import Direction, TransferResult
 
 logger = event_log(__name__)
 

@@ -10,7 +10,7 @@ from fastdeploy_cache.block_hash import HASH_BYTES
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import Run
 from fastdeploy_cache.storage_link import StorageLink
-from transfer_manager.task import Direction, TransferResult
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
 
 _TASKS_AT_A_TIME = 4  # of an audit: prefetches share the lane
 

@@ -12,14 +12,14 @@ import numpy as np
 
 from fastdeploy_cache.block_hash import HASH_BYTES
 from fastdeploy_cache.block_pool import TASK
+from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.outbox import Calls, Outbox
 from fastdeploy_cache.policies.breaker import Breaker
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU
-from ipc.event_log import event_log
-from transfer_manager.storage.client import StorageClient
-from transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.storage.client import StorageClient
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
 
 logger = event_log(__name__)
 

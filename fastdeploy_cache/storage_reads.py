@@ -14,7 +14,7 @@ from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU
 from fastdeploy_cache.storage_link import StorageLink
 from fastdeploy_cache.storage_prefetch import StorageLimits, StoragePrefetch
-from transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
 
 _MAX_REMEMBERED = 1024  # prefetches of requests that were never matched
 _PIECE_SECONDS = 0.02

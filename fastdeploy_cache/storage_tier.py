@@ -11,7 +11,7 @@ from fastdeploy_cache.storage_link import StorageLink
 from fastdeploy_cache.storage_prefetch import StorageLimits
 from fastdeploy_cache.storage_reads import StorageReads
 from fastdeploy_cache.storage_writes import StorageWrites
-from transfer_manager.task import Direction, TransferResult
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
 
 
 class StorageTier:

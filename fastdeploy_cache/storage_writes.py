@@ -13,7 +13,7 @@ from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import CPU, Run
 from fastdeploy_cache.storage_link import StorageLink
 from fastdeploy_cache.storage_prefetch import StorageLimits
-from transfer_manager.task import Direction, TransferResult
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
 
 _MIN_SWEEP = 16  # queued runs
 

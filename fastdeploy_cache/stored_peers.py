@@ -19,7 +19,7 @@ from fastdeploy_cache.prefix_tree import PrefixTree
 from fastdeploy_cache.run import Pin, Transfer
 from fastdeploy_cache.storage_prefetch import StoragePrefetch
 from fastdeploy_cache.storage_tier import StorageTier
-from transfer_manager.peer.config import PeerConfig
+from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 
 Why = tuple[str, str]
 

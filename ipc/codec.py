@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ipc.errors import CodecError
+from fastdeploy_cache.errors import CodecError
 
 M = TypeVar("M")
 

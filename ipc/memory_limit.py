@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ipc.errors import NotEnoughMemoryError
+from fastdeploy_cache.errors import NotEnoughMemoryError
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:

@@ -20,9 +20,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from ipc.errors import IPCError, NotEnoughMemoryError
-from ipc.shared_array import SharedArray
-from ipc.shared_signal import SharedSignal
+from fastdeploy_cache.errors import IPCError, NotEnoughMemoryError
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.ipc.shared_signal import SharedSignal
 
 _FOLDER = Path("/dev/shm")  # noqa: S108 (where shared memory has its names)
 _WORD_BYTES = 4

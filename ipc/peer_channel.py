@@ -15,7 +15,7 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
-from ipc.errors import IPCError
+from fastdeploy_cache.errors import IPCError
 
 _OWN = "own"
 _TRUSTED = "trusted"

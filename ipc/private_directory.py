@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ipc.errors import IPCError
+from fastdeploy_cache.errors import IPCError
 
 _PREFIX = "fdc-"
 _MAX_TRIES = 100

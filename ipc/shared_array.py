@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ipc.errors import IPCError, NotEnoughMemoryError
-from ipc.memory_limit import check_available
+from fastdeploy_cache.errors import IPCError, NotEnoughMemoryError
+from fastdeploy_cache.ipc.memory_limit import check_available
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; asm-generic/mman-common.h
 

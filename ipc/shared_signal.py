@@ -1,6 +1,6 @@
 """State words in shared memory with a wait that sleeps in the kernel.
 
-A signal carries state (last value wins, one writer for each word); events go through `ipc.task_queue`.
+A signal carries state (last value wins, one writer for each word); events go through `fastdeploy_cache.ipc.task_queue`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ipc.errors import IPCError
-from ipc.shared_array import SharedArray
+from fastdeploy_cache.errors import IPCError
+from fastdeploy_cache.ipc.shared_array import SharedArray
 
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import zmq
 
-from ipc.errors import IPCError, QueueDisconnectedError, QueueFullError
-from ipc.private_directory import PrivateDirectory
+from fastdeploy_cache.errors import IPCError, QueueDisconnectedError, QueueFullError
+from fastdeploy_cache.ipc.private_directory import PrivateDirectory
 
 _MAX_LANES = 8
 

@@ -13,17 +13,17 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from fastdeploy_cache.peer_transfer import Send
-from launch.open_prefills import OpenPrefills
-from launch.reference_engine.engine import Engine
-from launch.reference_engine.generation import (
+from fastdeploy_cache.launch.open_prefills import OpenPrefills
+from fastdeploy_cache.launch.reference_engine.engine import Engine
+from fastdeploy_cache.launch.reference_engine.generation import (
     Generation,
     GenerationBusyError,
     GenerationError,
     GenerationRefusedError,
     GenerationTimeoutError,
 )
-from launch.reference_engine.tokenizer import ChatTokenizer, StreamDecoder
+from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer, StreamDecoder
+from fastdeploy_cache.peer_transfer import Send
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 _SLICE_SECONDS = 1.0  # so soon it is noticed that a client has gone

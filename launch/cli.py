@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from launch.storage_command import storage_app
+from fastdeploy_cache.launch.storage_command import storage_app
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -31,7 +31,7 @@ def demo(
     kill: Annotated[bool, typer.Option(help="Kill one rank in the middle.")] = True,
 ) -> None:
     """Serve real conversations with the cache and without, and compare speed and answers."""
-    from launch.demo.command import demo as run
+    from fastdeploy_cache.launch.demo.command import demo as run
 
     raise typer.Exit(0 if run(ranks, new_tokens, json, log_dir, kill) else 1)
 
@@ -44,7 +44,7 @@ def conventions(
     json: Annotated[Path | None, typer.Option(help="Also write the facts to this file.")] = None,
 ) -> None:
     """Play the demo's conversations through every adapter, and compare answers and hits."""
-    from launch.conventions.command import conventions as run
+    from fastdeploy_cache.launch.conventions.command import conventions as run
 
     raise typer.Exit(0 if run(ranks, gpu_blocks, new_tokens, json) else 1)
 
@@ -75,8 +75,8 @@ def serve(
     log_dir: LogDir = None,
 ) -> None:
     """Serve SmolLM2 over HTTP (POST /v1/chat/completions) until SIGTERM or Ctrl-C."""
-    from launch.serve import device_settings
-    from launch.serve import serve as run
+    from fastdeploy_cache.launch.serve import device_settings
+    from fastdeploy_cache.launch.serve import serve as run
 
     if role not in ("mixed", "prefill", "decode"):
         raise typer.BadParameter(f"--role {role}; use mixed, prefill or decode")
@@ -114,7 +114,7 @@ def route(
     ] = 32,
 ) -> None:
     """Answer chats with prefill and decode instances (`serve --role ...`) until SIGTERM or Ctrl-C."""
-    from launch.router import route as run
+    from fastdeploy_cache.launch.router import route as run
 
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     run(
@@ -132,7 +132,7 @@ def peer_keys(
     folder: Annotated[Path, typer.Argument(help="A new folder for this host's keys: peer.keys_folder.")],
 ) -> None:
     """Make the keys that instances on different hosts know each other by."""
-    from ipc.peer_channel import make_keys
+    from fastdeploy_cache.ipc.peer_channel import make_keys
 
     public = make_keys(folder)
     typer.echo(f"copy {public} to every other host, into the folder trusted/ of its own keys, as THIS_HOST.key")
@@ -147,7 +147,7 @@ def peer_secret(
     file: Annotated[Path, typer.Argument(help="A new file for the secret of a group: peer.secret_file.")],
 ) -> None:
     """Make the secret that the instances of a group sign their offers with."""
-    from transfer_manager.peer.signature import make_secret
+    from fastdeploy_cache.transfer_manager.peer.signature import make_secret
 
     make_secret(file)
     typer.echo(f"give every instance of the group --set peer.secret_file={file}; on other hosts, a copy of mode 600")
@@ -167,7 +167,7 @@ def control_server(
 
     Exit status 0: done; 1: refused or failed; 3: no server listens there.
     """
-    from launch.control_client import ask
+    from fastdeploy_cache.launch.control_client import ask
 
     _check_control(verb, weights_id, tier, timeout)
     given = {"tiers": tier or None, "weights_id": weights_id}
@@ -181,7 +181,7 @@ def control_server(
 
 def _check_control(verb: str, weights_id: str | None, tier: list[str] | None, timeout: float) -> None:
     """Wrong usage: status 2."""
-    from launch.control_socket import MAX_SECONDS, VERBS
+    from fastdeploy_cache.launch.control_socket import MAX_SECONDS, VERBS
 
     if verb not in VERBS:
         raise typer.BadParameter(f"{verb!r} is no verb; use one of {', '.join(VERBS)}")
@@ -217,8 +217,8 @@ def simulate(
 
     Options that take several values can be repeated or separated by commas: --gpu-blocks 1%,5%.
     """
-    from launch.simulator.command import SimulateOptions
-    from launch.simulator.command import simulate as run
+    from fastdeploy_cache.launch.simulator.command import SimulateOptions
+    from fastdeploy_cache.launch.simulator.command import simulate as run
 
     options = SimulateOptions(
         trace_block_size=trace_block_size,
@@ -244,7 +244,7 @@ def control(
     scale_blocks: Annotated[str, typer.Option(help="Pool sizes of the scale workload.")] = "10000,100000,1000000",
 ) -> None:
     """What the engine's thread pays: match, allocate, commit, release, eviction, bytes. Status 1: a figure missed."""
-    from launch.bench.command import bench_control as run
+    from fastdeploy_cache.launch.bench.command import bench_control as run
 
     raise typer.Exit(0 if run(trace, trace_block_size, json, repeats, scale_blocks) else 1)
 
@@ -257,7 +257,7 @@ def transfer(
     idle_seconds: Annotated[float, typer.Option(min=0.5, help="How long the ranks are watched at rest.")] = 5.0,
 ) -> None:
     """What ranks reach: copy speed, round trips, rest, start, each beside its floor. Status 1: a figure missed."""
-    from launch.bench.transfer_command import bench_transfer as run
+    from fastdeploy_cache.launch.bench.transfer_command import bench_transfer as run
 
     raise typer.Exit(0 if run(json, repeats, memory_mib, idle_seconds) else 1)
 
@@ -278,8 +278,8 @@ def storage(
     model: Annotated[bool, typer.Option(help="Also load a prompt of the demo's model, and compute it.")] = True,
 ) -> None:
     """What stores reach beside plain files, and what one costs that hangs. Status 1: a figure missed."""
-    from launch.bench.storage_command import StorageBench
-    from launch.bench.storage_command import bench_storage as run
+    from fastdeploy_cache.launch.bench.storage_command import StorageBench
+    from fastdeploy_cache.launch.bench.storage_command import bench_storage as run
 
     wanted = StorageBench(
         folder=folder,
@@ -301,7 +301,7 @@ def peer(
     link: Annotated[list[str], typer.Option(help="Links to measure.")] = ["shm", "nixl", "mooncake"],  # noqa: B006
 ) -> None:
     """What links between instances reach beside plain copies and their libraries. Status 1: a figure missed."""
-    from launch.bench.peer_command import bench_peer as run
+    from fastdeploy_cache.launch.bench.peer_command import bench_peer as run
 
     raise typer.Exit(0 if run(json, repeats, memory_mib, link) else 1)
 
@@ -313,7 +313,7 @@ def check(file: Annotated[Path, typer.Argument(help="TOML file.")]) -> None:
     Exit status 0: an engine can start with it here and now; 1: it cannot, and why, a line each.
     """
     from fastdeploy_cache import CacheConfig
-    from launch.config_check import describe, find_problems
+    from fastdeploy_cache.launch.config_check import describe, find_problems
 
     config = CacheConfig.load(file)
     typer.echo(describe(config))
@@ -325,10 +325,10 @@ def check(file: Annotated[Path, typer.Argument(help="TOML file.")]) -> None:
 
 def main() -> None:
     """Entry point: an expected error is one line on standard error and exit status 1."""
-    from launch.errors import REPORTED
+    from fastdeploy_cache.errors import CacheError
 
     try:
         app()
-    except REPORTED as error:
+    except CacheError as error:
         typer.echo(f"fastdeploy-cache: {error}", err=True)
         raise SystemExit(1) from None

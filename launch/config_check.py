@@ -7,13 +7,11 @@ import shutil
 from pathlib import Path
 
 from fastdeploy_cache import CacheConfig
-from ipc.errors import IPCError
-from ipc.memory_limit import check_available
-from launch.errors import LaunchError
-from transfer_manager.errors import DeviceError, TransferError
-from transfer_manager.layout import RankLayout
-from transfer_manager.storage.file_place import check_place
-from transfer_manager.storage.file_space import slab_bytes, space_folders
+from fastdeploy_cache.errors import CacheError, DeviceError, LaunchError
+from fastdeploy_cache.ipc.memory_limit import check_available
+from fastdeploy_cache.transfer_manager.layout import RankLayout
+from fastdeploy_cache.transfer_manager.storage.file_place import check_place
+from fastdeploy_cache.transfer_manager.storage.file_space import slab_bytes, space_folders
 
 
 def describe(config: CacheConfig) -> str:
@@ -43,7 +41,7 @@ def find_problems(config: CacheConfig) -> list[str]:
     for check in (_check_memory, _check_device, _check_storage):
         try:
             check(config)
-        except (LaunchError, IPCError, TransferError) as error:
+        except CacheError as error:
             problems.append(str(error))
     return problems
 
@@ -56,7 +54,7 @@ def _check_device(config: CacheConfig) -> None:
     transfer = config.transfer
     if transfer.device != "cuda":
         return
-    from transfer_manager.device.cuda_driver import Cuda  # late: needs NVIDIA's bindings
+    from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda  # late: needs NVIDIA's bindings
 
     for rank in range(transfer.tp_size):
         try:

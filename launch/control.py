@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from launch.control_socket import MAX_SECONDS, PrivateListener, peer_uid, receive_line
-from launch.errors import REPORTED, LaunchError
+from fastdeploy_cache.errors import CacheError, LaunchError
+from fastdeploy_cache.launch.control_socket import MAX_SECONDS, PrivateListener, peer_uid, receive_line
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class ControlServer:
             answer = {"status": control.status}
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             answer = {"error": f"{error}; {_KNOWN}"}
-        except (*REPORTED, OSError) as error:
+        except (CacheError, OSError) as error:
             answer = {"error": str(error)}
         except Exception as error:  # a server that nobody can resume any more would be worse
             logger.exception("event=control_failed")

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launch.control_socket import MAX_SECONDS, connected, receive_line
-from launch.errors import LaunchError
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.control_socket import MAX_SECONDS, connected, receive_line
 
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0  # beside the verb's own time
@@ -16,7 +16,7 @@ _MAX_ANSWER_BYTES = 65536
 
 
 def ask(path: Path, verb: str, timeout_seconds: float, **fields: Any) -> str:
-    """The server's status after `verb`; `fields` are those that the verb takes, see `launch.control`.
+    """The server's status after `verb`; `fields` are those that the verb takes, see `fastdeploy_cache.launch.control`.
 
     Raises:
         FileNotFoundError, ConnectionRefusedError: no server listens at `path`.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.errors import LaunchError
+from fastdeploy_cache.errors import LaunchError
 
 _BACKLOG = 8
 _UCRED = struct.Struct("3i")  # pid, uid, gid; unix(7)

@@ -46,7 +46,7 @@ import sys
 
 import typer
 
-from launch.cli import app
+from fastdeploy_cache.launch.cli import app
 
 commands = typer.main.get_command(app)
 commands.commands[sys.argv[1]].callback = lambda **_: None

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from launch.errors import LaunchError
+from fastdeploy_cache.errors import LaunchError
 
 STANDARD_OUTPUT = Path("-")
 

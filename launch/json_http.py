@@ -9,7 +9,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from launch.errors import LaunchError
+from fastdeploy_cache.errors import LaunchError
 
 logger = logging.getLogger(__name__)
 

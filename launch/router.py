@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from launch.errors import LaunchError
-from launch.json_http import JsonHandler, JsonServer
-from launch.open_prefills import OpenPrefills
-from launch.upstream import (
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.json_http import JsonHandler, JsonServer
+from fastdeploy_cache.launch.open_prefills import OpenPrefills
+from fastdeploy_cache.launch.upstream import (
     AnswerSoFar,
     ClientGoneError,
     Instances,

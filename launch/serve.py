@@ -16,25 +16,24 @@ from typing import Any
 import msgspec
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
-from fastdeploy_cache.errors import ConfigError, LifeCycleError, RequestError
-from fastdeploy_cache.life_cycle import LifeCycleStatus
-from launch.chat_api import MODEL_NAME, ChatApi, ChatRequest, NotWantedError
-from launch.control import ControlServer
-from launch.engine_control import EngineControl
-from launch.errors import LaunchError
-from launch.json_http import LAST_CHUNK, JsonHandler, JsonServer
-from launch.reference_engine.engine import Engine
-from launch.reference_engine.generation import (
+from fastdeploy_cache.errors import ConfigError, LaunchError, LifeCycleError, RequestError
+from fastdeploy_cache.launch.chat_api import MODEL_NAME, ChatApi, ChatRequest, NotWantedError
+from fastdeploy_cache.launch.control import ControlServer
+from fastdeploy_cache.launch.engine_control import EngineControl
+from fastdeploy_cache.launch.json_http import LAST_CHUNK, JsonHandler, JsonServer
+from fastdeploy_cache.launch.reference_engine.engine import Engine
+from fastdeploy_cache.launch.reference_engine.generation import (
     Generation,
     GenerationBusyError,
     GenerationError,
     GenerationRefusedError,
 )
-from launch.reference_engine.paddle_runtime import import_paddle
-from launch.reference_engine.serving import layout_of, running_engine
-from launch.reference_engine.tokenizer import ChatTokenizer
-from launch.reference_engine.weights import ModelFiles, load_model_files
-from launch.serve_status import status_of
+from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle
+from fastdeploy_cache.launch.reference_engine.serving import layout_of, running_engine
+from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, load_model_files
+from fastdeploy_cache.launch.serve_status import status_of
+from fastdeploy_cache.life_cycle import LifeCycleStatus
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +61,8 @@ def serve(
     """Run until SIGTERM or SIGINT. `settings` are KEY=VALUE and win over file and environment.
 
     `storage_folder` is short for a file store there, named by the digest of the model's weights. At `control_socket`
-    it takes the verbs of `launch.control`. `role` is short for that setting and the peer's `weights_id`; without
-    `recompute_not_received` a chat whose offered blocks do not come is answered with an error.
+    it takes the verbs of `fastdeploy_cache.launch.control`. `role` is short for that setting and the peer's
+    `weights_id`; without `recompute_not_received` a chat whose offered blocks do not come is answered with an error.
 
     Raises:
         LaunchError, PortInUseError: a port or the socket is taken.

@@ -34,8 +34,8 @@ def ls(
     json: Json = None,
 ) -> None:
     """What is in it, by weights."""
-    from launch.storage_place import Place
-    from launch.storage_tasks import list_weights as run
+    from fastdeploy_cache.launch.storage_place import Place
+    from fastdeploy_cache.launch.storage_tasks import list_weights as run
 
     run(Place(folder, server_url, password_file, tls_ca_file, master_address, metrics_url, config), weights_id, json)
 
@@ -54,8 +54,8 @@ def stat(
     json: Json = None,
 ) -> None:
     """All that is known of each rank's space in it."""
-    from launch.storage_place import Place
-    from launch.storage_tasks import describe_spaces as run
+    from fastdeploy_cache.launch.storage_place import Place
+    from fastdeploy_cache.launch.storage_tasks import describe_spaces as run
 
     run(Place(folder, server_url, password_file, tls_ca_file, master_address, metrics_url, config), weights_id, json)
 
@@ -74,8 +74,8 @@ def verify(
     json: Json = None,
 ) -> None:
     """Read every object and check it; changes nothing. Status 1: one is damaged."""
-    from launch.storage_place import Place
-    from launch.storage_tasks import verify as run
+    from fastdeploy_cache.launch.storage_place import Place
+    from fastdeploy_cache.launch.storage_tasks import verify as run
 
     place = Place(folder, server_url, password_file, tls_ca_file, master_address, metrics_url, config)
     raise typer.Exit(0 if run(place, weights_id, json) else 1)
@@ -95,8 +95,8 @@ def clear(
     json: Json = None,
 ) -> None:
     """Remove all objects of some weights. Status 1: some stay, as an engine has them open."""
-    from launch.storage_place import Place
-    from launch.storage_tasks import clear as run
+    from fastdeploy_cache.launch.storage_place import Place
+    from fastdeploy_cache.launch.storage_tasks import clear as run
 
     place = Place(folder, server_url, password_file, tls_ca_file, master_address, metrics_url, config)
     raise typer.Exit(0 if run(place, weights_id, json) else 1)
@@ -116,8 +116,8 @@ def gc(
     json: Json = None,
 ) -> None:
     """Remove what crashes left in a folder, and its oldest spaces until it fits. Status 1: engines hold too much."""
-    from launch.storage_place import Place
-    from launch.storage_tasks import collect as run
+    from fastdeploy_cache.launch.storage_place import Place
+    from fastdeploy_cache.launch.storage_tasks import collect as run
 
     place = Place(folder, server_url, password_file, tls_ca_file, master_address, metrics_url, config)
     raise typer.Exit(0 if run(place, capacity_bytes, json) else 1)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastdeploy_cache import CacheConfig, StorageConfig
-from launch.errors import LaunchError
-from transfer_manager.storage.admin import StorageAdmin, open_admin
-from transfer_manager.storage.keys import weights_digest_of
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.transfer_manager.storage.admin import StorageAdmin, open_admin
+from fastdeploy_cache.transfer_manager.storage.keys import weights_digest_of
 
 
 class Place(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from transfer_manager.storage.admin import Checked, Space, SpaceSummary
+from fastdeploy_cache.transfer_manager.storage.admin import Checked, Space, SpaceSummary
 
 Facts = dict[str, Any]  # None: not known. Sizes are in bytes, times in seconds since the epoch
 _UNKNOWN = "?"

@@ -13,12 +13,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from launch import storage_report as report
-from launch.errors import LaunchError
-from launch.findings import check_target, console_beside, write_json
-from launch.storage_place import Place, open_place
-from launch.storage_report import Facts
-from transfer_manager.storage.admin import Cleared, StorageAdmin
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch import storage_report as report
+from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
+from fastdeploy_cache.launch.storage_place import Place, open_place
+from fastdeploy_cache.launch.storage_report import Facts
+from fastdeploy_cache.transfer_manager.storage.admin import Cleared, StorageAdmin
 
 _WIDTH = 100
 _NUM_NAMED = 5  # of the weights that are there, in a message

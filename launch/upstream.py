@@ -16,8 +16,8 @@ from email.message import Message
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
-from launch.errors import LaunchError
-from launch.json_http import LAST_CHUNK
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.json_http import LAST_CHUNK
 
 _CONNECT_SECONDS = 5.0
 _PIECE_BYTES = 65536

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from metrics.hit_rate import HitRateWindow
+from fastdeploy_cache.metrics.hit_rate import HitRateWindow
 
 TIERS = ("gpu", "cpu", "storage")
 SWAPS = ("swap_in", "swap_out", "copy")

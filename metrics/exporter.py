@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from metrics.errors import PortInUseError
+from fastdeploy_cache.errors import PortInUseError
 
 __all__ = ["Collector", "MetricsExporter"]
 

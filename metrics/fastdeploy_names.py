@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 
 _PREFIX = "fastdeploy:"
 _RATES = {

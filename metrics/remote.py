@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from metrics.errors import MetricsError
+from fastdeploy_cache.errors import MetricsError
 
 _MAX_BYTES = 16 * 2**20
 _PIECE_BYTES = 65536

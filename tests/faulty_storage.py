@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transfer_manager.errors import StorageError
-from transfer_manager.storage import open_storage
-from transfer_manager.storage.base import Blocks, Segment, Storage, StorageStats, Written
-from transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.errors import StorageError
+from fastdeploy_cache.transfer_manager.storage import open_storage
+from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, Storage, StorageStats, Written
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
 
 @dataclass(kw_only=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from transfer_manager.errors import StorageRefusedError
-from transfer_manager.storage.base import Blocks, Segment, StorageStats, Written, seal
-from transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.errors import StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, StorageStats, Written, seal
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
 
 class MemoryStorage:

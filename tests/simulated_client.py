@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from transfer_manager.client import KVArrays, OnKVLost, OnResult, RankStatus, ignore_kv_lost
-from transfer_manager.errors import LayoutError
-from transfer_manager.kv_memory import KVHandle, KVViews
-from transfer_manager.rank_signal import LayerProgress
-from transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
+from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.transfer_manager.client import KVArrays, OnKVLost, OnResult, RankStatus, ignore_kv_lost
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVViews
+from fastdeploy_cache.transfer_manager.rank_signal import LayerProgress
+from fastdeploy_cache.transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
 
 
 class SimulatedClient:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ipc.codec import decode
-from transfer_manager.client import OnResult, RankStatus
-from transfer_manager.errors import LayoutError
-from transfer_manager.kv_memory import KVHandle
-from transfer_manager.peer.messages import EndReceiveDetail, ReceiveDetail, SendDetail
-from transfer_manager.peer.peer_signal import StepProgress
-from transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
+from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.ipc.codec import decode
+from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle
+from fastdeploy_cache.transfer_manager.peer.messages import EndReceiveDetail, ReceiveDetail, SendDetail
+from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
+from fastdeploy_cache.transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
 
 
 @dataclass(eq=False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 
+from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus
+from fastdeploy_cache.transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
 from tests.simulated_client import SimulatedClient
-from transfer_manager.client import OnResult, RankStatus
-from transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
 
 _HASH_BYTES = 32
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 from tests.memory_storage import MemoryStorage
-from transfer_manager.storage.base import Blocks, Segment
-from transfer_manager.storage.keys import KeySpace
 
 
 class HangingStore(MemoryStorage):

@@ -16,15 +16,15 @@ import pytest
 import typer
 
 from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, PrefixCacheManager, StorageConfig, TransferConfig
-from ipc.peer_channel import make_keys
-from ipc.private_directory import PrivateDirectory
-from launch import router
-from launch.cli import app
-from launch.control_socket import PrivateListener
-from launch.json_http import JsonHandler
-from metrics.cache_metrics import CacheMetrics
-from transfer_manager.peer.signature import make_secret
-from transfer_manager.storage.file_disk import Disk
+from fastdeploy_cache.ipc.peer_channel import make_keys
+from fastdeploy_cache.ipc.private_directory import PrivateDirectory
+from fastdeploy_cache.launch import router
+from fastdeploy_cache.launch.cli import app
+from fastdeploy_cache.launch.control_socket import PrivateListener
+from fastdeploy_cache.launch.json_http import JsonHandler
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.transfer_manager.peer.signature import make_secret
+from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
 
 ROOT = Path(__file__).parent.parent
 TABLES = ("layout", "transfer", "storage", "peer")

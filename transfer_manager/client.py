@@ -9,15 +9,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ipc.shared_array import SharedArray
-from transfer_manager.device.cpu import CpuDevice
-from transfer_manager.errors import DeviceError, LayoutError
-from transfer_manager.kv_memory import KVHandle, KVMemory, KVViews
-from transfer_manager.layout import RankLayout
-from transfer_manager.rank_memory import create_rank_memory, release_pages, retake_pages
-from transfer_manager.rank_signal import LayerProgress
-from transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
-from transfer_manager.tensors import local_segments
+from fastdeploy_cache.errors import DeviceError, LayoutError
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVMemory, KVViews
+from fastdeploy_cache.transfer_manager.layout import RankLayout
+from fastdeploy_cache.transfer_manager.rank_memory import create_rank_memory, release_pages, retake_pages
+from fastdeploy_cache.transfer_manager.rank_signal import LayerProgress
+from fastdeploy_cache.transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.tensors import local_segments
 
 OnResult = Callable[[TransferResult], None]
 OnKVLost = Callable[[int], None]

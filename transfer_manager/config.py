@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from transfer_manager.errors import LayoutError
+from fastdeploy_cache.errors import LayoutError
 
 DEVICES = ("cpu", "cuda")
 KV_OWNERS = ("engine", "worker", "transfer")

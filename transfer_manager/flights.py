@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from transfer_manager.task import Lane, RankResult, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import Lane, RankResult, TransferResult, TransferTask
 
 # A rank skips tasks whose deadline has passed, so one that runs answers soon after; one that does not is stuck.
 _ANSWER_GRACE_SECONDS = 0.5

@@ -9,12 +9,11 @@ from typing import Any, Literal, Self
 import msgspec
 import numpy as np
 
-from ipc.codec import decode, encode
-from ipc.errors import IPCError
-from ipc.process_start import started_ticks
-from ipc.shared_array import SharedArray
-from transfer_manager.errors import LayoutError
-from transfer_manager.layout import Places, RankLayout
+from fastdeploy_cache.errors import IPCError, LayoutError
+from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.ipc.process_start import started_ticks
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.layout import Places, RankLayout
 
 KVViews = list[dict[str, np.ndarray[Any, np.dtype[Any]]]]
 

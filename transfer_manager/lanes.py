@@ -13,15 +13,14 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
-from ipc.codec import decode, encode
-from ipc.errors import IPCError
-from ipc.shared_array import SharedArray
-from ipc.task_queue import RankQueue
-from transfer_manager.errors import PeerRefusedError, StorageRefusedError, TransferError
-from transfer_manager.kv_memory import KVHandle
-from transfer_manager.rank_signal import RankSignal, RankState
-from transfer_manager.supervisor import EXIT_REFUSED
-from transfer_manager.task import (
+from fastdeploy_cache.errors import IPCError, PeerRefusedError, StorageRefusedError, TransferError
+from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.ipc.task_queue import RankQueue
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle
+from fastdeploy_cache.transfer_manager.rank_signal import RankSignal, RankState
+from fastdeploy_cache.transfer_manager.supervisor import EXIT_REFUSED
+from fastdeploy_cache.transfer_manager.task import (
     Direction,
     DoneMessage,
     Lane,

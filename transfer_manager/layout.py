@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from transfer_manager.config import check_integers
-from transfer_manager.errors import LayoutError
+from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.transfer_manager.config import check_integers
 
 # name -> NumPy dtype of its storage; what NumPy has no type for is stored as an unsigned integer
 STORAGE_DTYPES: dict[str, str] = {

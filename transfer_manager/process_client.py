@@ -6,13 +6,13 @@ import dataclasses
 import threading
 from typing import Any
 
-from ipc.event_log import event_log
-from transfer_manager.client import OnResult, RankStatus
-from transfer_manager.config import TransferConfig
-from transfer_manager.flights import failed
-from transfer_manager.rank_io import RankIO
-from transfer_manager.supervisor import Phase
-from transfer_manager.task import TO_WHO_IS_UP, Direction, TransferTask
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.flights import failed
+from fastdeploy_cache.transfer_manager.rank_io import RankIO
+from fastdeploy_cache.transfer_manager.supervisor import Phase
+from fastdeploy_cache.transfer_manager.task import TO_WHO_IS_UP, Direction, TransferTask
 
 logger = event_log(__name__)
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 import threading
 
-from ipc.errors import IPCError
-from ipc.shared_array import SharedArray
-from transfer_manager.client import KVArrays, OnKVLost, OnResult, ignore_kv_lost
-from transfer_manager.config import TransferConfig
-from transfer_manager.errors import LayoutError, RankStartError
-from transfer_manager.kv_memory import KVHandle, KVViews
-from transfer_manager.layout import RankLayout
-from transfer_manager.process_client import ProcessClient
-from transfer_manager.rank_io import RankIO
-from transfer_manager.rank_kv import Attaching, RankKV
-from transfer_manager.rank_memory import create_rank_memory, release_pages, retake_pages
-from transfer_manager.rank_process import RankProcess
-from transfer_manager.rank_signal import LayerProgress
-from transfer_manager.supervisor import Phase, RankSupervisor
-from transfer_manager.task import RankSetup
+from fastdeploy_cache.errors import IPCError, LayoutError, RankStartError
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.client import KVArrays, OnKVLost, OnResult, ignore_kv_lost
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVViews
+from fastdeploy_cache.transfer_manager.layout import RankLayout
+from fastdeploy_cache.transfer_manager.process_client import ProcessClient
+from fastdeploy_cache.transfer_manager.rank_io import RankIO
+from fastdeploy_cache.transfer_manager.rank_kv import Attaching, RankKV
+from fastdeploy_cache.transfer_manager.rank_memory import create_rank_memory, release_pages, retake_pages
+from fastdeploy_cache.transfer_manager.rank_process import RankProcess
+from fastdeploy_cache.transfer_manager.rank_signal import LayerProgress
+from fastdeploy_cache.transfer_manager.supervisor import Phase, RankSupervisor
+from fastdeploy_cache.transfer_manager.task import RankSetup
 
 
 class RankClient(ProcessClient):

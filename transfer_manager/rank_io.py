@@ -8,19 +8,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from ipc.codec import decode, encode
-from ipc.errors import CodecError, IPCError, QueueDisconnectedError
-from ipc.event_log import event_log
-from ipc.task_queue import Poller, TaskQueue, Wakeup, new_context
-from transfer_manager.client import OnKVLost, OnResult
-from transfer_manager.config import TransferConfig
-from transfer_manager.errors import LayoutError
-from transfer_manager.flights import Flight, Flights, failed
-from transfer_manager.rank_kv import RankKV
-from transfer_manager.rank_process import RankProcess
-from transfer_manager.rank_signal import NUM_SLOTS, RankSignal
-from transfer_manager.supervisor import EXIT_REFUSED, Phase, RankSupervisor
-from transfer_manager.task import (
+from fastdeploy_cache.errors import CodecError, IPCError, LayoutError, QueueDisconnectedError
+from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.ipc.task_queue import Poller, TaskQueue, Wakeup, new_context
+from fastdeploy_cache.transfer_manager.client import OnKVLost, OnResult
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.flights import Flight, Flights, failed
+from fastdeploy_cache.transfer_manager.rank_kv import RankKV
+from fastdeploy_cache.transfer_manager.rank_process import RankProcess
+from fastdeploy_cache.transfer_manager.rank_signal import NUM_SLOTS, RankSignal
+from fastdeploy_cache.transfer_manager.supervisor import EXIT_REFUSED, Phase, RankSupervisor
+from fastdeploy_cache.transfer_manager.task import (
     TO_WHO_IS_UP,
     Direction,
     DoneMessage,

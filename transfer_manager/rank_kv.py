@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from transfer_manager.errors import LayoutError
-from transfer_manager.kv_memory import KVHandle, KVMemory
-from transfer_manager.layout import RankLayout
+from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVMemory
+from fastdeploy_cache.transfer_manager.layout import RankLayout
 
 
 @dataclass(eq=False)

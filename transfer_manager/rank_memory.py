@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ipc.memory_limit import check_available
-from ipc.shared_array import SharedArray
-from transfer_manager.kv_memory import KVMemory
-from transfer_manager.layout import RankLayout
-from transfer_manager.rank_signal import RankSignal
+from fastdeploy_cache.ipc.memory_limit import check_available
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.kv_memory import KVMemory
+from fastdeploy_cache.transfer_manager.layout import RankLayout
+from fastdeploy_cache.transfer_manager.rank_signal import RankSignal
 
 
 class RankMemory:

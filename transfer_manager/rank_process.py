@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-from transfer_manager.config import TransferConfig
-from transfer_manager.lanes import memory_of, say_setup
-from transfer_manager.task import ProcessSetup
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.lanes import memory_of, say_setup
+from fastdeploy_cache.transfer_manager.task import ProcessSetup
 
 _TAIL_BYTES = 2000
 _TRY_SECONDS = 5.0
@@ -32,7 +32,7 @@ class RankProcess:
         setup: ProcessSetup,
         config: TransferConfig,
         fds: tuple[int, ...],
-        program: str = "transfer_manager",
+        program: str = "fastdeploy_cache.transfer_manager",
     ) -> None:
         """Spawn the module `program` and hand over its set-up; it inherits `fds`.
 
@@ -114,5 +114,5 @@ def _open_log(config: TransferConfig, rank: int, program: str) -> IO[bytes]:
         return tempfile.TemporaryFile()
     directory = Path(config.log_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    kind = program.removeprefix("transfer_manager.").removesuffix("_manager")
+    kind = program.rpartition(".")[2].removesuffix("_manager")
     return open(directory / f"{kind}_dp{config.data_parallel_id}_rank{rank}.log", "a+b")

@@ -6,10 +6,10 @@ import os
 import time
 from enum import IntEnum
 
-from ipc.codec import decode, encode
-from ipc.shared_array import SharedArray
-from ipc.shared_signal import SharedSignal
-from transfer_manager.kv_memory import SegmentHandle
+from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.ipc.shared_signal import SharedSignal
+from fastdeploy_cache.transfer_manager.kv_memory import SegmentHandle
 
 NUM_SLOTS = 512  # loads whose progress is remembered, and tasks whose cancelling is; more than can be in flight
 _LAYER_BITS = 12

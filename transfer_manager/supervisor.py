@@ -7,12 +7,12 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from ipc.errors import IPCError
-from ipc.event_log import event_log
-from ipc.task_queue import TaskQueue
-from transfer_manager.config import TransferConfig
-from transfer_manager.rank_signal import RankSignal
-from transfer_manager.task import Lane
+from fastdeploy_cache.errors import IPCError
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.ipc.task_queue import TaskQueue
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.rank_signal import RankSignal
+from fastdeploy_cache.transfer_manager.task import Lane
 
 logger = event_log(__name__)
 

@@ -1,6 +1,6 @@
 """What the engine asks of the ranks and what they answer: in-process records and the messages on the wire.
 
-Wire format: msgpack (see `ipc.codec`); block ids are packed little-endian int32.
+Wire format: msgpack (see `fastdeploy_cache.ipc.codec`); block ids are packed little-endian int32.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from transfer_manager.kv_memory import KVHandle
-from transfer_manager.layout import RankLayout
-from transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle
+from fastdeploy_cache.transfer_manager.layout import RankLayout
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -60,7 +60,7 @@ class TransferTask:
     Which tiers the ids are of follows from `direction`. Of a COPY `num_tokens` may be given: so many leading tokens of
     each block are copied. A task of storage has the blocks' hashes, joined, in the order of the prompt, where the
     store asks for them the prompt's tokens up to there (int32, little-endian), and the ids of one tier only. What else
-    a peer process has to know is in `detail` (`transfer_manager.peer.messages`).
+    a peer process has to know is in `detail` (`fastdeploy_cache.transfer_manager.peer.messages`).
 
     `deadline` is on the clock of `time.monotonic()`, which all processes of a machine share.
     """

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ipc.shared_array import SharedArray
-from transfer_manager.dlpack import MemoryArray, read
-from transfer_manager.errors import LayoutError
-from transfer_manager.kv_memory import KVHandle, SegmentHandle
-from transfer_manager.layout import KVPart, Place, Places, RankLayout
+from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.dlpack import MemoryArray, read
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, SegmentHandle
+from fastdeploy_cache.transfer_manager.layout import KVPart, Place, Places, RankLayout
 
 
 @dataclass(frozen=True, kw_only=True)

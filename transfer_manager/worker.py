@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from transfer_manager.device import open_device
-from transfer_manager.lanes import LaneServer, Moved, open_cpu_blocks, serve_process
-from transfer_manager.rank_signal import RankSignal
-from transfer_manager.task import Direction, RankSetup, SwapMessage, unpack_ids
+from fastdeploy_cache.transfer_manager.device import open_device
+from fastdeploy_cache.transfer_manager.lanes import LaneServer, Moved, open_cpu_blocks, serve_process
+from fastdeploy_cache.transfer_manager.rank_signal import RankSignal
+from fastdeploy_cache.transfer_manager.task import Direction, RankSetup, SwapMessage, unpack_ids
 
 
 class CopyExecutor:

@@ -16,7 +16,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from ipc.named_signal import NamedSignal
+from fastdeploy_cache.ipc.named_signal import NamedSignal
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any
 from fastdeploy_cache.adapters.fastdeploy_peer_config import peer_config
 from fastdeploy_cache.config import ROLES, WRITE_POLICIES, CacheConfig, check_keys
 from fastdeploy_cache.errors import ConfigError
-from transfer_manager.config import TransferConfig
-from transfer_manager.layout import KVLayout
-from transfer_manager.storage.config import STORES, StorageConfig
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.storage.config import STORES, StorageConfig
 
 _V1_SCHEDULER = "ENABLE_V1_KVCACHE_SCHEDULER"
 _DTYPES = {

@@ -12,13 +12,12 @@ from fastdeploy_cache.adapters.fastdeploy_config import cache_config, extra_sett
 from fastdeploy_cache.adapters.fastdeploy_peer_config import has_peers
 from fastdeploy_cache.adapters.fastdeploy_task import HeldTask
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.errors import CacheError, ConfigError
+from fastdeploy_cache.errors import CacheError, ConfigError, LayoutError, RankStartError
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from fastdeploy_cache.run import CPU
-from transfer_manager.client import RankStatus
-from transfer_manager.errors import IPCError, LayoutError, RankStartError, TransferError
-from transfer_manager.worker_signals import BY_RANK, Signal, TreeStatus, WorkerSignals
+from fastdeploy_cache.transfer_manager.client import RankStatus
+from fastdeploy_cache.transfer_manager.worker_signals import BY_RANK, Signal, TreeStatus, WorkerSignals
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +247,7 @@ class Launching:
         """A worker has written to `prefix_tree_status`; False where it has to be tried again."""
         try:
             self.cache.clear() if asked is TreeStatus.CLEARING else self.cache.reset()
-        except (CacheError, TransferError) as error:
+        except CacheError as error:
             logger.warning("event=prefix_tree_status asked=%s error=%r", asked.name, str(error))
             return False
         return True
@@ -272,7 +271,7 @@ class Launching:
                 getattr(self.cache, native)(**settings)
         except (ConfigError, LayoutError) as error:
             return 400, f"{verb}: {error}"
-        except (CacheError, TransferError, IPCError) as error:
+        except CacheError as error:
             return 500, f"{verb}: {error}"
         if self._signals is not None:
             self._signals.refresh()

@@ -13,7 +13,7 @@ from fastdeploy_cache.adapters.fastdeploy_task import (
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError
 from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from fastdeploy_cache.peer_transfer import Receive, Send
-from transfer_manager.worker_signals import WorkerSignals
+from fastdeploy_cache.transfer_manager.worker_signals import WorkerSignals
 
 
 class PeerCalls:

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fastdeploy_cache.config import check_keys
-from fastdeploy_cache.errors import ConfigError
-from transfer_manager.errors import LayoutError
-from transfer_manager.peer.config import PeerConfig
+from fastdeploy_cache.errors import ConfigError, LayoutError
+from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 
 _LINKS = {"ipc": ("shm",), "rdma": ("nixl", "mooncake")}  # what moves the bytes, by `cache_transfer_protocol`
 

@@ -13,7 +13,7 @@ from fastdeploy_cache.adapters.fastdeploy_task import HeldTask, Task, new_reques
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from fastdeploy_cache.request import Request
-from transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import Direction
 
 _MAX_ANSWERS = 1024
 _SWAPS = {"SWAP2CPU": Direction.SWAP_OUT, "SWAP2GPU": Direction.SWAP_IN}

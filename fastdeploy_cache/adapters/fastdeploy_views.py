@@ -7,8 +7,8 @@ from typing import Any
 from fastdeploy_cache.adapters.fastdeploy_nodes import BlockNode, NodeView
 from fastdeploy_cache.adapters.fastdeploy_task import HeldTask, path_hashes
 from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
+from fastdeploy_cache.metrics.fastdeploy_names import FastDeployNames
 from fastdeploy_cache.run import CPU, GPU, Tier
-from metrics.fastdeploy_names import FastDeployNames
 
 
 class Views:

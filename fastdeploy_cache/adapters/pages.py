@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache.errors import RequestError
-from transfer_manager.tensors import torch_tensor
+from fastdeploy_cache.transfer_manager.tensors import torch_tensor
 
 Slots = np.ndarray[Any, np.dtype[np.int32]]
 Integers = Sequence[int] | np.ndarray[Any, Any]  # or a CPU tensor

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from transfer_manager.kv_memory import KVMemory
+    from fastdeploy_cache.transfer_manager.kv_memory import KVMemory
 
 
 @dataclass

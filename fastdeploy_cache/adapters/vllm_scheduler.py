@@ -19,7 +19,7 @@ from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.request import Request
-from transfer_manager.kv_memory import KVHandle
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
-from transfer_manager.layout import STORAGE_DTYPES, KVLayout
+from fastdeploy_cache.transfer_manager.layout import STORAGE_DTYPES, KVLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,12 +10,11 @@ from typing import Any
 
 from fastdeploy_cache.adapters.vllm_step import LayerwiseLoad, StepPlan, WorkerKV
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.errors import ConfigError
-from transfer_manager.errors import LayoutError
-from transfer_manager.kv_memory import KVHandle, KVMemory
-from transfer_manager.layout import RankLayout
-from transfer_manager.rank_signal import LayerProgress
-from transfer_manager.tensors import ArrayPlace, shared_handle
+from fastdeploy_cache.errors import ConfigError, LayoutError
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVMemory
+from fastdeploy_cache.transfer_manager.layout import RankLayout
+from fastdeploy_cache.transfer_manager.rank_signal import LayerProgress
+from fastdeploy_cache.transfer_manager.tensors import ArrayPlace, shared_handle
 
 _DIMENSIONS = "HNC"  # of a layer's cache behind its blocks: head slots, tokens, content
 
@@ -72,7 +71,7 @@ class WorkerHalf:
 
     def _handle(self, places: Sequence[Mapping[str, ArrayPlace]]) -> KVHandle:
         if self._config.transfer.device == "cuda":
-            from transfer_manager.device.cuda import export_kv
+            from fastdeploy_cache.transfer_manager.device.cuda import export_kv
 
             return export_kv(self.layout, places, next(iter(places[0].values())).device_id)
         if self._shared is None:

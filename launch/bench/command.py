@@ -8,15 +8,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from launch.bench.control import PHASES, floors, match_over_edges, medians, row, serve_workload
-from launch.bench.machine import describe_machine
-from launch.bench.pauses import LOCK, VERBS, pauses, pools_of
-from launch.bench.pauses import row as row_of_pauses
-from launch.bench.reach import Reach, add_at_most, show_reach, table_of
-from launch.bench.scale import bytes_per_block, eviction_cost, scale_ratio
-from launch.bench.workloads import Scale, Workload, chat, long, recorded
-from launch.errors import LaunchError
-from launch.findings import check_target, console_beside, write_json
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.bench.control import PHASES, floors, match_over_edges, medians, row, serve_workload
+from fastdeploy_cache.launch.bench.machine import describe_machine
+from fastdeploy_cache.launch.bench.pauses import LOCK, VERBS, pauses, pools_of
+from fastdeploy_cache.launch.bench.pauses import row as row_of_pauses
+from fastdeploy_cache.launch.bench.reach import Reach, add_at_most, show_reach, table_of
+from fastdeploy_cache.launch.bench.scale import bytes_per_block, eviction_cost, scale_ratio
+from fastdeploy_cache.launch.bench.workloads import Scale, Workload, chat, long, recorded
+from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
 
 # (name, policy, CPU blocks for each GPU block)
 _VARIANTS = (("lru", "lru", 0.0), ("lru + CPU tier", "lru", 2.0), ("reuse", "reuse", 0.0))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
-from launch.bench.workloads import Tokens, Work, Workload
+from fastdeploy_cache.launch.bench.workloads import Tokens, Work, Workload
 
 PHASES = ("request", "match", "allocate", "commit", "decode", "release")
 _STEP = 64  # output tokens for each decode step

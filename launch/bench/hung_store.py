@@ -1,4 +1,4 @@
-"""A store that never answers, for `bench storage`: `launch.bench.hung_store:HungStore`."""
+"""A store that never answers, for `bench storage`: `fastdeploy_cache.launch.bench.hung_store:HungStore`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transfer_manager.storage.base import Blocks, Segment, StorageStats, Written
-from transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, StorageStats, Written
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
 _A_DAY_SECONDS = 86400.0
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
-from launch.bench.workloads import Tokens
+from fastdeploy_cache.launch.bench.workloads import Tokens
 
 VERBS = ("match", "allocate", "commit", "release", "first eviction")
 LOCK = "lock held"

@@ -8,15 +8,14 @@ from typing import Any
 
 from rich.console import Console
 
-from ipc.errors import NotEnoughMemoryError
-from ipc.memory_limit import available_memory_bytes
-from launch.bench.machine import describe_machine
-from launch.bench.peer import Overlap, Row, link_rows, overlap, smallest_receive_seconds
-from launch.bench.peer_memory import LinkMissingError
-from launch.bench.reach import Reach, add_at_least, add_at_most, show_reach, table_of
-from launch.errors import LaunchError
-from launch.findings import check_target, console_beside, write_json
-from transfer_manager.peer import KINDS
+from fastdeploy_cache.errors import LaunchError, NotEnoughMemoryError
+from fastdeploy_cache.ipc.memory_limit import available_memory_bytes
+from fastdeploy_cache.launch.bench.machine import describe_machine
+from fastdeploy_cache.launch.bench.peer import Overlap, Row, link_rows, overlap, smallest_receive_seconds
+from fastdeploy_cache.launch.bench.peer_memory import LinkMissingError
+from fastdeploy_cache.launch.bench.reach import Reach, add_at_least, add_at_most, show_reach, table_of
+from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
+from fastdeploy_cache.transfer_manager.peer import KINDS
 
 _GB, _MIB = 1e9, 2**20
 _FLOORS = {"shm": "plain copy", "nixl": "NIXL alone", "mooncake": "Mooncake alone"}

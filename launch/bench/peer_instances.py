@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Receive, Request, Send
-from launch.errors import LaunchError
-from transfer_manager.layout import KVLayout
-from transfer_manager.peer.config import PeerConfig
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 
 _SECONDS = 60.0
 _TRAVEL_SECONDS = 0.02  # of an offer to the other instance

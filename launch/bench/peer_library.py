@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from launch.errors import LaunchError
-from transfer_manager.peer.link import Bytes, Int64Array, Pieces, open_endpoint
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.transfer_manager.peer.link import Bytes, Int64Array, Pieces, open_endpoint
 
 _SECONDS = 60.0
 Read = Callable[[Pieces], Callable[[], None]]  # prepares a read, which may run again and again

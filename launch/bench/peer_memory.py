@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ipc.shared_array import SharedArray
-from launch.bench.peer_library import open_library
-from launch.errors import LaunchError
-from transfer_manager.peer import open_link
-from transfer_manager.peer.link import Bytes, LinkError, Pieces, open_endpoint
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.launch.bench.peer_library import open_library
+from fastdeploy_cache.transfer_manager.peer import open_link
+from fastdeploy_cache.transfer_manager.peer.link import Bytes, LinkError, Pieces, open_endpoint
 
 _SECONDS = 60.0
 _REFUSED = "refused: "
@@ -48,7 +48,7 @@ class _Process:
     def __init__(self, *arguments: str) -> None:
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`; libraries talk a lot
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "launch.bench.peer_memory", *arguments],
+            [sys.executable, "-m", "fastdeploy_cache.launch.bench.peer_memory", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,

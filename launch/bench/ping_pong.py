@@ -23,7 +23,9 @@ class _Queues(multiprocessing.managers.BaseManager):
 
 @contextlib.contextmanager
 def _far_end(kind: str, address: str) -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, "-m", "launch.bench.ping_pong", kind, address], stdin=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fastdeploy_cache.launch.bench.ping_pong", kind, address], stdin=subprocess.PIPE
+    )
     try:
         yield
     finally:

@@ -12,11 +12,11 @@ from time import perf_counter_ns
 import numpy as np
 
 from fastdeploy_cache.block_pool import BlockPool, Owner
+from fastdeploy_cache.launch.bench.control import Server
+from fastdeploy_cache.launch.bench.workloads import Scale
 from fastdeploy_cache.policies import new_policy
 from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.run import Tier
-from launch.bench.control import Server
-from launch.bench.workloads import Scale
 
 _IN_FLIGHT = 4
 
@@ -90,7 +90,7 @@ def _round_means(times: list[int], length: int) -> list[float]:
 
 def bytes_per_block(num_blocks: int, policy: str = "lru") -> float:
     """Growth of a fresh process by a manager with so many cached blocks, in runs of 64, for each block."""
-    command = [sys.executable, "-P", "-m", "launch.bench.scale", str(num_blocks), policy]
+    command = [sys.executable, "-P", "-m", "fastdeploy_cache.launch.bench.scale", str(num_blocks), policy]
     answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     return float(json.loads(answer.stdout))
 

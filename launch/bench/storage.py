@@ -16,16 +16,16 @@ from typing import NamedTuple
 import numpy as np
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
-from ipc.shared_array import SharedArray
-from launch.errors import LaunchError
-from transfer_manager.config import TransferConfig
-from transfer_manager.layout import KVLayout, RankLayout
-from transfer_manager.storage import open_storage
-from transfer_manager.storage.base import Blocks
-from transfer_manager.storage.client import StorageProcesses
-from transfer_manager.storage.config import StorageConfig
-from transfer_manager.storage.keys import KeySpace
-from transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.layout import KVLayout, RankLayout
+from fastdeploy_cache.transfer_manager.storage import open_storage
+from fastdeploy_cache.transfer_manager.storage.base import Blocks
+from fastdeploy_cache.transfer_manager.storage.client import StorageProcesses
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
 
 _TASK_BYTES = 128 * 2**20  # as the cache cuts them for a fast store
 _BURST_BYTES = 32 * 2**20  # less than what the file store syncs at a time
@@ -262,7 +262,7 @@ def hung_store(num_requests: int, deadline_seconds: float) -> HungResult:
         min_prefetch_tokens=1,
         load_policy="always",
         storage=StorageConfig(
-            kind="launch.bench.hung_store:HungStore",
+            kind="fastdeploy_cache.launch.bench.hung_store:HungStore",
             weights_id="bench",
             task_timeout_seconds=10 * deadline_seconds,
             breaker_failures=10**6,

@@ -12,12 +12,12 @@ from typing import Any
 
 from rich.console import Console
 
-from launch.bench.machine import describe_machine
-from launch.bench.reach import Reach, add_at_least, add_at_most, show_reach, table_of
-from launch.bench.storage import Row, bandwidth, hung_store, reopen_seconds
-from launch.errors import LaunchError
-from launch.findings import check_target, console_beside, write_json
-from transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.bench.machine import describe_machine
+from fastdeploy_cache.launch.bench.reach import Reach, add_at_least, add_at_most, show_reach, table_of
+from fastdeploy_cache.launch.bench.storage import Row, bandwidth, hung_store, reopen_seconds
+from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 
 _GB = 1e9
 _SIZES = (64 * 2**10, 2**20, 8 * 2**20)
@@ -146,7 +146,7 @@ def _run_hung(console: Console, num_requests: int, reach: Reach) -> dict[str, fl
 
 
 def _run_model(console: Console, folder: Path) -> dict[str, float]:
-    from launch.bench.storage_model import load_or_compute
+    from fastdeploy_cache.launch.bench.storage_model import load_or_compute
 
     times = load_or_compute(folder)
     console.print(

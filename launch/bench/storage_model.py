@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from fastdeploy_cache import CacheConfig, StorageConfig
-from launch.reference_engine.engine import Engine
-from launch.reference_engine.generation import GenerationError
-from launch.reference_engine.serving import layout_of, running_engine
-from launch.reference_engine.weights import ModelFiles, load_model_files
+from fastdeploy_cache.launch.reference_engine.engine import Engine
+from fastdeploy_cache.launch.reference_engine.generation import GenerationError
+from fastdeploy_cache.launch.reference_engine.serving import layout_of, running_engine
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, load_model_files
 
 _NUM_TOKENS = 1024
 _BLOCK_SIZE = 16

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ipc.shared_array import SharedArray
-from transfer_manager.config import TransferConfig
-from transfer_manager.layout import KVLayout, RankLayout
-from transfer_manager.rank_client import RankClient
-from transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.layout import KVLayout, RankLayout
+from fastdeploy_cache.transfer_manager.rank_client import RankClient
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
 
 _WAIT_SECONDS = 60.0
 

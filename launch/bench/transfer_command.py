@@ -10,14 +10,22 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from ipc.codec import encode
-from launch.bench import ping_pong
-from launch.bench.machine import describe_machine
-from launch.bench.reach import Reach, add_at_least, add_at_most, show_reach, table_of
-from launch.bench.transfer import CASES, Case, Ranks, bandwidth, first_and_last_layer, idle_cpu, own_bytes
-from launch.findings import check_target, console_beside, write_json
-from transfer_manager.layout import KVLayout
-from transfer_manager.task import Direction, SwapMessage, TransferTask
+from fastdeploy_cache.ipc.codec import encode
+from fastdeploy_cache.launch.bench import ping_pong
+from fastdeploy_cache.launch.bench.machine import describe_machine
+from fastdeploy_cache.launch.bench.reach import Reach, add_at_least, add_at_most, show_reach, table_of
+from fastdeploy_cache.launch.bench.transfer import (
+    CASES,
+    Case,
+    Ranks,
+    bandwidth,
+    first_and_last_layer,
+    idle_cpu,
+    own_bytes,
+)
+from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
+from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.task import Direction, SwapMessage, TransferTask
 
 _GIB = 2**30
 _MAX_PROMISED_RANKS = 2  # more ranks than cores share them with the plain copies' threads

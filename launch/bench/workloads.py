@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.simulator.trace import read_trace
+from fastdeploy_cache.launch.simulator.trace import read_trace
 
 Tokens = np.ndarray[Any, np.dtype[np.int32]]
 _VOCABULARY = 50_000

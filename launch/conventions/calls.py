@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from fastdeploy_cache import PrefixCacheManager
-from launch.reference_engine.model import Llama, SequenceChunk
-from launch.reference_engine.serving import cpu_shard
-from launch.reference_engine.weights import ModelFiles
+from fastdeploy_cache.launch.reference_engine.model import Llama, SequenceChunk
+from fastdeploy_cache.launch.reference_engine.serving import cpu_shard
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
 
 
 class Calls(Protocol):

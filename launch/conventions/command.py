@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from fastdeploy_cache import CacheConfig, TransferConfig
-from launch.conventions.by_block import FastDeployV0, FastDeployV1, Native, VllmPool
-from launch.conventions.by_slot import ContiguousSlots, MiniSGLang, SGLang
-from launch.conventions.calls import Answer, Calls, Model, answer
-from launch.demo.conversations import CONVERSATIONS, Conversation
-from launch.errors import LaunchError
-from launch.findings import check_target, console_beside, write_json
-from launch.reference_engine.serving import layout_of
-from launch.reference_engine.tokenizer import ChatTokenizer
-from launch.reference_engine.weights import ModelFiles, load_model_files
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.conventions.by_block import FastDeployV0, FastDeployV1, Native, VllmPool
+from fastdeploy_cache.launch.conventions.by_slot import ContiguousSlots, MiniSGLang, SGLang
+from fastdeploy_cache.launch.conventions.calls import Answer, Calls, Model, answer
+from fastdeploy_cache.launch.demo.conversations import CONVERSATIONS, Conversation
+from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
+from fastdeploy_cache.launch.reference_engine.serving import layout_of
+from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, load_model_files
 
 BLOCK_TOKENS = 16
 _NUM_CPU_BLOCKS, _SLOT_BLOCKS = 256, 32

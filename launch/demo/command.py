@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fastdeploy_cache import CacheConfig, StorageConfig, TransferConfig
-from launch.demo.conversations import CONVERSATIONS
-from launch.demo.report import BLOCK_TOKENS, facts, show
-from launch.demo.scenario import Played, play, play_again
-from launch.errors import LaunchError
-from launch.findings import check_target, console_beside, write_json
-from launch.reference_engine.serving import layout_of
-from launch.reference_engine.tokenizer import ChatTokenizer
-from launch.reference_engine.weights import ModelFiles, load_model_files
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.demo.conversations import CONVERSATIONS
+from fastdeploy_cache.launch.demo.report import BLOCK_TOKENS, facts, show
+from fastdeploy_cache.launch.demo.scenario import Played, play, play_again
+from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
+from fastdeploy_cache.launch.reference_engine.serving import layout_of
+from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, load_model_files
 
 # Two answers at a time fit; all conversations together need twice the room, so the rest waits in the CPU tier.
 _PROMPT_BLOCKS, _TURNS = 32, 2

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from launch.demo.scenario import Answer, Played
+from fastdeploy_cache.launch.demo.scenario import Answer, Played
 
 BLOCK_TOKENS = 16
 KINDS = ("cold", "GPU hit", "CPU hit", "storage hit")

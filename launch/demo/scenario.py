@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastdeploy_cache import CacheConfig, CacheStats
-from launch.demo.conversations import Conversation
-from launch.reference_engine.engine import Engine
-from launch.reference_engine.generation import Generation, GenerationError
-from launch.reference_engine.serving import running_engine
-from launch.reference_engine.tokenizer import ChatTokenizer
-from launch.reference_engine.weights import ModelFiles
+from fastdeploy_cache.launch.demo.conversations import Conversation
+from fastdeploy_cache.launch.reference_engine.engine import Engine
+from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationError
+from fastdeploy_cache.launch.reference_engine.serving import running_engine
+from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
 
 logger = logging.getLogger(__name__)
 

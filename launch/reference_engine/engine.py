@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from fastdeploy_cache import Match, PrefixCacheManager
-from fastdeploy_cache.errors import CacheError, OutOfBlocksError, PeerError
-from launch.reference_engine.generation import Generation, GenerationError
-from launch.reference_engine.intake import Intake
-from launch.reference_engine.open_transfers import OpenTransfers
-from launch.reference_engine.paged_kv import SequenceChunk
-from launch.reference_engine.receiving import Receives
-from launch.reference_engine.sending import Sends
+from fastdeploy_cache.errors import CacheError, OutOfBlocksError
+from fastdeploy_cache.launch.reference_engine.generation import Generation
+from fastdeploy_cache.launch.reference_engine.intake import Intake
+from fastdeploy_cache.launch.reference_engine.open_transfers import OpenTransfers
+from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
+from fastdeploy_cache.launch.reference_engine.receiving import Receives
+from fastdeploy_cache.launch.reference_engine.sending import Sends
 
 # Tokens of one step: enough to use the matrix units, few enough that running answers do not stall behind a prompt.
 _STEP_TOKENS = 256
@@ -209,7 +209,7 @@ class Engine(Intake):
                 return False
             generation.finish("error", f"no room for {request.num_tokens} tokens though nothing runs: {shortage}")
             return True
-        except (CacheError, PeerError, GenerationError) as error:
+        except CacheError as error:
             self._withdraw(generation)
             generation.finish("error", str(error))
             return True

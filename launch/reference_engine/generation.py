@@ -8,10 +8,11 @@ import time
 from dataclasses import dataclass, field
 
 from fastdeploy_cache import Match, Request
+from fastdeploy_cache.errors import CacheError
 from fastdeploy_cache.peer_transfer import Receive, Send
 
 
-class GenerationError(Exception):
+class GenerationError(CacheError):
     """The engine could not produce the answer; the message says why."""
 
 

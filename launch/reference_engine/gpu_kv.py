@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from fastdeploy_cache import PrefixCacheManager
-from launch.reference_engine.errors import ModelLoadError
-from launch.reference_engine.paddle_runtime import import_paddle
-from launch.reference_engine.paged_kv import KVShard
-from transfer_manager.device.cuda import export_kv, open_segment
-from transfer_manager.device.cuda_driver import Cuda
-from transfer_manager.dlpack import MemoryArray
-from transfer_manager.layout import KVPart, RankLayout
-from transfer_manager.tensors import ArrayPlace
+from fastdeploy_cache.errors import ModelLoadError
+from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle
+from fastdeploy_cache.launch.reference_engine.paged_kv import KVShard
+from fastdeploy_cache.transfer_manager.device.cuda import export_kv, open_segment
+from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
+from fastdeploy_cache.transfer_manager.dlpack import MemoryArray
+from fastdeploy_cache.transfer_manager.layout import KVPart, RankLayout
+from fastdeploy_cache.transfer_manager.tensors import ArrayPlace
 
 
 def gpu_shard(cache: PrefixCacheManager, rank: int) -> KVShard:

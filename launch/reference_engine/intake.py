@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.errors import PeerRefusedError
-from launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
+from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
 
 
 class Intake:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from launch.reference_engine.paddle_runtime import import_paddle, share_array
-from launch.reference_engine.paged_kv import KVShard, PagedKV, SequenceChunk
-from launch.reference_engine.weights import ModelFiles
+from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle, share_array
+from fastdeploy_cache.launch.reference_engine.paged_kv import KVShard, PagedKV, SequenceChunk
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
 
 __all__ = ["KVShard", "Llama", "SequenceChunk"]
 

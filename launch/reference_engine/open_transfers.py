@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from fastdeploy_cache.launch.reference_engine.generation import Generation
 from fastdeploy_cache.peer_transfer import PeerTransfer
-from launch.reference_engine.generation import Generation
 
 _RETRY_SECONDS = 1.0  # processes that are down tell nobody when they are back
 

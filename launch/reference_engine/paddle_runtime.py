@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.reference_engine.errors import ModelLoadError
+from fastdeploy_cache.errors import ModelLoadError
 
 __all__ = ["check_distributions", "import_paddle", "share_array"]
 

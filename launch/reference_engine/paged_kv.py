@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from launch.reference_engine.paddle_runtime import import_paddle, share_array
-from launch.reference_engine.weights import ModelSpec
+from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle, share_array
+from fastdeploy_cache.launch.reference_engine.weights import ModelSpec
 
 __all__ = ["KVShard", "PagedKV", "SequenceChunk"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.errors import CacheError, OutOfBlocksError, PeerError, PeerRefusedError
-from launch.reference_engine.generation import Generation, GenerationError
-from launch.reference_engine.open_transfers import Hold, OpenTransfers
+from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationError
+from fastdeploy_cache.launch.reference_engine.open_transfers import Hold, OpenTransfers
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Receives:
             receive = self._cache.receive(generation.request, generation.offer)
         except OutOfBlocksError:
             raise
-        except (PeerError, CacheError) as error:
+        except CacheError as error:
             may_be_later = isinstance(error, PeerError) and not isinstance(error, PeerRefusedError)
             if may_be_later and self.hold.begin(generation):
                 return

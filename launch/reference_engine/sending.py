@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.errors import PeerError, PeerRefusedError
-from launch.reference_engine.generation import Generation
-from launch.reference_engine.open_transfers import Hold, OpenTransfers
+from fastdeploy_cache.launch.reference_engine.generation import Generation
+from fastdeploy_cache.launch.reference_engine.open_transfers import Hold, OpenTransfers
 
 
 class Sends:

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Iterator
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager
-from launch.reference_engine.engine import Engine
-from launch.reference_engine.model import KVShard, Llama
-from launch.reference_engine.weights import ModelFiles, ModelSpec
+from fastdeploy_cache.launch.reference_engine.engine import Engine
+from fastdeploy_cache.launch.reference_engine.model import KVShard, Llama
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def running_engine(
 
     with PrefixCacheManager(config, on_kv_lost=end) as cache:
         if on_gpu:
-            from launch.reference_engine.gpu_kv import gpu_shard
+            from fastdeploy_cache.launch.reference_engine.gpu_kv import gpu_shard
 
             shards = [gpu_shard(cache, rank) for rank in range(config.transfer.tp_size)]
         else:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from launch.reference_engine.errors import ModelLoadError
-from launch.reference_engine.weights import ModelFiles
+from fastdeploy_cache.errors import ModelLoadError
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
 
 __all__ = ["ChatTokenizer", "StreamDecoder"]
 

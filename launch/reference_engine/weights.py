@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from launch.reference_engine.errors import ModelLoadError
-from launch.reference_engine.gguf_file import read_gguf
-from launch.reference_engine.weight_cache import (
+from fastdeploy_cache.errors import ModelLoadError
+from fastdeploy_cache.launch.reference_engine.gguf_file import read_gguf
+from fastdeploy_cache.launch.reference_engine.weight_cache import (
     FORMAT_VERSION,
     CacheDamagedError,
     Float32Array,

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fastdeploy_cache.config import WRITE_POLICIES
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
+from fastdeploy_cache.launch.simulator.bound import Clairvoyant, infinite_hit_rate
+from fastdeploy_cache.launch.simulator.plot import PLOT_SUFFIXES, draw
+from fastdeploy_cache.launch.simulator.replay import Replay, Replayed
+from fastdeploy_cache.launch.simulator.report import show
+from fastdeploy_cache.launch.simulator.trace import Trace, TraceRequest, read_trace
 from fastdeploy_cache.policies import EVICTION_POLICIES
-from launch.errors import LaunchError
-from launch.findings import check_target, console_beside, write_json
-from launch.simulator.bound import Clairvoyant, infinite_hit_rate
-from launch.simulator.plot import PLOT_SUFFIXES, draw
-from launch.simulator.replay import Replay, Replayed
-from launch.simulator.report import show
-from launch.simulator.trace import Trace, TraceRequest, read_trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from launch.errors import LaunchError
+from fastdeploy_cache.errors import LaunchError
 
 PLOT_SUFFIXES = (".png", ".svg")
 

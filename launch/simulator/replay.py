@@ -10,9 +10,9 @@ import numpy as np
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.errors import PromptTooLongError
+from fastdeploy_cache.launch.simulator.trace import Trace, TraceRequest
 from fastdeploy_cache.policies import new_policy
 from fastdeploy_cache.policies.eviction import EvictionPolicy
-from launch.simulator.trace import Trace, TraceRequest
 
 
 @dataclass(frozen=True)

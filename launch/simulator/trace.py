@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from launch.errors import LaunchError
+from fastdeploy_cache.errors import LaunchError
 
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 

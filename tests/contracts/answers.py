@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
 
 SECONDS = 30.0
 

@@ -16,11 +16,11 @@ import sys
 
 import numpy as np
 
-from ipc.shared_array import SharedArray
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.peer import open_link
+from fastdeploy_cache.transfer_manager.peer.link import INCARNATION_BYTES, Bytes
+from fastdeploy_cache.transfer_manager.peer.link_address import AddressLink
 from tests.stopping import stopped
-from transfer_manager.peer import open_link
-from transfer_manager.peer.link import INCARNATION_BYTES, Bytes
-from transfer_manager.peer.link_address import AddressLink
 
 SECONDS = 30.0
 

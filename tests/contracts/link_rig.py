@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from ipc.shared_array import SharedArray
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.peer import open_link
+from fastdeploy_cache.transfer_manager.peer.link import Bytes, Link, LinkError, Pieces, open_endpoint, seal_endpoint
 from tests.contracts.link_peer import LinkPeer
-from transfer_manager.peer import open_link
-from transfer_manager.peer.link import Bytes, Link, LinkError, Pieces, open_endpoint, seal_endpoint
 
 MIB = 2**20
 SECONDS = 20.0  # of reads that are to succeed

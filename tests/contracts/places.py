@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from fastdeploy_cache.transfer_manager.storage import open_storage
+from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, Storage
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 from tests.storage_servers import MooncakeLender, MooncakeMaster, ValkeyServer
-from transfer_manager.storage import open_storage
-from transfer_manager.storage.base import Blocks, Segment, Storage
-from transfer_manager.storage.config import StorageConfig
-from transfer_manager.storage.keys import KeySpace
 
 NUM_BLOCKS = 24
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from ipc.shared_array import SharedArray
+from fastdeploy_cache.errors import DeviceError
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.device.base import Device
+from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
+from fastdeploy_cache.transfer_manager.device.cuda import CudaDevice
+from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
+from fastdeploy_cache.transfer_manager.layout import STORAGE_DTYPES, KVLayout, KVPart, RankLayout
+from fastdeploy_cache.transfer_manager.task import SWAPS, Direction
 from tests.fake_cuda import FakeDriver, install
-from transfer_manager.device.base import Device
-from transfer_manager.device.cpu import CpuDevice
-from transfer_manager.device.cuda import CudaDevice
-from transfer_manager.device.cuda_driver import Cuda
-from transfer_manager.errors import DeviceError
-from transfer_manager.layout import STORAGE_DTYPES, KVLayout, KVPart, RankLayout
-from transfer_manager.task import SWAPS, Direction
 
 NUM_GPU, NUM_CPU = 12, 17
 UNEVEN = (KVPart("key", (3, 2, 5), "float16"), KVPart("scale", (3,), "float32", None), KVPart("value", (7,), "int8"))

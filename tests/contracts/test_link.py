@@ -13,10 +13,10 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from ipc.shared_array import SharedArray
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.peer.link import LinkError, Pieces, open_endpoint
 from tests.contracts.link_rig import MIB, SECONDS, Rig, changed, error_of, pieces
 from tests.storage_servers import missing
-from transfer_manager.peer.link import LinkError, Pieces, open_endpoint
 
 SOON = 1.0  # seconds of reads that are to be late
 

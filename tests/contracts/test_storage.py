@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastdeploy_cache.errors import StorageError, StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage import open_storage
+from fastdeploy_cache.transfer_manager.storage.base import Blocks, seal
 from tests.contracts.places import MemoryPlace, Place
 from tests.faulty_storage import FaultyStorage
-from transfer_manager.errors import StorageError, StorageRefusedError
-from transfer_manager.storage import open_storage
-from transfer_manager.storage.base import Blocks, seal
 
 SECONDS = 30.0
 SIZES = [1, 7, 4096, 4097, 99_999, 1_048_577]

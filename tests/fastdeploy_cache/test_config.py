@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, StorageConfig, TransferConfig
-from fastdeploy_cache.errors import ConfigError, LayoutError
-from ipc.errors import NotEnoughMemoryError
+from fastdeploy_cache.errors import ConfigError, LayoutError, NotEnoughMemoryError
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, dtype="float16")
 BLOCK_BYTES = 2 * 2 * 16 * 4 * 8 * 2  # layers, key and value, tokens, heads, head_dim, float16

@@ -16,9 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request, TransferConfig
 from fastdeploy_cache.adapters import fastdeploy
-from fastdeploy_cache.errors import ConfigError
-from metrics.errors import MetricsError
-from metrics.remote import RemoteMetrics
+from fastdeploy_cache.errors import ConfigError, MetricsError
+from fastdeploy_cache.metrics.remote import RemoteMetrics
 from tests.fastdeploy_cache.adapters.fastdeploy_engine import new_config as fastdeploy_config
 from tests.faults.engine import BLOCK_SIZE, Engine, new_config
 

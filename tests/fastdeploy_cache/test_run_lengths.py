@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launch.bench.control import Server
-from launch.bench.workloads import chat
+from fastdeploy_cache.launch.bench.control import Server
+from fastdeploy_cache.launch.bench.workloads import chat
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "reuse"])

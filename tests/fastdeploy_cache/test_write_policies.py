@@ -12,8 +12,8 @@ from fastdeploy_cache.copy_down import MIN_STORE_BLOCKS
 from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.run import CPU, Run
+from fastdeploy_cache.transfer_manager.task import Direction
 from tests.cache_model import CacheModel
-from transfer_manager.task import Direction
 
 A, B, C, D = ([base + i for i in range(400)] for base in (1000, 2000, 3000, 4000))
 Block = tuple[int, ...]  # the first tokens of the runs down to it, and its place in the last one

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.device.strips import load_steps
+from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.rank_client import RankClient
 from tests.contracts.answers import Answers
-from transfer_manager.config import TransferConfig
-from transfer_manager.device.strips import load_steps
-from transfer_manager.layout import KVLayout
-from transfer_manager.rank_client import RankClient
 
 NUM_LAYERS, NUM_GPU, NUM_CPU, BLOCK_SIZE = 4, 16, 20, 4
 LAYOUT = KVLayout(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=16384 // 2, dtype="float16")

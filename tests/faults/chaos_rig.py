@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager
+from fastdeploy_cache.errors import LayoutError
 from fastdeploy_cache.run import CPU, GPU
 from tests.faults.test_storage_processes import drained
-from transfer_manager.errors import LayoutError
 
 SECONDS = 30.0
 MAX_RUNNING = 3

@@ -15,8 +15,8 @@ import numpy as np
 from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.adapters.vllm_scheduler import SchedulerHalf
 from fastdeploy_cache.adapters.vllm_worker import WorkerHalf
+from fastdeploy_cache.transfer_manager.kv_memory import KVMemory
 from tests.faults.chaos_rig import SECONDS, Driver, Prompt
-from transfer_manager.kv_memory import KVMemory
 
 
 @dataclass

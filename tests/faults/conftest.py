@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_cache.transfer_manager.client import TransferClient
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.rank_client import RankClient
 from tests.contracts.answers import Answers
 from tests.ipc.conftest import eventually  # noqa: F401 (a fixture here too)
-from transfer_manager.client import TransferClient
-from transfer_manager.config import TransferConfig
-from transfer_manager.layout import KVLayout
-from transfer_manager.rank_client import RankClient
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=6, head_dim=4, dtype="float16")
 NUM_GPU, NUM_CPU, BLOCK_SIZE = 16, 24, 4
@@ -48,8 +48,9 @@ def rank_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     """Makes rank processes run the given code instead of theirs."""
 
     def replace(code: str) -> None:
-        package = tmp_path / "transfer_manager"
-        package.mkdir()
+        package = tmp_path / "fastdeploy_cache" / "transfer_manager"
+        package.mkdir(parents=True)
+        (package.parent / "__init__.py").touch()
         (package / "__init__.py").write_text(code)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 

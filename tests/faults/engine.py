@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from fastdeploy_cache import CacheConfig, Match, PrefixCacheManager, Request
-from transfer_manager.config import TransferConfig
-from transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.layout import KVLayout
 
 BLOCK_SIZE = 4
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=6, head_dim=4, dtype="float16")

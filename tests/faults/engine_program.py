@@ -10,10 +10,10 @@ import threading
 from pathlib import Path
 
 from fastdeploy_cache import PrefixCacheManager
+from fastdeploy_cache.transfer_manager import rank_client
+from fastdeploy_cache.transfer_manager.rank_process import RankProcess
+from fastdeploy_cache.transfer_manager.task import RankSetup
 from tests.faults.engine import Engine, new_config
-from transfer_manager import rank_client
-from transfer_manager.rank_process import RankProcess
-from transfer_manager.task import RankSetup
 
 TP_SIZE = 2
 

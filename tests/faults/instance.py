@@ -28,7 +28,7 @@ from fastdeploy_cache import (
     Send,
     TransferConfig,
 )
-from fastdeploy_cache.errors import CacheError, PeerError
+from fastdeploy_cache.errors import CacheError
 from fastdeploy_cache.peer_tier import PeerTier
 
 BLOCK_SIZE = 4
@@ -220,7 +220,7 @@ def main(settings: str) -> None:
             try:
                 result = getattr(instance, verb)(*arguments)
                 answer = base64.b64encode(result).decode() if isinstance(result, bytes) else result
-            except (CacheError, PeerError) as error:
+            except CacheError as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             print(json.dumps(answer), file=answers, flush=True)
 

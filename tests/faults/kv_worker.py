@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ipc.codec import decode, encode
-from transfer_manager.kv_memory import KVHandle, KVMemory, KVViews
-from transfer_manager.layout import RankLayout
-from transfer_manager.rank_signal import LayerProgress
+from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVMemory, KVViews
+from fastdeploy_cache.transfer_manager.layout import RankLayout
+from fastdeploy_cache.transfer_manager.rank_signal import LayerProgress
 
 SECONDS = 30.0
 

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import zmq
 
-from ipc.codec import decode, encode
-from ipc.private_directory import PrivateDirectory
-from ipc.task_queue import Wakeup
-from transfer_manager.peer.messages import ToOwner, ToReader
-from transfer_manager.peer.offer import InstanceInfo
+from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.ipc.private_directory import PrivateDirectory
+from fastdeploy_cache.ipc.task_queue import Wakeup
+from fastdeploy_cache.transfer_manager.peer.messages import ToOwner, ToReader
+from fastdeploy_cache.transfer_manager.peer.offer import InstanceInfo
 
 Message = ToOwner | ToReader
 Rule = Callable[[Message], int | Message]  # how often it is passed on, or what is instead; called by the relay's thread

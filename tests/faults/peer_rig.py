@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from transfer_manager.config import TransferConfig
-from transfer_manager.kv_memory import KVMemory
-from transfer_manager.layout import KVLayout
-from transfer_manager.peer.client import PeerProcesses
-from transfer_manager.peer.config import PeerConfig
-from transfer_manager.peer.messages import Detail, EndReceiveDetail, ReceiveDetail, SendDetail, Why
-from transfer_manager.peer.offer import InstanceInfo
-from transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.kv_memory import KVMemory
+from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.peer.client import PeerProcesses
+from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
+from fastdeploy_cache.transfer_manager.peer.messages import Detail, EndReceiveDetail, ReceiveDetail, SendDetail, Why
+from fastdeploy_cache.transfer_manager.peer.offer import InstanceInfo
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
 
 SECONDS = 30.0
 NUM_BLOCKS, BLOCK_SIZE, NUM_LAYERS = 24, 4, 3

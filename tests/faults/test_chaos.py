@@ -43,7 +43,7 @@ def broken_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _FLIP = """
-from transfer_manager.device import cpu
+from fastdeploy_cache.transfer_manager.device import cpu
 copy = cpu._copy
 
 def copy_wrongly(destinations, sources, spans):

@@ -13,6 +13,7 @@ import pytest
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
 from fastdeploy_cache.adapters import fastdeploy, mini_sglang, sglang
 from fastdeploy_cache.config import WRITE_POLICIES
+from fastdeploy_cache.transfer_manager.layout import KVLayout
 from tests.fastdeploy_cache.adapters.fastdeploy_engine import SUFFIX, launch
 from tests.fastdeploy_cache.adapters.fastdeploy_engine import new_config as fastdeploy_config
 from tests.faults.chaos_block_tables import BlockPool, FastDeployV0, FastDeployV1
@@ -22,7 +23,6 @@ from tests.faults.chaos_token_slots import ContiguousSlots, MiniSGLang, SGLang
 from tests.faults.chaos_vllm_connector import VLLMConnector
 from tests.faults.engine import BLOCK_SIZE
 from tests.faults.test_chaos import IMPATIENT_STORE, NUM_CPU, NUM_GPU, PATIENT, SEEDS, TP_SIZE, chaos_config
-from transfer_manager.layout import KVLayout
 
 NUM_STEPS = 200
 HOW_PATIENT = [SECONDS, 0.02]  # by seed: for loads, of engines that say so once. The second may come away empty

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager, Request
-from ipc.errors import IPCError
+from fastdeploy_cache.errors import IPCError, LayoutError, RankStartError
+from fastdeploy_cache.transfer_manager.client import KVArrays
 from tests.faults.conftest import SECONDS, pids
 from tests.faults.engine import BLOCK_SIZE, LAYOUT, Engine, new_config
 from tests.faults.kv_worker import KVWorker, digest, kv_worker, layer_bytes
 from tests.stopping import stopped
-from transfer_manager.client import KVArrays
-from transfer_manager.errors import LayoutError, RankStartError
 
 NUM_GPU, NUM_CPU = 8, 60
 PROMPT = list(range(100, 100 + 5 * BLOCK_SIZE + 1))

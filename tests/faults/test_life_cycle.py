@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager, Request, StorageConfig
-from fastdeploy_cache.errors import ConfigError, LifeCycleError, OutOfBlocksError
+from fastdeploy_cache.errors import ConfigError, LifeCycleError, NotEnoughMemoryError, OutOfBlocksError
+from fastdeploy_cache.ipc import shared_array
 from fastdeploy_cache.life_cycle import LifeCycleStatus
-from ipc import shared_array
-from ipc.errors import NotEnoughMemoryError
 from tests.faults.engine import BLOCK_SIZE, Engine, new_config
 
 PROMPT = list(range(100, 100 + 6 * BLOCK_SIZE + 1))

@@ -17,7 +17,7 @@ import pytest
 
 from fastdeploy_cache import PrefixCacheManager, StorageConfig
 from fastdeploy_cache.errors import ConfigError, LayoutError, PeerRefusedError
-from ipc.peer_channel import make_keys
+from fastdeploy_cache.ipc.peer_channel import make_keys
 from tests.faults.instance import BLOCK_SIZE, LAYOUT, Instance, new_config
 from tests.faults.test_peers import NONE_HELD, NUM_BLOCKS, TOKENS, Rig
 from tests.storage_servers import ValkeyServer, free_port, missing

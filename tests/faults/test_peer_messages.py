@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.faults.peer_relay import Message, relayed
-from tests.faults.peer_rig import NUM_LAYERS, SECONDS, Pair, pair_of
-from transfer_manager.peer.messages import (
+from fastdeploy_cache.transfer_manager.peer.messages import (
     Confirm,
     Confirmed,
     Hello,
@@ -21,7 +19,9 @@ from transfer_manager.peer.messages import (
     Welcome,
     Why,
 )
-from transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import Direction
+from tests.faults.peer_relay import Message, relayed
+from tests.faults.peer_rig import NUM_LAYERS, SECONDS, Pair, pair_of
 
 SOURCES, BLOCKS = (3, 9, 4, 17, 0, 12), (20, 1, 7, 8, 22, 5)
 EARLY = Why("failed", "its blocks are needed")

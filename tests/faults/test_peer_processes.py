@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ipc.peer_channel import make_keys
+from fastdeploy_cache.ipc.peer_channel import make_keys
+from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.peer.messages import Why
 from tests.faults.peer_rig import LAYOUT, NUM_LAYERS, SECONDS, Pair, look, pair_of
 from tests.storage_servers import free_port, missing
-from transfer_manager.layout import KVLayout
-from transfer_manager.peer.messages import Why
 
 SOURCES, BLOCKS = (3, 9, 4, 17, 0, 12), (20, 1, 7, 8, 22, 5)
 FAILED = Why("failed", "the model fell over at layer 2")

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import zmq
 
-from ipc.codec import decode, encode
-from tests.faults.peer_relay import Message, relayed
-from tests.faults.peer_rig import BLOCK_SIZE, LAYOUT, NUM_BLOCKS, NUM_LAYERS, Pair, look, pair_of
-from transfer_manager.layout import Place
-from transfer_manager.peer.messages import (
+from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.transfer_manager.layout import Place
+from fastdeploy_cache.transfer_manager.peer.messages import (
     Chunk,
     Hello,
     ReaderKey,
@@ -24,6 +22,8 @@ from transfer_manager.peer.messages import (
     Welcome,
     Why,
 )
+from tests.faults.peer_relay import Message, relayed
+from tests.faults.peer_rig import BLOCK_SIZE, LAYOUT, NUM_BLOCKS, NUM_LAYERS, Pair, look, pair_of
 
 SOURCES, BLOCKS = (3, 9, 4, 17), (20, 1, 7, 8)
 GONE = Why("gone", "this test is over")

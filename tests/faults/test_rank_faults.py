@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ipc import codec
-from ipc.codec import encode
+from fastdeploy_cache.errors import RankStartError
+from fastdeploy_cache.ipc import codec
+from fastdeploy_cache.ipc.codec import encode
+from fastdeploy_cache.transfer_manager import rank_io
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.rank_client import RankClient
+from fastdeploy_cache.transfer_manager.rank_process import RankProcess
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
 from tests.contracts.answers import Answers, task
 from tests.faults.big_client import ALL, big_client
 from tests.faults.conftest import SECONDS, is_gone, pids, wait_exit, watched
 from tests.stopping import stopped
-from transfer_manager import rank_io
-from transfer_manager.config import TransferConfig
-from transfer_manager.errors import RankStartError
-from transfer_manager.layout import KVLayout
-from transfer_manager.rank_client import RankClient
-from transfer_manager.rank_process import RankProcess
-from transfer_manager.task import Direction, TransferResult
 
 NewClient = Callable[..., tuple[RankClient, Answers]]
 OUT, IN = Direction.SWAP_OUT, Direction.SWAP_IN

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request, StorageConfig
+from fastdeploy_cache.errors import StorageRefusedError
 from tests.faults.engine import BLOCK_SIZE, Engine, new_config
 from tests.storage_servers import free_port
-from transfer_manager.errors import StorageRefusedError
 
 PROMPT = list(range(50, 50 + 6 * BLOCK_SIZE + 1))
 SECONDS = 30.0

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, Written
+from fastdeploy_cache.transfer_manager.storage.file_store import FileStorage
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 from tests.faulty_storage import Faults, FaultyStorage
 from tests.transfer_manager.storage.file_rig import FailingDisk
-from transfer_manager.storage.base import Blocks, Segment, Written
-from transfer_manager.storage.file_store import FileStorage
-from transfer_manager.storage.keys import KeySpace
 
 _FAULTS = ("slow_seconds", "failures", "claims", "read_fewer", "hanging")
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request, StorageConfig
 from fastdeploy_cache.storage_tier import StorageTier
+from fastdeploy_cache.transfer_manager.layout import KVLayout
 from tests.faults.engine import Engine, new_config
-from transfer_manager.layout import KVLayout
 
 TP_SIZE = 2
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=4, head_dim=512, dtype="float16")  # 64 KiB for a block of a rank

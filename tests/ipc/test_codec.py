@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ipc.codec import decode, encode
-from ipc.errors import CodecError, IPCError
+from fastdeploy_cache.errors import CodecError, IPCError
+from fastdeploy_cache.ipc.codec import decode, encode
 
 
 class Move(msgspec.Struct, frozen=True, tag="move"):

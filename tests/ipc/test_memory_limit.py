@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ipc.errors import NotEnoughMemoryError
-from ipc.memory_limit import available_memory_bytes, check_available
+from fastdeploy_cache.errors import NotEnoughMemoryError
+from fastdeploy_cache.ipc.memory_limit import available_memory_bytes, check_available
 
 GIB = 2**30
 V2 = "0::/system.slice/engine.service\n"

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ipc import named_signal
-from ipc.errors import IPCError, NotEnoughMemoryError
-from ipc.named_signal import NamedSignal
+from fastdeploy_cache.errors import IPCError, NotEnoughMemoryError
+from fastdeploy_cache.ipc import named_signal
+from fastdeploy_cache.ipc.named_signal import NamedSignal
 
 FOLDER = Path("/dev/shm")
 
@@ -36,7 +36,7 @@ shm.close()
 
 HOLDER = """
 import sys
-from ipc.named_signal import NamedSignal
+from fastdeploy_cache.ipc.named_signal import NamedSignal
 make = NamedSignal.create if sys.argv[1] == "create" else NamedSignal.attach
 signal = make(sys.argv[2], sys.argv[3], 3)
 signal.words[0] = 5
@@ -47,7 +47,7 @@ signal.close()
 
 WAITER = """
 import sys
-from ipc.named_signal import NamedSignal
+from fastdeploy_cache.ipc.named_signal import NamedSignal
 with NamedSignal.attach(sys.argv[1], sys.argv[2], 3) as signal:
     signal.set(0, 1)
     print(signal.wait_change(2, 0, 30), flush=True)

@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 import zmq
 
-from ipc.errors import IPCError
-from ipc.peer_channel import CurveKeys, PeerConnection, PeerListener, check_address, load_keys, make_keys
-from ipc.private_directory import PrivateDirectory
-from ipc.task_queue import Poller, new_context
+from fastdeploy_cache.errors import IPCError
+from fastdeploy_cache.ipc.peer_channel import (
+    CurveKeys,
+    PeerConnection,
+    PeerListener,
+    check_address,
+    load_keys,
+    make_keys,
+)
+from fastdeploy_cache.ipc.private_directory import PrivateDirectory
+from fastdeploy_cache.ipc.task_queue import Poller, new_context
 
 SECONDS = 10.0
 SILENCE = 0.5  # of who is not let in: nothing tells that something will never come

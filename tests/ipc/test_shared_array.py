@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ipc import memory_limit, shared_array
-from ipc.errors import IPCError, NotEnoughMemoryError
-from ipc.shared_array import SharedArray
+from fastdeploy_cache.errors import IPCError, NotEnoughMemoryError
+from fastdeploy_cache.ipc import memory_limit, shared_array
+from fastdeploy_cache.ipc.shared_array import SharedArray
 from tests.leaks import shm_files
 
 CHILD = """
 import sys
 import numpy as np
-from ipc.shared_array import SharedArray
+from fastdeploy_cache.ipc.shared_array import SharedArray
 array = SharedArray(int(sys.argv[1]), 64)
 view = array.view(np.uint8, (64,))
 assert view.tolist() == list(range(64)), view

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ipc import shared_signal
-from ipc.errors import IPCError
-from ipc.shared_array import SharedArray
-from ipc.shared_signal import SharedSignal
+from fastdeploy_cache.errors import IPCError
+from fastdeploy_cache.ipc import shared_signal
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.ipc.shared_signal import SharedSignal
 
 WAITER = """
 import sys
-from ipc.shared_array import SharedArray
-from ipc.shared_signal import SharedSignal
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.ipc.shared_signal import SharedSignal
 signal = SharedSignal(SharedArray(int(sys.argv[1]), 16), 4)
 signal.set(0, 1)
 print(signal.wait(2, lambda value: value >= 3, 30), flush=True)

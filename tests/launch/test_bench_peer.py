@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.bench import peer
-from launch.bench.peer import PIECE_SIZES, medians
-from launch.bench.peer_instances import Instances
-from launch.bench.peer_library import open_library
-from launch.bench.peer_memory import LinkedMemory, LinkMissingError, Way, scattered
-from launch.errors import LaunchError
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.bench import peer
+from fastdeploy_cache.launch.bench.peer import PIECE_SIZES, medians
+from fastdeploy_cache.launch.bench.peer_instances import Instances
+from fastdeploy_cache.launch.bench.peer_library import open_library
+from fastdeploy_cache.launch.bench.peer_memory import LinkedMemory, LinkMissingError, Way, scattered
+from fastdeploy_cache.transfer_manager.peer import KINDS
+from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
 from tests.launch.test_bench_transfer import is_consistent
 from tests.launch.test_cli import CLI
 from tests.storage_servers import missing
-from transfer_manager.peer import KINDS
-from transfer_manager.peer.peer_signal import StepProgress
 
 TINY = ["--repeats", "1", "--memory-mib", "16", "--link", "shm"]
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launch.bench.reach import Reach, add_at_least, add_at_most, show_reach
-from launch.bench.transfer import CASES
+from fastdeploy_cache.launch.bench.reach import Reach, add_at_least, add_at_most, show_reach
+from fastdeploy_cache.launch.bench.transfer import CASES
 from tests.launch.test_cli import CLI
 
 ROOT = Path(__file__).parents[2]

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch import chat_api
-from launch.chat_api import ChatApi, ChatRequest, Message, NotWantedError, TextPart
-from launch.reference_engine.generation import (
+from fastdeploy_cache.launch import chat_api
+from fastdeploy_cache.launch.chat_api import ChatApi, ChatRequest, Message, NotWantedError, TextPart
+from fastdeploy_cache.launch.reference_engine.generation import (
     Generation,
     GenerationBusyError,
     GenerationRefusedError,
     GenerationTimeoutError,
 )
-from launch.reference_engine.tokenizer import ChatTokenizer
+from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from tests.launch.test_prefill_decode import PROMPT, SECONDS, Instance, instances, prefill
 
 CHAT = ChatRequest(messages=[Message("user", "hello")], max_tokens=4)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ipc.peer_channel import load_keys
+from fastdeploy_cache.ipc.peer_channel import load_keys
+from fastdeploy_cache.transfer_manager.peer.signature import load_secret
 from tests.launch.reference import needs_model
-from transfer_manager.peer.signature import load_secret
 
-CLI = [sys.executable, "-c", "from launch.cli import main; main()"]
+CLI = [sys.executable, "-c", "from fastdeploy_cache.launch.cli import main; main()"]
 
 
 def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:

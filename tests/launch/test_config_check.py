@@ -9,12 +9,11 @@ from typing import NamedTuple
 import pytest
 from typer.testing import CliRunner
 
-from ipc.errors import NotEnoughMemoryError
-from launch import config_check
-from launch.cli import app
+from fastdeploy_cache.errors import DeviceError, NotEnoughMemoryError
+from fastdeploy_cache.launch import config_check
+from fastdeploy_cache.launch.cli import app
+from fastdeploy_cache.transfer_manager.device import cuda_driver
 from tests.transfer_manager.storage.file_rig import Rig
-from transfer_manager.device import cuda_driver
-from transfer_manager.errors import DeviceError
 
 SETTINGS = """
 num_gpu_blocks = 4

@@ -16,18 +16,17 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_cache.errors import LifeCycleError
-from launch import control as control_module
-from launch.control import ControlServer
-from launch.control_client import ask
-from launch.control_socket import connected
-from launch.errors import LaunchError
+from fastdeploy_cache.errors import LaunchError, LifeCycleError
+from fastdeploy_cache.launch import control as control_module
+from fastdeploy_cache.launch.control import ControlServer
+from fastdeploy_cache.launch.control_client import ask
+from fastdeploy_cache.launch.control_socket import connected
 from tests.launch.test_serve import CLI
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from launch.control import ControlServer
+from fastdeploy_cache.launch.control import ControlServer
 ControlServer(Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """

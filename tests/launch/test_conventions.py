@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from launch.conventions.command import BLOCK_TOKENS, Played, new_config, new_conventions, play
-from launch.demo.conversations import CONVERSATIONS
-from launch.reference_engine.weights import ModelFiles
+from fastdeploy_cache.launch.conventions.command import BLOCK_TOKENS, Played, new_config, new_conventions, play
+from fastdeploy_cache.launch.demo.conversations import CONVERSATIONS
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
 from tests.launch.reference import needs_model
 
 pytestmark = needs_model

@@ -13,11 +13,11 @@ import pytest
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, TransferConfig
 from fastdeploy_cache.errors import RequestError
-from launch.reference_engine.engine import Engine
-from launch.reference_engine.generation import Generation, GenerationError
-from launch.reference_engine.paged_kv import SequenceChunk
-from transfer_manager.client import InlineClient
-from transfer_manager.task import Direction, TransferTask
+from fastdeploy_cache.launch.reference_engine.engine import Engine
+from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationError
+from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
+from fastdeploy_cache.transfer_manager.client import InlineClient
+from fastdeploy_cache.transfer_manager.task import Direction, TransferTask
 
 VOCABULARY, EOS, SIZE = 50, 0, 4
 

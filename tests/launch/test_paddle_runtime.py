@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.reference_engine.errors import ModelLoadError
-from launch.reference_engine.paddle_runtime import check_distributions, import_paddle, share_array
-from launch.reference_engine.tokenizer import ChatTokenizer
-from launch.reference_engine.weights import load_model_files
+from fastdeploy_cache.errors import ModelLoadError
+from fastdeploy_cache.launch.reference_engine.paddle_runtime import check_distributions, import_paddle, share_array
+from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
+from fastdeploy_cache.launch.reference_engine.weights import load_model_files
 from tests.launch.reference import (
     needs_model,
 )
@@ -103,7 +103,8 @@ def test_shared_array_is_the_same_memory() -> None:
 def test_paddle_starts_quietly() -> None:
     """Importing Paddle through us prints nothing and takes the asked number of threads."""
     script = (
-        "import os; from launch.reference_engine.paddle_runtime import import_paddle; import_paddle(2);"
+        "import os; from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle;"
+        "import_paddle(2);"
         "assert os.environ['OMP_NUM_THREADS'] == '2'"
     )
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

@@ -14,12 +14,12 @@ import pytest
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Request, TransferConfig
 from fastdeploy_cache.errors import PeerError
+from fastdeploy_cache.launch.reference_engine.engine import Engine
+from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
+from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
 from fastdeploy_cache.peer_transfer import Send
-from launch.reference_engine.engine import Engine
-from launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
-from launch.reference_engine.paged_kv import SequenceChunk
+from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 from tests.launch.test_engine import EOS, SIZE, VOCABULARY, expected, next_token
-from transfer_manager.peer.config import PeerConfig
 
 NUM_LAYERS = 3
 SECONDS = 20.0

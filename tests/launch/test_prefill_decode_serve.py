@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from launch.router import Router
-from launch.upstream import Instances
+from fastdeploy_cache.launch.router import Router
+from fastdeploy_cache.launch.upstream import Instances
+from fastdeploy_cache.transfer_manager.peer.offer import Offer
+from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, make_secret
 from tests.launch.reference import needs_model
 from tests.launch.test_serve import CLI, Server
-from transfer_manager.peer.offer import Offer
-from transfer_manager.peer.signature import OfferSigner, make_secret
 
 pytestmark = needs_model
 SECONDS = 120.0

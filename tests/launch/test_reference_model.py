@@ -11,9 +11,9 @@ import sys
 import numpy as np
 import pytest
 
-from launch.reference_engine.model import KVShard, Llama, SequenceChunk
-from launch.reference_engine.tokenizer import ChatTokenizer
-from launch.reference_engine.weights import ModelFiles
+from fastdeploy_cache.launch.reference_engine.model import KVShard, Llama, SequenceChunk
+from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
 from tests.launch.reference import (
     BLOCK_SIZE,
     LOGIT_TOLERANCE,

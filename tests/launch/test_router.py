@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from launch.errors import LaunchError
-from launch.router import Router
-from launch.upstream import Instances
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.router import Router
+from fastdeploy_cache.launch.upstream import Instances
 from tests.launch.router_rig import (
     CHAT,
     SECONDS,

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from launch import upstream
-from launch.upstream import HEALTH, Instances, NotSentError
+from fastdeploy_cache.launch import upstream
+from fastdeploy_cache.launch.upstream import HEALTH, Instances, NotSentError
 from tests.launch.router_rig import CHAT, SECONDS, Instance, _Handler, answers, ask, never_answers, offers, routed
 
 

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.launch.reference import needs_model
 
 pytestmark = needs_model
-CLI = [sys.executable, "-c", "from launch.cli import main; main()"]
+CLI = [sys.executable, "-c", "from fastdeploy_cache.launch.cli import main; main()"]
 CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12}
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.control_client import ask
-from launch.errors import LaunchError
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.control_client import ask
 from tests.launch.reference import needs_model
 from tests.launch.test_serve import CHAT, Server
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from launch.cli import app
-from launch.simulator.bound import Clairvoyant, infinite_hit_rate
-from launch.simulator.replay import Replay
-from launch.simulator.trace import Trace, TraceError, read_trace
+from fastdeploy_cache.launch.cli import app
+from fastdeploy_cache.launch.simulator.bound import Clairvoyant, infinite_hit_rate
+from fastdeploy_cache.launch.simulator.replay import Replay
+from fastdeploy_cache.launch.simulator.trace import Trace, TraceError, read_trace
 
 
 def line(seconds: float, ids: list[int], num_tokens: int | None = None, **more: object) -> str:

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from launch.cli import app
-from launch.errors import REPORTED
+from fastdeploy_cache.errors import CacheError
+from fastdeploy_cache.launch.cli import app
 from tests.transfer_manager.storage.file_damage import Damage, damages, files_below
 from tests.transfer_manager.storage.file_rig import Rig, space_of
 
@@ -41,7 +41,7 @@ def pristine() -> Iterator[Path]:
 def run(folder: Path, *arguments: str) -> tuple[int, str]:
     """Status and words, as `main` makes them of errors that it knows; every other error is raised."""
     result = CliRunner().invoke(app, ["storage", *arguments, "--folder", str(folder)])
-    if isinstance(result.exception, REPORTED):
+    if isinstance(result.exception, CacheError):
         return 1, str(result.exception)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

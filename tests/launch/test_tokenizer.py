@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.reference_engine.tokenizer import ChatTokenizer, StreamDecoder
-from launch.reference_engine.weights import ModelFiles
+from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer, StreamDecoder
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
 from tests.launch.reference import (
     needs_model,
 )

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.reference_engine import weights
-from launch.reference_engine.errors import ModelLoadError
-from launch.reference_engine.weights import find_packaged_gguf, load_model_files
+from fastdeploy_cache.errors import ModelLoadError
+from fastdeploy_cache.launch.reference_engine import weights
+from fastdeploy_cache.launch.reference_engine.weights import find_packaged_gguf, load_model_files
 from tests.launch.reference import (
     needs_gguf,
     needs_model,

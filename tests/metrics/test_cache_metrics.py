@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from metrics.cache_metrics import (
+from fastdeploy_cache.metrics.cache_metrics import (
     DIRECTIONS,
     EVICTION_KINDS,
     PEER_DIRECTIONS,

@@ -10,9 +10,9 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from metrics.cache_metrics import CacheMetrics
-from metrics.errors import MetricsError, PortInUseError
-from metrics.exporter import MetricsExporter
+from fastdeploy_cache.errors import MetricsError, PortInUseError
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.metrics.exporter import MetricsExporter
 
 
 def scrape(url: str) -> dict[str, dict[tuple[str, ...], float]]:

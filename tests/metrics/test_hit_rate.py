@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from metrics.hit_rate import HitRateWindow
+from fastdeploy_cache.metrics.hit_rate import HitRateWindow
 
 
 def test_nothing_asked_is_zero() -> None:

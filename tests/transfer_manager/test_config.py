@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from transfer_manager.config import TransferConfig
-from transfer_manager.errors import LayoutError
+from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.transfer_manager.config import TransferConfig
 
 
 @pytest.mark.parametrize(

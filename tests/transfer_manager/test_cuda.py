@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fastdeploy_cache.errors import DeviceError, LayoutError, RankStartError
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.device import cuda as cuda_module
+from fastdeploy_cache.transfer_manager.device import cuda_driver
+from fastdeploy_cache.transfer_manager.device.cuda import CudaDevice, export_kv, open_cuda, open_segment
+from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, SegmentHandle
+from fastdeploy_cache.transfer_manager.layout import KVLayout, Place
+from fastdeploy_cache.transfer_manager.rank_client import RankClient
+from fastdeploy_cache.transfer_manager.task import SWAPS, Direction, Lane, RankSetup
+from fastdeploy_cache.transfer_manager.tensors import ArrayPlace
 from tests.fake_cuda import FakeDriver, install
-from transfer_manager.config import TransferConfig
-from transfer_manager.device import cuda as cuda_module
-from transfer_manager.device import cuda_driver
-from transfer_manager.device.cuda import CudaDevice, export_kv, open_cuda, open_segment
-from transfer_manager.device.cuda_driver import Cuda
-from transfer_manager.errors import DeviceError, LayoutError, RankStartError
-from transfer_manager.kv_memory import KVHandle, SegmentHandle
-from transfer_manager.layout import KVLayout, Place
-from transfer_manager.rank_client import RankClient
-from transfer_manager.task import SWAPS, Direction, Lane, RankSetup
-from transfer_manager.tensors import ArrayPlace
 
 NUM_GPU, NUM_CPU = 6, 7
 # large enough that each layer is a step of its own

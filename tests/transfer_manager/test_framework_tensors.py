@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.reference_engine.paddle_runtime import import_paddle
-from transfer_manager.errors import LayoutError
-from transfer_manager.tensors import paddle_tensor, torch_tensor
+from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle
+from fastdeploy_cache.transfer_manager.tensors import paddle_tensor, torch_tensor
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from ipc.errors import CodecError, IPCError
-from transfer_manager.errors import LayoutError
-from transfer_manager.kv_memory import KVHandle, KVMemory, SegmentHandle
-from transfer_manager.layout import KVLayout, Place, RankLayout
+from fastdeploy_cache.errors import CodecError, IPCError, LayoutError
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVMemory, SegmentHandle
+from fastdeploy_cache.transfer_manager.layout import KVLayout, Place, RankLayout
 
 ROOT = Path(__file__).parents[2]
 SECONDS, NUM_BLOCKS = 60, 6
@@ -33,8 +32,8 @@ PLAIN = LAYOUTS["layer first"].for_rank(1, 4)
 # what a child process does with the memory of the plain layout; {0} is what follows
 CHILD = """
 import sys
-from transfer_manager.kv_memory import KVHandle, KVMemory
-from transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVMemory
+from fastdeploy_cache.transfer_manager.layout import KVLayout
 layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8).for_rank(1, 4)
 """
 READ_AND_WRITE = """

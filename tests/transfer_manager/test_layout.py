@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer_manager.errors import LayoutError
-from transfer_manager.layout import MAX_LAYERS, STORAGE_DTYPES, KVLayout, KVPart, Place, Places, RankLayout
+from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.transfer_manager.layout import (
+    MAX_LAYERS,
+    STORAGE_DTYPES,
+    KVLayout,
+    KVPart,
+    Place,
+    Places,
+    RankLayout,
+)
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1, "int8": 1}
 ITEM_BYTES |= {"uint8": 1, "int4": 0.5}

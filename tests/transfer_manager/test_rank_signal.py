@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ipc.shared_array import SharedArray
-from transfer_manager.layout import MAX_LAYERS
-from transfer_manager.rank_signal import NUM_SLOTS, LayerProgress, RankSignal, RankState
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.layout import MAX_LAYERS
+from fastdeploy_cache.transfer_manager.rank_signal import NUM_SLOTS, LayerProgress, RankSignal, RankState
 
 
 @pytest.fixture

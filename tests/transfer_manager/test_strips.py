@@ -9,9 +9,9 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from transfer_manager.device import strips
-from transfer_manager.device.strips import Step, load_steps, whole_step
-from transfer_manager.layout import KVLayout, KVPart, Place, Places, RankLayout
+from fastdeploy_cache.transfer_manager.device import strips
+from fastdeploy_cache.transfer_manager.device.strips import Step, load_steps, whole_step
+from fastdeploy_cache.transfer_manager.layout import KVLayout, KVPart, Place, Places, RankLayout
 
 NUM_BLOCKS = 5
 SEGMENT = 10**9  # device addresses are segment * SEGMENT + offset

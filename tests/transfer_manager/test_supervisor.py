@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ipc.errors import IPCError
-from ipc.shared_array import SharedArray
-from transfer_manager.config import TransferConfig
-from transfer_manager.rank_signal import RankSignal, RankState
-from transfer_manager.supervisor import Phase, RankSupervisor, RestartPolicy
-from transfer_manager.task import Lane
+from fastdeploy_cache.errors import IPCError
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.rank_signal import RankSignal, RankState
+from fastdeploy_cache.transfer_manager.supervisor import Phase, RankSupervisor, RestartPolicy
+from fastdeploy_cache.transfer_manager.task import Lane
 
 CONFIG = TransferConfig(
     start_timeout_seconds=5.0,

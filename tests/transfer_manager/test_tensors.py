@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipc.shared_array import SharedArray
-from launch.reference_engine.paddle_runtime import import_paddle
+from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle
+from fastdeploy_cache.transfer_manager.client import InlineClient
+from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
+from fastdeploy_cache.transfer_manager.dlpack import MemoryArray
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVMemory
+from fastdeploy_cache.transfer_manager.layout import KVLayout, Place
+from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.tensors import ArrayPlace, array_places, local_segments, shared_handle
 from tests.contracts.answers import Answers, task
-from transfer_manager.client import InlineClient
-from transfer_manager.device.cpu import CpuDevice
-from transfer_manager.dlpack import MemoryArray
-from transfer_manager.errors import LayoutError
-from transfer_manager.kv_memory import KVHandle, KVMemory
-from transfer_manager.layout import KVLayout, Place
-from transfer_manager.task import Direction
-from transfer_manager.tensors import ArrayPlace, array_places, local_segments, shared_handle
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8).for_rank(1, 4)
 NUM_GPU, NUM_CPU = 5, 6

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ipc.shared_array import SharedArray
-from transfer_manager.device.base import Device
-from transfer_manager.device.cpu import CpuDevice
-from transfer_manager.kv_memory import KVHandle, KVMemory
-from transfer_manager.task import RankSetup
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.device.base import Device
+from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVMemory
+from fastdeploy_cache.transfer_manager.task import RankSetup
 
 
 class OpenedDevice(NamedTuple):
@@ -31,7 +31,7 @@ def open_device(setup: RankSetup, cpu: SharedArray) -> OpenedDevice:
     shape = (setup.num_cpu_blocks, setup.layout.block_bytes)
     images = cpu.view(np.uint8, shape) if setup.num_cpu_blocks else np.empty(shape, np.uint8)
     if setup.device == "cuda":
-        from transfer_manager.device.cuda import open_cuda  # late: needs NVIDIA's bindings
+        from fastdeploy_cache.transfer_manager.device.cuda import open_cuda  # late: needs NVIDIA's bindings
 
         cuda, new_kv = open_cuda(setup, images)
         return OpenedDevice(cuda, new_kv, cpu)

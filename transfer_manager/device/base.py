@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from transfer_manager.errors import DeviceError
-from transfer_manager.task import Direction, Int32Array
+from fastdeploy_cache.errors import DeviceError
+from fastdeploy_cache.transfer_manager.task import Direction, Int32Array
 
 
 class Device(Protocol):

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from transfer_manager.device.base import check_ids
-from transfer_manager.device.strips import Step, Strip, leading_strips, load_steps, whole_step
-from transfer_manager.layout import Places, RankLayout
-from transfer_manager.task import Direction, Int32Array
+from fastdeploy_cache.transfer_manager.device.base import check_ids
+from fastdeploy_cache.transfer_manager.device.strips import Step, Strip, leading_strips, load_steps, whole_step
+from fastdeploy_cache.transfer_manager.layout import Places, RankLayout
+from fastdeploy_cache.transfer_manager.task import Direction, Int32Array
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _Pairs = list[tuple[Bytes, Bytes]]  # pieces on the device, the same inside the images: [blocks, rows, row bytes] each

@@ -11,14 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from transfer_manager.device.base import check_ids
-from transfer_manager.device.cuda_driver import KERNEL_ALIGNMENT, TABLE_PIECES, Addresses, CopyKernel, Cuda
-from transfer_manager.device.strips import Strip, leading_strips, load_steps, whole_step
-from transfer_manager.errors import DeviceError, LayoutError
-from transfer_manager.kv_memory import KVHandle, SegmentHandle
-from transfer_manager.layout import Place, Places, RankLayout
-from transfer_manager.task import Direction, Int32Array, Lane, RankSetup
-from transfer_manager.tensors import array_places
+from fastdeploy_cache.errors import DeviceError, LayoutError
+from fastdeploy_cache.transfer_manager.device.base import check_ids
+from fastdeploy_cache.transfer_manager.device.cuda_driver import (
+    KERNEL_ALIGNMENT,
+    TABLE_PIECES,
+    Addresses,
+    CopyKernel,
+    Cuda,
+)
+from fastdeploy_cache.transfer_manager.device.strips import Strip, leading_strips, load_steps, whole_step
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, SegmentHandle
+from fastdeploy_cache.transfer_manager.layout import Place, Places, RankLayout
+from fastdeploy_cache.transfer_manager.task import Direction, Int32Array, Lane, RankSetup
+from fastdeploy_cache.transfer_manager.tensors import array_places
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from transfer_manager.errors import DeviceError
+from fastdeploy_cache.errors import DeviceError
 
 logger = logging.getLogger(__name__)
 

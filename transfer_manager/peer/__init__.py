@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transfer_manager.peer.link import Link, LinkError
+from fastdeploy_cache.transfer_manager.peer.link import Link, LinkError
 
 KINDS = ("shm", "nixl", "mooncake")
 
@@ -21,17 +21,17 @@ def open_link(kind: str, options: Mapping[str, Any]) -> Link:
         LinkError: "refused": no such kind, or its library is missing; "failed": the library does not start.
     """
     if kind == "shm":
-        from transfer_manager.peer.link_shm import ShmLink
+        from fastdeploy_cache.transfer_manager.peer.link_shm import ShmLink
 
         return ShmLink()
-    from transfer_manager.peer.link_address import AddressLink
+    from fastdeploy_cache.transfer_manager.peer.link_address import AddressLink
 
     if kind == "nixl":
-        from transfer_manager.peer.link_nixl import NixlEngine
+        from fastdeploy_cache.transfer_manager.peer.link_nixl import NixlEngine
 
         return AddressLink(kind, NixlEngine(options))
     if kind == "mooncake":
-        from transfer_manager.peer.link_mooncake import MooncakeEngine
+        from fastdeploy_cache.transfer_manager.peer.link_mooncake import MooncakeEngine
 
         return AddressLink(kind, MooncakeEngine(options))
     raise LinkError(f"link kind is {kind!r}; known: {', '.join(KINDS)}", "refused")

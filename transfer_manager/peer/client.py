@@ -7,23 +7,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ipc.event_log import event_log
-from ipc.peer_channel import load_keys
-from ipc.private_directory import PrivateDirectory
-from ipc.shared_array import SharedArray
-from transfer_manager.client import OnResult, RankStatus, ignore_kv_lost
-from transfer_manager.config import TransferConfig
-from transfer_manager.errors import IPCError, PeerRefusedError
-from transfer_manager.kv_memory import KVHandle
-from transfer_manager.layout import RankLayout
-from transfer_manager.peer.config import PeerConfig
-from transfer_manager.peer.peer_signal import PeerSignal, StepProgress
-from transfer_manager.process_client import ProcessClient, config_beside
-from transfer_manager.rank_io import RankIO, ignore_failing
-from transfer_manager.rank_kv import RankKV
-from transfer_manager.rank_process import RankProcess
-from transfer_manager.rank_signal import RankSignal
-from transfer_manager.task import Direction, PeerSetup, TransferTask
+from fastdeploy_cache.errors import IPCError, PeerRefusedError
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.ipc.peer_channel import load_keys
+from fastdeploy_cache.ipc.private_directory import PrivateDirectory
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus, ignore_kv_lost
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle
+from fastdeploy_cache.transfer_manager.layout import RankLayout
+from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
+from fastdeploy_cache.transfer_manager.peer.peer_signal import PeerSignal, StepProgress
+from fastdeploy_cache.transfer_manager.process_client import ProcessClient, config_beside
+from fastdeploy_cache.transfer_manager.rank_io import RankIO, ignore_failing
+from fastdeploy_cache.transfer_manager.rank_kv import RankKV
+from fastdeploy_cache.transfer_manager.rank_process import RankProcess
+from fastdeploy_cache.transfer_manager.rank_signal import RankSignal
+from fastdeploy_cache.transfer_manager.task import Direction, PeerSetup, TransferTask
 
 logger = event_log(__name__)
 
@@ -204,7 +204,7 @@ class PeerProcesses(ProcessClient):
             peer_signal_fd=words.peer_array.fd,
         )
         fds = (*kv_fds, words.array.fd, words.peer_array.fd)
-        return RankProcess(setup, self._config, fds, "transfer_manager.peer")
+        return RankProcess(setup, self._config, fds, "fastdeploy_cache.transfer_manager.peer")
 
     def _close_memory(self) -> None:
         for words, kv in zip(self._words, self._kv, strict=True):

@@ -7,8 +7,8 @@ import socket
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from transfer_manager.config import check_integers
-from transfer_manager.errors import LayoutError
+from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.transfer_manager.config import check_integers
 
 LINKS = ("shm", "nixl", "mooncake", "storage")
 _MAX_TRANSFERS = 120  # with an update of each at a time, below the tasks that a rank may have in flight

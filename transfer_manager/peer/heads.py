@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transfer_manager.layout import KVPart, Places, RankLayout
-from transfer_manager.peer.link import Int64Array, Pieces
-from transfer_manager.task import Int32Array
+from fastdeploy_cache.transfer_manager.layout import KVPart, Places, RankLayout
+from fastdeploy_cache.transfer_manager.peer.link import Int64Array, Pieces
+from fastdeploy_cache.transfer_manager.task import Int32Array
 
 
 class Share(NamedTuple):

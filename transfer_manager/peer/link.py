@@ -17,10 +17,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from ipc.codec import decode, encode
-from ipc.errors import CodecError
-from ipc.shared_array import SharedArray
-from transfer_manager.errors import TransferError
+from fastdeploy_cache.errors import CodecError, TransferError
+from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.ipc.shared_array import SharedArray
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]

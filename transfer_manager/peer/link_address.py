@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ipc.shared_array import SharedArray
-from transfer_manager.peer.link import (
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.peer.link import (
     INCARNATION_BYTES,
     Bytes,
     Endpoint,

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from transfer_manager.peer.link import Bytes, Endpoint, Int64Array, LinkError
-from transfer_manager.peer.link_address import wait_until
+from fastdeploy_cache.transfer_manager.peer.link import Bytes, Endpoint, Int64Array, LinkError
+from fastdeploy_cache.transfer_manager.peer.link_address import wait_until
 
 _OK = 0
 _NOT_BEGUN = 0

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from transfer_manager.peer.link import Bytes, Endpoint, Int64Array, LinkError, Reason
-from transfer_manager.peer.link_address import wait_until
+from fastdeploy_cache.transfer_manager.peer.link import Bytes, Endpoint, Int64Array, LinkError, Reason
+from fastdeploy_cache.transfer_manager.peer.link_address import wait_until
 
 _PACKAGES = ("nixl_cu12", "nixl_cu13")  # the same library, by the CUDA version it was built for
 # The agent's thread looks at its connections this often where no event wakes it, at 3 % of a core. NIXL's own Python

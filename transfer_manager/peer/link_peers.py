@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from transfer_manager.peer.link import Link, LinkError, Peer
+from fastdeploy_cache.transfer_manager.peer.link import Link, LinkError, Peer
 
 _IDLE_SECONDS = 10.0  # a mapping of a peer that has ended keeps its memory alive
 

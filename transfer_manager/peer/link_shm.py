@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ipc.process_start import started_ticks
-from ipc.shared_array import SharedArray
-from transfer_manager.peer.link import (
+from fastdeploy_cache.ipc.process_start import started_ticks
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.peer.link import (
     INCARNATION_BYTES,
     Bytes,
     Endpoint,

@@ -1,7 +1,7 @@
 """What is said between the peer processes of two instances, and what an engine tells its own.
 
-Wire format: msgpack (see `ipc.codec`); block ids are packed little-endian int32. Each message says all that it is
-about, so one that is lost or comes twice does no harm: readers ask again, and states are absolute::
+Wire format: msgpack (see `fastdeploy_cache.ipc.codec`); block ids are packed little-endian int32. Each message says
+all that it is about, so one that is lost or comes twice does no harm: readers ask again, and states are absolute::
 
     reader                                   owner of the blocks
     Hello        ->  <- Welcome              once: where the memory is
@@ -17,9 +17,9 @@ from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
 
-from ipc.codec import encode
-from transfer_manager.layout import Places
-from transfer_manager.peer.offer import ID_BYTES, InstanceInfo
+from fastdeploy_cache.ipc.codec import encode
+from fastdeploy_cache.transfer_manager.layout import Places
+from fastdeploy_cache.transfer_manager.peer.offer import ID_BYTES, InstanceInfo
 
 Reason = Literal["gone", "late", "refused", "failed", "cancelled", "full"]
 REASONS: tuple[str, ...] = get_args(Reason)

@@ -9,10 +9,9 @@ from typing import Annotated
 
 import msgspec
 
-from ipc.codec import decode, encode
-from ipc.errors import CodecError
-from transfer_manager.errors import LayoutError, PeerRefusedError
-from transfer_manager.layout import KVLayout
+from fastdeploy_cache.errors import CodecError, LayoutError, PeerRefusedError
+from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.transfer_manager.layout import KVLayout
 
 OFFER_VERSION = 1
 ID_BYTES = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from transfer_manager.peer.messages import Chunk
+from fastdeploy_cache.transfer_manager.peer.messages import Chunk
 
 
 class ReadStep(NamedTuple):

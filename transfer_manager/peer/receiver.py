@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ipc.codec import decode, encode
-from ipc.errors import CodecError, IPCError
-from ipc.peer_channel import CurveKeys, PeerConnection
-from ipc.task_queue import Poller, Wakeup
-from transfer_manager.layout import Places, RankLayout
-from transfer_manager.peer.heads import PieceMaker, Share, Side, num_readers, shares_of
-from transfer_manager.peer.link import Link, LinkError, Peer
-from transfer_manager.peer.link_peers import LinkPeers
-from transfer_manager.peer.messages import (
+from fastdeploy_cache.errors import CodecError, IPCError
+from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.ipc.peer_channel import CurveKeys, PeerConnection
+from fastdeploy_cache.ipc.task_queue import Poller, Wakeup
+from fastdeploy_cache.transfer_manager.layout import Places, RankLayout
+from fastdeploy_cache.transfer_manager.peer.heads import PieceMaker, Share, Side, num_readers, shares_of
+from fastdeploy_cache.transfer_manager.peer.link import Link, LinkError, Peer
+from fastdeploy_cache.transfer_manager.peer.link_peers import LinkPeers
+from fastdeploy_cache.transfer_manager.peer.messages import (
     Confirm,
     Confirmed,
     Hello,
@@ -34,8 +34,8 @@ from transfer_manager.peer.messages import (
     Welcome,
     Why,
 )
-from transfer_manager.peer.progress import Progress
-from transfer_manager.task import Int32Array, unpack_ids
+from fastdeploy_cache.transfer_manager.peer.progress import Progress
+from fastdeploy_cache.transfer_manager.task import Int32Array, unpack_ids
 
 _ASK_SECONDS = 0.5  # a reader asks again, and shows that it lives
 _STEP_BYTES = 16 * 2**20  # read at a time: between two it looks at its messages

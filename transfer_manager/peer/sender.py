@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from transfer_manager.peer.messages import (
+from fastdeploy_cache.transfer_manager.peer.messages import (
     Chunk,
     Confirm,
     Confirmed,
@@ -21,8 +21,8 @@ from transfer_manager.peer.messages import (
     ToReader,
     Why,
 )
-from transfer_manager.peer.peer_signal import layers_done
-from transfer_manager.task import SwapMessage, pack_ids, unpack_ids
+from fastdeploy_cache.transfer_manager.peer.peer_signal import layers_done
+from fastdeploy_cache.transfer_manager.task import SwapMessage, pack_ids, unpack_ids
 
 _MAX_REMEMBERED = 4096
 _MAX_EARLY = 1024

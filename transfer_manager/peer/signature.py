@@ -9,8 +9,8 @@ import secrets
 import stat
 from pathlib import Path
 
-from transfer_manager.errors import PeerRefusedError
-from transfer_manager.peer.offer import Offer
+from fastdeploy_cache.errors import PeerRefusedError
+from fastdeploy_cache.transfer_manager.peer.offer import Offer
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SECRET_BYTES = 32

@@ -14,18 +14,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ipc.codec import decode, encode
-from ipc.errors import CodecError, IPCError
-from ipc.peer_channel import PeerListener, load_keys
-from ipc.shared_array import SharedArray
-from ipc.task_queue import Poller, RankQueue, Wakeup, new_context
-from transfer_manager.errors import PeerRefusedError
-from transfer_manager.kv_memory import KVMemory
-from transfer_manager.lanes import serve_process, start_heartbeat
-from transfer_manager.peer import open_link
-from transfer_manager.peer.link import Link, LinkError
-from transfer_manager.peer.link_peers import LinkPeers
-from transfer_manager.peer.messages import (
+from fastdeploy_cache.errors import CodecError, IPCError, PeerRefusedError
+from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.ipc.peer_channel import PeerListener, load_keys
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.ipc.task_queue import Poller, RankQueue, Wakeup, new_context
+from fastdeploy_cache.transfer_manager.kv_memory import KVMemory
+from fastdeploy_cache.transfer_manager.lanes import serve_process, start_heartbeat
+from fastdeploy_cache.transfer_manager.peer import open_link
+from fastdeploy_cache.transfer_manager.peer.link import Link, LinkError
+from fastdeploy_cache.transfer_manager.peer.link_peers import LinkPeers
+from fastdeploy_cache.transfer_manager.peer.messages import (
     Confirm,
     EndReceiveDetail,
     Hello,
@@ -38,11 +37,11 @@ from transfer_manager.peer.messages import (
     Welcome,
     Why,
 )
-from transfer_manager.peer.peer_signal import NUM_PEER_SLOTS, PeerSignal
-from transfer_manager.peer.receiver import Here, Receive, ReceiveFailedError
-from transfer_manager.peer.sender import Sender
-from transfer_manager.rank_signal import RankSignal, RankState
-from transfer_manager.task import (
+from fastdeploy_cache.transfer_manager.peer.peer_signal import NUM_PEER_SLOTS, PeerSignal
+from fastdeploy_cache.transfer_manager.peer.receiver import Here, Receive, ReceiveFailedError
+from fastdeploy_cache.transfer_manager.peer.sender import Sender
+from fastdeploy_cache.transfer_manager.rank_signal import RankSignal, RankState
+from fastdeploy_cache.transfer_manager.task import (
     Direction,
     DoneMessage,
     Lane,

@@ -6,15 +6,15 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from transfer_manager.errors import StorageRefusedError
-from transfer_manager.storage.base import OpenStorage, Segment, Storage
-from transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.errors import StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage.base import OpenStorage, Segment, Storage
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
 _MISTAKES = (AttributeError, LookupError, NameError, TypeError, ValueError)  # of a store's code or its options
 _CLASSES = {
-    "file": "transfer_manager.storage.file_store:FileStorage",
-    "mooncake": "transfer_manager.storage.mooncake:MooncakeStorage",
-    "valkey": "transfer_manager.storage.valkey:ValkeyStorage",
+    "file": "fastdeploy_cache.transfer_manager.storage.file_store:FileStorage",
+    "mooncake": "fastdeploy_cache.transfer_manager.storage.mooncake:MooncakeStorage",
+    "valkey": "fastdeploy_cache.transfer_manager.storage.valkey:ValkeyStorage",
 }
 
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from transfer_manager.errors import StorageRefusedError
-from transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.errors import StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
 _CLASSES = {
-    "file": "transfer_manager.storage.file_admin:FileAdmin",
-    "mooncake": "transfer_manager.storage.mooncake_admin:MooncakeAdmin",
-    "valkey": "transfer_manager.storage.valkey_admin:ValkeyAdmin",
+    "file": "fastdeploy_cache.transfer_manager.storage.file_admin:FileAdmin",
+    "mooncake": "fastdeploy_cache.transfer_manager.storage.mooncake_admin:MooncakeAdmin",
+    "valkey": "fastdeploy_cache.transfer_manager.storage.valkey_admin:ValkeyAdmin",
 }
 Outcome = Literal["whole", "damaged", "gone"]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import xxhash
 
-from transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
 Segment = np.ndarray[Any, np.dtype[np.uint8]]  # a rank's CPU blocks: [num_blocks, object_bytes]
 SEAL_BYTES = 8

@@ -8,21 +8,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ipc.event_log import event_log
-from ipc.shared_array import SharedArray
-from transfer_manager.client import OnResult, RankStatus, ignore_kv_lost
-from transfer_manager.config import TransferConfig
-from transfer_manager.errors import StorageRefusedError
-from transfer_manager.layout import RankLayout
-from transfer_manager.process_client import ProcessClient, config_beside
-from transfer_manager.rank_io import RankIO
-from transfer_manager.rank_kv import RankKV
-from transfer_manager.rank_process import RankProcess
-from transfer_manager.rank_signal import RankSignal
-from transfer_manager.storage.config import StorageConfig
-from transfer_manager.storage.file_place import check_place
-from transfer_manager.storage.keys import KeySpace
-from transfer_manager.task import Direction, StorageSetup, TransferTask
+from fastdeploy_cache.errors import StorageRefusedError
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus, ignore_kv_lost
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.layout import RankLayout
+from fastdeploy_cache.transfer_manager.process_client import ProcessClient, config_beside
+from fastdeploy_cache.transfer_manager.rank_io import RankIO
+from fastdeploy_cache.transfer_manager.rank_kv import RankKV
+from fastdeploy_cache.transfer_manager.rank_process import RankProcess
+from fastdeploy_cache.transfer_manager.rank_signal import RankSignal
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.storage.file_place import check_place
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.transfer_manager.task import Direction, StorageSetup, TransferTask
 
 logger = event_log(__name__)
 
@@ -155,7 +155,7 @@ class StorageProcesses(ProcessClient):
             space=space,
             import_paths=[str(Path(entry).absolute()) for entry in sys.path] if self._storage.is_own_store else [],
         )
-        program = "transfer_manager.storage"
+        program = "fastdeploy_cache.transfer_manager.storage"
         return RankProcess(setup, self._config, (segment.fd, words.array.fd), program)
 
     def _close_memory(self) -> None:

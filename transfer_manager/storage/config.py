@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from transfer_manager.config import check_integers
-from transfer_manager.errors import LayoutError
+from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.transfer_manager.config import check_integers
 
 STORES = ("file", "mooncake", "valkey")
 ADMISSIONS = ("second_use", "all", "priority")
@@ -29,8 +29,8 @@ class StorageConfig:
     """A store below the CPU tier.
 
     Args:
-        kind: `file`, `mooncake`, `valkey`, or `module:Class` of a store of your own (`transfer_manager.storage.base`),
-            which is looked for where the engine finds its modules.
+        kind: `file`, `mooncake`, `valkey`, or `module:Class` of a store of your own, which is looked for where the
+            engine finds its modules; `fastdeploy_cache.transfer_manager.storage.base` has the protocol.
         weights_id: names the model's weights: a revision, or `weights_id_of(files)`. Needed: a prefix that other
             weights have computed must never be found. New weights, new id.
         staging_bytes: of a rank's CPU memory that storage goes through where there is no CPU tier.

@@ -15,12 +15,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from transfer_manager.errors import StorageRefusedError
-from transfer_manager.storage.admin import Checked, Cleared, Space, SpaceSummary
-from transfer_manager.storage.base import seal
-from transfer_manager.storage.file_disk import Disk, storage_error
-from transfer_manager.storage.file_journal import JOURNAL_NAME, TEMPORARY_SUFFIX, Geometry, Put, Replay, read_journal
-from transfer_manager.storage.file_space import (
+from fastdeploy_cache.errors import StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage.admin import Checked, Cleared, Space, SpaceSummary
+from fastdeploy_cache.transfer_manager.storage.base import seal
+from fastdeploy_cache.transfer_manager.storage.file_disk import Disk, storage_error
+from fastdeploy_cache.transfer_manager.storage.file_journal import (
+    JOURNAL_NAME,
+    TEMPORARY_SUFFIX,
+    Geometry,
+    Put,
+    Replay,
+    read_journal,
+)
+from fastdeploy_cache.transfer_manager.storage.file_space import (
     SLAB_GLOB,
     SPACE_NAME,
     is_locked,
@@ -31,7 +38,7 @@ from transfer_manager.storage.file_space import (
     slab_path,
     space_folders,
 )
-from transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
 _NUM_LOOKS = 3
 _SLAB = re.compile(r"slab-\d{5,}")

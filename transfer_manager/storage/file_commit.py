@@ -13,11 +13,11 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from transfer_manager.errors import StorageError, StorageGoneError
-from transfer_manager.storage.file_disk import Disk
-from transfer_manager.storage.file_index import Index
-from transfer_manager.storage.file_journal import Journal, Put
-from transfer_manager.storage.file_slabs import Slabs
+from fastdeploy_cache.errors import StorageError, StorageGoneError
+from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
+from fastdeploy_cache.transfer_manager.storage.file_index import Index
+from fastdeploy_cache.transfer_manager.storage.file_journal import Journal, Put
+from fastdeploy_cache.transfer_manager.storage.file_slabs import Slabs
 
 GROUP_SECONDS = 0.5
 GROUP_BYTES = 64 * 2**20

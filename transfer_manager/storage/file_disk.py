@@ -9,7 +9,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from transfer_manager.errors import StorageError, StorageRefusedError
+from fastdeploy_cache.errors import StorageError, StorageRefusedError
 
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 FOR_THE_USER = {errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM}

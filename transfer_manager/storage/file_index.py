@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
-from transfer_manager.storage.file_journal import Put
+from fastdeploy_cache.transfer_manager.storage.file_journal import Put
 
 
 class Index:

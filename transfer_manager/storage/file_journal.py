@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from transfer_manager.storage.base import SEAL_BYTES
-from transfer_manager.storage.file_disk import Disk
+from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES
+from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
 
 JOURNAL_NAME = "journal"
 TEMPORARY_SUFFIX = ".new"

@@ -8,9 +8,9 @@ import tempfile
 import threading
 from pathlib import Path
 
-from transfer_manager.errors import StorageRefusedError
-from transfer_manager.storage.config import StorageConfig
-from transfer_manager.storage.file_disk import FOR_THE_USER, Disk
+from fastdeploy_cache.errors import StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.storage.file_disk import FOR_THE_USER, Disk
 
 logger = logging.getLogger(__name__)
 

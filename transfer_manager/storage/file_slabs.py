@@ -7,10 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from transfer_manager.storage.base import new_seal, seal
-from transfer_manager.storage.file_disk import Disk
-from transfer_manager.storage.file_journal import Geometry, Put
-from transfer_manager.storage.file_space import SLAB_GLOB, slab_path
+from fastdeploy_cache.transfer_manager.storage.base import new_seal, seal
+from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
+from fastdeploy_cache.transfer_manager.storage.file_journal import Geometry, Put
+from fastdeploy_cache.transfer_manager.storage.file_space import SLAB_GLOB, slab_path
 
 _INLINE_BYTES = 256 * 2**10  # so little is moved faster than handed to a thread
 _PIECE_BYTES = 2**20  # of one call, so that the checksum finds it in the processor's cache

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from transfer_manager.errors import StorageError, StorageRefusedError
-from transfer_manager.storage.file_disk import Disk
-from transfer_manager.storage.file_journal import JOURNAL_NAME, TEMPORARY_SUFFIX
-from transfer_manager.storage.keys import DIGEST, KeySpace
+from fastdeploy_cache.errors import StorageError, StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
+from fastdeploy_cache.transfer_manager.storage.file_journal import JOURNAL_NAME, TEMPORARY_SUFFIX
+from fastdeploy_cache.transfer_manager.storage.keys import DIGEST, KeySpace
 
 logger = logging.getLogger(__name__)
 

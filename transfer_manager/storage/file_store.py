@@ -13,17 +13,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transfer_manager.errors import StorageError, StorageGoneError, StorageRefusedError
-from transfer_manager.storage.base import Blocks, Segment, StorageStats, Written
-from transfer_manager.storage.config import slot_bytes_of
-from transfer_manager.storage.file_admission import Admission
-from transfer_manager.storage.file_commit import Commits
-from transfer_manager.storage.file_disk import Disk, storage_error
-from transfer_manager.storage.file_index import Index
-from transfer_manager.storage.file_journal import JOURNAL_NAME, Geometry, Journal, puts_of, read_journal, sort_out
-from transfer_manager.storage.file_slabs import Mover, Slabs
-from transfer_manager.storage.file_space import LOCK_NAME, find_spaces, make_room, open_space, remove_space
-from transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.errors import StorageError, StorageGoneError, StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, StorageStats, Written
+from fastdeploy_cache.transfer_manager.storage.config import slot_bytes_of
+from fastdeploy_cache.transfer_manager.storage.file_admission import Admission
+from fastdeploy_cache.transfer_manager.storage.file_commit import Commits
+from fastdeploy_cache.transfer_manager.storage.file_disk import Disk, storage_error
+from fastdeploy_cache.transfer_manager.storage.file_index import Index
+from fastdeploy_cache.transfer_manager.storage.file_journal import (
+    JOURNAL_NAME,
+    Geometry,
+    Journal,
+    puts_of,
+    read_journal,
+    sort_out,
+)
+from fastdeploy_cache.transfer_manager.storage.file_slabs import Mover, Slabs
+from fastdeploy_cache.transfer_manager.storage.file_space import (
+    LOCK_NAME,
+    find_spaces,
+    make_room,
+    open_space,
+    remove_space,
+)
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from transfer_manager.layout import RankLayout
+from fastdeploy_cache.transfer_manager.layout import RankLayout
 
 KEY_VERSION = 1
 DIGEST = re.compile(r"[0-9a-f]{32}")

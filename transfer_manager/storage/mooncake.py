@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from transfer_manager.errors import StorageError, StorageGoneError, StorageRefusedError
-from transfer_manager.storage.base import SEAL_BYTES, Blocks, Segment, StorageStats, Written, seal
-from transfer_manager.storage.keys import KeySpace, weights_prefix
+from fastdeploy_cache.errors import StorageError, StorageGoneError, StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES, Blocks, Segment, StorageStats, Written, seal
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, weights_prefix
 
 # Mooncake reads these when it is loaded. Without them a master that hangs holds a call for 30 s, and one that is not
 # there a set-up for a minute and more.

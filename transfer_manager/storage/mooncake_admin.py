@@ -17,11 +17,11 @@ from urllib.request import ProxyHandler, build_opener
 import msgspec
 import numpy as np
 
-from transfer_manager.errors import StorageError, StorageRefusedError
-from transfer_manager.storage.admin import Checked, Cleared, Outcome, Space, SpaceSummary
-from transfer_manager.storage.base import SEAL_BYTES, Segment, seal
-from transfer_manager.storage.keys import ObjectKey, weights_digest_of
-from transfer_manager.storage.mooncake import answered, connect, register, remove_weights
+from fastdeploy_cache.errors import StorageError, StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage.admin import Checked, Cleared, Outcome, Space, SpaceSummary
+from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES, Segment, seal
+from fastdeploy_cache.transfer_manager.storage.keys import ObjectKey, weights_digest_of
+from fastdeploy_cache.transfer_manager.storage.mooncake import answered, connect, register, remove_weights
 
 METRICS_PORT = 9003
 _HTTP_SECONDS = 30.0  # a master of millions of objects takes its time

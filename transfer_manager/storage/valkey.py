@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from transfer_manager.errors import StorageError, StorageRefusedError
-from transfer_manager.storage.base import SEAL_BYTES, Blocks, Segment, StorageStats, Written, seal
-from transfer_manager.storage.keys import KEY_VERSION, KeySpace, weights_prefix
+from fastdeploy_cache.errors import StorageError, StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES, Blocks, Segment, StorageStats, Written, seal
+from fastdeploy_cache.transfer_manager.storage.keys import KEY_VERSION, KeySpace, weights_prefix
 
 SPACES_KEY = f"fdc{KEY_VERSION}:spaces"  # a hash: a space's digest -> its fields as JSON
 CONNECT_SECONDS, OPERATION_SECONDS = 1.0, 2.0

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from transfer_manager.errors import StorageError, StorageRefusedError
-from transfer_manager.storage.admin import Checked, Cleared, Outcome, Space, SpaceSummary
-from transfer_manager.storage.base import SEAL_BYTES, seal
-from transfer_manager.storage.keys import KEY_VERSION, KeySpace, ObjectKey, weights_prefix
-from transfer_manager.storage.valkey import (
+from fastdeploy_cache.errors import StorageError, StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage.admin import Checked, Cleared, Outcome, Space, SpaceSummary
+from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES, seal
+from fastdeploy_cache.transfer_manager.storage.keys import KEY_VERSION, KeySpace, ObjectKey, weights_prefix
+from fastdeploy_cache.transfer_manager.storage.valkey import (
     SPACES_KEY,
     connect,
     describe_server,

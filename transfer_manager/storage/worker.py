@@ -14,12 +14,12 @@ import time
 
 import numpy as np
 
-from transfer_manager.errors import StorageError, StorageGoneError
-from transfer_manager.kv_memory import KVHandle
-from transfer_manager.lanes import LaneServer, Moved, open_cpu_blocks, serve_process
-from transfer_manager.storage import open_storage
-from transfer_manager.storage.base import Blocks
-from transfer_manager.task import Direction, StorageSetup, SwapMessage, unpack_ids
+from fastdeploy_cache.errors import StorageError, StorageGoneError
+from fastdeploy_cache.transfer_manager.kv_memory import KVHandle
+from fastdeploy_cache.transfer_manager.lanes import LaneServer, Moved, open_cpu_blocks, serve_process
+from fastdeploy_cache.transfer_manager.storage import open_storage
+from fastdeploy_cache.transfer_manager.storage.base import Blocks
+from fastdeploy_cache.transfer_manager.task import Direction, StorageSetup, SwapMessage, unpack_ids
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager, UnknownTaskError
-from fastdeploy_cache.errors import CacheError, ConfigError, LifeCycleError, RequestError
+from fastdeploy_cache.errors import CacheError, ConfigError, LifeCycleError, RequestError, StorageRefusedError
 from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     PROMPT,
     SUFFIX,
@@ -23,7 +23,6 @@ from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     serve_v1,
     with_cpu,
 )
-from transfer_manager.errors import StorageRefusedError
 
 
 def test_an_image_that_the_prompt_cuts_is_part_of_its_key(manager: PrefixCacheManager) -> None:

@@ -14,11 +14,17 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager
-from fastdeploy_cache.errors import BlockOwnerError, ConfigError, PeerError, PeerRefusedError, RequestError
-from ipc.peer_channel import make_keys
+from fastdeploy_cache.errors import (
+    BlockOwnerError,
+    ConfigError,
+    PeerError,
+    PeerRefusedError,
+    RankStartError,
+    RequestError,
+)
+from fastdeploy_cache.ipc.peer_channel import make_keys
+from fastdeploy_cache.transfer_manager.kv_memory import KVMemory
 from tests.fastdeploy_cache.adapters.fastdeploy_engine import PROMPT, Kernel, Task, give_up_v1, launch, new_config
-from transfer_manager.errors import RankStartError
-from transfer_manager.kv_memory import KVMemory
 
 SECONDS = 20.0
 TP_SIZES = [(1, 1), (2, 2), (2, 1), (1, 2)]

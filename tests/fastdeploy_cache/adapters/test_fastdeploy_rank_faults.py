@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager
+from fastdeploy_cache.errors import RankStartError
 from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     PROMPT,
     SUFFIX,
@@ -24,7 +25,6 @@ from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     serve_v1,
     with_cpu,
 )
-from transfer_manager.errors import RankStartError
 
 
 def test_10_11_a_hung_rank_stops_nobody_else_and_no_wait_is_endless() -> None:

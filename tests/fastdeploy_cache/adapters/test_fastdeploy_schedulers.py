@@ -13,6 +13,7 @@ import pytest
 from fastdeploy_cache.adapters.fastdeploy import NotEnoughBlocksError, PrefixCacheManager
 from fastdeploy_cache.adapters.fastdeploy_config import pool_size
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.transfer_manager.kv_memory import KVMemory
 from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     PROMPT,
     SUFFIX,
@@ -24,7 +25,6 @@ from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     push_out,
     serve_v0,
 )
-from transfer_manager.kv_memory import KVMemory
 
 SWITCH = "ENABLE_V1_KVCACHE_SCHEDULER"
 NUM_SPARE = 2  # blocks that the schedulers of split roles take for decoding, beside those of the prompt

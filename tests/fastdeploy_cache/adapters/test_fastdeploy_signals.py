@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager
+from fastdeploy_cache.errors import IPCError
 from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     PROMPT,
     SUFFIX,
@@ -24,7 +25,6 @@ from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     serve_v1,
     with_cpu,
 )
-from transfer_manager.errors import IPCError
 
 FOLDER = Path("/dev/shm")
 BY_RANK = ("cache_ready_signal", "swap_space_ready_signal", "cache_transfer_inited_signal")
@@ -104,9 +104,9 @@ def test_a_fork_that_ends_first_takes_no_word_along() -> None:
     """A child without `exec` that runs to its end closes nothing of its parent's: names and locks are as before."""
     script = """
 import os, sys
-from ipc.errors import IPCError
-from ipc.named_signal import NamedSignal
-from transfer_manager.worker_signals import WorkerSignals
+from fastdeploy_cache.errors import IPCError
+from fastdeploy_cache.ipc.named_signal import NamedSignal
+from fastdeploy_cache.transfer_manager.worker_signals import WorkerSignals
 signals = WorkerSignals(sys.argv[1], 1, on_asked=lambda asked: True, state=lambda: (False, 0))
 if not (child := os.fork()):
     sys.exit()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transfer_manager.peer.messages import (
+from fastdeploy_cache.transfer_manager.peer.messages import (
     Chunk,
     Confirm,
     ReaderKey,
@@ -17,8 +17,8 @@ from transfer_manager.peer.messages import (
     ToReader,
     Why,
 )
-from transfer_manager.peer.sender import SendEnd, Sender
-from transfer_manager.task import Direction, SwapMessage, pack_ids, unpack_ids
+from fastdeploy_cache.transfer_manager.peer.sender import SendEnd, Sender
+from fastdeploy_cache.transfer_manager.task import Direction, SwapMessage, pack_ids, unpack_ids
 
 OWNER, READER, OTHER = (bytes([n]) * 16 for n in (1, 2, 3))
 NUM_LAYERS, SILENCE, DEADLINE = 4, 5.0, 100.0

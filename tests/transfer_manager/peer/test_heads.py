@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer_manager.layout import KVLayout, Places, RankLayout
-from transfer_manager.peer.heads import PieceMaker, Side, num_readers, shares_of
-from transfer_manager.peer.link import Bytes, Pieces, checked, this_process
+from fastdeploy_cache.transfer_manager.layout import KVLayout, Places, RankLayout
+from fastdeploy_cache.transfer_manager.peer.heads import PieceMaker, Side, num_readers, shares_of
+from fastdeploy_cache.transfer_manager.peer.link import Bytes, Pieces, checked, this_process
 
 Array = np.ndarray[Any, np.dtype[Any]]
 TOKENS, NUM_LOCAL, NUM_REMOTE = 4, 7, 9

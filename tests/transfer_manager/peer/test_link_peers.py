@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from transfer_manager.peer.link import LinkError, Peer, this_process
-from transfer_manager.peer.link_peers import LinkPeers
+from fastdeploy_cache.transfer_manager.peer.link import LinkError, Peer, this_process
+from fastdeploy_cache.transfer_manager.peer.link_peers import LinkPeers
 
 SECONDS = 20.0
 
@@ -55,7 +55,9 @@ def peers(link: SlowLink) -> LinkPeers:
 def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Moves the clock that `LinkPeers` looks at."""
     now = [1000.0]
-    monkeypatch.setattr("transfer_manager.peer.link_peers.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        "fastdeploy_cache.transfer_manager.peer.link_peers.time", SimpleNamespace(monotonic=lambda: now[0])
+    )
 
     def move(seconds: float) -> None:
         now[0] += seconds

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_manager.errors import PeerRefusedError
-from transfer_manager.layout import KVLayout
-from transfer_manager.peer.offer import InstanceInfo, Offer, check_fits, prompt_digest
+from fastdeploy_cache.errors import PeerRefusedError
+from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.peer.offer import InstanceInfo, Offer, check_fits, prompt_digest
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=12, head_dim=8)
 INFO = InstanceInfo(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from transfer_manager.errors import LayoutError
-from transfer_manager.peer.config import PeerConfig
+from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 
 
 def test_defaults_are_a_private_socket_on_one_host() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer_manager.peer.messages import Chunk
-from transfer_manager.peer.progress import Progress, ReadStep
+from fastdeploy_cache.transfer_manager.peer.messages import Chunk
+from fastdeploy_cache.transfer_manager.peer.progress import Progress, ReadStep
 
 
 class State(NamedTuple):

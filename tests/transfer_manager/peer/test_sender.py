@@ -6,6 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastdeploy_cache.transfer_manager.peer.messages import Chunk, Confirmed, Leave, SendKey, SendState
+from fastdeploy_cache.transfer_manager.peer.sender import SendEnd
+from fastdeploy_cache.transfer_manager.task import unpack_ids
 from tests.transfer_manager.peer.sender_stage import (
     DEADLINE,
     OTHER,
@@ -17,9 +20,6 @@ from tests.transfer_manager.peer.sender_stage import (
     said,
     word,
 )
-from transfer_manager.peer.messages import Chunk, Confirmed, Leave, SendKey, SendState
-from transfer_manager.peer.sender import SendEnd
-from transfer_manager.task import unpack_ids
 
 
 @pytest.fixture

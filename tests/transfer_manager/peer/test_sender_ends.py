@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fastdeploy_cache.transfer_manager.peer.messages import Leave, SendKey, SendState, Why
+from fastdeploy_cache.transfer_manager.peer.sender import SendEnd
 from tests.transfer_manager.peer.sender_stage import (
     DEADLINE,
     OTHER,
@@ -15,8 +17,6 @@ from tests.transfer_manager.peer.sender_stage import (
     said,
     word,
 )
-from transfer_manager.peer.messages import Leave, SendKey, SendState, Why
-from transfer_manager.peer.sender import SendEnd
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastdeploy_cache.errors import PeerRefusedError
+from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.peer.offer import InstanceInfo, Offer
+from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, load_secret, make_secret
 from tests.transfer_manager.peer.test_offer import INFO, OFFER
-from transfer_manager.errors import PeerRefusedError
-from transfer_manager.layout import KVLayout
-from transfer_manager.peer.offer import InstanceInfo, Offer
-from transfer_manager.peer.signature import OfferSigner, load_secret, make_secret
 
 SIGNER = OfferSigner(b"s" * 32)
 OTHER_VALUES: dict[str, Any] = {

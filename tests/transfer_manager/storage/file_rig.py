@@ -12,10 +12,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from transfer_manager.storage.base import Blocks
-from transfer_manager.storage.file_disk import Disk
-from transfer_manager.storage.file_store import FileStorage
-from transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.transfer_manager.storage.base import Blocks
+from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
+from fastdeploy_cache.transfer_manager.storage.file_store import FileStorage
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
 OBJECT_BYTES = 4096
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from fastdeploy_cache.errors import StorageError, StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage import mooncake_admin
+from fastdeploy_cache.transfer_manager.storage.admin import Space, StorageAdmin, open_admin
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, weights_digest_of
 from tests.contracts.places import NUM_BLOCKS, FilePlace, MooncakePlace, Place, ValkeyPlace
 from tests.storage_servers import MooncakeLender, MooncakeMaster, ValkeyServer, free_port
-from transfer_manager.errors import StorageError, StorageRefusedError
-from transfer_manager.storage import mooncake_admin
-from transfer_manager.storage.admin import Space, StorageAdmin, open_admin
-from transfer_manager.storage.config import StorageConfig
-from transfer_manager.storage.keys import KeySpace, weights_digest_of
 
 KINDS = ["file", "valkey", pytest.param("mooncake", marks=pytest.mark.leaks_allowed)]
 ODD_KEYS = ("other", "fdc1:", "fdc1:a:b:c", "fdc2:" + "0" * 32, "ü [x]?&=#\nfdc1:")

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_cache.errors import StorageError, StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage import file_admin
+from fastdeploy_cache.transfer_manager.storage.admin import Cleared
+from fastdeploy_cache.transfer_manager.storage.file_admin import FileAdmin
 from tests.transfer_manager.storage.file_rig import Rig, space_of
-from transfer_manager.errors import StorageError, StorageRefusedError
-from transfer_manager.storage import file_admin
-from transfer_manager.storage.admin import Cleared
-from transfer_manager.storage.file_admin import FileAdmin
 
 
 def admin_of(folder: Path) -> FileAdmin:

@@ -15,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fastdeploy_cache.transfer_manager.storage.file_journal import JOURNAL_NAME, Journal
+from fastdeploy_cache.transfer_manager.storage.file_slabs import Slabs
 from tests.transfer_manager.storage.file_rig import (
     LossyDisk,
     PowerLossError,
@@ -23,8 +25,6 @@ from tests.transfer_manager.storage.file_rig import (
     name_of,
     space_of,
 )
-from transfer_manager.storage.file_journal import JOURNAL_NAME, Journal
-from transfer_manager.storage.file_slabs import Slabs
 
 NUM_NAMES = 12
 chains = st.lists(st.integers(0, NUM_NAMES - 1), min_size=1, max_size=4, unique=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_cache.errors import StorageError, StorageGoneError, StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage.file_commit import Commits
 from tests.transfer_manager.storage.file_rig import FailingDisk, Rig, space_of
-from transfer_manager.errors import StorageError, StorageGoneError, StorageRefusedError
-from transfer_manager.storage.file_commit import Commits
 
 
 def num_descriptors() -> int:

@@ -11,11 +11,11 @@ from typing import TypeGuard
 
 import pytest
 
+from fastdeploy_cache.errors import StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage import file_disk
+from fastdeploy_cache.transfer_manager.storage.file_admin import FileAdmin
 from tests.transfer_manager.storage.file_rig import Rig, space_of
 from tests.transfer_manager.storage.test_file_errors import num_descriptors
-from transfer_manager.errors import StorageRefusedError
-from transfer_manager.storage import file_disk
-from transfer_manager.storage.file_admin import FileAdmin
 
 FILES = ("space.json", "journal", "lock", "slab-00000")
 STRANGER = 65534

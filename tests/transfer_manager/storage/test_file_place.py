@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_cache.errors import StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage import file_place
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
+from fastdeploy_cache.transfer_manager.storage.file_place import check_place
 from tests.transfer_manager.storage.file_rig import Rig
-from transfer_manager.errors import StorageRefusedError
-from transfer_manager.storage import file_place
-from transfer_manager.storage.config import StorageConfig
-from transfer_manager.storage.file_disk import Disk
-from transfer_manager.storage.file_place import check_place
 
 
 def storage_at(folder: Path, **settings: float) -> StorageConfig:

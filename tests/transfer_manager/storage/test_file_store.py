@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fastdeploy_cache.errors import StorageRefusedError
+from fastdeploy_cache.transfer_manager.storage.base import Blocks
 from tests.transfer_manager.storage.file_rig import Rig, name_of, space_of
-from transfer_manager.errors import StorageRefusedError
-from transfer_manager.storage.base import Blocks
 
 
 @pytest.mark.parametrize("object_bytes", [700, 4096, 5000, 400_000])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from transfer_manager.errors import LayoutError
-from transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 
 FILE = {"weights_id": "w1", "folder": "/var/lib/kv"}
 

@@ -1,0 +1,104 @@
+"""Installed, everything is `fastdeploy_cache.*`: no name of ours meets one of somebody else's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BESIDE = ("ipc", "launch", "metrics", "transfer_manager")
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import fastdeploy_cache
+NEEDS_OTHERS = ("fastdeploy_cache.adapters.vllm_connector", "fastdeploy_cache.adapters.vllm_settings")
+for found in pkgutil.walk_packages(fastdeploy_cache.__path__, "fastdeploy_cache."):
+    if found.name not in NEEDS_OTHERS and not found.name.endswith("__main__"):
+        importlib.import_module(found.name)
+print(*sys.modules)
+"""
+
+
+def run_python(code: str, *, cwd: Path | None = None, path: Path | None = None) -> list[str]:
+    """The words that a fresh interpreter prints."""
+    env = {**os.environ, "PYTHONPATH": str(path)} if path is not None else None
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_nothing_is_ever_loaded_under_a_name_that_is_not_ours(tmp_path: Path) -> None:
+    """With every module of the project loaded, none is called `ipc`, `launch`, `metrics` or `transfer_manager`."""
+    loaded = run_python(IMPORT_ALL, cwd=tmp_path)
+    assert not {name for name in loaded if name.partition(".")[0] in BESIDE}
+    assert "fastdeploy_cache.manager" in loaded
+    for package in BESIDE:
+        assert any(name.startswith(f"fastdeploy_cache.{package}.") for name in loaded)
+
+
+@pytest.mark.parametrize("program", ["", ".storage", ".peer"])
+def test_a_child_process_loads_no_engine_side(program: str, tmp_path: Path) -> None:
+    """What a rank's process imports has no manager, no metrics and none of the programs in it."""
+    code = f"import sys, fastdeploy_cache.transfer_manager{program}.worker; print(*sys.modules)"
+    loaded = run_python(code, cwd=tmp_path)
+    engine_side = (
+        "fastdeploy_cache.metrics",
+        "fastdeploy_cache.launch",
+        "fastdeploy_cache.manager",
+        "prometheus_client",
+    )
+    assert not [name for name in loaded if name.startswith(engine_side)]
+    assert "fastdeploy_cache.transfer_manager.layout" in loaded
+
+
+def test_modules_of_an_app_with_such_names_hurt_nothing(tmp_path: Path) -> None:
+    """An app has its own `metrics.py`, `ipc.py`, `launch/cli.py` and `transfer_manager.py` first on the path: all of
+    ours is imported, and the command runs."""
+    for name in ("ipc", "metrics", "transfer_manager"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the module of the app was imported')")
+    (tmp_path / "launch").mkdir()
+    for name in ("__init__", "cli"):
+        (tmp_path / "launch" / f"{name}.py").write_text("raise SystemExit('the module of the app was imported')")
+    assert "fastdeploy_cache.launch.cli" in run_python(IMPORT_ALL, cwd=tmp_path, path=tmp_path)
+    code = "from fastdeploy_cache.launch.cli import main; import sys; sys.argv[1:] = ['--help']; main()"
+    assert "demo" in run_python(code, cwd=tmp_path, path=tmp_path)
+
+
+def test_each_public_name_has_its_home() -> None:
+    """Every name in `__all__` is there, `dir` lists it, and an unknown one is refused as an attribute."""
+    import fastdeploy_cache
+
+    assert set(fastdeploy_cache.__all__) <= set(dir(fastdeploy_cache))
+    for name in fastdeploy_cache.__all__:
+        assert getattr(fastdeploy_cache, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Manager'"):
+        _ = fastdeploy_cache.Manager
+
+
+@pytest.mark.skipif(importlib.util.find_spec("setuptools") is None, reason="setuptools is not installed")
+def test_an_archive_without_links_installs_every_package(tmp_path: Path) -> None:
+    """An archive that has lost its symbolic links builds each module of the checkout, under one name."""
+    archive, built = tmp_path / "archive", tmp_path / "built"
+    archive.mkdir()
+    for package in ("fastdeploy_cache", *BESIDE):
+        links = shutil.ignore_patterns("__pycache__", *(BESIDE if package == "fastdeploy_cache" else ()))
+        shutil.copytree(ROOT / package, archive / package, ignore=links)
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, archive)
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(built)]
+    done = subprocess.run(build, cwd=archive, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    inside = {str(path.relative_to(built)) for path in built.rglob("*") if path.is_file()}
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "fastdeploy_cache").rglob("*.py")}
+    expected |= {
+        f"fastdeploy_cache/{path.relative_to(ROOT)}" for name in BESIDE for path in (ROOT / name).rglob("*.py")
+    }
+    assert {name for name in inside if name.endswith(".py")} == expected
+    assert {"fastdeploy_cache/py.typed", "fastdeploy_cache/launch/serve.toml"} <= inside
