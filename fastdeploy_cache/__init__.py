@@ -10,19 +10,19 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fastdeploy_cache.books.run import Tier
     from fastdeploy_cache.config import CacheConfig
     from fastdeploy_cache.manager import PrefixCacheManager
     from fastdeploy_cache.match import Match, Prefetch
-    from fastdeploy_cache.peer_transfer import Receive, Send
+    from fastdeploy_cache.peers.transfers import Receive, Send
     from fastdeploy_cache.request import Request
-    from fastdeploy_cache.run import Tier
     from fastdeploy_cache.stats import CacheStats, TierStats
     from fastdeploy_cache.transfer_manager.config import TransferConfig
-    from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVMemory
-    from fastdeploy_cache.transfer_manager.layout import KVLayout
+    from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
+    from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
     from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
     from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
-    from fastdeploy_cache.transfer_manager.rank_signal import LayerProgress
+    from fastdeploy_cache.transfer_manager.rank.rank_signal import LayerProgress
     from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
     from fastdeploy_cache.transfer_manager.storage.weights import weights_id_of
     from fastdeploy_cache.transfer_manager.task import Direction

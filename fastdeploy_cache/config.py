@@ -16,7 +16,7 @@ import msgspec
 from fastdeploy_cache.errors import ConfigError, LayoutError
 from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES, MIN_HISTORY_BYTES
 from fastdeploy_cache.transfer_manager.config import TransferConfig, check_integers
-from fastdeploy_cache.transfer_manager.layout import KVLayout, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from fastdeploy_cache.active_request import ActiveRequest
-from fastdeploy_cache.block_mover import BlockMover
-from fastdeploy_cache.block_pool import BlockPool
+from fastdeploy_cache.books.block_pool import BlockPool
+from fastdeploy_cache.books.invariants import check
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.run import CPU, GPU, Tier, Transfer
+from fastdeploy_cache.callers.pinned_prefix import Pinned
 from fastdeploy_cache.errors import ConfigError
-from fastdeploy_cache.invariants import check
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.metrics.exporter import Collector, MetricsExporter
-from fastdeploy_cache.peer_tier import PeerTier
-from fastdeploy_cache.pinned_prefix import Pinned
-from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.run import CPU, GPU, Tier, Transfer
+from fastdeploy_cache.movement.block_mover import BlockMover
+from fastdeploy_cache.peers.link_road import PeerTier
+from fastdeploy_cache.peers.store_road import StoredPeers
+from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.stats import CacheStats, TierStats
-from fastdeploy_cache.storage_tier import StorageTier
-from fastdeploy_cache.stored_peers import StoredPeers
+from fastdeploy_cache.storage.tier import StorageTier
 from fastdeploy_cache.transfer_manager.client import TransferClient
 
 

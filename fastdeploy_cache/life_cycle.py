@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from fastdeploy_cache.active_request import ActiveRequest
-from fastdeploy_cache.block_mover import BlockMover
-from fastdeploy_cache.copy_down import CopyDown
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.run import CPU, GPU, Tier, wait_done
+from fastdeploy_cache.books.tier_loss import drop_cpu, drop_gpu
+from fastdeploy_cache.callers.pinned_prefix import Pinned
 from fastdeploy_cache.errors import ConfigError, LifeCycleError, NotEnoughMemoryError
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.matcher import Matcher
-from fastdeploy_cache.peer_tier import PeerTier
-from fastdeploy_cache.pinned_prefix import Pinned
-from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.run import CPU, GPU, Tier, wait_done
-from fastdeploy_cache.storage_tier import StorageTier
-from fastdeploy_cache.stored_peers import StoredPeers
-from fastdeploy_cache.tier_loss import drop_cpu, drop_gpu
+from fastdeploy_cache.movement.block_mover import BlockMover
+from fastdeploy_cache.movement.copy_down import CopyDown
+from fastdeploy_cache.peers.link_road import PeerTier
+from fastdeploy_cache.peers.store_road import StoredPeers
+from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.matcher import Matcher
+from fastdeploy_cache.storage.tier import StorageTier
 from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.task import Direction

@@ -10,10 +10,11 @@ from array import array
 from collections.abc import Callable
 from typing import Self
 
-from fastdeploy_cache.active_request import ActiveRequest
-from fastdeploy_cache.block_mover import BlockMover
-from fastdeploy_cache.block_pool import REQUEST, BlockPool
-from fastdeploy_cache.caller_copies import CallerCopies
+from fastdeploy_cache.books.block_pool import REQUEST, BlockPool
+from fastdeploy_cache.books.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.books.run import GPU, CallerCopy, Transfer, wait_done
+from fastdeploy_cache.callers.copies import CallerCopies
+from fastdeploy_cache.callers.pinned_prefix import Pinned
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import (
     ClosedError,
@@ -25,19 +26,18 @@ from fastdeploy_cache.errors import (
 from fastdeploy_cache.inspection import Inspection
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.life_cycle import LifeCycle, LifeCycleState
-from fastdeploy_cache.loads import MatchLoads
 from fastdeploy_cache.match import Match
 from fastdeploy_cache.metrics.exporter import MetricsExporter
+from fastdeploy_cache.movement.block_mover import BlockMover
 from fastdeploy_cache.parts import new_client, new_matcher, new_metrics, new_policy_of, new_speeds
-from fastdeploy_cache.peer_access import PeerAccess
-from fastdeploy_cache.pinned_prefix import Pinned
+from fastdeploy_cache.peers.access import PeerAccess
+from fastdeploy_cache.peers.store_road import StoredPeers
 from fastdeploy_cache.policies.eviction import EvictionPolicy
-from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import GPU, CallerCopy, Transfer, wait_done
-from fastdeploy_cache.storage_access import StorageAccess
-from fastdeploy_cache.storage_tier import StorageTier
-from fastdeploy_cache.stored_peers import StoredPeers
+from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.loads import MatchLoads
+from fastdeploy_cache.storage.access import StorageAccess
+from fastdeploy_cache.storage.tier import StorageTier
 from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.peer.client import PeerClient
 from fastdeploy_cache.transfer_manager.task import Direction, TransferResult

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastdeploy_cache.block_mover import BlockMover
+from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.copy_down import CopyDown
 from fastdeploy_cache.errors import LayoutError
-from fastdeploy_cache.matcher import Matcher
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.movement.block_mover import BlockMover
+from fastdeploy_cache.movement.copy_down import CopyDown
 from fastdeploy_cache.policies import new_policy
 from fastdeploy_cache.policies.breaker import Breaker
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
-from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.storage_link import StorageLink
-from fastdeploy_cache.storage_prefetch import StorageLimits
-from fastdeploy_cache.storage_tier import StorageTier
+from fastdeploy_cache.requests.matcher import Matcher
+from fastdeploy_cache.storage.link import StorageLink
+from fastdeploy_cache.storage.prefetch import StorageLimits
+from fastdeploy_cache.storage.tier import StorageTier
 from fastdeploy_cache.transfer_manager.client import InlineClient, TransferClient
-from fastdeploy_cache.transfer_manager.kv_memory import KVHandle
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 from fastdeploy_cache.transfer_manager.peer.client import PeerProcesses
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
-from fastdeploy_cache.transfer_manager.rank_client import RankClient
+from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.file_place import check_place

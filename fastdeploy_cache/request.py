@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastdeploy_cache.block_hash import TOKEN_BYTES
+from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.errors import RequestError
 
 TokenIds = Sequence[int] | np.ndarray[Any, Any]

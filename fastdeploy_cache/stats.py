@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fastdeploy_cache.block_pool import CALLER, REQUEST, RUN, TASK, BlockPool
+from fastdeploy_cache.books.block_pool import CALLER, REQUEST, RUN, TASK, BlockPool
+from fastdeploy_cache.books.residency import Residency
+from fastdeploy_cache.books.run import Tier
 from fastdeploy_cache.metrics.cache_metrics import EVICTION_KINDS, StorageCounts
 from fastdeploy_cache.policies.breaker import BreakerState
-from fastdeploy_cache.residency import Residency
-from fastdeploy_cache.run import Tier
 from fastdeploy_cache.transfer_manager.client import RankStatus
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fastdeploy_cache.launch.storage_command import storage_app
+from fastdeploy_cache.launch.storage.command import storage_app
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -75,8 +75,8 @@ def serve(
     log_dir: LogDir = None,
 ) -> None:
     """Serve SmolLM2 over HTTP (POST /v1/chat/completions) until SIGTERM or Ctrl-C."""
-    from fastdeploy_cache.launch.serve import device_settings
-    from fastdeploy_cache.launch.serve import serve as run
+    from fastdeploy_cache.launch.server.serve import device_settings
+    from fastdeploy_cache.launch.server.serve import serve as run
 
     if role not in ("mixed", "prefill", "decode"):
         raise typer.BadParameter(f"--role {role}; use mixed, prefill or decode")
@@ -114,7 +114,7 @@ def route(
     ] = 32,
 ) -> None:
     """Answer chats with prefill and decode instances (`serve --role ...`) until SIGTERM or Ctrl-C."""
-    from fastdeploy_cache.launch.router import route as run
+    from fastdeploy_cache.launch.server.router import route as run
 
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     run(
@@ -167,7 +167,7 @@ def control_server(
 
     Exit status 0: done; 1: refused or failed; 3: no server listens there.
     """
-    from fastdeploy_cache.launch.control_client import ask
+    from fastdeploy_cache.launch.server.control_client import ask
 
     _check_control(verb, weights_id, tier, timeout)
     given = {"tiers": tier or None, "weights_id": weights_id}
@@ -181,7 +181,7 @@ def control_server(
 
 def _check_control(verb: str, weights_id: str | None, tier: list[str] | None, timeout: float) -> None:
     """Wrong usage: status 2."""
-    from fastdeploy_cache.launch.control_socket import MAX_SECONDS, VERBS
+    from fastdeploy_cache.launch.server.control_socket import MAX_SECONDS, VERBS
 
     if verb not in VERBS:
         raise typer.BadParameter(f"{verb!r} is no verb; use one of {', '.join(VERBS)}")

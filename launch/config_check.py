@@ -9,7 +9,7 @@ from pathlib import Path
 from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.errors import CacheError, DeviceError, LaunchError
 from fastdeploy_cache.ipc.memory_limit import check_available
-from fastdeploy_cache.transfer_manager.layout import RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.storage.file_place import check_place
 from fastdeploy_cache.transfer_manager.storage.file_space import slab_bytes, space_folders
 

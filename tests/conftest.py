@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.leaks import child_pids, handles, shm_files
+from tests.rigs.leaks import child_pids, handles, shm_files
 
 
 @pytest.fixture(autouse=True)

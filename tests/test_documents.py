@@ -18,10 +18,10 @@ import typer
 from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, PrefixCacheManager, StorageConfig, TransferConfig
 from fastdeploy_cache.ipc.peer_channel import make_keys
 from fastdeploy_cache.ipc.private_directory import PrivateDirectory
-from fastdeploy_cache.launch import router
 from fastdeploy_cache.launch.cli import app
-from fastdeploy_cache.launch.control_socket import PrivateListener
-from fastdeploy_cache.launch.json_http import JsonHandler
+from fastdeploy_cache.launch.server import router
+from fastdeploy_cache.launch.server.control_socket import PrivateListener
+from fastdeploy_cache.launch.server.json_http import JsonHandler
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.transfer_manager.peer.signature import make_secret
 from fastdeploy_cache.transfer_manager.storage.file_disk import Disk

@@ -16,7 +16,7 @@ BESIDE = ("ipc", "launch", "metrics", "transfer_manager")
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 import fastdeploy_cache
-NEEDS_OTHERS = ("fastdeploy_cache.adapters.vllm_connector", "fastdeploy_cache.adapters.vllm_settings")
+NEEDS_OTHERS = ("fastdeploy_cache.adapters.vllm.connector", "fastdeploy_cache.adapters.vllm.settings")
 for found in pkgutil.walk_packages(fastdeploy_cache.__path__, "fastdeploy_cache."):
     if found.name not in NEEDS_OTHERS and not found.name.endswith("__main__"):
         importlib.import_module(found.name)
@@ -55,7 +55,7 @@ def test_a_child_process_loads_no_engine_side(program: str, tmp_path: Path) -> N
         "prometheus_client",
     )
     assert not [name for name in loaded if name.startswith(engine_side)]
-    assert "fastdeploy_cache.transfer_manager.layout" in loaded
+    assert "fastdeploy_cache.transfer_manager.kv.layout" in loaded
 
 
 def test_modules_of_an_app_with_such_names_hurt_nothing(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ import numpy as np
 from fastdeploy_cache.errors import DeviceError, LayoutError
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
-from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVMemory, KVViews
-from fastdeploy_cache.transfer_manager.layout import RankLayout
-from fastdeploy_cache.transfer_manager.rank_memory import create_rank_memory, release_pages, retake_pages
-from fastdeploy_cache.transfer_manager.rank_signal import LayerProgress
+from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory, KVViews
+from fastdeploy_cache.transfer_manager.kv.tensors import local_segments
+from fastdeploy_cache.transfer_manager.rank.memory import create_rank_memory, release_pages, retake_pages
+from fastdeploy_cache.transfer_manager.rank.rank_signal import LayerProgress
 from fastdeploy_cache.transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
-from fastdeploy_cache.transfer_manager.tensors import local_segments
 
 OnResult = Callable[[TransferResult], None]
 OnKVLost = Callable[[int], None]

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fastdeploy_cache.transfer_manager.kv_memory import KVHandle
-from fastdeploy_cache.transfer_manager.layout import RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-from fastdeploy_cache.mishaps import Mishaps
+from fastdeploy_cache.books.mishaps import Mishaps
+from fastdeploy_cache.books.run import TIERS, Run, Tier
 from fastdeploy_cache.policies.eviction import EvictionPolicy, IsLeaf, LeastRecentlyUsed, Split
-from fastdeploy_cache.run import TIERS, Run, Tier
 
 _TOLD = ("use", "touch", "grow", "shrink", "push")  # and asked for nothing
 _PASSED_ON = ("use", "touch", "grow", "shrink", "push", "is_colder", "alike", "clear", "victim", "coldest")

@@ -8,7 +8,8 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from fastdeploy_cache.block_hash import HASH_BYTES
+from fastdeploy_cache.books.block_hash import HASH_BYTES
+from fastdeploy_cache.books.run import Run, Tier, Usage
 from fastdeploy_cache.policies.eviction import Asked, Clock, IsLeaf, LeastRecentlyUsed, Split
 from fastdeploy_cache.policies.reuse_history import (
     ENDED_CLASS,
@@ -20,7 +21,6 @@ from fastdeploy_cache.policies.reuse_history import (
     shared_class,
 )
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import Run, Tier, Usage
 
 _NUM_CANDIDATES = 64
 _NUM_COLDEST = 512  # leaves that copying ahead looks at

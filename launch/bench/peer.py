@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fastdeploy_cache.launch.bench.peer_instances import Instances
 from fastdeploy_cache.launch.bench.peer_memory import LinkedMemory, Way
-from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 
 PIECE_SIZES = tuple(kib * 2**10 for kib in (16, 64, 256, 1024, 4096))
 _MAX_PIECES = 1024  # Mooncake loses some of more than 2048

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Receive, Request, Send
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 
 _SECONDS = 60.0

@@ -11,12 +11,12 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from fastdeploy_cache.block_pool import BlockPool, Owner
+from fastdeploy_cache.books.block_pool import BlockPool, Owner
+from fastdeploy_cache.books.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.books.run import Tier
 from fastdeploy_cache.launch.bench.control import Server
 from fastdeploy_cache.launch.bench.workloads import Scale
 from fastdeploy_cache.policies import new_policy
-from fastdeploy_cache.prefix_tree import BlockKeys, PrefixTree
-from fastdeploy_cache.run import Tier
 
 _IN_FLIGHT = 4
 

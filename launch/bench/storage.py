@@ -19,7 +19,7 @@ from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.config import TransferConfig
-from fastdeploy_cache.transfer_manager.layout import KVLayout, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks
 from fastdeploy_cache.transfer_manager.storage.client import StorageProcesses

@@ -16,8 +16,8 @@ import numpy as np
 
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.config import TransferConfig
-from fastdeploy_cache.transfer_manager.layout import KVLayout, RankLayout
-from fastdeploy_cache.transfer_manager.rank_client import RankClient
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
+from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
 
 _WAIT_SECONDS = 60.0

@@ -24,7 +24,7 @@ from fastdeploy_cache.launch.bench.transfer import (
     own_bytes,
 )
 from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
-from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.task import Direction, SwapMessage, TransferTask
 
 _GIB = 2**30

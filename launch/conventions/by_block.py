@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
-from fastdeploy_cache.adapters import fastdeploy, vllm
+from fastdeploy_cache.adapters.fastdeploy import manager as fastdeploy
+from fastdeploy_cache.adapters.vllm import manager as vllm
 
 
 class Native:

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
-from fastdeploy_cache.adapters import mini_sglang, mini_sglang_manager, sglang
-from fastdeploy_cache.adapters.slot_copies import RankSlots
-from fastdeploy_cache.adapters.slots import SlotAllocator, SlotPrefixCache
+from fastdeploy_cache.adapters.mini_sglang import manager as mini_sglang_manager
+from fastdeploy_cache.adapters.mini_sglang import radix_cache as mini_sglang
+from fastdeploy_cache.adapters.sglang import radix_cache as sglang
+from fastdeploy_cache.adapters.slots.copies import RankSlots
+from fastdeploy_cache.adapters.slots.prefix_cache import SlotAllocator, SlotPrefixCache
 
 _MAX_TOKENS = 2048
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from fastdeploy_cache import Match, Request
 from fastdeploy_cache.errors import CacheError
-from fastdeploy_cache.peer_transfer import Receive, Send
+from fastdeploy_cache.peers.transfers import Receive, Send
 
 
 class GenerationError(CacheError):

@@ -10,9 +10,9 @@ from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddl
 from fastdeploy_cache.launch.reference_engine.paged_kv import KVShard
 from fastdeploy_cache.transfer_manager.device.cuda import export_kv, open_segment
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
-from fastdeploy_cache.transfer_manager.dlpack import MemoryArray
-from fastdeploy_cache.transfer_manager.layout import KVPart, RankLayout
-from fastdeploy_cache.transfer_manager.tensors import ArrayPlace
+from fastdeploy_cache.transfer_manager.kv.dlpack import MemoryArray
+from fastdeploy_cache.transfer_manager.kv.layout import KVPart, RankLayout
+from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace
 
 
 def gpu_shard(cache: PrefixCacheManager, rank: int) -> KVShard:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from fastdeploy_cache.launch.reference_engine.generation import Generation
-from fastdeploy_cache.peer_transfer import PeerTransfer
+from fastdeploy_cache.peers.transfers import PeerTransfer
 
 _RETRY_SECONDS = 1.0  # processes that are down tell nobody when they are back
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from fastdeploy_cache.books.run import Run, Tier
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceRequest
 from fastdeploy_cache.policies.eviction import Asked, LeastRecentlyUsed
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.run import Run, Tier
 
 _NEVER = np.iinfo(np.int64).max
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.places import FilePlace, MemoryPlace, MooncakePlace, Place, ValkeyPlace
-from tests.storage_servers import MooncakeLender, MooncakeMaster, ValkeyServer
+from tests.rigs.places import FilePlace, MemoryPlace, MooncakePlace, Place, ValkeyPlace
+from tests.rigs.storage_servers import MooncakeLender, MooncakeMaster, ValkeyServer
 
 
 @pytest.fixture(scope="session")

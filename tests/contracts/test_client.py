@@ -16,13 +16,13 @@ import pytest
 from fastdeploy_cache.errors import NotEnoughMemoryError
 from fastdeploy_cache.transfer_manager.client import InlineClient, TransferClient
 from fastdeploy_cache.transfer_manager.config import TransferConfig
-from fastdeploy_cache.transfer_manager.layout import KVLayout
-from fastdeploy_cache.transfer_manager.rank_client import RankClient
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
+from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import Direction
-from tests.contracts.answers import SECONDS, Answers, task
 from tests.faults.conftest import pids
-from tests.faults.kv_worker import digest, kv_worker, layer_bytes
-from tests.stopping import stopped
+from tests.rigs.answers import SECONDS, Answers, task
+from tests.rigs.kv_worker import digest, kv_worker, layer_bytes
+from tests.rigs.stopping import stopped
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=8, dtype="float16")
 BLOCK_SIZE, NUM_GPU, NUM_CPU = 4, 16, 24

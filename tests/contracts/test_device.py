@@ -14,9 +14,9 @@ from fastdeploy_cache.transfer_manager.device.base import Device
 from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
 from fastdeploy_cache.transfer_manager.device.cuda import CudaDevice
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
-from fastdeploy_cache.transfer_manager.layout import STORAGE_DTYPES, KVLayout, KVPart, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import STORAGE_DTYPES, KVLayout, KVPart, RankLayout
 from fastdeploy_cache.transfer_manager.task import SWAPS, Direction
-from tests.fake_cuda import FakeDriver, install
+from tests.rigs.fake_cuda import FakeDriver, install
 
 NUM_GPU, NUM_CPU = 12, 17
 UNEVEN = (KVPart("key", (3, 2, 5), "float16"), KVPart("scale", (3,), "float32", None), KVPart("value", (7,), "int8"))

@@ -15,8 +15,8 @@ import pytest
 
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.peer.link import LinkError, Pieces, open_endpoint
-from tests.contracts.link_rig import MIB, SECONDS, Rig, changed, error_of, pieces
-from tests.storage_servers import missing
+from tests.rigs.link_rig import MIB, SECONDS, Rig, changed, error_of, pieces
+from tests.rigs.storage_servers import missing
 
 SOON = 1.0  # seconds of reads that are to be late
 

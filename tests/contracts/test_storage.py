@@ -12,8 +12,8 @@ import pytest
 from fastdeploy_cache.errors import StorageError, StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks, seal
-from tests.contracts.places import MemoryPlace, Place
-from tests.faulty_storage import FaultyStorage
+from tests.rigs.faulty_storage import FaultyStorage
+from tests.rigs.places import MemoryPlace, Place
 
 SECONDS = 30.0
 SIZES = [1, 7, 4096, 4097, 99_999, 1_048_577]
@@ -286,7 +286,7 @@ def test_token_ids_where_they_are_needed() -> None:
         store.count_leading(Blocks(hashes=prompt.hashes))
 
 
-@pytest.mark.parametrize("kind", ["tests.memory_storage:Nothing", "tests.nowhere:Store", "flie"])
+@pytest.mark.parametrize("kind", ["tests.rigs.memory_storage:Nothing", "tests.nowhere:Store", "flie"])
 def test_a_store_that_is_not_there(kind: str, tmp_path: Path) -> None:
     """A name that cannot be imported is refused with the name."""
     place = MemoryPlace()
@@ -299,6 +299,6 @@ def _faulty(**faults: int) -> tuple[FaultyStorage, Any]:
     place = MemoryPlace()
     _, prompt = place.open()
     options = {name: str(value) for name, value in faults.items()}
-    store = open_storage("tests.faulty_storage:FaultyStorage", options, place.space(), prompt.segment)
+    store = open_storage("tests.rigs.faulty_storage:FaultyStorage", options, place.space(), prompt.segment)
     assert isinstance(store, FaultyStorage)
     return store, prompt

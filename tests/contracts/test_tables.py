@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from fastdeploy_cache import Request, StorageConfig
-from tests.cache_model import CacheModel, LiveRequest
-from tests.simulated_storage import SimulatedStorage
+from tests.rigs.cache_model import CacheModel, LiveRequest
+from tests.rigs.simulated_storage import SimulatedStorage
 
 SIZE = 4
-STORE = StorageConfig(kind="tests.memory_storage:MemoryStorage", weights_id="w1")
+STORE = StorageConfig(kind="tests.rigs.memory_storage:MemoryStorage", weights_id="w1")
 PROMPT = list(range(100, 100 + 6 * SIZE + 1))
 WHOLE = PROMPT[: 6 * SIZE]
 OTHERS = [list(range(base, base + 5 * SIZE + 1)) for base in (1000, 2000, 3000, 4000)]

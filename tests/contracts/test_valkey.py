@@ -16,8 +16,8 @@ from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Storage
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
-from tests.contracts.places import Prompt
-from tests.storage_servers import TlsRelay, ValkeyServer, free_port
+from tests.rigs.places import Prompt
+from tests.rigs.storage_servers import TlsRelay, ValkeyServer, free_port
 
 SPACE = KeySpace(weights_id="tests", layout="bytes", object_bytes=5000, block_size=4, rank=0, tp_size=1)
 Opener = Callable[..., tuple[Storage, Prompt]]

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-from fastdeploy_cache.block_hash import BlockHasher, root_hash
+from fastdeploy_cache.books.block_hash import BlockHasher, root_hash
 from fastdeploy_cache.request import Request
 
 TOKENS = np.arange(12, dtype="<i4").tobytes()
@@ -68,7 +68,7 @@ def test_names_differ_by_namespace_and_block_size() -> None:
 def test_other_processes_agree() -> None:
     """No environment variable or hash seed changes a name."""
     code = (
-        "from fastdeploy_cache.block_hash import *\n"
+        "from fastdeploy_cache.books.block_hash import *\n"
         f"print(BlockHasher(4).extend(root_hash('tenant', 4), bytes.fromhex('{TOKENS.hex()}'), 0, 3).hex())"
     )
     for seed in ("0", "1", "random"):

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from fastdeploy_cache.block_pool import BlockPool, Owner
+from fastdeploy_cache.books.block_pool import BlockPool, Owner
 from fastdeploy_cache.errors import BlockOwnerError
 
 

@@ -15,11 +15,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request, TransferConfig
-from fastdeploy_cache.adapters import fastdeploy
+from fastdeploy_cache.adapters.fastdeploy import manager as fastdeploy
 from fastdeploy_cache.errors import ConfigError, MetricsError
 from fastdeploy_cache.metrics.remote import RemoteMetrics
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import new_config as fastdeploy_config
-from tests.faults.engine import BLOCK_SIZE, Engine, new_config
+from tests.rigs.fastdeploy_engine import new_config as fastdeploy_config
+from tests.rigs.faulty_engine import BLOCK_SIZE, Engine, new_config
 
 PROMPT = list(range(6 * BLOCK_SIZE + 1))
 

@@ -9,7 +9,7 @@ from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Request,
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.request import Image
-from tests.cache_model import CacheModel
+from tests.rigs.cache_model import CacheModel
 
 A, B, C, D = ([base + i for i in range(100)] for base in (1000, 2000, 3000, 4000))
 

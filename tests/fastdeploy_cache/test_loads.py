@@ -8,7 +8,7 @@ import pytest
 
 from fastdeploy_cache.errors import OutOfBlocksError, RequestError
 from fastdeploy_cache.transfer_manager.task import Direction
-from tests.cache_model import CacheModel, LiveRequest
+from tests.rigs.cache_model import CacheModel, LiveRequest
 
 A, B, C = ([base + i for i in range(100)] for base in (1000, 2000, 3000))
 

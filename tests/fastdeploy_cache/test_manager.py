@@ -13,7 +13,7 @@ from fastdeploy_cache.errors import (
     RequestError,
     UnknownRequestError,
 )
-from tests.cache_model import CacheModel
+from tests.rigs.cache_model import CacheModel
 
 A, B, C = ([base + i for i in range(100)] for base in (1000, 2000, 3000))
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.run import Run, Segment, Tier
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.metrics.cache_metrics import STEPS
 from fastdeploy_cache.policies.eviction import LeastRecentlyUsed
-from fastdeploy_cache.prefix_tree import PrefixTree
-from fastdeploy_cache.run import Run, Segment, Tier
 from fastdeploy_cache.transfer_manager.task import TransferTask
-from tests.cache_model import CacheModel
-from tests.simulated_client import SimulatedClient
+from tests.rigs.cache_model import CacheModel
+from tests.rigs.simulated_client import SimulatedClient
 
 CALLED = ("use", "grow", "push", "victim")  # by any story; the others by some
 A, B, C = ([base + i for i in range(24)] for base in (1000, 2000, 3000))

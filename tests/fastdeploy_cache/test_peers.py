@@ -12,9 +12,9 @@ from fastdeploy_cache import KVLayout, PeerConfig, Request, StorageConfig, Trans
 from fastdeploy_cache.errors import LayoutError, PeerRefusedError, PromptTooLongError, RequestError
 from fastdeploy_cache.transfer_manager.peer.offer import Offer, prompt_digest
 from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, make_secret
-from tests.cache_model import CacheModel
-from tests.simulated_peers import SimulatedPeers
-from tests.simulated_storage import SimulatedStorage
+from tests.rigs.cache_model import CacheModel
+from tests.rigs.simulated_peers import SimulatedPeers
+from tests.rigs.simulated_storage import SimulatedStorage
 
 TEXT = [(5 * i * i) % 7 for i in range(44)]
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2)

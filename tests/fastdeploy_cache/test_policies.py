@@ -9,11 +9,11 @@ import tracemalloc
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.errors import ConfigError, RequestError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.policies.reuse import Reuse
 from fastdeploy_cache.policies.reuse_history import ReuseHistory, Span, private_class, score_at, shared_class
-from fastdeploy_cache.run import Run
 
 
 class Cache:

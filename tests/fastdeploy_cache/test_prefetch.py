@@ -11,7 +11,7 @@ from fastdeploy_cache.config import WRITE_POLICIES
 from fastdeploy_cache.errors import ClosedError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.request import Image
-from tests.cache_model import CacheModel, LiveRequest
+from tests.rigs.cache_model import CacheModel, LiveRequest
 
 A, B, C = ([base + i for i in range(100)] for base in (1000, 2000, 3000))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy_cache.request import Image
-from tests.cache_model import CacheModel, LiveRequest
+from tests.rigs.cache_model import CacheModel, LiveRequest
 
 A, B, C = ([base + i for i in range(100)] for base in (1000, 2000, 3000))
 

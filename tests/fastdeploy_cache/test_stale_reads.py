@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from fastdeploy_cache.active_request import ActiveRequest
-from fastdeploy_cache.block_mover import BlockMover, Part
-from fastdeploy_cache.block_pool import TASK
-from fastdeploy_cache.matcher import Matcher
-from fastdeploy_cache.run import GPU, Segment, Transfer
-from tests.cache_model import CacheModel
+from fastdeploy_cache.books.block_pool import TASK
+from fastdeploy_cache.books.run import GPU, Segment, Transfer
+from fastdeploy_cache.movement.block_mover import BlockMover, Part
+from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.matcher import Matcher
+from tests.rigs.cache_model import CacheModel
 
 A, B, C, NEW = ([base + i for i in range(200)] for base in (1000, 2000, 3000, 4000))
 Patch = pytest.MonkeyPatch
@@ -185,7 +185,7 @@ def stores_from_a_lost_gpu() -> CacheModel:
 
 def break_epochs(patch: Patch) -> None:
     """A loss of the GPU is not noticed by the tree."""
-    patch.setattr("fastdeploy_cache.rank_access.drop_gpu", lambda tree: tree)
+    patch.setattr("fastdeploy_cache.ranks.drop_gpu", lambda tree: tree)
 
 
 Check = Callable[[], CacheModel]

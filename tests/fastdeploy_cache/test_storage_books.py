@@ -9,9 +9,9 @@ import pytest
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request, StorageConfig
 from fastdeploy_cache.errors import ClosedError, ConfigError
 from fastdeploy_cache.policies.breaker import BreakerState
-from fastdeploy_cache.storage_tier import StorageTier
+from fastdeploy_cache.storage.tier import StorageTier
 from tests.fastdeploy_cache.test_storage_tier import STORE, A, Rig, stored
-from tests.simulated_storage import SimulatedStorage
+from tests.rigs.simulated_storage import SimulatedStorage
 
 SECONDS = 10.0
 

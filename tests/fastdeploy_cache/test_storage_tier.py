@@ -9,11 +9,11 @@ from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.transfer_manager.task import Direction
-from tests.cache_model import CacheModel, LiveRequest
-from tests.simulated_storage import SimulatedStorage
+from tests.rigs.cache_model import CacheModel, LiveRequest
+from tests.rigs.simulated_storage import SimulatedStorage
 
 A = list(range(100, 141))  # ten full blocks of four and one token
-STORE = StorageConfig(kind="tests.memory_storage:MemoryStorage", weights_id="w1")
+STORE = StorageConfig(kind="tests.rigs.memory_storage:MemoryStorage", weights_id="w1")
 
 
 class Rig:

@@ -12,7 +12,7 @@ import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.errors import OutOfBlocksError
-from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 
 BLOCK_SIZE, NUM_THREADS, NUM_ROUNDS = 2, 8, 60
 TEXTS = [[(11 * i * i + 3 * text * (i // 6)) % 50 for i in range(40)] for text in range(6)]

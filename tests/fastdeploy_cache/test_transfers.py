@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_cache.copy_down import MIN_STORE_BLOCKS
 from fastdeploy_cache.errors import OutOfBlocksError
-from tests.cache_model import CacheModel
+from fastdeploy_cache.movement.copy_down import MIN_STORE_BLOCKS
+from tests.rigs.cache_model import CacheModel
 
 A, B, C = ([base + i for i in range(100)] for base in (1000, 2000, 3000))
 

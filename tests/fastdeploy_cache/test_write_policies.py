@@ -7,13 +7,13 @@ import random
 import pytest
 
 from fastdeploy_cache import KVLayout
+from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.config import WRITE_POLICIES
-from fastdeploy_cache.copy_down import MIN_STORE_BLOCKS
 from fastdeploy_cache.errors import OutOfBlocksError
+from fastdeploy_cache.movement.copy_down import MIN_STORE_BLOCKS
 from fastdeploy_cache.policies import EVICTION_POLICIES
-from fastdeploy_cache.run import CPU, Run
 from fastdeploy_cache.transfer_manager.task import Direction
-from tests.cache_model import CacheModel
+from tests.rigs.cache_model import CacheModel
 
 A, B, C, D = ([base + i for i in range(400)] for base in (1000, 2000, 3000, 4000))
 Block = tuple[int, ...]  # the first tokens of the runs down to it, and its place in the last one

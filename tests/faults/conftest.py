@@ -13,10 +13,10 @@ import pytest
 
 from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.config import TransferConfig
-from fastdeploy_cache.transfer_manager.layout import KVLayout
-from fastdeploy_cache.transfer_manager.rank_client import RankClient
-from tests.contracts.answers import Answers
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
+from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from tests.ipc.conftest import eventually  # noqa: F401 (a fixture here too)
+from tests.rigs.answers import Answers
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=6, head_dim=4, dtype="float16")
 NUM_GPU, NUM_CPU, BLOCK_SIZE = 16, 24, 4

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_cache import CacheConfig, PrefixCacheManager, rank_access
+from fastdeploy_cache import CacheConfig, PrefixCacheManager
+from fastdeploy_cache import ranks as rank_access
+from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.config import WRITE_POLICIES
-from fastdeploy_cache.prefix_tree import PrefixTree
-from tests.faults.chaos_drivers import NativeDriver
-from tests.faults.chaos_faults import RankFaults, StorageFaults, Workers
-from tests.faults.chaos_rig import Story, WrongBytesError, moved
-from tests.faults.engine import new_config
 from tests.faults.test_storage_processes import file_storage
+from tests.rigs.chaos_drivers import NativeDriver
+from tests.rigs.chaos_faults import RankFaults, StorageFaults, Workers
+from tests.rigs.chaos_rig import Story, WrongBytesError, moved
+from tests.rigs.faulty_engine import new_config
 
 NUM_GPU, NUM_CPU, TP_SIZE = 24, 48, 2
 SEEDS = range(2)

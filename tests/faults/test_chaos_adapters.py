@@ -11,18 +11,20 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
-from fastdeploy_cache.adapters import fastdeploy, mini_sglang, sglang
+from fastdeploy_cache.adapters.fastdeploy import manager as fastdeploy
+from fastdeploy_cache.adapters.mini_sglang import radix_cache as mini_sglang
+from fastdeploy_cache.adapters.sglang import radix_cache as sglang
 from fastdeploy_cache.config import WRITE_POLICIES
-from fastdeploy_cache.transfer_manager.layout import KVLayout
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import SUFFIX, launch
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import new_config as fastdeploy_config
-from tests.faults.chaos_block_tables import BlockPool, FastDeployV0, FastDeployV1
-from tests.faults.chaos_faults import RankFaults, StorageFaults
-from tests.faults.chaos_rig import SECONDS, Driver, Story, moved
-from tests.faults.chaos_token_slots import ContiguousSlots, MiniSGLang, SGLang
-from tests.faults.chaos_vllm_connector import VLLMConnector
-from tests.faults.engine import BLOCK_SIZE
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from tests.faults.test_chaos import IMPATIENT_STORE, NUM_CPU, NUM_GPU, PATIENT, SEEDS, TP_SIZE, chaos_config
+from tests.rigs.chaos_block_tables import BlockPool, FastDeployV0, FastDeployV1
+from tests.rigs.chaos_faults import RankFaults, StorageFaults
+from tests.rigs.chaos_rig import SECONDS, Driver, Story, moved
+from tests.rigs.chaos_token_slots import ContiguousSlots, MiniSGLang, SGLang
+from tests.rigs.chaos_vllm_connector import VLLMConnector
+from tests.rigs.fastdeploy_engine import SUFFIX, launch
+from tests.rigs.fastdeploy_engine import new_config as fastdeploy_config
+from tests.rigs.faulty_engine import BLOCK_SIZE
 
 NUM_STEPS = 200
 HOW_PATIENT = [SECONDS, 0.02]  # by seed: for loads, of engines that say so once. The second may come away empty

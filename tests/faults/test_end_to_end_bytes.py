@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager
-from tests.faults.engine import BLOCK_SIZE, Engine, new_config
+from tests.rigs.faulty_engine import BLOCK_SIZE, Engine, new_config
 
 PROMPT = list(range(100, 100 + 6 * BLOCK_SIZE + 1))
 

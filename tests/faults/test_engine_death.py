@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import SECONDS, wait_exit, watched
-from tests.leaks import shm_files
-from tests.stopping import stopped
+from tests.rigs.leaks import shm_files
+from tests.rigs.stopping import stopped
 
 GONE_WITHIN_SECONDS = 3.0  # the promise
 
@@ -25,7 +25,7 @@ class EngineProcess:
 
     def __init__(self, mode: str, temporary: Path, stack: ExitStack) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.engine_program", mode],
+            [sys.executable, "-m", "tests.rigs.engine_program", mode],
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"TMPDIR": str(temporary)},
@@ -132,7 +132,7 @@ def test_an_engine_that_never_closes_ends_its_ranks(temporary: Path) -> None:
     """A program that forgets `close` and comes to its end leaves no ranks."""
     code = (
         "from fastdeploy_cache import PrefixCacheManager\n"
-        "from tests.faults.engine import new_config\n"
+        "from tests.rigs.faulty_engine import new_config\n"
         "cache = PrefixCacheManager(new_config(2, 8, 16))\n"
         "print(*[status.pid for status in cache.stats().ranks], flush=True)\n"
         "input()\n"

@@ -10,12 +10,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fastdeploy_cache.transfer_manager.rank_client import RankClient
+from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
-from tests.contracts.answers import SECONDS, Answers, task
-from tests.faults.big_client import ALL, arrays, big_client, clear, fill
 from tests.faults.conftest import pids
-from tests.stopping import stopped
+from tests.rigs.answers import SECONDS, Answers, task
+from tests.rigs.big_client import ALL, arrays, big_client, clear, fill
+from tests.rigs.stopping import stopped
 
 OUT, IN, COPY = Direction.SWAP_OUT, Direction.SWAP_IN, Direction.COPY
 LONG = 1000.0

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastdeploy_cache.transfer_manager.rank_client import RankClient
+from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import Direction
-from tests.contracts.answers import task
-from tests.faults.big_client import ALL, BLOCK_SIZE, LAYOUT, NUM_CPU, NUM_GPU, NUM_LAYERS, big_client, clear, fill
 from tests.faults.conftest import pids
-from tests.faults.kv_worker import KVWorker, digest, kv_worker, layer_bytes
-from tests.stopping import stopped
+from tests.rigs.answers import task
+from tests.rigs.big_client import ALL, BLOCK_SIZE, LAYOUT, NUM_CPU, NUM_GPU, NUM_LAYERS, big_client, clear, fill
+from tests.rigs.kv_worker import KVWorker, digest, kv_worker, layer_bytes
+from tests.rigs.stopping import stopped
 
 OUT, IN = Direction.SWAP_OUT, Direction.SWAP_IN
 LONG = 1000.0  # the waiters' own deadline: nobody here sees it

@@ -16,7 +16,7 @@ from fastdeploy_cache import PrefixCacheManager, Request, StorageConfig
 from fastdeploy_cache.errors import ConfigError, LifeCycleError, NotEnoughMemoryError, OutOfBlocksError
 from fastdeploy_cache.ipc import shared_array
 from fastdeploy_cache.life_cycle import LifeCycleStatus
-from tests.faults.engine import BLOCK_SIZE, Engine, new_config
+from tests.rigs.faulty_engine import BLOCK_SIZE, Engine, new_config
 
 PROMPT = list(range(100, 100 + 6 * BLOCK_SIZE + 1))
 

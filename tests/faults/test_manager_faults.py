@@ -10,12 +10,12 @@ from collections.abc import Callable
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager, Request
-from fastdeploy_cache.block_pool import Owner
+from fastdeploy_cache.books.block_pool import Owner
 from fastdeploy_cache.errors import RankStartError
 from fastdeploy_cache.transfer_manager.task import TransferResult
 from tests.faults.conftest import SECONDS, is_gone, pids, wait_exit, watched
-from tests.faults.engine import BLOCK_SIZE, Engine, new_config
-from tests.stopping import stopped
+from tests.rigs.faulty_engine import BLOCK_SIZE, Engine, new_config
+from tests.rigs.stopping import stopped
 
 PROMPT = list(range(100, 100 + 5 * BLOCK_SIZE + 1))
 FILLERS = [[1000 * other + i for i in range(8 * BLOCK_SIZE)] for other in range(1, 4)]

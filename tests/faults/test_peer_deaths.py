@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fastdeploy_cache.transfer_manager import process_client
-from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.peer.messages import Confirm, Confirmed, ToOwner, ToReader
-from tests.faults.peer_relay import relayed
-from tests.faults.peer_rig import NUM_LAYERS, Pair, look, pair_of
-from tests.stopping import stopped
+from fastdeploy_cache.transfer_manager.process import client as process_client
+from tests.rigs.peer_relay import relayed
+from tests.rigs.peer_rig import NUM_LAYERS, Pair, look, pair_of
+from tests.rigs.stopping import stopped
 
 SOURCES, BLOCKS = (3, 9, 4, 17), (20, 1, 7, 8)
 STAGES = range(NUM_LAYERS + 1)

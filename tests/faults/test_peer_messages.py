@@ -20,8 +20,8 @@ from fastdeploy_cache.transfer_manager.peer.messages import (
     Why,
 )
 from fastdeploy_cache.transfer_manager.task import Direction
-from tests.faults.peer_relay import Message, relayed
-from tests.faults.peer_rig import NUM_LAYERS, SECONDS, Pair, pair_of
+from tests.rigs.peer_relay import Message, relayed
+from tests.rigs.peer_rig import NUM_LAYERS, SECONDS, Pair, pair_of
 
 SOURCES, BLOCKS = (3, 9, 4, 17, 0, 12), (20, 1, 7, 8, 22, 5)
 EARLY = Why("failed", "its blocks are needed")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_cache.ipc.peer_channel import make_keys
-from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.peer.messages import Why
-from tests.faults.peer_rig import LAYOUT, NUM_LAYERS, SECONDS, Pair, look, pair_of
-from tests.storage_servers import free_port, missing
+from tests.rigs.peer_rig import LAYOUT, NUM_LAYERS, SECONDS, Pair, look, pair_of
+from tests.rigs.storage_servers import free_port, missing
 
 SOURCES, BLOCKS = (3, 9, 4, 17, 0, 12), (20, 1, 7, 8, 22, 5)
 FAILED = Why("failed", "the model fell over at layer 2")

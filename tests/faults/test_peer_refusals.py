@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from fastdeploy_cache.ipc.codec import decode, encode
-from fastdeploy_cache.transfer_manager.layout import Place
+from fastdeploy_cache.transfer_manager.kv.layout import Place
 from fastdeploy_cache.transfer_manager.peer.messages import (
     Chunk,
     Hello,
@@ -22,8 +22,8 @@ from fastdeploy_cache.transfer_manager.peer.messages import (
     Welcome,
     Why,
 )
-from tests.faults.peer_relay import Message, relayed
-from tests.faults.peer_rig import BLOCK_SIZE, LAYOUT, NUM_BLOCKS, NUM_LAYERS, Pair, look, pair_of
+from tests.rigs.peer_relay import Message, relayed
+from tests.rigs.peer_rig import BLOCK_SIZE, LAYOUT, NUM_BLOCKS, NUM_LAYERS, Pair, look, pair_of
 
 SOURCES, BLOCKS = (3, 9, 4, 17), (20, 1, 7, 8)
 GONE = Why("gone", "this test is over")

@@ -14,7 +14,7 @@ import pytest
 
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.errors import OutOfBlocksError, PeerError, PeerRefusedError, RequestError
-from tests.faults.instance import BLOCK_SIZE, LAYOUT, SECONDS, Instance, InstanceProcess, new_config
+from tests.rigs.instance import BLOCK_SIZE, LAYOUT, SECONDS, Instance, InstanceProcess, new_config
 
 NUM_BLOCKS = 9
 TOKENS = list(range(100, 100 + NUM_BLOCKS * BLOCK_SIZE + 2))

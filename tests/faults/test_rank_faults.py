@@ -14,16 +14,16 @@ import pytest
 from fastdeploy_cache.errors import RankStartError
 from fastdeploy_cache.ipc import codec
 from fastdeploy_cache.ipc.codec import encode
-from fastdeploy_cache.transfer_manager import rank_io
 from fastdeploy_cache.transfer_manager.config import TransferConfig
-from fastdeploy_cache.transfer_manager.layout import KVLayout
-from fastdeploy_cache.transfer_manager.rank_client import RankClient
-from fastdeploy_cache.transfer_manager.rank_process import RankProcess
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
+from fastdeploy_cache.transfer_manager.process import io_thread as rank_io
+from fastdeploy_cache.transfer_manager.process.child import RankProcess
+from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
-from tests.contracts.answers import Answers, task
-from tests.faults.big_client import ALL, big_client
 from tests.faults.conftest import SECONDS, is_gone, pids, wait_exit, watched
-from tests.stopping import stopped
+from tests.rigs.answers import Answers, task
+from tests.rigs.big_client import ALL, big_client
+from tests.rigs.stopping import stopped
 
 NewClient = Callable[..., tuple[RankClient, Answers]]
 OUT, IN = Direction.SWAP_OUT, Direction.SWAP_IN

@@ -12,11 +12,11 @@ import pytest
 from fastdeploy_cache import PrefixCacheManager, Request, StorageConfig
 from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
 from fastdeploy_cache.transfer_manager.storage.file_journal import JOURNAL_NAME, read_journal
-from tests.faults.engine import BLOCK_SIZE, Engine
 from tests.faults.test_storage_processes import SECONDS, drained, file_storage, storage_config
 from tests.faults.test_storage_requests import LONG, Heard, asked, names, serve
 from tests.faults.test_storage_trouble import Eventually, InTrouble, breaker, metric, prompt, spoiled, stored
-from tests.storage_servers import free_port
+from tests.rigs.faulty_engine import BLOCK_SIZE, Engine
+from tests.rigs.storage_servers import free_port
 
 SHORT = {"prefetch_policy": "timeout", "prefetch_timeout_seconds": 0.1, "prefetch_seconds_per_1024_tokens": 0.0}
 
@@ -63,7 +63,10 @@ def test_a_disk_that_cannot_be_written_is_read(tmp_path: Path, eventually: Event
 def test_a_store_that_needs_token_ids_is_probed_with_some(tmp_path: Path) -> None:
     """One that refuses calls without would never be used again."""
     storage = StorageConfig(
-        kind="tests.memory_storage:MemoryStorage", weights_id="w1", options={"needs_token_ids": "1"}, breaker_failures=1
+        kind="tests.rigs.memory_storage:MemoryStorage",
+        weights_id="w1",
+        options={"needs_token_ids": "1"},
+        breaker_failures=1,
     )
     with PrefixCacheManager(storage_config(1, storage)) as cache:
         drained(cache)

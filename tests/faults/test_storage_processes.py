@@ -14,8 +14,8 @@ import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request, StorageConfig
 from fastdeploy_cache.errors import StorageRefusedError
-from tests.faults.engine import BLOCK_SIZE, Engine, new_config
-from tests.storage_servers import free_port
+from tests.rigs.faulty_engine import BLOCK_SIZE, Engine, new_config
+from tests.rigs.storage_servers import free_port
 
 PROMPT = list(range(50, 50 + 6 * BLOCK_SIZE + 1))
 SECONDS = 30.0
@@ -130,7 +130,7 @@ def test_a_hung_store_delays_nobody_beyond_the_policy(tmp_path: Path) -> None:
     of the CPU tier never stops."""
     hang = tmp_path / "hang"
     storage = StorageConfig(
-        kind="tests.slow_store:HangingStore",
+        kind="tests.rigs.slow_store:HangingStore",
         weights_id="w1",
         options={"hang": str(hang)},
         task_timeout_seconds=1.0,

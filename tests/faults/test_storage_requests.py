@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import Match, PrefixCacheManager, Request
-from fastdeploy_cache.block_hash import HASH_BYTES, BlockHasher, root_hash
+from fastdeploy_cache.books.block_hash import HASH_BYTES, BlockHasher, root_hash
 from fastdeploy_cache.errors import OutOfBlocksError
-from tests.faults.engine import BLOCK_SIZE, Engine
 from tests.faults.test_storage_processes import SECONDS, drained, fetched, storage_config
 from tests.faults.test_storage_trouble import Eventually, InTrouble, metric, prompt, spoiled, stored
+from tests.rigs.faulty_engine import BLOCK_SIZE, Engine
 
 LONG = list(range(50, 50 + 6 * BLOCK_SIZE + 1))
 BRANCH = [*LONG[: 3 * BLOCK_SIZE], *range(900, 900 + 4 * BLOCK_SIZE)]

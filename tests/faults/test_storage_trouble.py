@@ -13,9 +13,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request, StorageConfig
-from tests.faults.engine import BLOCK_SIZE, Engine
 from tests.faults.test_storage_processes import SECONDS, drained, fetched, file_storage, storage_config
-from tests.faults.troubled_store import Orders
+from tests.rigs.faulty_engine import BLOCK_SIZE, Engine
+from tests.rigs.troubled_store import Orders
 
 Eventually = Callable[..., None]
 NUM_TOKENS = 6 * BLOCK_SIZE
@@ -152,7 +152,7 @@ def test_a_full_disk(new_disk: Callable[[str], Path], eventually: Eventually) ->
 def spoiled(tmp_path: Path, **settings: float) -> tuple[StorageConfig, Orders]:
     """A file store on a disk that does as it is told."""
     storage = StorageConfig(
-        kind="tests.faults.troubled_store:TroubledStore",
+        kind="tests.rigs.troubled_store:TroubledStore",
         weights_id="w1",
         breaker_seconds=0.05,
         options={name: str(tmp_path / name) for name in ("folder", "orders", "record")},

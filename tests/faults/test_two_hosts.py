@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from tests.faults.conftest import SECONDS, wait_exit, watched
-from tests.faults.engine import BLOCK_SIZE
-from tests.storage_servers import MooncakeMaster
+from tests.rigs.faulty_engine import BLOCK_SIZE
+from tests.rigs.storage_servers import MooncakeMaster
 
 NUM_BLOCKS = 24  # two tasks, one of 16 blocks and one of the rest
 NUM_TOKENS = NUM_BLOCKS * BLOCK_SIZE
@@ -85,7 +85,7 @@ class EngineProcess:
     def __init__(self, host: Host, master: Master, log_dir: Path, stack: ExitStack) -> None:
         settings = {"local_hostname": host.address, "master_address": master.address, "log_dir": str(log_dir)}
         self.process = subprocess.Popen(
-            [*host.enter, sys.executable, "-m", "tests.faults.two_hosts_engine", json.dumps(settings)],
+            [*host.enter, sys.executable, "-m", "tests.rigs.two_hosts_engine", json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

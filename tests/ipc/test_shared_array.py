@@ -13,7 +13,7 @@ import pytest
 from fastdeploy_cache.errors import IPCError, NotEnoughMemoryError
 from fastdeploy_cache.ipc import memory_limit, shared_array
 from fastdeploy_cache.ipc.shared_array import SharedArray
-from tests.leaks import shm_files
+from tests.rigs.leaks import shm_files
 
 CHILD = """
 import sys

@@ -10,7 +10,7 @@ import pytest
 from fastdeploy_cache.launch.reference_engine.model import Llama
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, load_model_files
-from tests.launch.reference import (
+from tests.rigs.reference_model import (
     make_shards,
 )
 

@@ -22,7 +22,7 @@ from fastdeploy_cache.transfer_manager.peer import KINDS
 from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
 from tests.launch.test_bench_transfer import is_consistent
 from tests.launch.test_cli import CLI
-from tests.storage_servers import missing
+from tests.rigs.storage_servers import missing
 
 TINY = ["--repeats", "1", "--memory-mib", "16", "--link", "shm"]
 ROOT = Path(__file__).parents[2]

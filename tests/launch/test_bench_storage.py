@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch.test_bench_transfer import is_consistent
 from tests.launch.test_cli import CLI
-from tests.storage_servers import ValkeyServer
+from tests.rigs.storage_servers import ValkeyServer
 
 TINY = ["--repeats", "1", "--memory-mib", "16", "--reopen-gb", "0.02", "--no-model"]
 

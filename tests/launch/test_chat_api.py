@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_cache.launch import chat_api
-from fastdeploy_cache.launch.chat_api import ChatApi, ChatRequest, Message, NotWantedError, TextPart
 from fastdeploy_cache.launch.reference_engine.generation import (
     Generation,
     GenerationBusyError,
@@ -18,6 +16,8 @@ from fastdeploy_cache.launch.reference_engine.generation import (
     GenerationTimeoutError,
 )
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
+from fastdeploy_cache.launch.server import chat_api
+from fastdeploy_cache.launch.server.chat_api import ChatApi, ChatRequest, Message, NotWantedError, TextPart
 from tests.launch.test_prefill_decode import PROMPT, SECONDS, Instance, instances, prefill
 
 CHAT = ChatRequest(messages=[Message("user", "hello")], max_tokens=4)

@@ -11,7 +11,7 @@ import pytest
 
 from fastdeploy_cache.ipc.peer_channel import load_keys
 from fastdeploy_cache.transfer_manager.peer.signature import load_secret
-from tests.launch.reference import needs_model
+from tests.rigs.reference_model import needs_model
 
 CLI = [sys.executable, "-c", "from fastdeploy_cache.launch.cli import main; main()"]
 

@@ -13,7 +13,7 @@ from fastdeploy_cache.errors import DeviceError, NotEnoughMemoryError
 from fastdeploy_cache.launch import config_check
 from fastdeploy_cache.launch.cli import app
 from fastdeploy_cache.transfer_manager.device import cuda_driver
-from tests.transfer_manager.storage.file_rig import Rig
+from tests.rigs.file_rig import Rig
 
 SETTINGS = """
 num_gpu_blocks = 4

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache.errors import LaunchError, LifeCycleError
-from fastdeploy_cache.launch import control as control_module
-from fastdeploy_cache.launch.control import ControlServer
-from fastdeploy_cache.launch.control_client import ask
-from fastdeploy_cache.launch.control_socket import connected
+from fastdeploy_cache.launch.server import control as control_module
+from fastdeploy_cache.launch.server.control import ControlServer
+from fastdeploy_cache.launch.server.control_client import ask
+from fastdeploy_cache.launch.server.control_socket import connected
 from tests.launch.test_serve import CLI
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from fastdeploy_cache.launch.control import ControlServer
+from fastdeploy_cache.launch.server.control import ControlServer
 ControlServer(Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """

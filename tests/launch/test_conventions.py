@@ -7,7 +7,7 @@ import os
 from fastdeploy_cache.launch.conventions.command import BLOCK_TOKENS, Played, new_config, new_conventions, play
 from fastdeploy_cache.launch.demo.conversations import CONVERSATIONS
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
-from tests.launch.reference import needs_model
+from tests.rigs.reference_model import needs_model
 
 pytestmark = needs_model
 SUFFIX = f"conventions{os.getpid()}"

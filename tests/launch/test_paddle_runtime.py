@@ -18,7 +18,7 @@ from fastdeploy_cache.errors import ModelLoadError
 from fastdeploy_cache.launch.reference_engine.paddle_runtime import check_distributions, import_paddle, share_array
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.reference_engine.weights import load_model_files
-from tests.launch.reference import (
+from tests.rigs.reference_model import (
     needs_model,
 )
 

@@ -17,7 +17,7 @@ from fastdeploy_cache.errors import PeerError
 from fastdeploy_cache.launch.reference_engine.engine import Engine
 from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
 from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
-from fastdeploy_cache.peer_transfer import Send
+from fastdeploy_cache.peers.transfers import Send
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 from tests.launch.test_engine import EOS, SIZE, VOCABULARY, expected, next_token
 

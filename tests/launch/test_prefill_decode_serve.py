@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fastdeploy_cache.launch.router import Router
-from fastdeploy_cache.launch.upstream import Instances
+from fastdeploy_cache.launch.server.router import Router
+from fastdeploy_cache.launch.server.upstream import Instances
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
 from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, make_secret
-from tests.launch.reference import needs_model
 from tests.launch.test_serve import CLI, Server
+from tests.rigs.reference_model import needs_model
 
 pytestmark = needs_model
 SECONDS = 120.0

@@ -14,7 +14,7 @@ import pytest
 from fastdeploy_cache.launch.reference_engine.model import KVShard, Llama, SequenceChunk
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
-from tests.launch.reference import (
+from tests.rigs.reference_model import (
     BLOCK_SIZE,
     LOGIT_TOLERANCE,
     NUM_BLOCKS,

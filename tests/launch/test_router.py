@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.router import Router
-from fastdeploy_cache.launch.upstream import Instances
-from tests.launch.router_rig import (
+from fastdeploy_cache.launch.server.router import Router
+from fastdeploy_cache.launch.server.upstream import Instances
+from tests.rigs.router_rig import (
     CHAT,
     SECONDS,
     Instance,

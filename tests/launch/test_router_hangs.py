@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fastdeploy_cache.launch import upstream
-from fastdeploy_cache.launch.upstream import HEALTH, Instances, NotSentError
-from tests.launch.router_rig import CHAT, SECONDS, Instance, _Handler, answers, ask, never_answers, offers, routed
+from fastdeploy_cache.launch.server import upstream
+from fastdeploy_cache.launch.server.upstream import HEALTH, Instances, NotSentError
+from tests.rigs.router_rig import CHAT, SECONDS, Instance, _Handler, answers, ask, never_answers, offers, routed
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

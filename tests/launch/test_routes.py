@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_cache.launch import router, serve
-from fastdeploy_cache.launch.chat_api import ChatApi
-from fastdeploy_cache.launch.json_http import JsonServer
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
-from fastdeploy_cache.launch.router import Router
-from fastdeploy_cache.launch.serve import _Handler, _Server
-from fastdeploy_cache.launch.upstream import Instances
+from fastdeploy_cache.launch.server import router, serve
+from fastdeploy_cache.launch.server.chat_api import ChatApi
+from fastdeploy_cache.launch.server.json_http import JsonServer
+from fastdeploy_cache.launch.server.router import Router
+from fastdeploy_cache.launch.server.serve import _Handler, _Server
+from fastdeploy_cache.launch.server.upstream import Instances
 from tests.launch.test_prefill_decode import SECONDS, Instance, instances
 
 CHAT, PREFILL = "/v1/chat/completions", "/v1/prefill"

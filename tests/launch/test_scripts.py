@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage_servers import free_port
+from tests.rigs.storage_servers import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 IN_VENV = Path(sys.prefix) == ROOT / ".venv"

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.launch.reference import needs_model
+from tests.rigs.reference_model import needs_model
 
 pytestmark = needs_model
 CLI = [sys.executable, "-c", "from fastdeploy_cache.launch.cli import main; main()"]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.control_client import ask
-from tests.launch.reference import needs_model
+from fastdeploy_cache.launch.server.control_client import ask
 from tests.launch.test_serve import CHAT, Server
+from tests.rigs.reference_model import needs_model
 
 pytestmark = needs_model
 

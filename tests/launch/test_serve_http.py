@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache.launch.reference_engine.generation import GenerationBusyError
-from fastdeploy_cache.launch.serve import _Handler, _Server
+from fastdeploy_cache.launch.server.serve import _Handler, _Server
 
 SECONDS = 10.0
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "stream": True}

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from fastdeploy_cache.errors import CacheError
 from fastdeploy_cache.launch.cli import app
-from tests.transfer_manager.storage.file_damage import Damage, damages, files_below
-from tests.transfer_manager.storage.file_rig import Rig, space_of
+from tests.rigs.file_damage import Damage, damages, files_below
+from tests.rigs.file_rig import Rig, space_of
 
 COMMANDS = (
     ("ls",),

@@ -12,7 +12,7 @@ import pytest
 
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer, StreamDecoder
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
-from tests.launch.reference import (
+from tests.rigs.reference_model import (
     needs_model,
 )
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastdeploy_cache.launch.reference_engine.weight_cache import CacheDamagedError, read_cache, write_cache
-from tests.transfer_manager.storage.file_damage import Damage, damages
+from tests.rigs.file_damage import Damage, damages
 
 TENSORS = {"a": np.arange(1000, dtype=np.float32).reshape(10, 100), "b": np.full((3,), 0.5, np.float32)}
 HEADER = {"digest": "重み", "spec": [1, 2]}

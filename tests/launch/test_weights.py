@@ -14,7 +14,7 @@ import pytest
 from fastdeploy_cache.errors import ModelLoadError
 from fastdeploy_cache.launch.reference_engine import weights
 from fastdeploy_cache.launch.reference_engine.weights import find_packaged_gguf, load_model_files
-from tests.launch.reference import (
+from tests.rigs.reference_model import (
     needs_gguf,
     needs_model,
 )

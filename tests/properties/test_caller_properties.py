@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import Request
-from fastdeploy_cache.block_hash import HASH_BYTES, BlockHasher, root_hash
-from fastdeploy_cache.block_pool import RUN
-from fastdeploy_cache.caller_copies import CallerLoad, CallerTransfer
+from fastdeploy_cache.books.block_hash import HASH_BYTES, BlockHasher, root_hash
+from fastdeploy_cache.books.block_pool import RUN
+from fastdeploy_cache.books.run import GPU
+from fastdeploy_cache.callers.copies import CallerLoad, CallerTransfer
+from fastdeploy_cache.callers.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.errors import BlockOwnerError, LifeCycleError, OutOfBlocksError, RequestError
 from fastdeploy_cache.life_cycle import LifeCycleStatus
-from fastdeploy_cache.pinned_prefix import PinnedPrefix
-from fastdeploy_cache.run import GPU
-from tests.cache_model import CacheModel, Prefix
+from tests.rigs.cache_model import CacheModel, Prefix
 
 TEXTS = [[(7 * i * i + text * (i // 9)) % 5 for i in range(60)] for text in range(4)]
 

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager
-from fastdeploy_cache.loads import MatchLoads
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.policies.eviction import EvictionPolicy, LeastRecentlyUsed, Priority
 from fastdeploy_cache.policies.reuse import Reuse
-from fastdeploy_cache.storage_access import StorageAccess
+from fastdeploy_cache.requests.loads import MatchLoads
+from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
-from tests.properties.sites import OutOfMemoryError, OutsideError, Site, Tracer, methods
 from tests.properties.test_caller_properties import STEPS, new_caller, take_step
 from tests.properties.test_storage_properties import Walk
-from tests.simulated_client import SimulatedClient
-from tests.simulated_storage import SimulatedStorage
+from tests.rigs.simulated_client import SimulatedClient
+from tests.rigs.simulated_storage import SimulatedStorage
+from tests.rigs.sites import OutOfMemoryError, OutsideError, Site, Tracer, methods
 
 OPERATIONS = (
     "prefetch", "match", "match", "serve", "serve", "rush", "rush", "finish", "finish", "land", "land", "land", "store",

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fastdeploy_cache.config import WRITE_POLICIES
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.request import Image
-from tests.cache_model import CacheModel, LiveRequest
+from tests.rigs.cache_model import CacheModel, LiveRequest
 
 # Prompts are cut from a few texts and sometimes go their own way, so that they meet, part and extend each other.
 TEXTS = [[(7 * i * i + text * (i // 9)) % 5 for i in range(60)] for text in range(4)]

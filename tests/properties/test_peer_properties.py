@@ -11,8 +11,8 @@ import pytest
 
 from fastdeploy_cache import KVLayout, PeerConfig, Receive, Request, Send, TransferConfig
 from fastdeploy_cache.errors import OutOfBlocksError, PeerError, PeerRefusedError, RequestError
-from tests.cache_model import CacheModel, LiveRequest
-from tests.simulated_peers import SimReceive, SimulatedPeers
+from tests.rigs.cache_model import CacheModel, LiveRequest
+from tests.rigs.simulated_peers import SimReceive, SimulatedPeers
 
 TEXTS = [[(5 * i * i + text * (i // 7)) % 4 for i in range(48)] for text in range(4)]
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2)

@@ -7,14 +7,14 @@ import random
 import pytest
 
 from fastdeploy_cache import StorageConfig
+from fastdeploy_cache.books.residency import Residency
+from fastdeploy_cache.books.run import Tier
 from fastdeploy_cache.config import WRITE_POLICIES
 from fastdeploy_cache.policies import EVICTION_POLICIES
-from fastdeploy_cache.residency import Residency
-from fastdeploy_cache.run import Tier
-from tests.cache_model import CacheModel
-from tests.simulated_storage import SimulatedStorage
+from tests.rigs.cache_model import CacheModel
+from tests.rigs.simulated_storage import SimulatedStorage
 
-STORE = StorageConfig(kind="tests.memory_storage:MemoryStorage", weights_id="w1")
+STORE = StorageConfig(kind="tests.rigs.memory_storage:MemoryStorage", weights_id="w1")
 TEXTS = [[(5 * i * i + text) % 7 for i in range(40)] for text in range(5)]
 NUM_STEPS = 250
 

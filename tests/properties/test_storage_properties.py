@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy_cache import Request, StorageConfig
-from tests.cache_model import CacheModel, LiveRequest
-from tests.simulated_storage import SimulatedStorage
+from tests.rigs.cache_model import CacheModel, LiveRequest
+from tests.rigs.simulated_storage import SimulatedStorage
 
 # Few prompts that share prefixes: what one request writes another finds.
 PROMPTS = [[p % 3, 7, 8, *range(10 * (p % 4), 10 * (p % 4) + 14 + p % 5)] for p in range(12)]
@@ -18,7 +18,7 @@ OPERATIONS = (
     "store", "store", "store", "fail", "store_fails", "reset", "kv_lost", "lie", "part", "down", "end", "reattach",
     "come_back", "come_back", "come_back", "forget", "write_now", "flush", "drop", "look", "rush", "rush",
 )  # fmt: skip
-STORE = StorageConfig(kind="tests.memory_storage:MemoryStorage", weights_id="w1", breaker_seconds=1e-6)
+STORE = StorageConfig(kind="tests.rigs.memory_storage:MemoryStorage", weights_id="w1", breaker_seconds=1e-6)
 
 
 class Walk:

@@ -14,12 +14,12 @@ from fastdeploy_cache.transfer_manager.device import cuda as cuda_module
 from fastdeploy_cache.transfer_manager.device import cuda_driver
 from fastdeploy_cache.transfer_manager.device.cuda import CudaDevice, export_kv, open_cuda, open_segment
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
-from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, SegmentHandle
-from fastdeploy_cache.transfer_manager.layout import KVLayout, Place
-from fastdeploy_cache.transfer_manager.rank_client import RankClient
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, Place
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, SegmentHandle
+from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace
+from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import SWAPS, Direction, Lane, RankSetup
-from fastdeploy_cache.transfer_manager.tensors import ArrayPlace
-from tests.fake_cuda import FakeDriver, install
+from tests.rigs.fake_cuda import FakeDriver, install
 
 NUM_GPU, NUM_CPU = 6, 7
 # large enough that each layer is a step of its own

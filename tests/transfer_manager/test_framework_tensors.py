@@ -11,7 +11,7 @@ import pytest
 
 from fastdeploy_cache.errors import LayoutError
 from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle
-from fastdeploy_cache.transfer_manager.tensors import paddle_tensor, torch_tensor
+from fastdeploy_cache.transfer_manager.kv.tensors import paddle_tensor, torch_tensor
 
 
 @pytest.fixture(scope="module")

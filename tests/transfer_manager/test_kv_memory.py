@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache.errors import CodecError, IPCError, LayoutError
-from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVMemory, SegmentHandle
-from fastdeploy_cache.transfer_manager.layout import KVLayout, Place, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, Place, RankLayout
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory, SegmentHandle
 
 ROOT = Path(__file__).parents[2]
 SECONDS, NUM_BLOCKS = 60, 6
@@ -32,8 +32,8 @@ PLAIN = LAYOUTS["layer first"].for_rank(1, 4)
 # what a child process does with the memory of the plain layout; {0} is what follows
 CHILD = """
 import sys
-from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVMemory
-from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8).for_rank(1, 4)
 """
 READ_AND_WRITE = """

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy_cache.errors import LayoutError
-from fastdeploy_cache.transfer_manager.layout import (
+from fastdeploy_cache.transfer_manager.kv.layout import (
     MAX_LAYERS,
     STORAGE_DTYPES,
     KVLayout,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastdeploy_cache.transfer_manager.peer import link_shm, open_link
 from fastdeploy_cache.transfer_manager.peer.link import Endpoint, Pieces, checked
-from tests.contracts.link_rig import MIB, SECONDS, Rig, Row, changed, error_of, pieces
+from tests.rigs.link_rig import MIB, SECONDS, Rig, Row, changed, error_of, pieces
 
 
 def test_a_link_of_no_known_kind() -> None:

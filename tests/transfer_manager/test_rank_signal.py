@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from fastdeploy_cache.ipc.shared_array import SharedArray
-from fastdeploy_cache.transfer_manager.layout import MAX_LAYERS
-from fastdeploy_cache.transfer_manager.rank_signal import NUM_SLOTS, LayerProgress, RankSignal, RankState
+from fastdeploy_cache.transfer_manager.kv.layout import MAX_LAYERS
+from fastdeploy_cache.transfer_manager.rank.rank_signal import NUM_SLOTS, LayerProgress, RankSignal, RankState
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle
 from fastdeploy_cache.transfer_manager.client import InlineClient
 from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
-from fastdeploy_cache.transfer_manager.dlpack import MemoryArray
-from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVMemory
-from fastdeploy_cache.transfer_manager.layout import KVLayout, Place
+from fastdeploy_cache.transfer_manager.kv.dlpack import MemoryArray
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, Place
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
+from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace, array_places, local_segments, shared_handle
 from fastdeploy_cache.transfer_manager.task import Direction
-from fastdeploy_cache.transfer_manager.tensors import ArrayPlace, array_places, local_segments, shared_handle
-from tests.contracts.answers import Answers, task
+from tests.rigs.answers import Answers, task
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8).for_rank(1, 4)
 NUM_GPU, NUM_CPU = 5, 6

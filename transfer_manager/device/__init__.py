@@ -9,7 +9,7 @@ import numpy as np
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.device.base import Device
 from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
-from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, KVMemory
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
 from fastdeploy_cache.transfer_manager.task import RankSetup
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdeploy_cache.transfer_manager.device.base import check_ids
 from fastdeploy_cache.transfer_manager.device.strips import Step, Strip, leading_strips, load_steps, whole_step
-from fastdeploy_cache.transfer_manager.layout import Places, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
 from fastdeploy_cache.transfer_manager.task import Direction, Int32Array
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

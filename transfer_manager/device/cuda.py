@@ -21,10 +21,10 @@ from fastdeploy_cache.transfer_manager.device.cuda_driver import (
     Cuda,
 )
 from fastdeploy_cache.transfer_manager.device.strips import Strip, leading_strips, load_steps, whole_step
-from fastdeploy_cache.transfer_manager.kv_memory import KVHandle, SegmentHandle
-from fastdeploy_cache.transfer_manager.layout import Place, Places, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import Place, Places, RankLayout
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, SegmentHandle
+from fastdeploy_cache.transfer_manager.kv.tensors import array_places
 from fastdeploy_cache.transfer_manager.task import Direction, Int32Array, Lane, RankSetup
-from fastdeploy_cache.transfer_manager.tensors import array_places
 
 logger = logging.getLogger(__name__)
 

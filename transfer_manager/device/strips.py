@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fastdeploy_cache.transfer_manager.layout import Places, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
 
 # Smaller steps are slower: a call costs what copying 8 KiB does, and short pieces miss the processor's prefetching.
 # A block that lies in one piece loses most; scattered pieces are slow anyway, and then more steps give more overlap.

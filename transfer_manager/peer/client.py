@@ -14,15 +14,15 @@ from fastdeploy_cache.ipc.private_directory import PrivateDirectory
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus, ignore_kv_lost
 from fastdeploy_cache.transfer_manager.config import TransferConfig
-from fastdeploy_cache.transfer_manager.kv_memory import KVHandle
-from fastdeploy_cache.transfer_manager.layout import RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 from fastdeploy_cache.transfer_manager.peer.peer_signal import PeerSignal, StepProgress
-from fastdeploy_cache.transfer_manager.process_client import ProcessClient, config_beside
-from fastdeploy_cache.transfer_manager.rank_io import RankIO, ignore_failing
-from fastdeploy_cache.transfer_manager.rank_kv import RankKV
-from fastdeploy_cache.transfer_manager.rank_process import RankProcess
-from fastdeploy_cache.transfer_manager.rank_signal import RankSignal
+from fastdeploy_cache.transfer_manager.process.child import RankProcess
+from fastdeploy_cache.transfer_manager.process.client import ProcessClient, config_beside
+from fastdeploy_cache.transfer_manager.process.io_thread import RankIO, ignore_failing
+from fastdeploy_cache.transfer_manager.rank.kv import RankKV
+from fastdeploy_cache.transfer_manager.rank.rank_signal import RankSignal
 from fastdeploy_cache.transfer_manager.task import Direction, PeerSetup, TransferTask
 
 logger = event_log(__name__)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastdeploy_cache.transfer_manager.layout import KVPart, Places, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVPart, Places, RankLayout
 from fastdeploy_cache.transfer_manager.peer.link import Int64Array, Pieces
 from fastdeploy_cache.transfer_manager.task import Int32Array
 

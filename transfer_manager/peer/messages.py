@@ -18,7 +18,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 import msgspec
 
 from fastdeploy_cache.ipc.codec import encode
-from fastdeploy_cache.transfer_manager.layout import Places
+from fastdeploy_cache.transfer_manager.kv.layout import Places
 from fastdeploy_cache.transfer_manager.peer.offer import ID_BYTES, InstanceInfo
 
 Reason = Literal["gone", "late", "refused", "failed", "cancelled", "full"]

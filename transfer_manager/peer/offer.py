@@ -11,7 +11,7 @@ import msgspec
 
 from fastdeploy_cache.errors import CodecError, LayoutError, PeerRefusedError
 from fastdeploy_cache.ipc.codec import decode, encode
-from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 
 OFFER_VERSION = 1
 ID_BYTES = 16

@@ -8,8 +8,8 @@ from fastdeploy_cache.errors import LayoutError
 from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.ipc.shared_signal import SharedSignal
-from fastdeploy_cache.transfer_manager.kv_memory import SegmentHandle
-from fastdeploy_cache.transfer_manager.layout import MAX_LAYERS
+from fastdeploy_cache.transfer_manager.kv.layout import MAX_LAYERS
+from fastdeploy_cache.transfer_manager.kv.memory import SegmentHandle
 
 NUM_PEER_SLOTS = 16  # peers whose layers in flight are counted apart; the last is for all others
 _LAYER_BITS = 12

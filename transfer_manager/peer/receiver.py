@@ -14,7 +14,7 @@ from fastdeploy_cache.errors import CodecError, IPCError
 from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.peer_channel import CurveKeys, PeerConnection
 from fastdeploy_cache.ipc.task_queue import Poller, Wakeup
-from fastdeploy_cache.transfer_manager.layout import Places, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
 from fastdeploy_cache.transfer_manager.peer.heads import PieceMaker, Share, Side, num_readers, shares_of
 from fastdeploy_cache.transfer_manager.peer.link import Link, LinkError, Peer
 from fastdeploy_cache.transfer_manager.peer.link_peers import LinkPeers

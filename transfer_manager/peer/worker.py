@@ -19,8 +19,7 @@ from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.peer_channel import PeerListener, load_keys
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.ipc.task_queue import Poller, RankQueue, Wakeup, new_context
-from fastdeploy_cache.transfer_manager.kv_memory import KVMemory
-from fastdeploy_cache.transfer_manager.lanes import serve_process, start_heartbeat
+from fastdeploy_cache.transfer_manager.kv.memory import KVMemory
 from fastdeploy_cache.transfer_manager.peer import open_link
 from fastdeploy_cache.transfer_manager.peer.link import Link, LinkError
 from fastdeploy_cache.transfer_manager.peer.link_peers import LinkPeers
@@ -40,7 +39,8 @@ from fastdeploy_cache.transfer_manager.peer.messages import (
 from fastdeploy_cache.transfer_manager.peer.peer_signal import NUM_PEER_SLOTS, PeerSignal
 from fastdeploy_cache.transfer_manager.peer.receiver import Here, Receive, ReceiveFailedError
 from fastdeploy_cache.transfer_manager.peer.sender import Sender
-from fastdeploy_cache.transfer_manager.rank_signal import RankSignal, RankState
+from fastdeploy_cache.transfer_manager.process.lanes import serve_process, start_heartbeat
+from fastdeploy_cache.transfer_manager.rank.rank_signal import RankSignal, RankState
 from fastdeploy_cache.transfer_manager.task import (
     Direction,
     DoneMessage,

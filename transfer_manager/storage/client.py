@@ -13,12 +13,12 @@ from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus, ignore_kv_lost
 from fastdeploy_cache.transfer_manager.config import TransferConfig
-from fastdeploy_cache.transfer_manager.layout import RankLayout
-from fastdeploy_cache.transfer_manager.process_client import ProcessClient, config_beside
-from fastdeploy_cache.transfer_manager.rank_io import RankIO
-from fastdeploy_cache.transfer_manager.rank_kv import RankKV
-from fastdeploy_cache.transfer_manager.rank_process import RankProcess
-from fastdeploy_cache.transfer_manager.rank_signal import RankSignal
+from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
+from fastdeploy_cache.transfer_manager.process.child import RankProcess
+from fastdeploy_cache.transfer_manager.process.client import ProcessClient, config_beside
+from fastdeploy_cache.transfer_manager.process.io_thread import RankIO
+from fastdeploy_cache.transfer_manager.rank.kv import RankKV
+from fastdeploy_cache.transfer_manager.rank.rank_signal import RankSignal
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.file_place import check_place
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace

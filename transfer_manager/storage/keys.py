@@ -2,7 +2,7 @@
 
 A key is the key space's digest and the block hash. The space holds all that decides a block's bytes beside its tokens:
 weights, layout, block size, rank and world size; the block hash has tokens, extra keys and namespace in it
-(`fastdeploy_cache.block_hash`). Digests are SHA-256 over msgpack of fixed fields, cut to 16 bytes.
+(`fastdeploy_cache.books.block_hash`). Digests are SHA-256 over msgpack of fixed fields, cut to 16 bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from fastdeploy_cache.transfer_manager.layout import RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 
 KEY_VERSION = 1
 DIGEST = re.compile(r"[0-9a-f]{32}")

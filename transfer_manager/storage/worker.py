@@ -15,8 +15,8 @@ import time
 import numpy as np
 
 from fastdeploy_cache.errors import StorageError, StorageGoneError
-from fastdeploy_cache.transfer_manager.kv_memory import KVHandle
-from fastdeploy_cache.transfer_manager.lanes import LaneServer, Moved, open_cpu_blocks, serve_process
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
+from fastdeploy_cache.transfer_manager.process.lanes import LaneServer, Moved, open_cpu_blocks, serve_process
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks
 from fastdeploy_cache.transfer_manager.task import Direction, StorageSetup, SwapMessage, unpack_ids

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import new_config
+from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
+from tests.rigs.fastdeploy_engine import new_config
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fastdeploy_cache.adapters.fastdeploy import NotEnoughBlocksError, PrefixCacheManager
-from fastdeploy_cache.adapters.fastdeploy_config import layout_of
-from fastdeploy_cache.adapters.fastdeploy_nodes import CacheStatus
-from fastdeploy_cache.adapters.fastdeploy_task import new_request, path_hashes
+from fastdeploy_cache.adapters.fastdeploy.config import layout_of
+from fastdeploy_cache.adapters.fastdeploy.manager import NotEnoughBlocksError, PrefixCacheManager
+from fastdeploy_cache.adapters.fastdeploy.nodes import CacheStatus
+from fastdeploy_cache.adapters.fastdeploy.task import new_request, path_hashes
 from fastdeploy_cache.errors import ConfigError
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
+from tests.rigs.fastdeploy_engine import (
     PROMPT,
     SUFFIX,
     Kernel,

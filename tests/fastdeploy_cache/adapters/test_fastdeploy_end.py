@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import SUFFIX
+from tests.rigs.fastdeploy_engine import SUFFIX
 
 FOLDER = Path("/dev/shm")
 _ENGINE = """
 import os, signal, sys
 from multiprocessing import shared_memory
-from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import launch, new_config
+from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
+from tests.rigs.fastdeploy_engine import launch, new_config
 suffix = sys.argv[1]
 names = ["cache_ready_signal", "swap_space_ready_signal", "cache_transfer_inited_signal", "prefix_tree_status"]
 sizes = [8, 8, 8, 4]

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import KVLayout
-from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager
-from fastdeploy_cache.adapters.fastdeploy_task import new_request, path_hashes
+from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
+from fastdeploy_cache.adapters.fastdeploy.task import new_request, path_hashes
 from fastdeploy_cache.errors import BlockOwnerError, RequestError
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
+from tests.rigs.fastdeploy_engine import (
     PROMPT,
     Kernel,
     Task,
@@ -121,7 +121,7 @@ def test_08_keys_depend_on_tokens_images_and_namespace_alone() -> None:
     keys = [path_hashes(new_request(task), 5, 4) for task in tasks]
     assert keys[0] == keys[1]
     program = (
-        "from fastdeploy_cache import Request; from fastdeploy_cache.adapters.fastdeploy_task import path_hashes;"
+        "from fastdeploy_cache import Request; from fastdeploy_cache.adapters.fastdeploy.task import path_hashes;"
         f"r = Request(request_id='a', prompt_token_ids={PROMPT}, images=[(1, 2, 'img')]);"
         "print(path_hashes(r, 5, 4)[-1].hex())"
     )

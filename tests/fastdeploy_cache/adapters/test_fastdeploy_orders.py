@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager, UnknownTaskError
+from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager, UnknownTaskError
 from fastdeploy_cache.errors import CacheError, ConfigError, LifeCycleError, RequestError, StorageRefusedError
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
+from tests.rigs.fastdeploy_engine import (
     PROMPT,
     SUFFIX,
     Kernel,

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager
+from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
 from fastdeploy_cache.errors import (
     BlockOwnerError,
     ConfigError,
@@ -23,8 +23,8 @@ from fastdeploy_cache.errors import (
     RequestError,
 )
 from fastdeploy_cache.ipc.peer_channel import make_keys
-from fastdeploy_cache.transfer_manager.kv_memory import KVMemory
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import PROMPT, Kernel, Task, give_up_v1, launch, new_config
+from fastdeploy_cache.transfer_manager.kv.memory import KVMemory
+from tests.rigs.fastdeploy_engine import PROMPT, Kernel, Task, give_up_v1, launch, new_config
 
 SECONDS = 20.0
 TP_SIZES = [(1, 1), (2, 2), (2, 1), (1, 2)]

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager
-from fastdeploy_cache.adapters.fastdeploy_peer_config import peer_config
+from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
+from fastdeploy_cache.adapters.fastdeploy.peer_config import peer_config
 from fastdeploy_cache.errors import ConfigError
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import launch, new_config
+from tests.rigs.fastdeploy_engine import launch, new_config
 
 WEIGHTS = {"weights_id": "tiny-1"}
 _KEYS = {"keys_folder": "/somewhere"}

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager
+from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
 from fastdeploy_cache.errors import RankStartError
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
+from tests.rigs.fastdeploy_engine import (
     PROMPT,
     SUFFIX,
     Kernel,
@@ -147,8 +147,8 @@ def test_19_pausing_among_traffic_always_comes_to_rest() -> None:
 
 _ENGINE = """
 import sys, time
-from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import launch, new_config
+from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
+from tests.rigs.fastdeploy_engine import launch, new_config
 manager = PrefixCacheManager(new_config(8, 8), 2)
 print(*[p.pid for p in launch(manager, sys.argv[1], 2)], flush=True)
 sys.stdin.read()

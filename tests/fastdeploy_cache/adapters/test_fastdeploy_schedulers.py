@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_cache.adapters.fastdeploy import NotEnoughBlocksError, PrefixCacheManager
-from fastdeploy_cache.adapters.fastdeploy_config import pool_size
+from fastdeploy_cache.adapters.fastdeploy.config import pool_size
+from fastdeploy_cache.adapters.fastdeploy.manager import NotEnoughBlocksError, PrefixCacheManager
 from fastdeploy_cache.errors import ConfigError
-from fastdeploy_cache.transfer_manager.kv_memory import KVMemory
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
+from fastdeploy_cache.transfer_manager.kv.memory import KVMemory
+from tests.rigs.fastdeploy_engine import (
     PROMPT,
     SUFFIX,
     Kernel,

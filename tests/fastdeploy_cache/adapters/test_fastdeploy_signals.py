@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager
+from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
 from fastdeploy_cache.errors import IPCError
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
+from tests.rigs.fastdeploy_engine import (
     PROMPT,
     SUFFIX,
     Kernel,
@@ -106,7 +106,7 @@ def test_a_fork_that_ends_first_takes_no_word_along() -> None:
 import os, sys
 from fastdeploy_cache.errors import IPCError
 from fastdeploy_cache.ipc.named_signal import NamedSignal
-from fastdeploy_cache.transfer_manager.worker_signals import WorkerSignals
+from fastdeploy_cache.transfer_manager.rank.worker_signals import WorkerSignals
 signals = WorkerSignals(sys.argv[1], 1, on_asked=lambda asked: True, state=lambda: (False, 0))
 if not (child := os.fork()):
     sys.exit()

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastdeploy_cache.adapters.fastdeploy import PrefixCacheManager
-from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
+from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
+from tests.rigs.fastdeploy_engine import (
     PROMPT,
     SUFFIX,
     Kernel,
@@ -26,7 +26,7 @@ from tests.fastdeploy_cache.adapters.fastdeploy_engine import (
     serve_v1,
     with_cpu,
 )
-from tests.fastdeploy_cache.adapters.fastdeploy_walks import Engine
+from tests.rigs.fastdeploy_walks import Engine
 
 
 def test_outputs_of_a_cut_prompt_are_filed_behind_the_whole_prompt() -> None:

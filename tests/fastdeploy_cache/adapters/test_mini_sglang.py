@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
-from fastdeploy_cache.adapters.mini_sglang import (
+from fastdeploy_cache.adapters.mini_sglang.radix_cache import (
     RadixCacheHandle,
     RadixPrefixCache,
     find_first_diff_pos,
     new_manager,
 )
-from fastdeploy_cache.adapters.pages import pages_of, slots_of
+from fastdeploy_cache.adapters.slots.pages import pages_of, slots_of
 from fastdeploy_cache.errors import BlockOwnerError, CacheError, ConfigError, OutOfBlocksError, RequestError
 
 DOCUMENT = Path(__file__).parents[3] / "docs/adapters/mini_sglang.md"

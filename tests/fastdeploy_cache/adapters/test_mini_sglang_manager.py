@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_cache.adapters.mini_sglang import RadixCacheHandle, RadixPrefixCache, new_manager
-from fastdeploy_cache.adapters.mini_sglang_manager import (
+from fastdeploy_cache.adapters.mini_sglang.manager import (
     CacheManager,
     create_page_table,
     get_mha_cache_per_page,
     get_num_pages_for_kv_cache,
     print_radix_tree,
 )
+from fastdeploy_cache.adapters.mini_sglang.radix_cache import RadixCacheHandle, RadixPrefixCache, new_manager
 from fastdeploy_cache.errors import BlockOwnerError, ConfigError, OutOfBlocksError, RequestError
 
 NOTHING = RadixCacheHandle(0, [], None)

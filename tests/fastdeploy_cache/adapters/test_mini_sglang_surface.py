@@ -7,10 +7,11 @@ import sys
 import numpy as np
 import pytest
 
-from fastdeploy_cache.adapters import mini_sglang, mini_sglang_manager
-from fastdeploy_cache.adapters.mini_sglang import RadixPrefixCache, new_manager
-from fastdeploy_cache.adapters.mini_sglang_manager import CacheManager, create_page_table
-from tests.fastdeploy_cache.adapters.original_surface import Surface, missing, unnamed
+from fastdeploy_cache.adapters.mini_sglang import manager as mini_sglang_manager
+from fastdeploy_cache.adapters.mini_sglang import radix_cache as mini_sglang
+from fastdeploy_cache.adapters.mini_sglang.manager import CacheManager, create_page_table
+from fastdeploy_cache.adapters.mini_sglang.radix_cache import RadixPrefixCache, new_manager
+from tests.rigs.original_surface import Surface, missing, unnamed
 
 # The public notebook that rebuilds the radix cache of mini-sglang (January 2026): its functions, and what it calls.
 NOTEBOOK: Surface = {

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager
-from fastdeploy_cache.adapters.mini_sglang import RadixCacheHandle, RadixPrefixCache, new_manager
-from fastdeploy_cache.adapters.mini_sglang_manager import CacheManager, create_page_table
-from fastdeploy_cache.adapters.pages import slots_of
+from fastdeploy_cache.adapters.mini_sglang.manager import CacheManager, create_page_table
+from fastdeploy_cache.adapters.mini_sglang.radix_cache import RadixCacheHandle, RadixPrefixCache, new_manager
+from fastdeploy_cache.adapters.slots.pages import slots_of
 from fastdeploy_cache.errors import OutOfBlocksError, RequestError
 
 Page = tuple[int, ...]  # its tokens

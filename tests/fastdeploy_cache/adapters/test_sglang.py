@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import KVLayout, StorageConfig
-from fastdeploy_cache.adapters.sglang import HiRadixCache, RadixKey, ReqToTokenPool, new_config, new_manager
+from fastdeploy_cache.adapters.sglang.radix_cache import HiRadixCache, RadixKey, ReqToTokenPool, new_config, new_manager
 from fastdeploy_cache.errors import BlockOwnerError, ConfigError, RequestError
-from tests.fastdeploy_cache.adapters.sglang_engine import Req, Scheduler
+from tests.rigs.sglang_engine import Req, Scheduler
 
 
 @pytest.fixture

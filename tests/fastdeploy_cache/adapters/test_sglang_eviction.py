@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from fastdeploy_cache.adapters.sglang import HiRadixCache, RadixKey, new_config, new_manager
+from fastdeploy_cache.adapters.sglang.radix_cache import HiRadixCache, RadixKey, new_config, new_manager
 
 Tokens = tuple[int, ...]
 NUM_PAGES = 64

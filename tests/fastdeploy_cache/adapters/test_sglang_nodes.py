@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastdeploy_cache.adapters.sglang import HiRadixCache, RadixKey
-from fastdeploy_cache.adapters.sglang_nodes import Node
-from fastdeploy_cache.block_hash import BlockHasher, root_hash
-from tests.fastdeploy_cache.adapters.sglang_engine import Scheduler
+from fastdeploy_cache.adapters.sglang.nodes import Node
+from fastdeploy_cache.adapters.sglang.radix_cache import HiRadixCache, RadixKey
+from fastdeploy_cache.books.block_hash import BlockHasher, root_hash
+from tests.rigs.sglang_engine import Scheduler
 
 
 def walk(node: Node) -> Iterator[Node]:

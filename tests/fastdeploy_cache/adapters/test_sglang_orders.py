@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from fastdeploy_cache.adapters.sglang import HiRadixCache
+from fastdeploy_cache.adapters.sglang.radix_cache import HiRadixCache
 from fastdeploy_cache.errors import RequestError
-from tests.fastdeploy_cache.adapters.sglang_engine import Req, Scheduler
+from tests.rigs.sglang_engine import Req, Scheduler
 
 
 class Story:

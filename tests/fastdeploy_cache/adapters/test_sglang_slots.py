@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from fastdeploy_cache.adapters.sglang import ReqToTokenPool, new_config, new_manager
-from fastdeploy_cache.adapters.sglang_slots import TokenToKVPoolAllocator
+from fastdeploy_cache.adapters.sglang.radix_cache import ReqToTokenPool, new_config, new_manager
+from fastdeploy_cache.adapters.sglang.slot_pools import TokenToKVPoolAllocator
 from fastdeploy_cache.errors import BlockOwnerError, RequestError
 
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fastdeploy_cache.adapters.sglang import HiRadixCache, RadixKey, ReqToTokenPool, new_config, new_manager
-from fastdeploy_cache.adapters.sglang_slots import TokenToKVPoolAllocator
-from tests.fastdeploy_cache.adapters.original_surface import Surface, missing, unnamed
+from fastdeploy_cache.adapters.sglang.radix_cache import HiRadixCache, RadixKey, ReqToTokenPool, new_config, new_manager
+from fastdeploy_cache.adapters.sglang.slot_pools import TokenToKVPoolAllocator
+from tests.rigs.original_surface import Surface, missing, unnamed
 
 # SGLang 0.4.10.post2 and 0.5.5: what `managers/*.py`, `disaggregation/*.py` and `mem_cache/common.py` call of
 # `tree_cache`. `rid` came with the first of these, `chunked`, `is_insert`, `prefix_keys` and an abort with the second.

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fastdeploy_cache.adapters.slots import SlotAllocator, SlotPrefixCache
+from fastdeploy_cache.adapters.slots.prefix_cache import SlotAllocator, SlotPrefixCache
 
 
 def num_common(ours: list[int], theirs: list[int]) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastdeploy_cache.adapters.slots import SlotAllocator, SlotPrefixCache
+from fastdeploy_cache.adapters.slots.prefix_cache import SlotAllocator, SlotPrefixCache
 from fastdeploy_cache.errors import BlockOwnerError, ConfigError, RequestError
 
 NOTHING = (0, -1, 0)

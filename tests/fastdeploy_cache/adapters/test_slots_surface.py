@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_cache.adapters.slots import SlotAllocator, SlotPrefixCache
-from tests.fastdeploy_cache.adapters.original_surface import Surface, missing, unnamed
+from fastdeploy_cache.adapters.slots.prefix_cache import SlotAllocator, SlotPrefixCache
+from tests.rigs.original_surface import Surface, missing, unnamed
 
 # AstrAI's slot cache (spring 2026), `SlotAllocator` and `PrefixCacheManager`, as its generation loop calls them.
 ALLOCATOR: Surface = {

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_cache.adapters.vllm import KVCacheBlocks, hash_request_tokens
+from fastdeploy_cache.adapters.vllm.manager import KVCacheBlocks, hash_request_tokens
 from fastdeploy_cache.errors import CommitError, PromptTooLongError, RequestError
-from tests.fastdeploy_cache.adapters.vllm_engine import SIZE, asks, ids, serve, start, view
-from tests.simulated_client import SimulatedClient
+from tests.rigs.simulated_client import SimulatedClient
+from tests.rigs.vllm_engine import SIZE, asks, ids, serve, start, view
 
 DOCUMENT = Path(__file__).parents[3] / "docs/adapters/vllm.md"
 
@@ -293,7 +293,7 @@ def test_a_reset_is_refused_while_blocks_are_in_use(caplog: pytest.LogCaptureFix
 
 def test_nothing_of_vllm_is_needed() -> None:
     """The view imports neither vLLM nor a framework, whatever its own name is."""
-    code = "import sys, fastdeploy_cache.adapters.vllm; print({'vllm', 'torch'} & set(sys.modules))"
+    code = "import sys, fastdeploy_cache.adapters.vllm.manager; print({'vllm', 'torch'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "set()"
 

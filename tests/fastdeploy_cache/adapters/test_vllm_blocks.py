@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
-from fastdeploy_cache.adapters.vllm import (
+from fastdeploy_cache.adapters.vllm.manager import (
     BlockHashType,
     FreeKVCacheBlockQueue,
     KVCacheBlock,

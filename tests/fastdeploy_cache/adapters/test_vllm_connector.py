@@ -17,12 +17,12 @@ pytest.importorskip("torch", reason="needs vLLM with PyTorch")
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from fastdeploy_cache.adapters.vllm_connector import FastDeployCacheConnector
+from fastdeploy_cache.adapters.vllm.connector import FastDeployCacheConnector
 from fastdeploy_cache.errors import ConfigError, LayoutError
-from tests.fastdeploy_cache.adapters import vllm_rig
-from tests.fastdeploy_cache.adapters.vllm_rig import BLOCK_SIZE, Rig, expected_output
 from tests.faults.conftest import SECONDS, pids
-from tests.stopping import stopped
+from tests.rigs import vllm_rig
+from tests.rigs.stopping import stopped
+from tests.rigs.vllm_rig import BLOCK_SIZE, Rig, expected_output
 
 PROMPT = [100 + i for i in range(6 * BLOCK_SIZE + 3)]
 NUM_PROMPT_BLOCKS = 6

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastdeploy_cache.adapters.vllm import hash_request_tokens
+from fastdeploy_cache.adapters.vllm.manager import hash_request_tokens
 from fastdeploy_cache.errors import BlockOwnerError
 from fastdeploy_cache.policies import EVICTION_POLICIES
-from tests.fastdeploy_cache.adapters.vllm_engine import SIZE, Engine, asks, ids, serve, start, view
-from tests.simulated_client import SimulatedClient
+from tests.rigs.simulated_client import SimulatedClient
+from tests.rigs.vllm_engine import SIZE, Engine, asks, ids, serve, start, view
 
 
 def test_the_pool_shows_references_and_hashes() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fastdeploy_cache.adapters import vllm
-from tests.fastdeploy_cache.adapters.original_surface import Surface, missing, unnamed
-from tests.fastdeploy_cache.adapters.vllm_engine import view
+from fastdeploy_cache.adapters.vllm import manager as vllm
+from tests.rigs.original_surface import Surface, missing, unnamed
+from tests.rigs.vllm_engine import view
 
 # vLLM at the end of 2024 (0.6.4), `vllm/v1/core/kv_cache_utils.py`, as `kv_cache_manager.py` and its tests use it.
 EARLY: Surface = {

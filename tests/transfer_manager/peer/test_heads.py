@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdeploy_cache.transfer_manager.layout import KVLayout, Places, RankLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, Places, RankLayout
 from fastdeploy_cache.transfer_manager.peer.heads import PieceMaker, Side, num_readers, shares_of
 from fastdeploy_cache.transfer_manager.peer.link import Bytes, Pieces, checked, this_process
 

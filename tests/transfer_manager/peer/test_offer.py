@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy_cache.errors import PeerRefusedError
-from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.peer.offer import InstanceInfo, Offer, check_fits, prompt_digest
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=12, head_dim=8)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fastdeploy_cache.transfer_manager.peer.messages import Chunk, Confirmed, Leave, SendKey, SendState
 from fastdeploy_cache.transfer_manager.peer.sender import SendEnd
 from fastdeploy_cache.transfer_manager.task import unpack_ids
-from tests.transfer_manager.peer.sender_stage import (
+from tests.rigs.sender_stage import (
     DEADLINE,
     OTHER,
     OVER,

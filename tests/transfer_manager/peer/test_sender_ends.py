@@ -6,7 +6,7 @@ import pytest
 
 from fastdeploy_cache.transfer_manager.peer.messages import Leave, SendKey, SendState, Why
 from fastdeploy_cache.transfer_manager.peer.sender import SendEnd
-from tests.transfer_manager.peer.sender_stage import (
+from tests.rigs.sender_stage import (
     DEADLINE,
     OTHER,
     OVER,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy_cache.errors import PeerRefusedError
-from fastdeploy_cache.transfer_manager.layout import KVLayout
+from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.peer.offer import InstanceInfo, Offer
 from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, load_secret, make_secret
 from tests.transfer_manager.peer.test_offer import INFO, OFFER

@@ -15,8 +15,8 @@ from fastdeploy_cache.transfer_manager.storage import mooncake_admin
 from fastdeploy_cache.transfer_manager.storage.admin import Space, StorageAdmin, open_admin
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, weights_digest_of
-from tests.contracts.places import NUM_BLOCKS, FilePlace, MooncakePlace, Place, ValkeyPlace
-from tests.storage_servers import MooncakeLender, MooncakeMaster, ValkeyServer, free_port
+from tests.rigs.places import NUM_BLOCKS, FilePlace, MooncakePlace, Place, ValkeyPlace
+from tests.rigs.storage_servers import MooncakeLender, MooncakeMaster, ValkeyServer, free_port
 
 KINDS = ["file", "valkey", pytest.param("mooncake", marks=pytest.mark.leaks_allowed)]
 ODD_KEYS = ("other", "fdc1:", "fdc1:a:b:c", "fdc2:" + "0" * 32, "ü [x]?&=#\nfdc1:")

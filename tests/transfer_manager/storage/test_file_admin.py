@@ -14,7 +14,7 @@ from fastdeploy_cache.errors import StorageError, StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage import file_admin
 from fastdeploy_cache.transfer_manager.storage.admin import Cleared
 from fastdeploy_cache.transfer_manager.storage.file_admin import FileAdmin
-from tests.transfer_manager.storage.file_rig import Rig, space_of
+from tests.rigs.file_rig import Rig, space_of
 
 
 def admin_of(folder: Path) -> FileAdmin:

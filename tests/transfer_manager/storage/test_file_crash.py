@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fastdeploy_cache.transfer_manager.storage.file_journal import JOURNAL_NAME, Journal
 from fastdeploy_cache.transfer_manager.storage.file_slabs import Slabs
-from tests.transfer_manager.storage.file_rig import (
+from tests.rigs.file_rig import (
     LossyDisk,
     PowerLossError,
     Rig,
@@ -188,7 +188,7 @@ def test_kill_in_mid_write(tmp_path: Path) -> None:
     """A process is killed while it writes; what it had committed is there, and every object is whole."""
     program = f"""
 from pathlib import Path
-from tests.transfer_manager.storage.file_rig import Rig
+from tests.rigs.file_rig import Rig
 rig = Rig(Path({str(tmp_path)!r}), num_slots=64, slots_per_slab=16, in_background=True)
 rig.write(*range(8))
 rig.commit()

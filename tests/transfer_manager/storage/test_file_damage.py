@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastdeploy_cache.transfer_manager.storage.file_admin import FileAdmin
-from tests.transfer_manager.storage.file_damage import Damage, damages, files_below
-from tests.transfer_manager.storage.file_rig import Rig, space_of
+from tests.rigs.file_damage import Damage, damages, files_below
+from tests.rigs.file_rig import Rig, space_of
 
 SPACES = (space_of("llama@1"), space_of("重み@2", rank=1), space_of("mistral@1"))
 NUMBERS = range(6)

@@ -11,7 +11,7 @@ import pytest
 
 from fastdeploy_cache.errors import StorageError, StorageGoneError, StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage.file_commit import Commits
-from tests.transfer_manager.storage.file_rig import FailingDisk, Rig, space_of
+from tests.rigs.file_rig import FailingDisk, Rig, space_of
 
 
 def num_descriptors() -> int:

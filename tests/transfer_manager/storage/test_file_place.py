@@ -14,7 +14,7 @@ from fastdeploy_cache.transfer_manager.storage import file_place
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
 from fastdeploy_cache.transfer_manager.storage.file_place import check_place
-from tests.transfer_manager.storage.file_rig import Rig
+from tests.rigs.file_rig import Rig
 
 
 def storage_at(folder: Path, **settings: float) -> StorageConfig:

@@ -10,7 +10,7 @@ import pytest
 
 from fastdeploy_cache.errors import StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage.base import Blocks
-from tests.transfer_manager.storage.file_rig import Rig, name_of, space_of
+from tests.rigs.file_rig import Rig, name_of, space_of
 
 
 @pytest.mark.parametrize("object_bytes", [700, 4096, 5000, 400_000])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
-from tests.transfer_manager.storage.file_damage import Damage, damages
+from tests.rigs.file_damage import Damage, damages
 
 SPACE = KeySpace(weights_id="重み@1", layout="2 layers", object_bytes=4096, block_size=16, rank=0, tp_size=2)
 WRITTEN = msgspec.json.encode(SPACE)

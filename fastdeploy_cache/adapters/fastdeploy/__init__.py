@@ -1,0 +1,1 @@
+"""FastDeploy's own cache manager interface."""

@@ -1,0 +1,1 @@
+"""For engines that number token slots instead of blocks."""

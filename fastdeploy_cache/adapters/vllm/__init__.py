@@ -1,0 +1,1 @@
+"""vLLM's block manager interface of the V1 engine, and a KV connector."""

@@ -1,0 +1,147 @@
+"""The promises that the books keep after every verb. Checked by tests after each step, and on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from fastdeploy_cache.books.block_hash import HASH_BYTES, BlockHasher
+from fastdeploy_cache.books.block_pool import CALLER, FREE, REQUEST, RUN, TASK, BlockPool, Owner
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.run import CPU, GPU, BlockCopy, Pin, Run, Segment, Tier, Transfer
+from fastdeploy_cache.requests.active_request import ActiveRequest
+
+
+def check(
+    tree: PrefixTree,
+    requests: Sequence[ActiveRequest],
+    transfers: Sequence[Transfer],
+    *,
+    storage_ids: Sequence[int] = (),
+    pins: Sequence[Pin] = (),
+    ahead: Mapping[Transfer, int] = MappingProxyType({}),
+    peer_ids: Sequence[int] = (),
+    waiting: Sequence[Transfer] = (),
+) -> None:
+    """Raise `AssertionError` naming the first broken promise. `storage_ids`: CPU blocks that storage fills now;
+    `peer_ids`: GPU blocks that other instances fill or read; `pins`: of adapters' callers and of peers; `ahead`: of
+    callers; `waiting`: loads that receives wait for, once for each."""
+    runs = list(tree.runs())
+    _check_pins(runs, requests, transfers, pins)
+    for tier in Tier:
+        held_ids = peer_ids if tier is GPU else storage_ids
+        _check_owners(tree.pools[tier], tier, runs, requests, transfers, held_ids=held_ids)
+        protected = sum(run.num_in(tier, run.num_held) for run in runs)
+        assert tree.residency.num_protected[tier] == protected, (tier, "protected", protected)
+    for run in runs:
+        _check_shape(tree, run)
+        _check_residency(tree, run)
+    for active in requests:
+        _check_request(active)
+    for transfer in transfers:
+        num_ahead = sum(transfer in active.ahead for active in requests) + ahead.get(transfer, 0)
+        num_waiting = sum(transfer in active.loads for active in requests) + list(waiting).count(transfer)
+        assert (transfer.num_ahead, transfer.num_waiting) == (num_ahead, num_waiting), "waiters of a load miscounted"
+        is_held = num_ahead or transfer.is_quarantined or not transfer.done.is_set()
+        assert is_held, "an ended task is still held"
+
+
+def _check_owners(
+    pool: BlockPool,
+    tier: Tier,
+    runs: Iterable[Run],
+    requests: Iterable[ActiveRequest],
+    transfers: Iterable[Transfer],
+    *,
+    held_ids: Sequence[int],
+) -> None:
+    """free + runs + requests + tasks = all, and one owner each."""
+    owned: dict[Owner, list[int]] = {
+        FREE: list(pool.free_ids()),
+        RUN: [i for run in runs for i in run.ids[tier]],
+        REQUEST: [i for active in requests for i in active.private_ids()] if tier is GPU else [],
+        TASK: [i for t in transfers if t.tier is tier for s in t.segments for i in s.ids],
+        CALLER: pool.ids_of(CALLER),
+    }
+    owned[TASK] += [i for t in transfers if t.tier is tier and t.caller is not None for i in t.caller.ids]
+    if tier is GPU:
+        owned[TASK] += [i for copy in _copies(transfers) for i in copy.ids]
+        owned[TASK] += [i for transfer in transfers for i in transfer.kept_ids]
+    owned[TASK] += held_ids
+    owned[TASK] += pool.deferred_ids
+    everything = sorted(i for ids in owned.values() for i in ids)
+    assert everything == list(range(pool.num_blocks)), f"{pool.tier}: some block has no owner or two"
+    for owner, ids in owned.items():
+        assert pool.count(owner) == len(ids), f"{pool.tier}: {pool.count(owner)} {owner.name} counted, {len(ids)} found"
+        assert all(pool.owner(i) is owner for i in ids), f"{pool.tier}: owner {owner.name} is noted otherwise"
+
+
+def _check_pins(
+    runs: Iterable[Run], requests: Iterable[ActiveRequest], transfers: Iterable[Transfer], pins: Iterable[Pin]
+) -> None:
+    """Each pin hangs on its run once, and what is held follows from the pins."""
+    listed: list[Pin] = [segment for transfer in transfers for segment in transfer.segments]
+    listed += [pin for transfer in transfers if transfer.caller is not None for pin in transfer.caller.pins]
+    listed += pins
+    listed += [copy.source for copy in _copies(transfers)]
+    listed += [active.pin for active in requests if active.pin is not None]
+    hanging = [pin for run in runs for pin in run.pins]
+    assert len(listed) == len(hanging) and set(listed) == set(hanging), (
+        "pins of requests and tasks, and of runs, differ"
+    )
+    for run in runs:
+        for pin in run.pins:
+            assert pin.run is run and 0 < pin.end <= run.num_blocks, "pin off its run"
+            if isinstance(pin, Segment):
+                assert pin.start >= 0 and pin.end == pin.start + len(pin.ids) > pin.start, "segment off its run"
+        num_held_children = sum(child.num_held > 0 for child in run.children.values())
+        assert run.num_held_children == num_held_children, "held children miscounted"
+        held = run.num_blocks if num_held_children else max((pin.end for pin in run.pins), default=0)
+        assert run.num_held == held, f"{run.num_held} blocks held by count, {held} by pins"
+
+
+def _copies(transfers: Iterable[Transfer]) -> list[BlockCopy]:
+    return [transfer.copy for transfer in transfers if transfer.copy is not None and not transfer.done.is_set()]
+
+
+def _check_shape(tree: PrefixTree, run: Run) -> None:
+    assert run.num_blocks >= 1 and len(run.tokens) == run.num_blocks * tree.block_bytes, "tokens and blocks differ"
+    assert run.parent is not None and run.parent.children[tree.residency.key(run)] is run, "run not under its key"
+    assert run.extras is None or all(0 <= block < run.num_blocks for block in run.extras), "extra key off its run"
+    assert len(run.hashes) == run.num_blocks * HASH_BYTES
+    assert 0 <= run.num_stored <= run.num_blocks and 0 <= run.num_offered <= run.num_blocks
+    hasher = BlockHasher(tree.block_size)
+    hashes = hasher.extend(run.parent.last_hash, run.tokens, 0, run.num_blocks, run.extras)
+    assert run.hashes == hashes, "hash chain broken"
+    assert run.epoch == tree.epoch or run.num_held == run.num_blocks, "unheld blocks of an older epoch are still there"
+    for tier in Tier:
+        num_children = sum(bool(child.ids[tier]) for child in run.children.values())
+        assert run.num_children_in[tier] == num_children, (tier, "children counted", run.num_children_in, num_children)
+        if tree.residency.is_leaf(run, tier):
+            assert run.queued[tier] is not None, f"a leaf of {tier.name} is unknown to the eviction policy"
+
+
+def _check_residency(tree: PrefixTree, run: Run) -> None:
+    assert (run.num_gpu <= run.num_blocks and run.cpu_end <= run.num_blocks) or not run.ids[CPU]
+    if run.num_gpu < run.num_blocks and run.epoch == tree.epoch:  # an older run's copies may have got another owner
+        assert run.ids[CPU] and run.cpu_end == run.num_blocks and run.cpu_start <= run.num_gpu, "block nowhere"
+    assert run.parent is not None
+    if run.num_gpu and run.parent.parent is not None:
+        assert run.parent.num_gpu == run.parent.num_blocks, "on the GPU without its parent"
+    if not tree.pools[CPU].num_blocks:
+        assert not run.ids[CPU]
+
+
+def _check_request(active: ActiveRequest) -> None:
+    if active.pin is None:
+        assert not active.num_pinned_blocks
+        return
+    *above, last = active.pin.run.path()
+    depth = sum(run.num_blocks for run in above) + active.pin.end
+    assert depth == active.num_pinned_blocks, f"pin at depth {depth}, noted {active.num_pinned_blocks}"
+    if active.settled and active.epoch >= 0:
+        in_tree = [i for run in (*above, last) for i in run.ids[GPU]][:depth]
+        assert len(in_tree) == depth, "settled on blocks off the GPU"
+        own = active.block_ids[: active.num_committed_blocks]
+        duplicates = {*active.duplicates, *(i for transfer in active.ahead for i in transfer.kept_ids)}
+        assert all(a == b or a in duplicates for a, b in zip(own, in_tree, strict=True)), "block table off the tree"

@@ -1,0 +1,67 @@
+"""What a path from the root down has on the GPU, on its way there, and below."""
+
+from __future__ import annotations
+
+from array import array
+
+from fastdeploy_cache.books.block_hash import HASH_BYTES
+from fastdeploy_cache.books.run import GPU, Run, Transfer, segments_of
+from fastdeploy_cache.movement.block_mover import Part
+
+
+def gpu_ids(path: list[Run], num_blocks: int) -> array[int]:
+    """Of a path's first `num_blocks` those on the GPU: the first ones, as residency is prefix-closed."""
+    ids = array("i")
+    for run in path:
+        ids += run.ids[0]
+    del ids[num_blocks:]
+    return ids
+
+
+def hash_at(path: list[Run], num_blocks: int) -> bytes:
+    """The hash of the last of a path's first `num_blocks`, which names them all; b"" for none."""
+    for run in path:
+        if 0 < num_blocks <= run.num_blocks:
+            return bytes(run.hashes[(num_blocks - 1) * HASH_BYTES : num_blocks * HASH_BYTES])
+        num_blocks -= run.num_blocks
+    return b""
+
+
+def coming_and_cold(path: list[Run], num_blocks: int) -> tuple[int, list[Part]]:
+    """Behind the blocks on the GPU, up to `num_blocks`: how many are being loaded by others, and what nobody loads yet.
+
+    Behind the first part that nobody loads, everything counts as such: a load in flight there lands before ours, finds
+    its parent missing, and is dropped.
+    """
+    num_coming, parts = 0, list[Part]()
+    for run in path:
+        length = min(num_blocks, run.num_blocks)
+        num_blocks -= length
+        end = min(run.num_gpu, length)
+        if not parts:
+            for segment in sorted(segments_of(run, GPU), key=lambda s: s.start):
+                if segment.start <= end:
+                    end = min(max(end, segment.end), length)
+            num_coming += end - min(run.num_gpu, length)
+        if end < length:
+            parts.append((run, end, length - end))
+    return num_coming, parts
+
+
+def coming_ids(path: list[Run], first: int, num_blocks: int) -> tuple[array[int], list[Transfer]]:
+    """Where blocks [first, num_blocks) of a path are or will be on the GPU, up to the first that nobody loads, and the
+    loads that bring them."""
+    ids, transfers, depth = array("i"), dict[Transfer, None](), 0
+    for run in path:
+        segments = segments_of(run, GPU)
+        for block in range(max(0, first - depth), min(run.num_blocks, num_blocks - depth)):
+            if block < run.num_gpu:
+                ids.append(run.ids[0][block])
+                continue
+            segment = next((s for s in segments if s.start <= block < s.end), None)
+            if segment is None:
+                return ids, list(transfers)
+            ids.append(segment.ids[block - segment.start])
+            transfers[segment.transfer] = None
+        depth += run.num_blocks
+    return ids, list(transfers)

@@ -1,0 +1,394 @@
+"""The prefix tree: which prefix is in which blocks. Moves ids only; the manager holds its lock around every call."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from fastdeploy_cache.books.block_hash import HASH_BYTES, TOKEN_BYTES, BlockHasher, root_hash
+from fastdeploy_cache.books.block_pool import REQUEST, RUN, TASK, BlockPool, Owner
+from fastdeploy_cache.books.mishaps import Mishaps
+from fastdeploy_cache.books.residency import Residency
+from fastdeploy_cache.books.run import CPU, GPU, TIERS, Pin, Run, Segment, Tier, Usage, split_pins
+from fastdeploy_cache.policies.eviction import EvictionPolicy
+from fastdeploy_cache.policies.guarded import GuardedPolicy
+
+_MIN_ROOTS = 64
+
+
+_NONE = array("i")  # never changed
+
+
+class Inserted(NamedTuple):
+    """What `insert` did: the place where the inserted blocks end, and the ids that the tree did not want."""
+
+    run: Run
+    end: int
+    duplicates: array[int]
+    num_blocks: int
+
+
+class BlockKeys(NamedTuple):
+    """What the blocks of a request are found by: its tokens, and the extra keys of blocks that have any."""
+
+    tokens: bytearray
+    extras: Mapping[int, bytes] | None
+
+
+class PrefixTree:
+    """A radix tree of runs, one root per namespace; `residency` keeps their blocks."""
+
+    def __init__(self, block_size: int, pools: tuple[BlockPool, BlockPool], policy: EvictionPolicy) -> None:
+        self.block_size = block_size
+        self.block_bytes = block_size * TOKEN_BYTES
+        self.pools = pools  # by Tier
+        self.mishaps = Mishaps()
+        self.policy = GuardedPolicy(policy, self.mishaps, self.runs)
+        self.residency = Residency(self.block_bytes, pools, self.policy)
+        self.roots: dict[str, Run] = {}
+        self.num_kv_losses = self.num_cpu_losses = 0  # how often the bytes of the GPU, of the CPU tier have gone
+        self.old_roots: list[Run] = []  # of earlier epochs, as long as something under them is pinned
+        self._hasher = BlockHasher(block_size)
+        self.policy.clear(self.residency.is_leaf, self.split)
+        self._sweep_roots_at = _MIN_ROOTS
+        self._num_appended = 0
+
+    @property
+    def epoch(self) -> int:
+        """Raised by every reset."""
+        return self.residency.epoch
+
+    @property
+    def generation(self) -> int:
+        """Raised whenever what blocks held may have gone, or is worth nothing any more."""
+        return self.epoch + self.num_kv_losses + self.num_cpu_losses
+
+    # -- looking
+
+    def root(self, namespace: str) -> Run:
+        """The namespace's root, made where there is none; for `insert`, which hangs something on it at once."""
+        run = self.roots.get(namespace)
+        if run is None:
+            if len(self.roots) >= self._sweep_roots_at:  # namespaces come from outside: empty ones must not pile up
+                self.roots = {name: root for name, root in self.roots.items() if root.children}
+                self._sweep_roots_at = max(_MIN_ROOTS, 2 * len(self.roots))
+            run = Run(None, self.epoch, Usage())
+            run.hashes = bytearray(root_hash(namespace, self.block_size))
+            self.roots[namespace] = run
+        return run
+
+    def find(self, namespace: str, keys: BlockKeys, max_blocks: int) -> tuple[list[Run], int]:
+        """The longest prefix of `keys` in the tree, up to `max_blocks`: its runs and how many blocks match.
+
+        On its way it joins runs between which a fork has vanished.
+        """
+        path: list[Run] = []
+        tokens, size = keys.tokens, self.block_bytes
+        run, position = self.roots.get(namespace), 0
+        while run is not None and position < max_blocks:
+            child = run.children.get(self.key(keys, position))
+            if child is None:
+                break
+            num_blocks = child.num_blocks
+            whole = position + num_blocks <= max_blocks and tokens.startswith(child.tokens, position * size)
+            if not whole or keys.extras is not None or child.extras is not None:
+                num_blocks = self._num_common(child, 0, keys, position, max_blocks)
+            position += num_blocks
+            if num_blocks < child.num_blocks:
+                path.append(child)
+                break
+            if len(run.children) == 1 and self._mergeable(run, child):
+                self._merge(run, child)
+            else:
+                path.append(child)
+                run = child
+        return path, position
+
+    def key(self, keys: BlockKeys, block: int) -> bytes:
+        """What a run that begins with this block is found under."""
+        start = block * self.block_bytes
+        tokens = memoryview(keys.tokens)[start : start + self.block_bytes].tobytes()
+        return tokens if keys.extras is None else tokens + keys.extras.get(block, b"")
+
+    def _num_common(self, run: Run, offset: int, keys: BlockKeys, position: int, end: int) -> int:
+        """How many blocks of `run` from `offset` on equal those of `keys` from `position` on, up to `end`.
+
+        Compares tokens and extra keys themselves, so that no hash can collide. Cost: a memcmp, and where they part a
+        bisection whose pieces add up to another.
+        """
+        high = min(run.num_blocks, offset + end - position)
+        high = self._first_difference(run.tokens, offset, high, keys.tokens, (position - offset) * self.block_bytes)
+        if run.extras is not None or keys.extras is not None:
+            ours, theirs, shift = run.extras or {}, keys.extras or {}, position - offset
+            high = next((b for b in range(offset, high) if ours.get(b) != theirs.get(b + shift)), high)
+        return high - offset
+
+    def _first_difference(self, ours: bytearray, low: int, high: int, theirs: bytearray, start: int) -> int:
+        """The first of blocks [low, high) of `ours` that `theirs`, from byte `start` on, has not; or `high`."""
+        size = self.block_bytes
+        with memoryview(ours) as view:
+            if theirs.startswith(view[low * size : high * size], start + low * size):
+                return high
+            while high - low > 1:
+                middle = (low + high) // 2
+                if theirs.startswith(view[low * size : middle * size], start + low * size):
+                    low = middle
+                else:
+                    high = middle
+        return low
+
+    def runs(self) -> Iterator[Run]:
+        """Every run of every root, parents first."""
+        stack = [*self.roots.values(), *self.old_roots]
+        while stack:
+            run = stack.pop()
+            stack.extend(run.children.values())
+            if run.parent is not None:
+                yield run
+
+    # -- pinning
+
+    def pin(self, pin: Pin) -> None:
+        """Keep blocks [0, pin.end) of its run and everything above where they are."""
+        pin.run.pins.append(pin)
+        self.residency.hold(pin.run)
+
+    def unpin(self, pin: Pin) -> None:
+        """Take a pin back. What it alone held may be evicted or (of an older epoch) is freed."""
+        run = pin.run
+        run.pins.remove(pin)
+        self.residency.hold(run)
+        if self.old_roots:
+            self.old_roots = [root for root in self.old_roots if root.children]
+
+    def move_pin(self, pin: Pin | None, run: Run | None, end: int) -> Pin | None:
+        """Pin another place instead; None stands for none. The new place is held before the old one is let go."""
+        if pin is not None and pin.run is run:
+            pin.end = end
+            self.residency.hold(run)
+            return pin
+        moved = Pin(run, end) if run is not None else None
+        if moved is not None:
+            self.pin(moved)
+        if pin is not None:
+            self.unpin(pin)
+        return moved
+
+    @staticmethod
+    def place(path: list[Run], num_blocks: int) -> tuple[Run | None, int]:
+        """The run and offset at which the first `num_blocks` of a path end; no run for no blocks."""
+        num_beyond = sum([run.num_blocks for run in path]) - num_blocks
+        assert num_beyond >= 0, "the path is shorter than asked for"
+        for run in reversed(path):
+            if num_beyond < run.num_blocks:
+                return run, run.num_blocks - num_beyond
+            num_beyond -= run.num_blocks
+        return None, 0
+
+    # -- growing
+
+    def insert(
+        self, at: tuple[Run, int], keys: BlockKeys, first: int, ids: array[int], duplicates: array[int] = _NONE
+    ) -> Inserted:
+        """Put blocks [first, first + len(ids)) of `keys`, which the caller computed into GPU blocks `ids`, behind `at`.
+
+        `at` is the pinned place where the blocks before `first` end; the caller pins the place that is returned, and
+        only then can it be evicted when it is let go. Where the tree has a GPU copy already, the
+        caller's ids stay its own: they come behind those in `duplicates`. Where a block is in the CPU tier only, or
+        still loading, the caller's id is adopted as its GPU copy. Where memory runs out between two runs, fewer blocks
+        are inserted.
+        """
+        (run, offset), position, end = at, 0, len(ids)
+        done = Inserted(run, offset, duplicates, 0)
+        try:
+            while position < end:
+                if offset == run.num_blocks:
+                    child = run.children.get(self.key(keys, first + position)) if run.children else None
+                    if child is None:
+                        run = self._append(run, keys, first + position, ids[position:] if position else ids)
+                        return Inserted(run, run.num_blocks, duplicates, end)
+                    run, offset = child, 0
+                num_known = self._num_common(run, offset, keys, first + position, first + end)
+                if not num_known:  # the prompts part here
+                    run = self.split(run, offset)
+                    continue
+                num_there = min(num_known, max(0, run.num_gpu - offset))
+                known = duplicates + ids[position : position + num_there]
+                if num_there < num_known:
+                    self._adopt(run, ids[position + num_there : position + num_known], REQUEST)
+                position, offset, duplicates = position + num_known, offset + num_known, known
+                done = Inserted(run, offset, duplicates, position)
+        except MemoryError:
+            if not done.num_blocks:
+                raise
+        return done
+
+    def _append(self, at: Run, keys: BlockKeys, first: int, ids: array[int]) -> Run:
+        """New blocks behind `at`: in place where it has no children, else as a new run."""
+        run = at
+        if at.children or at.parent is None or at.usage.is_shared:
+            at.usage.is_shared = at.parent is not None
+            run = Run(at, self.epoch, Usage())
+        self.extend(run, keys, first, ids)
+        if run is not at:
+            at.children[self.key(keys, first)] = run
+        self.pools[0].hand_over(ids, REQUEST, RUN)
+        self.residency.added_ids(run, GPU, len(ids), is_offered=False)
+        return run
+
+    def extend(self, run: Run, keys: BlockKeys, first: int, ids: array[int], tier: Tier = GPU) -> None:
+        """Add blocks' tokens, extra keys, hashes and ids in a tier to the end of a run, which may be new: all of it
+        or, on `MemoryError`, nothing. What follows from the ids is the caller's to count."""
+        assert run.parent is not None
+        size, num_blocks, before = self.block_bytes, len(ids), run.num_blocks
+        parent_hash = run.last_hash if before else run.parent.last_hash
+        hashes = self._hasher.extend(parent_hash, keys.tokens, first, num_blocks, keys.extras)
+        extras = run.extras
+        if keys.extras is not None:
+            shift = before - first
+            new = {b + shift: extra for b, extra in keys.extras.items() if first <= b < first + num_blocks}
+            extras = {**(extras or {}), **new} or None
+        num_ids = len(run.ids[tier])
+        try:
+            run.ids[tier].extend(ids)
+            run.tokens += memoryview(keys.tokens)[first * size : (first + num_blocks) * size]
+            run.hashes += hashes
+        except BaseException:
+            del run.ids[tier][num_ids:], run.tokens[before * size :], run.hashes[before * HASH_BYTES :]
+            raise
+        run.extras = extras
+        run.num_blocks += num_blocks
+        self._num_appended += 1
+        run.usage.inserted = self._num_appended
+        self.policy.grow(run, before)
+
+    def grow(self, pin: Pin, keys: BlockKeys, first: int, ids: array[int]) -> bool:
+        """Do what `insert` and `move_pin` would, where blocks are added behind a leaf that `pin` holds whole.
+
+        That is each step of a decoding request, and cheap because nothing but the end of the run changes. False where
+        it is not so; then nothing is done.
+        """
+        run = pin.run
+        if pin.end != run.num_blocks or run.children or run.usage.is_shared:
+            return False
+        self.extend(run, keys, first, ids)
+        self.pools[0].hand_over(ids, REQUEST, RUN)
+        pin.end = run.num_held = run.num_blocks
+        self.residency.num_protected[0] += len(ids)
+        return True
+
+    def _adopt(self, run: Run, ids: array[int], giver: Owner) -> None:
+        self.residency.add_ids(run, GPU, ids)
+        self.pools[0].hand_over(ids, giver, RUN)
+
+    def land(self, segment: Segment, succeeded: bool) -> int:
+        """End a segment: its blocks join the run where they still fit, the pin goes.
+
+        Returns how many joined: the last ones. The other ids are still the task's; all of them where memory runs out.
+        """
+        run = segment.run
+        joined = self._fitting(segment) if succeeded and run.epoch == self.epoch else array("i")
+        try:
+            if joined:
+                self._join(segment, joined)
+        except MemoryError:
+            self.mishaps.note("landing")
+            joined = array("i")
+        self.unpin(segment)
+        return len(joined)
+
+    def _join(self, segment: Segment, ids: array[int]) -> None:
+        run, residency = segment.run, self.residency
+        if segment.transfer.tier is GPU:
+            self._adopt(run, ids, TASK)
+            return
+        if run.ids[CPU] and run.cpu_start == segment.end:
+            residency.add_copies_below(run, ids)
+        else:
+            if not run.ids[CPU]:
+                run.cpu_start = segment.start
+            residency.add_ids(run, CPU, ids)
+        self.pools[CPU].hand_over(ids, TASK, RUN)
+
+    @staticmethod
+    def _fitting(segment: Segment) -> array[int]:
+        """The tail of a segment's ids that continues the run's interval in the destination tier."""
+        run = segment.run
+        if segment.transfer.tier is CPU:
+            fits = not run.ids[CPU] or run.cpu_end == segment.start or run.cpu_start == segment.end
+            return segment.ids if fits else array("i")
+        # freshly computed blocks may have been adopted meanwhile; an earlier load may have failed
+        assert run.parent is not None
+        fits = segment.start <= run.num_gpu < segment.end and run.parent.num_gpu == run.parent.num_blocks
+        return segment.ids[run.num_gpu - segment.start :] if fits else array("i")
+
+    def reset(self) -> None:
+        """Forget everything. What is pinned stays owned, out of reach, until it is unpinned."""
+        self.old_roots = [root for root in (*self.old_roots, *self.roots.values()) if root.children]
+        self.roots = {}  # first of all: whatever comes, nothing of the old is found any more
+        self.residency.begin_epoch()
+        self.policy.clear(self.residency.is_leaf, self.split)
+        for run in reversed(list(self.runs())):  # children first
+            self.residency.truncate(run, run.num_held)
+        self.old_roots = [root for root in self.old_roots if root.children]
+
+    # -- shape
+
+    def split(self, run: Run, num_blocks: int) -> Run:
+        """Cut a run after `num_blocks` blocks; returns the upper part, which is new. The lower keeps its identity."""
+        assert run.parent is not None and 0 < num_blocks < run.num_blocks
+        residency, had_blocks = self.residency, [bool(ids) for ids in run.ids]
+        upper, key = run.front(num_blocks, self.block_bytes), residency.key(run)
+        run.cut_front(upper, self.block_bytes)  # may lack memory: until here nothing has changed
+        run.parent.children[key] = upper
+        run.parent = upper
+        upper.children[residency.key(run)] = run
+        for tier in TIERS:
+            upper.num_children_in[tier] = int(bool(run.ids[tier]))
+            residency.count_child(upper, tier, bool(upper.ids[tier]) - had_blocks[tier])
+        split_pins(run, upper)
+        for tier in TIERS:
+            residency.offer(upper, tier)
+            residency.offer(run, tier)
+        return upper
+
+    def _mergeable(self, upper: Run, lower: Run) -> bool:
+        """Whether nothing needs the border between a run and its only child any more."""
+        if upper.parent is None or not self.policy.alike(upper, lower):
+            return False
+        gpu_joins = not lower.ids[GPU] or upper.num_gpu == upper.num_blocks
+        has_both = upper.ids[CPU] and lower.ids[CPU]
+        cpu_joins = not has_both or (upper.cpu_end == upper.num_blocks and lower.cpu_start == 0)
+        in_flight = any(isinstance(pin, Segment) for pin in (*upper.pins, *lower.pins))
+        return gpu_joins and bool(cpu_joins) and not in_flight
+
+    def _merge(self, upper: Run, lower: Run) -> None:
+        """The reverse of `split`: the upper run takes in the lower one, its pins and its children."""
+        num_above, had_blocks = upper.num_blocks, [bool(ids) for ids in upper.ids]
+        tokens, hashes = upper.tokens + lower.tokens, upper.hashes + lower.hashes
+        joined = upper.ids[GPU] + lower.ids[GPU], upper.ids[CPU] + lower.ids[CPU]
+        if lower.extras is not None:
+            upper.extras = {**(upper.extras or {}), **{b + num_above: x for b, x in lower.extras.items()}}
+        upper.tokens, upper.hashes = tokens, hashes
+        upper.join_marks(lower)
+        upper.num_blocks += lower.num_blocks
+        if not upper.ids[CPU]:
+            upper.cpu_start = lower.cpu_start + num_above
+        upper.ids = joined
+        for pin in lower.pins:
+            pin.run, pin.end = upper, pin.end + num_above
+            upper.pins.append(pin)
+        upper.children = lower.children
+        for child in upper.children.values():
+            child.parent = upper
+        upper.num_held_children, upper.num_children_in = lower.num_held_children, lower.num_children_in
+        if lower.num_held:
+            upper.num_held = num_above + lower.num_held
+        for tier in TIERS:
+            self.residency.count_child(upper, tier, bool(upper.ids[tier]) - had_blocks[tier])
+        lower.parent = None
+        lower.usage.last_used = max(upper.usage.last_used, lower.usage.last_used)
+        upper.usage = lower.usage
+        for tier in TIERS:
+            self.residency.offer(upper, tier)

@@ -1,0 +1,97 @@
+"""A run of the tree as adapters and their users may look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fastdeploy_cache.books.block_hash import HASH_BYTES
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
+
+
+@dataclass(frozen=True, eq=False)
+class RunView:
+    """Consecutive blocks with no branch in between, at one moment.
+
+    Attributes:
+        namespace: what its root is found under.
+        first_block: blocks of the sequence before it.
+        token_ids: int32 [num_blocks * block_size].
+        joined_hashes: of each block, one after the other; `hashes` is the list of them.
+        parent_hash: of the block before the first one.
+        block_ids: of its first blocks, those on the GPU.
+        cpu_start, cpu_block_ids: of an interval of its blocks, those in the CPU tier.
+        num_held: its first blocks, which pins here or beneath keep where they are.
+        num_pins: pins that end in it.
+        last_used: the order of uses; higher is later. num_uses: requests that used it.
+    """
+
+    namespace: str
+    first_block: int
+    token_ids: np.ndarray[Any, np.dtype[np.int32]]
+    joined_hashes: bytes
+    parent_hash: bytes
+    block_ids: list[int]
+    cpu_start: int
+    cpu_block_ids: list[int]
+    num_held: int
+    num_pins: int
+    last_used: int
+    num_uses: int
+
+    @cached_property
+    def hashes(self) -> list[bytes]:
+        """Of each block."""
+        return [self.joined_hashes[i : i + HASH_BYTES] for i in range(0, len(self.joined_hashes), HASH_BYTES)]
+
+    @property
+    def last_hash(self) -> bytes:
+        """Of the last block."""
+        return self.joined_hashes[-HASH_BYTES:]
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks it has."""
+        return len(self.joined_hashes) // HASH_BYTES
+
+
+def views_of(tree: PrefixTree) -> Iterator[RunView]:
+    """Of every run that can be found, parents first. Under the manager's lock."""
+    below = [(root, name, 0) for name, root in tree.roots.items()]
+    while below:
+        run, namespace, first_block = below.pop()
+        end = first_block + run.num_blocks
+        below.extend((child, namespace, end) for child in run.children.values())
+        if run.parent is not None:
+            yield _view(run, run.parent, namespace, first_block)
+
+
+def path_views(path: list[Run], namespace: str) -> Iterator[RunView]:
+    """Of the runs of a path, first to last. Under the manager's lock."""
+    first_block = 0
+    for run in path:
+        assert run.parent is not None
+        yield _view(run, run.parent, namespace, first_block)
+        first_block += run.num_blocks
+
+
+def _view(run: Run, parent: Run, namespace: str, first_block: int) -> RunView:
+    return RunView(
+        namespace=namespace,
+        first_block=first_block,
+        token_ids=np.frombuffer(bytes(run.tokens), "<i4"),
+        joined_hashes=bytes(run.hashes),
+        parent_hash=parent.last_hash,
+        block_ids=run.ids[GPU].tolist(),
+        cpu_start=run.cpu_start,
+        cpu_block_ids=run.ids[CPU].tolist(),
+        num_held=run.num_held,
+        num_pins=sum(type(pin) is Pin for pin in run.pins),
+        last_used=run.usage.last_used,
+        num_uses=run.usage.num_uses,
+    )

@@ -1,0 +1,83 @@
+"""What stays cached when the bytes of a tier are gone. Under the manager's lock."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+from fastdeploy_cache.books.block_hash import HASH_BYTES
+from fastdeploy_cache.books.block_pool import RUN
+from fastdeploy_cache.books.path import gpu_ids
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.run import CPU, Run
+from fastdeploy_cache.callers.pinned_prefix import Pinned
+
+
+def drop_gpu(tree: PrefixTree) -> None:
+    """Forget all but what the CPU tier has from a prompt's start on.
+
+    What is pinned stays owned, out of reach, until it is unpinned, as in a reset; its copies stay cached.
+    """
+    try:
+        kept = [(name, run) for name, root in tree.roots.items() for run in _copied_runs(root)]
+        heirs = {run: _heir(tree, run) for _, run in kept}
+    except MemoryError:  # the GPU's bytes are gone all the same: then nothing is kept
+        kept, heirs = [], {}
+    for run, heir in heirs.items():
+        heir.ids = heir.ids[0], tree.residency.take_copies(run)
+    tree.reset()
+    tree.num_kv_losses += 1
+    for (name, _), heir in zip(kept, heirs.values(), strict=True):
+        above = heir.parent
+        assert above is not None
+        heir.parent = heirs[above] if above in heirs else tree.root(name)
+        heir.parent.children[tree.residency.key(heir)] = heir
+        tree.residency.count_child(heir, CPU, 1)
+        tree.policy.grow(heir, 0)
+    for heir in heirs.values():
+        tree.residency.offer(heir, CPU)
+
+
+def _copied_runs(root: Run) -> Iterator[Run]:
+    """The runs below a root that begin with copies, as do all above them wholly; parents first."""
+    below = list(root.children.values())
+    for run in below:
+        if run.ids[CPU] and run.cpu_start == 0:
+            if run.cpu_end == run.num_blocks:
+                below.extend(run.children.values())
+            yield run
+
+
+def _heir(tree: PrefixTree, run: Run) -> Run:
+    """A run that is to take over another one's copies; `parent` is still that one's."""
+    num_blocks = run.cpu_end
+    heir = Run(run.parent, tree.epoch + 1, copy.copy(run.usage))
+    heir.num_blocks = num_blocks
+    heir.num_stored, heir.num_offered = min(run.num_stored, num_blocks), min(run.num_offered, num_blocks)
+    heir.offered_use = run.offered_use
+    heir.tokens += memoryview(run.tokens)[: num_blocks * tree.block_bytes]
+    heir.hashes += memoryview(run.hashes)[: num_blocks * HASH_BYTES]
+    if run.extras is not None:
+        heir.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
+    return heir
+
+
+def drop_cpu(tree: PrefixTree, pinned: Pinned) -> None:
+    """Forget all copies, and what has no other place. Nothing is in flight, and requests are settled on GPU blocks.
+
+    A caller's pin that goes deeper is cut.
+    """
+    tree.num_cpu_losses += 1
+    for pin, prefix in list(pinned.items()):
+        path = pin.run.path()
+        num_left = len(gpu_ids(path, prefix.num_blocks))
+        if pin.run.epoch == tree.epoch and num_left < prefix.num_blocks:
+            del pinned[pin]
+            moved = tree.move_pin(pin, *tree.place(path, num_left))
+            prefix.cut(moved, num_left)
+            if moved is not None:
+                pinned[moved] = prefix
+    for run in reversed(list(tree.runs())):  # children first
+        if run.ids[CPU] and run.epoch == tree.epoch:
+            tree.pools[CPU].free(tree.residency.take_copies(run), RUN)
+            tree.residency.truncate(run, run.num_gpu)

@@ -1,0 +1,1 @@
+"""Blocks for callers that keep their own requests."""

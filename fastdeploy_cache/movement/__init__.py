@@ -1,0 +1,1 @@
+"""Bytes on their way: copies between the tiers and within them, and the box that tasks go out by."""

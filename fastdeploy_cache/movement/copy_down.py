@@ -1,0 +1,225 @@
+"""What is copied from the GPU to the CPU tier, and when: the write policies. All under the manager's lock."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from fastdeploy_cache.books.mishaps import contained
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, segments_of
+from fastdeploy_cache.movement.block_mover import BlockMover, Part
+from fastdeploy_cache.transfer_manager.task import Direction
+
+MIN_STORE_BLOCKS = 64  # a task for each block that a decoding request fills would cost more than its commit
+_MAX_BYTES_IN_FLIGHT = 256 * 2**20  # of a rank
+MAX_LOOKED = 512  # leaves that one look at the cold end goes over, under the lock: some milliseconds
+_MAX_STARTED = 64  # copies that one look starts
+
+
+class CopyDown:
+    """`write_through` copies what is committed; `write_through_selective` what has been used often enough.
+
+    `write_back` copies ahead of eviction: of the runs whose ends would be evicted next (the cold zone: as many blocks
+    as are to be free or copied) what has no copy. A copy takes free CPU blocks or those of something colder than its
+    source, never the copy of what is in the cold zone itself: so copying comes to rest, and trades no copy for another.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        mover: BlockMover,
+        *,
+        policy: str,
+        high_water: float,
+        min_uses: int,
+        block_bytes: int,
+    ) -> None:
+        """`high_water`: share of the GPU pool that may be neither free nor copied (`write_back`)."""
+        self._tree = tree
+        self.mishaps = tree.mishaps
+        self._mover = mover
+        self._pool = tree.pools[CPU]
+        self._through = policy == "write_through" and self._pool.num_blocks > 0
+        self._selective = policy == "write_through_selective" and self._pool.num_blocks > 0
+        self._back = policy == "write_back" and self._pool.num_blocks > 0
+        num_gpu = tree.pools[GPU].num_blocks
+        self._num_reserve = max(1, num_gpu - int(num_gpu * high_water))
+        self._min_uses = min_uses
+        self._own = self._through, self._selective, self._min_uses  # without storage
+        self._max_in_flight = max(1, min(self._num_reserve, _MAX_BYTES_IN_FLIGHT // max(1, block_bytes)))
+        self._look_after = max(1, self._num_reserve // 4)  # blocks: a quarter of what the last look went over
+        self._num_moved = 0  # blocks that came or went since the cold zone was looked at
+        self._has_more = False
+        self._num_started = 0  # blocks that were on their way after the last look
+
+    def follow_storage(self, policy: str | None, min_uses: int) -> None:
+        """Storage is written through (or not any more): what goes there is copied to the CPU tier at once, too."""
+        self._through, self._selective, self._min_uses = self._own
+        if policy == "write_through":
+            self._through = True
+        elif policy == "write_through_selective" and not self._through:
+            self._min_uses = min(min_uses, self._min_uses) if self._selective else min_uses
+            self._selective = True
+
+    # -- when
+
+    def committed(self, run: Run) -> None:
+        """A run has grown: much that is new is copied at once, for a long answer."""
+        if self._through and _num_uncopied(run) >= MIN_STORE_BLOCKS:
+            self.store((run,), MIN_STORE_BLOCKS)
+
+    def released(self, path: Sequence[Run]) -> int:
+        """A path was used and is still pinned. Returns how many blocks should have been copied and could not be."""
+        if self._selective and not self._through:
+            path = [run for run in path if run.usage.num_uses >= self._min_uses]
+        return self.store(path) if self._through or self._selective else 0
+
+    def moved(self, num_blocks: int) -> None:
+        """So many GPU blocks were taken, or may be evicted from now on."""
+        if self._back:
+            self._num_moved += num_blocks
+            if self._num_moved >= self._look_after or (self._has_more and not self._mover.num_storing):
+                self.look_ahead()
+
+    def stored(self, succeeded: bool) -> None:
+        """A copy has ended: go on with what was left for want of room in flight, once half of that has ended: each look
+        costs a walk. After a failure not before the next verb, or a rank that fails all would be asked for ever."""
+        if succeeded and self._has_more and 2 * self._mover.num_storing <= self._num_started:
+            self.look_ahead()
+        self._has_more |= self._back and not succeeded
+
+    # -- write through
+
+    @contained("copy_down", 0)
+    def store(self, path: Sequence[Run], min_blocks: int = 1, *, unstored: bool = False) -> int:
+        """Start copying down what of a path is neither copied nor on its way, if it is `min_blocks` or more.
+
+        With `unstored` only what storage has not been given yet.
+
+        Of each run it begins where the copies end, not at the newest blocks: what an earlier store failed to bring is
+        copied again, or its gap would keep out every later copy of the run. Evicts older copies where there is no room.
+        Returns how many blocks should have been copied and could not be.
+        """
+        firsts = [(run, run.num_stored if unstored else 0) for run in path if _num_uncopied(run) > 0]
+        parts = [part for run, first in firsts if first < run.num_gpu for part in _uncopied(run, first)]
+        wanted = sum([length for _, _, length in parts])
+        if wanted < min_blocks or not parts:
+            return 0
+        if not self._mover.can(Direction.SWAP_OUT):
+            return wanted
+        last, residency = parts[-1][0], self._tree.residency
+        whole = Pin(last, last.num_blocks)  # or the eviction would take the copies that these are to continue
+        self._tree.pin(whole)
+        try:
+            num_blocks = min(wanted, residency.num_available(CPU))
+            if num_blocks:
+                residency.evict(CPU, max(0, num_blocks - self._pool.num_free))
+                self._mover.store(_pieces(parts, num_blocks))
+        finally:
+            self._tree.unpin(whole)
+        return wanted - num_blocks
+
+    # -- write back
+
+    @contained("copy_down", None)
+    def look_ahead(self) -> None:
+        """Start copying what of the cold zone has no copy."""
+        self._num_moved = 0
+        # what is on its way is pinned, and so not among the coldest
+        num_zone = self._num_reserve - self._tree.pools[GPU].num_free - self._mover.num_storing
+        if num_zone <= 0:
+            return
+        self._has_more = False
+        zone, parts = self._cold_zone(num_zone)
+        for number, (run, first, length) in enumerate(parts):
+            num_room = self._max_in_flight - self._mover.num_storing
+            if num_room <= 0 or number >= _MAX_STARTED or not self._mover.can(Direction.SWAP_OUT):
+                self._has_more = True  # also where the ranks are down: the next verbs look again
+                break
+            num_blocks = self._make_room(min(length, num_room, MIN_STORE_BLOCKS), run, zone)
+            if num_blocks:
+                # the end is evicted first, so it is copied first, but for what goes on where copies end
+                start = first if _continues(run, first) else first + length - num_blocks
+                self._mover.store([(run, start, num_blocks)])
+            self._has_more |= num_blocks < length and num_blocks > 0
+        self._num_started = self._mover.num_storing
+
+    def _cold_zone(self, num_blocks: int) -> tuple[set[Run], list[Part]]:
+        """The runs whose ends are the next `num_blocks` to be evicted, or the first of these, and what of them has no
+        copy."""
+        policy, zone, parts, num_wanted = self._tree.policy, set[Run](), list[Part](), num_blocks
+        exposed: list[Run] = []  # parents whose only child is in the zone: leaves by then
+
+        def take(run: Run) -> int:
+            num_taken = min(num_blocks, run.num_gpu - run.num_held)
+            if num_taken > 0:
+                zone.add(run)
+                parts.extend(_uncopied(run, run.num_held))  # all: without its beginning, the end of a run is lost, too
+                parent = run.parent
+                alone = parent is not None and parent.parent is not None and parent.num_children_in[GPU] == 1
+                if parent is not None and alone and num_taken == run.num_gpu:
+                    exposed.append(parent)
+            return max(0, num_taken)
+
+        with contextlib.closing(policy.coldest(GPU)) as walk:
+            for leaf in walk:
+                while num_blocks > 0 and (older := next((p for p in exposed if policy.is_colder(p, leaf)), None)):
+                    exposed.remove(older)
+                    num_blocks -= take(older)
+                if num_blocks <= 0 or len(zone) >= MAX_LOOKED:
+                    break
+                num_blocks -= take(leaf)
+        self._look_after = max(1, min(self._num_reserve, num_wanted - num_blocks) // 4)
+        while num_blocks > 0 and exposed:
+            num_blocks -= take(exposed.pop(0))
+        return zone, parts
+
+    def _make_room(self, num_blocks: int, source: Run, zone: set[Run]) -> int:
+        """Free up to `num_blocks` CPU blocks that are worth less than a copy of `source`; how many there are now."""
+        residency, policy = self._tree.residency, self._tree.policy
+        while self._pool.num_free < num_blocks and residency.num_available(CPU) > self._pool.num_free:
+            num_short = num_blocks - self._pool.num_free
+            victim, at_most = policy.victim(CPU, num_short)
+            if victim in zone or not policy.is_colder(victim, source):
+                break
+            residency.evict_tail(victim, CPU, min(num_short, at_most))  # may free less: what storage is reading
+        return min(num_blocks, self._pool.num_free)
+
+
+def _num_uncopied(run: Run) -> int:
+    """Blocks on the GPU without a copy; some may be on their way."""
+    return run.num_gpu - run.num_in(CPU, run.num_gpu)
+
+
+def _pieces(parts: Sequence[Part], num_blocks: int) -> list[Part]:
+    """Of the parts so many blocks, such that each joins what its run has."""
+    chosen: list[Part] = []
+    for run, first, length in parts:
+        if num_blocks:
+            taken = min(length, num_blocks)
+            joins_behind = taken < length and run.ids[CPU] and first + length == run.cpu_start
+            chosen.append((run, first + length - taken if joins_behind else first, taken))
+            num_blocks -= taken
+    return chosen
+
+
+def _continues(run: Run, block: int) -> bool:
+    """Whether the run's copies, or what is on its way, end where this block begins."""
+    ends_here = bool(run.ids[CPU]) and run.cpu_end == block
+    return ends_here or any(segment.end == block for segment in segments_of(run, CPU))
+
+
+def _uncopied(run: Run, first: int) -> list[Part]:
+    """What of the GPU blocks from `first` on has no copy and none on its way, so that copies stay one interval."""
+    segments = segments_of(run, CPU)
+    starts = [segment.start for segment in segments] + ([run.cpu_start] if run.ids[CPU] else [])
+    ends = [segment.end for segment in segments] + ([run.cpu_end] if run.ids[CPU] else [])
+    if not ends:
+        return [(run, first, run.num_gpu - first)]
+    parts = list[Part]()
+    if max(ends) < run.num_gpu:
+        parts.append((run, max(ends), run.num_gpu - max(ends)))  # from the copies on, even if that is before `first`
+    if first < min(starts):
+        parts.append((run, first, min(starts) - first))
+    return parts

@@ -1,0 +1,67 @@
+"""Offers of this instance, and whether one of another instance is for a request of this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastdeploy_cache.errors import PeerRefusedError
+from fastdeploy_cache.peers.transfers import Send
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.transfer_manager.peer.offer import InstanceInfo, Offer, check_fits, prompt_digest
+from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner
+
+
+class PeerOffers:
+    """Numbers are never used twice: what comes late finds nothing. Under the manager's lock, but for `open` and the
+    checks."""
+
+    def __init__(self, info: InstanceInfo, signer: OfferSigner) -> None:
+        self.info = info
+        self._signer = signer
+        self._next_number = 1
+
+    def next_number(self) -> int:
+        """Of an offer, or a receive."""
+        number, self._next_number = self._next_number, self._next_number + 1
+        return number
+
+    def new_send(self, active: ActiveRequest, num_blocks: int) -> Send:
+        """An offer of the first blocks of a request's tokens."""
+        request, number = active.request, self.next_number()
+        prompt = prompt_digest(request.namespace, bytes(request.tokens), active.keys.extras)
+        offer = Offer(source=self.info, number=number, num_blocks=num_blocks, prompt=prompt)
+        return Send(request.request_id, number, num_blocks, self._signer.sign(offer))
+
+    def open(self, data: bytes) -> Offer:
+        """What another instance of the group offers. Raises `PeerRefusedError` for all that is not such an offer."""
+        return self._signer.open(data)
+
+    def rename_weights(self, weights_id: str) -> None:
+        """Offers are of other weights from now on, and so have those of others to be."""
+        self.info = self.info.with_weights(weights_id)
+
+    def check_fits(self, offer: Offer) -> None:
+        """Raise `PeerRefusedError` where the other instance's blocks are none for this one."""
+        check_fits(self.info, offer.source)
+
+    def check(self, request: Request, extras: Mapping[int, bytes] | None, offer: Offer) -> None:
+        """Raise `PeerRefusedError` where an offer is not for this request, or not for this instance. Any thread."""
+        self.check_fits(offer)
+        self.check_prompt(request, extras, offer)
+
+    def check_prompt(self, request: Request, extras: Mapping[int, bytes] | None, offer: Offer) -> None:
+        """Raise `PeerRefusedError` where an offer is not for this request. Any thread."""
+        size = self.info.block_size
+        if offer.source.instance_id == self.info.instance_id:
+            raise PeerRefusedError("the offer is this instance's own")
+        if offer.num_blocks > request.num_tokens // size:
+            num_blocks = request.num_tokens // size
+            raise PeerRefusedError(
+                f"the offer has {offer.num_blocks} blocks, request {request.request_id!r} {num_blocks}"
+            )
+        if offer.prompt != prompt_digest(request.namespace, bytes(request.tokens), extras):
+            raise PeerRefusedError(
+                f"the offer of {offer.source.name!r} is of another prompt, namespace or images than request "
+                f"{request.request_id!r}"
+            )

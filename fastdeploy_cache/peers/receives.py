@@ -1,0 +1,207 @@
+"""Blocks that come from other instances: room for them, and how they join the tree. Under the manager's lock."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fastdeploy_cache.books.block_pool import REQUEST, TASK
+from fastdeploy_cache.books.path import coming_and_cold, coming_ids, gpu_ids
+from fastdeploy_cache.books.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.books.run import GPU, Pin, Transfer
+from fastdeploy_cache.errors import OutOfBlocksError
+from fastdeploy_cache.movement.copy_down import CopyDown
+from fastdeploy_cache.peers.transfers import Receive
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.requests.matcher import Matcher
+from fastdeploy_cache.transfer_manager.peer.messages import Detail, EndReceiveDetail, ReceiveDetail
+from fastdeploy_cache.transfer_manager.peer.offer import Offer
+from fastdeploy_cache.transfer_manager.task import Direction
+
+Put = Callable[[Direction, "array[int]", Detail], int]  # a new task; returns its id
+Why = tuple[str, str]
+
+
+@dataclass(eq=False)
+class OpenReceive:
+    """Blocks [first, first + len(ids)) of a prompt; what is before them is pinned."""
+
+    receive: Receive
+    namespace: str
+    keys: BlockKeys
+    first: int
+    generation: int
+    source_name: str
+    task_id: int = -1
+    pin: Pin | None = None  # once it has landed: on all of it
+    ids: array[int] = field(default_factory=lambda: array("i"))  # the task's
+    loads: list[Transfer] = field(default_factory=list)  # that bring what is before them
+    is_answered: bool = False
+    why: Why | None = None
+    is_wanted: bool = True
+
+
+class PeerReceives:
+    """The ids belong to the task until every rank has answered: then nothing writes into them any more. A receive that
+    has landed keeps its blocks where they are until its request is matched, or it is cancelled."""
+
+    def __init__(self, tree: PrefixTree, matcher: Matcher, copy_down: CopyDown, put: Put) -> None:
+        self._tree, self._matcher, self._copy_down, self._put = tree, matcher, copy_down, put
+        self._by_task: dict[int, OpenReceive] = {}
+        self._by_request: dict[str, OpenReceive] = {}  # that are wanted
+
+    def __len__(self) -> int:
+        return len(self._by_task)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_request
+
+    @property
+    def pins(self) -> list[Pin]:
+        """On what is before them, and on what has landed."""
+        everyone = {*self._by_task.values(), *self._by_request.values()}
+        return [each.pin for each in everyone if each.pin is not None]
+
+    @property
+    def loads(self) -> list[Transfer]:
+        """That are waited for, once for each who waits."""
+        return [load for each in self._by_task.values() for load in each.loads]
+
+    @property
+    def held_ids(self) -> list[int]:
+        """GPU blocks that are on their way."""
+        return [block_id for each in self._by_task.values() for block_id in each.ids]
+
+    def begin(self, request: Request, keys: BlockKeys, offer: Offer, number: int, slot: int) -> OpenReceive:
+        """Take room for what of an offer is not here, and start.
+
+        Raises:
+            OutOfBlocksError: there is none; nothing was changed.
+        """
+        tree = self._tree
+        path, num_found = tree.find(request.namespace, keys, offer.num_blocks)
+        pin = tree.move_pin(None, *tree.place(path, num_found))
+        num_coming, parts = coming_and_cold(path, num_found)
+        num_cold = sum(n for _, _, n in parts)
+        short = offer.num_blocks - num_found + num_cold - tree.residency.num_available(GPU)
+        if short > 0:
+            tree.move_pin(pin, None, 0)
+            raise OutOfBlocksError(short, num_coming)
+        # before the load: its start may start copies down, which hold blocks that could be evicted now
+        ids = self._allocate(offer.num_blocks - num_found)
+        if num_cold and not self._matcher.start_load(parts, num_cold, 0):
+            num_found -= num_cold  # what cannot be loaded is received
+            pin, ids = tree.move_pin(pin, *tree.place(path, num_found)), self._allocate(num_cold) + ids
+        receive = Receive(request.request_id, number, len(ids))
+        name = offer.source.name
+        mine = OpenReceive(receive, request.namespace, keys, num_found, tree.generation, name, pin=pin, ids=ids)
+        _, mine.loads = coming_ids(path, len(gpu_ids(path, num_found)), num_found)
+        for load in mine.loads:
+            load.num_waiting += 1
+        detail = ReceiveDetail(
+            source=offer.source,
+            number=offer.number,
+            first_block=num_found,
+            num_blocks=offer.num_blocks,
+            receive_number=number,
+            slot=slot,
+        )
+        mine.task_id = self._put(Direction.RECEIVE, mine.ids, detail)
+        self._by_task[mine.task_id] = self._by_request[request.request_id] = mine
+        self._copy_down.moved(len(ids))
+        return mine
+
+    def _allocate(self, num_blocks: int) -> array[int]:
+        """There is room."""
+        pool = self._tree.pools[0]
+        self._tree.residency.evict(GPU, max(0, num_blocks - pool.num_free))
+        return pool.allocate(num_blocks, TASK)
+
+    def answered(self, task_id: int, why: Why | None) -> OpenReceive:
+        """Every rank has answered, or is reaped."""
+        mine = self._by_task[task_id]
+        mine.is_answered, mine.why = True, why
+        return mine
+
+    def try_land(self, mine: OpenReceive) -> bool:
+        """Let the blocks join the tree, once they and what is before them are here; whether it is over now."""
+        if not mine.is_answered or mine.task_id not in self._by_task:
+            return False
+        if mine.why is None and not all(load.done.is_set() for load in mine.loads):
+            return False
+        del self._by_task[mine.task_id]
+        for load in mine.loads:
+            load.num_waiting -= 1
+        mine.loads = []
+        if mine.why is None:
+            mine.why = self._why_not(mine)
+        if mine.why is not None or not mine.ids:
+            self._tree.pools[0].free(mine.ids, TASK)
+        elif not self._tree.mishaps.contain("landing", lambda: self._insert(mine)):
+            mine.why = "failed", "this instance's books could not take what had come; see its log"
+        mine.ids = array("i")
+        if not mine.is_wanted or mine.why is not None:
+            self._let_go(mine)
+        return True
+
+    def _why_not(self, mine: OpenReceive) -> Why | None:
+        if mine.generation != self._tree.generation:
+            return "cancelled", "the cache was reset, slept or lost its KV arrays meanwhile"
+        if mine.pin is not None:
+            num_here = len(gpu_ids(mine.pin.run.path(), mine.first))
+            if num_here < mine.first:
+                return "failed", f"the {mine.first} blocks before it were to come from the CPU tier; {num_here} did"
+        return None
+
+    def _insert(self, mine: OpenReceive) -> None:
+        tree, pin = self._tree, mine.pin
+        at = (pin.run, pin.end) if pin is not None else (tree.root(mine.namespace), 0)
+        tree.pools[0].hand_over(mine.ids, TASK, REQUEST)
+        try:
+            done = tree.insert(at, mine.keys, mine.first, mine.ids)
+        except BaseException:
+            tree.pools[0].free(mine.ids, REQUEST)
+            raise
+        unused = done.duplicates + mine.ids[done.num_blocks :]
+        if unused:  # computed here meanwhile
+            tree.pools[0].free(unused, REQUEST)
+        mine.pin = tree.move_pin(pin, done.run, done.end)
+        self._copy_down.committed(done.run)
+
+    def forget(self, request_id: str) -> Receive | None:
+        """Its request is matched, or wants it no more: what has landed may be evicted, what is on its way need not
+        come. Returns it where it has not ended."""
+        mine = self._by_request.pop(request_id, None)
+        if mine is None:
+            return None
+        mine.is_wanted = False
+        if mine.task_id in self._by_task:
+            self._end(mine)
+            return mine.receive
+        self._let_go(mine)
+        return None
+
+    def failing(self, task_id: int) -> None:
+        """One rank has failed it: what the others bring is worth nothing."""
+        if (mine := self._by_task.get(task_id)) is not None:
+            self._end(mine)
+
+    def _end(self, mine: OpenReceive) -> None:
+        number = mine.receive.number
+        self._put(Direction.END_RECEIVE, array("i"), EndReceiveDetail(receive_number=number))
+
+    def cancel_all(self) -> None:
+        """Nothing is to be moved now. What has landed stays until it is matched."""
+        for request_id, mine in list(self._by_request.items()):
+            if mine.task_id in self._by_task:
+                self.forget(request_id)
+
+    def _let_go(self, mine: OpenReceive) -> None:
+        if self._by_request.get(mine.receive.request_id) is mine:
+            del self._by_request[mine.receive.request_id]
+        pin, mine.pin = mine.pin, None
+        if pin is not None:
+            num_held = pin.run.num_held
+            self._tree.unpin(pin)
+            self._copy_down.moved(max(0, num_held - pin.run.num_held))

@@ -1,0 +1,203 @@
+"""Offers that other instances read: what is computed of each, and what of their blocks is held. Under the manager's
+lock."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fastdeploy_cache.books.block_pool import REQUEST, TASK
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.run import Pin
+from fastdeploy_cache.errors import RequestError
+from fastdeploy_cache.peers.transfers import Send
+from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.transfer_manager.peer.messages import Detail, Reason, SendDetail, Why
+from fastdeploy_cache.transfer_manager.task import Direction
+
+Put = Callable[[Direction, "array[int]", Detail], int]  # a new task; returns its id
+
+
+@dataclass(eq=False)
+class OpenSend:
+    """While its request runs, that one holds the blocks; after its release the send does, until it has ended."""
+
+    send: Send
+    active: ActiveRequest | None
+    task_id: int = -1
+    num_told: int = 0  # blocks
+    num_complete: int = 0
+    step: int | None = None  # that computes what is told and not complete
+    why: Why | None = None  # it has failed
+    update_id: int | None = None  # the task that tells of it now
+    untold_ids: array[int] = field(default_factory=lambda: array("i"))  # with the next
+    is_stale: bool = False  # there is more to tell
+    pin: Pin | None = None
+    ids: array[int] = field(default_factory=lambda: array("i"))  # blocks of the request that are not the tree's
+
+
+class PeerSends:
+    """Blocks of a send stay as they are until every rank has answered its task: until then readers may be told that
+    what they have read counts. So nothing is freed when a send fails, only when it has ended.
+
+    Of each send one update is on its way at a time; what comes meanwhile goes with the next. So there is always room.
+    """
+
+    def __init__(self, tree: PrefixTree, put: Put) -> None:
+        self._tree, self._put = tree, put
+        self._by_task: dict[int, OpenSend] = {}
+        self._by_request: dict[str, OpenSend] = {}  # whose request runs
+        self._by_update: dict[int, OpenSend] = {}
+        self._last_step, self._done_step = 0, -1
+
+    def __len__(self) -> int:
+        return len(self._by_task)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a running request has an open send."""
+        return request_id in self._by_request
+
+    @property
+    def pins(self) -> list[Pin]:
+        """On what has left its request."""
+        return [each.pin for each in self._by_task.values() if each.pin is not None]
+
+    @property
+    def held_ids(self) -> list[int]:
+        """GPU blocks that have left their request and are no run's."""
+        return [block_id for each in self._by_task.values() for block_id in each.ids]
+
+    def begin(self, active: ActiveRequest, send: Send) -> None:
+        """Offer the first `send.num_blocks` blocks of a settled request's tokens."""
+        mine = OpenSend(send, active)
+        mine.num_complete = mine.num_told = min(self._num_computed(active), send.num_blocks)
+        mine.task_id = self._put(Direction.SEND, active.block_ids[: mine.num_told], self._detail(mine))
+        self._by_task[mine.task_id] = self._by_request[send.request_id] = mine
+
+    def step(self, active: ActiveRequest, num_tokens: int, step: int) -> None:
+        """The model's step of that number computes the request's tokens up to there.
+
+        Of one that runs ahead of loads nothing is told: what it computes may be worth nothing.
+
+        Raises:
+            RequestError: the number is of an older step, or of one that is over: layers marked under it are none of
+                this one.
+        """
+        if step < self._last_step or step <= self._done_step:
+            over = max(self._last_step - 1, self._done_step)
+            raise RequestError(f"step {step} after step {over} is over; numbers rise, and each is for one step")
+        self._last_step = step
+        mine = self._by_request.get(active.request.request_id)
+        if mine is not None and not active.is_ahead and mine.why is None:
+            self._tell(mine, active, num_tokens // self._tree.block_size, step)
+
+    def committed(self, active: ActiveRequest) -> None:
+        """The request's step is complete."""
+        mine = self._by_request.get(active.request.request_id)
+        if mine is None or active.is_ahead or active.is_void or mine.why is not None:
+            return
+        if mine.step is not None:
+            self._done_step, mine.step = max(self._done_step, mine.step), None
+        num_complete = min(self._num_computed(active), mine.send.num_blocks)
+        if num_complete < mine.num_told:
+            text = f"a step computed {num_complete} of the {mine.num_told} blocks that it was to"
+            self.fail(mine, "failed", text)  # what was read of the others is computed again
+        elif num_complete > mine.num_complete:
+            mine.num_complete = num_complete
+            self._tell(mine, active, num_complete, None)
+
+    def _tell(self, mine: OpenSend, active: ActiveRequest, num_blocks: int, step: int | None) -> None:
+        ids = active.block_ids[mine.num_told : min(num_blocks, mine.send.num_blocks)]
+        mine.num_told += len(ids)
+        mine.untold_ids += ids
+        mine.step = step
+        if ids or step is None:
+            self._update(mine)
+
+    def _update(self, mine: OpenSend) -> None:
+        mine.is_stale = mine.update_id is not None
+        if not mine.is_stale:
+            ids, mine.untold_ids = mine.untold_ids, array("i")
+            mine.update_id = self._put(Direction.UPDATE_SEND, ids, self._detail(mine))
+            self._by_update[mine.update_id] = mine
+
+    def updated(self, task_id: int, *, is_lost: bool) -> None:
+        """An update was answered. One that was lost leaves its readers without block ids: the send fails."""
+        mine = self._by_update.pop(task_id)
+        mine.update_id = None
+        if mine.task_id not in self._by_task:
+            return
+        if is_lost and mine.why is None:
+            self.fail(mine, "failed", "a rank did not hear what is computed")
+        elif mine.is_stale:
+            self._update(mine)
+
+    def released(self, active: ActiveRequest) -> array[int]:
+        """The request goes: what was offered of it is the send's now. Returns those of its private ids that stay."""
+        mine = self._by_request.pop(active.request.request_id, None)
+        if mine is None:
+            return array("i")
+        mine.active = None
+        if mine.num_complete < mine.send.num_blocks or active.is_void:
+            text = f"the request was released with {mine.num_complete} of {mine.send.num_blocks} blocks computed"
+            self.fail(mine, "failed", text)
+        told = set(active.block_ids[: mine.num_told])
+        mine.ids = array("i", [block_id for block_id in active.private_ids() if block_id in told])
+        if mine.ids:
+            self._tree.pools[0].hand_over(mine.ids, REQUEST, TASK)
+        if active.pin is not None:
+            path = active.pin.run.path()
+            num_blocks = min(mine.num_told, active.num_pinned_blocks)
+            mine.pin = self._tree.move_pin(None, *self._tree.place(path, num_blocks))
+        return mine.ids
+
+    def fail(self, mine: OpenSend, reason: Reason, text: str) -> None:
+        """Nobody is to get it any more."""
+        if mine.why is None:
+            mine.why = Why(reason, text)
+            self._update(mine)
+
+    def cancel_all(self, text: str) -> None:
+        """What they hold is not what it was, or is not to be moved now."""
+        for mine in self._by_task.values():
+            self.fail(mine, "cancelled", text)
+
+    def failing(self, task_id: int) -> None:
+        """One rank has failed it."""
+        if (mine := self._by_task.get(task_id)) is not None:
+            self.fail(mine, "cancelled", "another rank has failed it")
+
+    def cancel(self, send: Send) -> None:
+        """Its caller does not want it any more."""
+        for mine in self._by_task.values():
+            if mine.send is send:
+                self.fail(mine, "cancelled", "the sending side has cancelled it")
+
+    def ended(self, task_id: int) -> Send:
+        """Every rank has answered: nobody is told any more that these blocks count."""
+        mine = self._by_task.pop(task_id)
+        if mine.active is not None:
+            del self._by_request[mine.send.request_id]
+        if mine.pin is not None:
+            self._tree.unpin(mine.pin)
+        if mine.ids:
+            self._tree.pools[0].free(mine.ids, TASK)
+        return mine.send
+
+    def _num_computed(self, active: ActiveRequest) -> int:
+        """Full blocks that hold what they should: of one that runs ahead of loads those that were there before."""
+        if active.is_ahead:
+            return active.num_readable_blocks
+        num_computed = max(active.num_computed_tokens // self._tree.block_size, active.num_matched_blocks)
+        return min(num_computed, len(active.block_ids))
+
+    @staticmethod
+    def _detail(mine: OpenSend) -> SendDetail:
+        return SendDetail(
+            number=mine.send.number,
+            num_blocks=mine.send.num_blocks,
+            num_complete=mine.num_complete,
+            step=mine.step,
+            why=mine.why,
+        )

@@ -1,0 +1,1 @@
+"""A request's life between match and release."""

@@ -1,0 +1,87 @@
+"""What the manager keeps of a request between match and release."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from fastdeploy_cache.books.prefix_tree import BlockKeys
+from fastdeploy_cache.books.run import BlockCopy, Pin, Transfer
+from fastdeploy_cache.errors import CommitError
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.storage.prefetch import StoragePrefetch
+
+
+@dataclass(eq=False)
+class ActiveRequest:
+    """Blocks of the request::
+
+        block_ids   [ matched | committed, in the tree or duplicates | private ]
+                              ^ num_matched_blocks                   ^ num_committed_blocks
+
+    Until the match is settled, `pin` may lie deeper than what is readable, for what is coming. The match settles at
+    what its caller was shown last, never at more.
+    """
+
+    request: Request
+    keys: BlockKeys
+    epoch: int
+    pin: Pin | None = None
+    num_pinned_blocks: int = 0
+    loads: list[Transfer] = field(default_factory=list)
+    settled: bool = False
+    admitted: bool = False  # it got blocks, or committed some: else its release is no use
+    num_asked_blocks: int = 0  # that the match looked for
+    num_found_blocks: int = 0  # of these, cached in any tier
+    num_gpu_blocks: int = 0  # found on the GPU by the match
+    num_unloaded_blocks: int = 0  # in the CPU tier, not loaded for want of room
+    block_ids: array[int] = field(default_factory=lambda: array("i"))
+    num_shown_blocks: int = 0  # readable ones in the `Match` that its caller saw last, while it is not settled
+    shows_copy: bool = False  # whether the copy of the last block was among what the caller saw
+    num_matched_blocks: int = 0
+    num_committed_blocks: int = 0
+    num_computed_tokens: int = 0  # of the last commit
+    copy: BlockCopy | None = None  # of the last block of a whole-prompt hit, while the match is not settled
+    num_copied_tokens: int = 0  # in the private block that such a copy has filled
+    ahead: list[Transfer] = field(default_factory=list)  # loads whose destinations it uses before they have ended
+    num_readable_blocks: int = 0  # of one that runs ahead: those in front of what is coming
+    num_kv_losses: int = 0  # of the cache, when it was matched
+    is_void: bool = False  # of these one has failed: what was computed on it is worth nothing
+    prefetch: StoragePrefetch | None = None  # from storage: what may still come, and what came
+    stepped_at: float = 0.0  # when it was last given blocks or committed
+    duplicates: array[int] = field(default_factory=lambda: array("i"))
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it runs on blocks that are not confirmed."""
+        return bool(self.ahead) and not self.settled
+
+    def num_storage_blocks(self, num_gpu_blocks: int, num_blocks: int) -> int:
+        """Of the matched blocks [num_gpu_blocks, num_blocks) those that its prefetch has brought from storage."""
+        if self.prefetch is None:
+            return 0
+        end = self.prefetch.first + self.prefetch.num_landed
+        return max(0, min(num_blocks, end) - max(num_gpu_blocks, self.prefetch.first))
+
+    def num_matched_tokens(self, block_size: int) -> int:
+        """Tokens that it did not have to compute."""
+        return self.num_matched_blocks * block_size + self.num_copied_tokens
+
+    def private_ids(self) -> array[int]:
+        """Blocks that are the request's own: duplicates of cached ones, and those not committed yet."""
+        own = self.duplicates + self.block_ids[self.num_committed_blocks :]
+        return own + self.copy.ids if self.copy is not None and self.copy.landed else own
+
+    def refuse_commit(self, num_computed_tokens: int, num_held_tokens: int) -> NoReturn:
+        """Say why so many tokens cannot be committed, where the request's blocks hold `num_held_tokens`."""
+        request = self.request
+        if not 0 <= num_computed_tokens <= request.num_tokens:
+            raise CommitError(
+                f"commit of {num_computed_tokens} tokens for request {request.request_id!r} of {request.num_tokens}; "
+                "commit 0 or more, and append_output before committing what was computed for it"
+            )
+        raise CommitError(
+            f"commit of {num_computed_tokens} tokens for request {request.request_id!r}, whose "
+            f"{len(self.block_ids)} blocks hold {num_held_tokens}; allocate first"
+        )

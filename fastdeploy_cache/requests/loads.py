@@ -1,0 +1,149 @@
+"""A match's way back to the cache: look again, wait, be called."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from fastdeploy_cache.books.run import Transfer, wait_done
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.match import Match
+from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.matcher import Matcher
+from fastdeploy_cache.storage.prefetch import StoragePrefetch
+
+logger = event_log(__name__)
+
+_TIMER_SECONDS = 3600.0
+
+
+def call_user(call: Callable[[], object]) -> None:
+    """Run a user's callback; what it raises is the user's, and must not end the thread that all transfers need."""
+    try:
+        call()
+    except Exception:
+        logger.exception("event=user_callback_failed")
+
+
+class MatchLoads:
+    """See `fastdeploy_cache.match.Loads`. Any thread; takes the manager's lock itself."""
+
+    __slots__ = ("_active", "_check", "_lock", "_matcher", "_size", "_submit", "timeout_seconds")
+
+    def __init__(
+        self,
+        active: ActiveRequest,
+        matcher: Matcher,
+        *,
+        lock: threading.Lock,
+        check: Callable[[ActiveRequest], object],
+        submit: Callable[[], None],
+        size: int,
+        timeout_seconds: float,
+    ) -> None:
+        """`check` raises where the request was released or the cache is closed; `submit` hands over, without the lock,
+        what was decided on."""
+        self._active, self._matcher, self._lock, self._check = active, matcher, lock, check
+        self._submit, self._size, self.timeout_seconds = submit, size, timeout_seconds
+
+    def describe(self, *, is_final: bool = False) -> Match:
+        """The match as it stands, and where `is_final` as it stays. Under the lock."""
+        active, size = self._active, self._size
+        ids, num_coming = self._matcher.show(active, is_final=is_final)
+        if self._matcher.is_lost(active):  # nothing of it is there any more
+            ids, num_coming = ids[:0], 0
+        num_copied = active.num_copied_tokens if ids else 0
+        num_copying = size - 1 if active.copy is not None else 0
+        num_blocks = len(ids) - (num_copied > 0)
+        num_gpu = min(active.num_gpu_blocks, num_blocks)
+        num_storage = active.num_storage_blocks(num_gpu, num_blocks)
+        coming, transfers = self._matcher.coming(active) if num_coming else ((), ())
+        return Match(
+            block_ids=ids.tolist(),
+            num_tokens=num_blocks * size + num_copied,
+            num_gpu_tokens=num_gpu * size + num_copied,
+            num_cpu_tokens=(num_blocks - num_gpu - num_storage) * size,
+            num_storage_tokens=num_storage * size,
+            num_coming_tokens=num_coming * size + num_copying,
+            num_unloaded_tokens=active.num_unloaded_blocks * size,
+            coming_block_ids=tuple(coming),
+            load_ids=tuple([transfer.task_id for transfer in transfers]),
+            _loads=self,
+        )
+
+    def poll(self) -> Match:
+        with self._lock:
+            self._check(self._active)
+            return self.describe()
+
+    def wait(self, timeout_seconds: float | None) -> Match:
+        if timeout_seconds is None:
+            timeout_seconds = self.timeout_seconds
+        self._wait_until_settled(time.monotonic() + timeout_seconds)
+        with self._lock:
+            self._check(self._active)
+            match = self.describe(is_final=True)
+        self._submit()
+        return match
+
+    def _wait_until_settled(self, deadline: float) -> None:
+        """Wait for storage, whose pieces bring new loads, and for the loads."""
+        while (now := time.monotonic()) < deadline:
+            with self._lock:
+                fetching = self._matcher.is_fetching(self._active)
+                transfers, prefetch = self._transfers(), self._active.prefetch
+            if not fetching or prefetch is None:
+                wait_done(transfers, deadline - now)
+                return
+            prefetch.done.wait(min(deadline, prefetch.deadline) - now)
+
+    @property
+    def fetch_seconds_left(self) -> float | None:
+        prefetch = self._active.prefetch
+        return prefetch.deadline - time.monotonic() if self._matcher.is_fetching(self._active) and prefetch else None
+
+    def call_when_ready(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            prefetch = self._active.prefetch
+            if prefetch is not None and self._matcher.is_fetching(self._active):
+                self._look_again(prefetch, lambda: self.call_when_ready(call))
+                return
+            pending = [transfer for transfer in self._transfers() if not transfer.done.is_set()]
+            num_left = len(pending)
+
+            def one_less() -> None:
+                nonlocal num_left
+                with self._lock:
+                    num_left -= 1
+                    is_last = num_left == 0
+                if is_last:
+                    call_user(call)
+
+            for transfer in pending:
+                transfer.on_done.append(one_less)
+        if not pending:
+            call_user(call)
+
+    @staticmethod
+    def _look_again(prefetch: StoragePrefetch, look: Callable[[], None]) -> None:
+        """Once, when storage is through or nobody may wait for it any more. Under the lock."""
+        pending = threading.Lock()
+        timer: threading.Timer | None = None
+
+        def once() -> None:
+            if pending.acquire(blocking=False):
+                if timer is not None:
+                    timer.cancel()
+                look()
+
+        seconds = prefetch.deadline - time.monotonic()
+        if seconds < _TIMER_SECONDS:  # else every task's own deadline ends it
+            timer = threading.Timer(max(0.0, seconds), once)
+            timer.daemon = True
+            timer.start()
+        prefetch.on_done.append(once)
+
+    def _transfers(self) -> list[Transfer]:
+        active = self._active
+        return list(dict.fromkeys((*active.loads, *active.ahead)))

@@ -1,0 +1,134 @@
+"""Whether a store has what it once took: it is asked for every block that is cached. Under the manager's lock, but for
+waiting."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from fastdeploy_cache.books.block_hash import HASH_BYTES
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.storage.link import StorageLink
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
+
+_TASKS_AT_A_TIME = 4  # of an audit: prefetches share the lane
+
+
+@dataclass(eq=False)
+class Audit:
+    """One round of questions."""
+
+    runs: list[Run]  # still to be asked for, parents first
+    num_asked: dict[Run, int] = field(default_factory=dict)  # blocks
+    num_in_flight: int = 0  # tasks
+    num_missing: int = 0  # blocks
+    has_failed: bool = False  # something could not be asked
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(eq=False)
+class _Question:
+    """The blocks of some runs of one prompt, as they were then."""
+
+    audit: Audit
+    parts: list[tuple[Run, int, bytes]]  # blocks, and the last one's hash
+
+
+class StorageAudits:
+    """A store drops blocks that it took: for later ones within its capacity, on a full disk, or since an operator has
+    removed them. What is missing is unmarked, so that it is written again with its next use or flush."""
+
+    def __init__(self, tree: PrefixTree, link: StorageLink) -> None:
+        self._tree, self._link = tree, link
+        self._audits: list[Audit] = []
+        self._questions: dict[int, _Question] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no question is on its way."""
+        return not self._questions
+
+    def has_asked(self, task_id: int) -> bool:
+        """Whether a look-up is one of these."""
+        return task_id in self._questions
+
+    def start(self) -> Audit:
+        """Ask for all that is cached now."""
+        audit = Audit([run for run in self._tree.runs() if run.epoch == self._tree.epoch])
+        self._audits.append(audit)
+        self.pump()
+        return audit
+
+    def is_whole(self, audit: Audit) -> bool:
+        """Whether storage has everything that is cached; of an audit that is done."""
+        runs = (run for run in self._tree.runs() if run.epoch == self._tree.epoch)
+        is_answered = not audit.has_failed and not audit.num_missing
+        return is_answered and all(audit.num_asked.get(run, 0) >= run.num_blocks for run in runs)
+
+    def give_up(self, audit: Audit) -> None:
+        """Nobody waits for it any more, or there must be quiet."""
+        audit.runs.clear()
+        audit.has_failed = True
+        audit.done.set()
+        if audit in self._audits:
+            self._audits.remove(audit)
+
+    def stop(self) -> None:
+        """Answer who waits."""
+        for audit in list(self._audits):
+            self.give_up(audit)
+
+    def pump(self) -> None:
+        """Ask on, as far as there is room in flight."""
+        link = self._link
+        for audit in list(self._audits):
+            while audit.runs and audit.num_in_flight < _TASKS_AT_A_TIME and link.can(Direction.LOOKUP):
+                self._ask(audit)
+            if audit.runs and not (link.client.available and link.reading.is_closed and not link.is_quiet):
+                self.give_up(audit)
+            elif not audit.runs and not audit.num_in_flight:
+                self._audits.remove(audit)
+                audit.done.set()
+
+    def _ask(self, audit: Audit) -> None:
+        """Of one prompt, from its end up to what was asked for already."""
+        run = audit.runs.pop()
+        if run in audit.num_asked or run.parent is None or run.epoch != self._tree.epoch:
+            return
+        path, start = run.path(), 0
+        for i, above in enumerate(path):
+            start = i + 1 if above in audit.num_asked else start
+        parts = [(each, each.num_blocks, each.last_hash) for each in path[start:]]
+        tokens = b"".join(bytes(each.tokens) for each in path) if self._link.client.needs_token_ids else b""
+        hashes = b"".join(bytes(each.hashes) for each in path[start:])
+        task = self._link.new_task(Direction.LOOKUP, hashes, token_ids=tokens)
+        self._questions[task.task_id] = _Question(audit, parts)
+        audit.num_asked.update({each: num_blocks for each, num_blocks, _ in parts})
+        audit.num_in_flight += 1
+        self._link.outbox.put(task)
+
+    def finish(self, result: TransferResult) -> None:
+        """A question was answered; `pump` goes on."""
+        question = self._questions.pop(result.task.task_id)
+        audit = question.audit
+        audit.num_in_flight -= 1
+        self._link.judge(result)
+        if result.error is not None:
+            audit.has_failed = True
+        else:
+            self._note_missing(question, result.num_blocks)
+
+    @staticmethod
+    def _note_missing(question: _Question, num_there: int) -> None:
+        """Behind the first `num_there` blocks nothing counts."""
+        for run, num_blocks, last_hash in question.parts:
+            num_found = min(max(num_there, 0), num_blocks)
+            num_there -= num_blocks
+            if num_found == num_blocks:
+                continue
+            question.audit.num_missing += num_blocks - num_found
+            at_end = bytes(run.hashes[(num_blocks - 1) * HASH_BYTES : num_blocks * HASH_BYTES])
+            if run.parent is not None and at_end == last_hash:  # it was not cut, merged or evicted meanwhile
+                run.num_stored = min(run.num_stored, num_found)
+                run.num_offered = min(run.num_offered, num_found)

@@ -1,0 +1,175 @@
+"""The way to a store: its client, whether it works (breakers, probes), and tasks for it. Under the manager's lock."""
+
+from __future__ import annotations
+
+import functools
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from fastdeploy_cache.books.block_hash import HASH_BYTES
+from fastdeploy_cache.books.block_pool import TASK
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.run import CPU
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.movement.outbox import Calls, Outbox
+from fastdeploy_cache.policies.breaker import Breaker
+from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
+from fastdeploy_cache.transfer_manager.storage.client import StorageClient
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
+
+logger = event_log(__name__)
+
+_NUM_PROBE_BLOCKS = 8  # at most: one alone would show the latency and nothing else
+_NO_IDS = np.empty(0, np.int32)
+
+
+class StorageLink:
+    """A failure counts for the side (reading, writing) whose task was tried and failed; what was cancelled, refused or
+    lost with a process that another task has killed says nothing of the store."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        client: StorageClient,
+        speeds: LoadOrCompute,
+        *,
+        breakers: tuple[Breaker, Breaker],
+        task_timeout_seconds: float,
+        on_result: Callable[[TransferResult], None],
+    ) -> None:
+        """`breakers`: of reading and of writing; `on_result` is what the client is started with."""
+        self._tree, self._pool, self._timeout_seconds = tree, tree.pools[CPU], task_timeout_seconds
+        self.client, self.speeds = client, speeds
+        self.reading, self.writing = breakers
+        self.outbox = Outbox(client, on_result, tree.mishaps)
+        self.counts: dict[int, dict[str, int]] = {}  # by rank: what its store says of itself
+        self.calls = Calls(tree.mishaps)  # to be made without the lock
+        self.is_quiet = False  # nothing is to be started
+        self._next_task_id = 1
+        self._probes: dict[int, array[int]] = {}
+
+    @property
+    def held_ids(self) -> list[int]:
+        """CPU blocks that are lent to probes."""
+        return [i for ids in self._probes.values() for i in ids]
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether a probe is on its way."""
+        return bool(self._probes)
+
+    def submit(self) -> None:
+        """Hand over what was decided on, and call whom it concerns. Without the lock."""
+        self.outbox.submit()
+        self.calls.make()
+
+    def can(self, direction: Direction) -> bool:
+        """Whether to give it a task now. Where it was left alone for long enough, a probe is sent."""
+        if self.is_quiet:
+            return False
+        breaker = self._breaker(direction)
+        if breaker.is_probe_due(time.monotonic()) and not self._probes:
+            self.probe()
+        if not breaker.is_closed:
+            return False
+        return self._tree.mishaps.ask("client", lambda: self.client.has_room(direction), otherwise=False)
+
+    def cancel(self, task_ids: Iterable[int]) -> None:
+        """Nobody wants these any more; what has begun may still succeed."""
+        for task_id in task_ids:
+            self._tree.mishaps.contain("client", functools.partial(self.client.cancel, task_id))
+
+    def probe(self) -> None:
+        """Find out whether the store works and how fast it reads, with blocks lent to it."""
+        residency = self._tree.residency
+        num_blocks = min(_NUM_PROBE_BLOCKS, max(1, self._pool.num_blocks // 4), residency.num_available(CPU))
+        if not num_blocks or not self.client.available or self.is_quiet:
+            return
+        residency.evict(CPU, max(0, num_blocks - self._pool.num_free))
+        ids = self._pool.allocate(num_blocks, TASK)
+        try:
+            task = self.new_task(
+                Direction.PROBE,
+                np.random.default_rng().bytes(num_blocks * HASH_BYTES),
+                destinations=ids,
+                token_ids=bytes(num_blocks * self._tree.block_bytes) if self.client.needs_token_ids else b"",
+            )
+            self._probes[task.task_id] = ids
+        except BaseException:
+            self._pool.free(ids, TASK)
+            raise
+        for breaker in (self.reading, self.writing):
+            if not breaker.is_closed:
+                breaker.begin_probe()
+        self.outbox.put(task)
+
+    def end_probe(self, result: TransferResult) -> None:
+        """A probe has ended: it tells of both sides."""
+        self._pool.free(self._probes.pop(result.task.task_id), TASK)
+        now, was_tried = time.monotonic(), result.error is None or result.is_failure
+        with self._reporting(result):
+            self.reading.probe_ended(result.error is None if was_tried else None, now)
+            self.writing.probe_ended(result.error is None and result.num_blocks > 0 if was_tried else None, now)
+        if result.error is None:
+            self.note_read(result)
+        self._note_counts(result)
+
+    def judge(self, result: TransferResult) -> None:
+        """Another task has ended: what it says of the store."""
+        breaker = self._breaker(result.task.direction)
+        with self._reporting(result):
+            if result.error is None:
+                breaker.succeeded()
+            elif result.is_failure:
+                breaker.failed(time.monotonic())
+        self._note_counts(result)
+
+    def _breaker(self, direction: Direction) -> Breaker:
+        return self.writing if direction is Direction.WRITE else self.reading
+
+    @contextmanager
+    def _reporting(self, result: TransferResult) -> Iterator[None]:
+        """Say which side is used from now on, and which is not any more."""
+        sides = (("read", self.reading), ("write", self.writing))
+        before = [breaker.is_closed for _, breaker in sides]
+        yield
+        for (side, breaker), was_closed in zip(sides, before, strict=True):
+            if breaker.is_closed is not was_closed:
+                state = "closed" if breaker.is_closed else "open"
+                logger.warning("event=storage_breaker side=%s state=%s error=%r", side, state, result.error)
+
+    def _note_counts(self, result: TransferResult) -> None:
+        self.counts.update({r.rank: r.counts for r in result.ranks if r.counts is not None})
+
+    def note_read(self, result: TransferResult) -> None:
+        """How long the slowest rank took for how many bytes."""
+        slowest = max(result.ranks, key=lambda r: r.seconds)
+        self.speeds.storage.note(slowest.num_bytes, slowest.seconds)
+
+    def new_task(
+        self,
+        direction: Direction,
+        hashes: bytes,
+        *,
+        sources: array[int] | None = None,
+        destinations: array[int] | None = None,
+        token_ids: bytes = b"",
+        priority: float | None = None,
+    ) -> TransferTask:
+        """A task with its own deadline. Give it to `outbox.put` last, when all that it touches has been noted: it goes
+        out even if what comes after that fails."""
+        task_id, self._next_task_id = self._next_task_id, self._next_task_id + 1
+        return TransferTask(
+            task_id=task_id,
+            direction=direction,
+            source_ids=np.frombuffer(sources, np.int32) if sources is not None else _NO_IDS,
+            destination_ids=np.frombuffer(destinations, np.int32) if destinations is not None else _NO_IDS,
+            deadline=time.monotonic() + self._timeout_seconds,
+            hashes=hashes,
+            token_ids=token_ids,
+            priority=priority,
+        )

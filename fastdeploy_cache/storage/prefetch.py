@@ -1,0 +1,96 @@
+"""A prompt's blocks on their way from storage, and how much may be on its way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fastdeploy_cache.books.block_hash import HASH_BYTES
+from fastdeploy_cache.books.prefix_tree import BlockKeys
+
+_CHUNK_BYTES, _MAX_CHUNK_BYTES = 32 * 2**20, 128 * 2**20  # of a task; the more the faster the store reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageLimits:
+    """See the settings of `CacheConfig` with these names."""
+
+    min_blocks: int
+    max_blocks: int  # on their way from storage at a time
+    max_writing_blocks: int
+    chunk_blocks: int
+    max_chunk_blocks: int
+
+    @classmethod
+    def of(cls, num_cpu_blocks: int, block_bytes: int, *, min_blocks: int, max_share: float) -> StorageLimits:
+        """By the size of the CPU pool."""
+        chunk, max_chunk = (
+            max(1, min(num_bytes // max(1, block_bytes), num_cpu_blocks // 4))
+            for num_bytes in (_CHUNK_BYTES, _MAX_CHUNK_BYTES)
+        )
+        return cls(
+            min_blocks=max(1, min_blocks),
+            max_blocks=max(1, int(num_cpu_blocks * max_share)),
+            max_writing_blocks=max(1, min(2 * chunk, num_cpu_blocks // 4)),
+            chunk_blocks=chunk,
+            max_chunk_blocks=max_chunk,
+        )
+
+
+class Follower(Protocol):
+    """A match that waits for a prefetch."""
+
+    def landed(self) -> None:
+        """More has joined the CPU tier. Under the manager's lock."""
+        ...
+
+    def is_loading(self) -> bool:
+        """Whether loads to the GPU are in flight for it: CPU blocks may become free when they end."""
+        ...
+
+
+@dataclass(eq=False, repr=False)
+class StoragePrefetch:
+    """Blocks [first, first + num_wanted) of a prompt on their way from storage to the CPU tier.
+
+    ::
+
+        first  |- num_landed -|- in flight -|          |
+               |------- num_asked ----------|          |
+               |------- num_present: what storage has -|- ... -| num_wanted
+
+    They land from the first on, in pieces; what lands behind a gap does not count.
+    """
+
+    namespace: str
+    keys: BlockKeys
+    first: int
+    hashes: bytes
+    epoch: int
+    deadline: float  # until which somebody may wait for it
+    priority: float | None = None
+    num_present: int = 0
+    num_asked: int = 0
+    num_landed: int = 0
+    num_in_flight: int = 0  # tasks
+    revoked: bool = False  # nobody wants what has not come yet
+    done: threading.Event = field(default_factory=threading.Event)
+    on_done: list[Callable[[], None]] = field(default_factory=list)  # called without the manager's lock
+    follower: Follower | None = None
+    task_ids: set[int] = field(default_factory=set)
+
+    @property
+    def num_wanted(self) -> int:
+        """Blocks that were asked for."""
+        return len(self.hashes) // HASH_BYTES
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are blocks in storage that no task has been given yet."""
+        return self.num_asked < self.num_present and not self.revoked
+
+    def is_pending(self, now: float) -> bool:
+        """Whether more may come in time."""
+        return not self.done.is_set() and not self.revoked and now < self.deadline

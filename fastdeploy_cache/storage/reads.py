@@ -1,0 +1,237 @@
+"""Prefetches: what no tier here has is looked up in storage and read into the CPU tier, piece by piece."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from fastdeploy_cache.books.block_hash import HASH_BYTES
+from fastdeploy_cache.books.block_pool import TASK
+from fastdeploy_cache.books.mishaps import contained
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.run import CPU
+from fastdeploy_cache.storage.link import StorageLink
+from fastdeploy_cache.storage.prefetch import StorageLimits, StoragePrefetch
+from fastdeploy_cache.storage.prefetched import insert_copies
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
+
+_MAX_REMEMBERED = 1024  # prefetches of requests that were never matched
+_PIECE_SECONDS = 0.02
+_PIECES_AT_A_TIME = 2  # of a prefetch: one is read while the next waits in the queue
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Blocks of a prefetch, from `first` of the prompt on: its destinations are the task's."""
+
+    prefetch: StoragePrefetch
+    first: int
+    ids: array[int]
+
+
+class StorageReads:
+    """All prefetches. A prefetch that finds no room waits for others to end, or for the loads of the match that follows
+    it: what these have brought to the GPU needs no CPU block any more. Under the manager's lock."""
+
+    def __init__(self, tree: PrefixTree, link: StorageLink, limits: StorageLimits) -> None:
+        self._tree, self._pool, self._link, self._limits = tree, tree.pools[CPU], link, limits
+        self.mishaps = tree.mishaps
+        self._lookups: dict[int, StoragePrefetch] = {}
+        self._pieces: dict[int, _Piece] = {}
+        self._waiting: OrderedDict[StoragePrefetch, None] = OrderedDict()  # for room
+        self._num_fetching = 0  # blocks
+        self._by_request: OrderedDict[str, StoragePrefetch] = OrderedDict()
+        self.num_fetched_blocks = self.num_unasked_blocks = 0
+
+    @property
+    def held_ids(self) -> list[int]:
+        """CPU blocks that reads own."""
+        return [i for piece in self._pieces.values() for i in piece.ids]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being looked up or read."""
+        return not self._lookups and not self._pieces
+
+    # -- of a request
+
+    def wants(self, num_missing_blocks: int) -> bool:
+        """Whether to ask for so many blocks at all."""
+        if num_missing_blocks < self._limits.min_blocks or not self._link.can(Direction.LOOKUP):
+            return False
+        is_worth = self._link.speeds.is_worth_fetching(num_missing_blocks, self._num_fetching)
+        self.num_unasked_blocks += 0 if is_worth else num_missing_blocks
+        return is_worth
+
+    def start(self, request_id: str, prefetch: StoragePrefetch) -> None:
+        """Ask how much of it is there; `finish` goes on from the answer."""
+        self.forget(request_id)
+        self._by_request[request_id] = prefetch
+        while len(self._by_request) > _MAX_REMEMBERED:
+            self.revoke(self._by_request.popitem(last=False)[1])
+        task = self._new_task(Direction.LOOKUP, prefetch, 0, prefetch.num_wanted, None)
+        self._lookups[task.task_id] = prefetch
+        self._send(prefetch, task)
+
+    def of(self, request_id: str) -> StoragePrefetch | None:
+        """What is being fetched for a queued request."""
+        return self._by_request.get(request_id)
+
+    def take(self, request_id: str) -> StoragePrefetch | None:
+        """The request's prefetch, which is the caller's to revoke from now on."""
+        return self._by_request.pop(request_id, None)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended, or starts anew: what has not come is not wanted."""
+        prefetch = self._by_request.pop(request_id, None)
+        if prefetch is not None:
+            self.revoke(prefetch)
+
+    def revoke(self, prefetch: StoragePrefetch) -> None:
+        """Nobody wants what has not come yet."""
+        if not prefetch.revoked:
+            prefetch.revoked, prefetch.follower = True, None
+            self._cancel(prefetch)
+            if prefetch in self._waiting:
+                self._end(prefetch)
+
+    def stop(self) -> None:
+        """The store is being detached, or must be quiet: nobody waits for it any more."""
+        for prefetch in (*self._by_request.values(), *self._waiting):
+            self.revoke(prefetch)
+        self._by_request.clear()
+
+    def _cancel(self, prefetch: StoragePrefetch) -> None:
+        self._link.cancel(prefetch.task_ids)
+
+    # -- pieces
+
+    @contained("prefetch", None)
+    def advance(self) -> None:
+        """Blocks may have become free: go on with those that wait for room."""
+        for prefetch in list(self._waiting):
+            self._go_on(prefetch)
+
+    def resume(self, prefetch: StoragePrefetch) -> bool:
+        """A match follows a prefetch that ended for want of room: `advance` goes on with it. False: it was through."""
+        if not prefetch.has_more:
+            return False
+        prefetch.done.clear()
+        self._waiting[prefetch] = None
+        return True
+
+    def _go_on(self, prefetch: StoragePrefetch) -> None:
+        """Give out the next pieces of a prefetch; where nothing more can come, it is done."""
+        while prefetch.has_more and prefetch.num_in_flight < _PIECES_AT_A_TIME and self._link.can(Direction.PREFETCH):
+            num_left = prefetch.num_present - prefetch.num_asked
+            num_blocks = min(self._num_piece_blocks(), num_left, self._num_room(prefetch))
+            if num_blocks <= 0:
+                break
+            self._fetch(prefetch, num_blocks)
+        follower = prefetch.follower
+        if prefetch.num_in_flight:
+            self._waiting.pop(prefetch, None)
+        elif prefetch.has_more and (self._pieces or (follower is not None and follower.is_loading())):
+            self._waiting[prefetch] = None
+        else:
+            self._end(prefetch)
+
+    def _end(self, prefetch: StoragePrefetch) -> None:
+        self._waiting.pop(prefetch, None)
+        prefetch.done.set()
+        for call in prefetch.on_done:
+            self._link.calls.put(call)
+        prefetch.on_done = []
+
+    def _num_piece_blocks(self) -> int:
+        """So much that loads to the GPU follow soon, and that a fast store is not kept waiting between tasks."""
+        limits, num_fast = self._limits, self._link.speeds.num_fetched_blocks_in(_PIECE_SECONDS)
+        return max(limits.chunk_blocks, min(limits.max_chunk_blocks, num_fast))
+
+    def _num_room(self, prefetch: StoragePrefetch) -> int:
+        residency, num_allowed = self._tree.residency, self._limits.max_blocks - self._num_fetching
+        if num_allowed > 0 and not residency.num_available(CPU) and prefetch.follower is not None:
+            path, _ = self._tree.find(prefetch.namespace, prefetch.keys, prefetch.first + prefetch.num_landed)
+            for run in path:
+                residency.drop_spare_copies(run)
+        num_own = 0 if prefetch.follower is not None else prefetch.num_landed  # nobody holds these yet; they shall stay
+        return min(num_allowed, residency.num_available(CPU) - num_own)
+
+    def _fetch(self, prefetch: StoragePrefetch, num_blocks: int) -> None:
+        self._tree.residency.evict(CPU, max(0, num_blocks - self._pool.num_free))
+        ids, start = self._pool.allocate(num_blocks, TASK), prefetch.num_asked
+        try:
+            task = self._new_task(Direction.PREFETCH, prefetch, start, num_blocks, ids)
+            self._pieces[task.task_id] = _Piece(prefetch, prefetch.first + start, ids)
+        except BaseException:
+            self._pool.free(ids, TASK)
+            raise
+        prefetch.num_asked += num_blocks
+        self._num_fetching += num_blocks
+        self._send(prefetch, task)
+
+    def _send(self, prefetch: StoragePrefetch, task: TransferTask) -> None:
+        prefetch.task_ids.add(task.task_id)
+        prefetch.num_in_flight += 1
+        self._link.outbox.put(task)
+
+    def _new_task(
+        self, direction: Direction, prefetch: StoragePrefetch, start: int, num_blocks: int, ids: array[int] | None
+    ) -> TransferTask:
+        tokens, end = b"", start + num_blocks
+        if self._link.client.needs_token_ids:
+            tokens = bytes(prefetch.keys.tokens[: (prefetch.first + end) * self._tree.block_bytes])
+        hashes = prefetch.hashes[start * HASH_BYTES : end * HASH_BYTES]
+        return self._link.new_task(direction, hashes, destinations=ids, token_ids=tokens, priority=prefetch.priority)
+
+    # -- ending
+
+    def finish(self, result: TransferResult) -> None:
+        """A look-up or a piece has ended."""
+        task_id = result.task.task_id
+        piece = self._pieces.pop(task_id, None)
+        prefetch = piece.prefetch if piece is not None else self._lookups.pop(task_id)
+        prefetch.num_in_flight -= 1
+        prefetch.task_ids.discard(task_id)
+        if piece is not None:  # before what may fail: its blocks are noted nowhere else
+            self._end_piece(piece, result)
+        self._link.judge(result)
+        if piece is not None:
+            self._note_read(result)
+        elif result.error is None:
+            self._link.speeds.lookup.note(1, max(r.seconds for r in result.ranks))
+            num_present = min(result.num_blocks, prefetch.num_wanted)
+            if num_present >= self._limits.min_blocks and prefetch.epoch == self._tree.epoch:
+                prefetch.num_present = num_present
+        self._go_on(prefetch)
+        self.advance()
+
+    def _note_read(self, result: TransferResult) -> None:
+        if result.error is None and result.num_blocks:
+            self._link.note_read(result)
+
+    def _end_piece(self, piece: _Piece, result: TransferResult) -> None:
+        prefetch, ids = piece.prefetch, piece.ids
+        self._num_fetching -= len(ids)
+        num_good = min(result.num_blocks, len(ids)) if result.error is None else 0
+        continues = prefetch.first + prefetch.num_landed == piece.first and prefetch.epoch == self._tree.epoch
+        num_joined = 0
+        if num_good and continues:
+            came = ids[:num_good]
+            joined = self.mishaps.ask(
+                "landing", lambda: insert_copies(self._tree, prefetch.namespace, prefetch.keys, piece.first, came), None
+            )
+            if joined is None:  # nothing has joined: it is a miss, and its blocks are free
+                num_good = 0
+            num_joined = joined or 0
+            prefetch.num_landed += num_good
+            self.num_fetched_blocks += num_joined
+            ids = ids[: num_good - num_joined] + ids[num_good:]
+        if num_good < len(piece.ids) or not continues:  # what is behind it cannot be used
+            prefetch.num_present = min(prefetch.num_present, prefetch.num_landed)
+            self._cancel(prefetch)
+        if ids:
+            self._pool.free(ids, TASK)
+        if num_joined and prefetch.follower is not None:
+            self.mishaps.contain("prefetch", prefetch.follower.landed)

@@ -1,0 +1,180 @@
+"""What is queued to be written to storage, and what is being written. Under the manager's lock, but for waiting."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastdeploy_cache.books.block_hash import HASH_BYTES
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.run import CPU, Run
+from fastdeploy_cache.storage.link import StorageLink
+from fastdeploy_cache.storage.prefetch import StorageLimits
+from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
+
+_MIN_SWEEP = 16  # queued runs
+
+
+def _ignore_written(run: Run) -> None:
+    """Nobody goes on from there."""
+
+
+@dataclass(eq=False)
+class _Write:
+    """Blocks [start, start + len(ids)) of a run, as it was then, on their way to storage."""
+
+    run: Run
+    start: int
+    ids: array[int]
+    last_hash: bytes
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the run still has these blocks at that place: it was not cut, merged or evicted meanwhile."""
+        run, end = self.run, self.start + len(self.ids)
+        at_end = bytes(run.hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES])
+        return run.parent is not None and run.num_blocks >= end and at_end == self.last_hash
+
+
+class StorageWrites:
+    """A write pins nothing: the CPU blocks that it reads may leave their run meanwhile, and are given out again when it
+    has ended. A slow store so takes no room from anybody.
+
+    Of each run, blocks [0, num_stored) are known to be in storage; up to `num_offered` storage was asked to take them,
+    once for each use of the run: an admission filter counts.
+    """
+
+    def __init__(self, tree: PrefixTree, link: StorageLink, limits: StorageLimits) -> None:
+        self._tree, self._pool, self._link, self._limits = tree, tree.pools[CPU], link, limits
+        self.on_written: Callable[[Run], None] = _ignore_written
+        self._writes: dict[int, _Write] = {}
+        self._queue: OrderedDict[Run, int] = OrderedDict()  # -> blocks that it had to offer
+        self._num_writing = 0  # blocks
+        self._sweep_above = _MIN_SWEEP
+        self._drained = threading.Event()  # nothing is queued or being written
+        self._drained.set()
+        self.num_written_blocks = self.num_skipped_blocks = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is queued or being written."""
+        return not self._queue and not self._writes
+
+    @property
+    def num_in_flight(self) -> int:
+        """Tasks that are writing now."""
+        return len(self._writes)
+
+    def wait_drained(self, timeout_seconds: float) -> bool:
+        """Wait until nothing is queued or being written; False when the time is over first. Not under the lock."""
+        return self._drained.wait(max(0.0, timeout_seconds))
+
+    def forget_stored(self) -> None:
+        """It is another store, or one that may have lost what was not durable."""
+        for run in self._tree.runs():
+            run.num_stored = run.num_offered = 0
+
+    # -- the queue
+
+    def offer(self, run: Run) -> None:
+        """The run was used once more: what storage has declined is offered again, but not what it is just taking."""
+        num_uses = max(1, run.usage.num_uses)  # computing it is its first use
+        if num_uses != run.offered_use and not any(write.run is run for write in self._writes.values()):
+            run.offered_use, run.num_offered = num_uses, 0
+        self.queue(run)
+
+    def queue(self, run: Run) -> None:
+        """Offer what of this run has a copy and was not offered."""
+        if self._start_of(run) < run.cpu_end:
+            self._queue[run] = run.cpu_end - self._start_of(run)
+            self._drained.clear()
+            if len(self._queue) > self._sweep_above:
+                self._sweep()
+
+    @staticmethod
+    def _start_of(run: Run) -> int:
+        return max(run.num_stored, run.num_offered)
+
+    def _is_there(self, run: Run) -> bool:
+        """Whether what comes next to be written of a run has a copy."""
+        alive = run.parent is not None and run.epoch == self._tree.epoch
+        return alive and run.cpu_start <= self._start_of(run) < run.cpu_end
+
+    def _sweep(self) -> None:
+        """Forget what has left the CPU tier unwritten: while a store is away the queue is no longer than the tier."""
+        for run in [run for run in self._queue if not self._is_there(run)]:
+            self.num_skipped_blocks += self._queue.pop(run)
+        self._sweep_above = max(_MIN_SWEEP, 2 * len(self._queue))
+
+    # -- writing
+
+    def pump(self) -> None:
+        """Start writing what is queued, as far as there is room in flight."""
+        self._start_writes()
+        if self._queue and not self._link.writing.is_closed:  # a store that fails is not owed a backlog
+            self.num_skipped_blocks += sum(self._queue.values())
+            self._queue.clear()
+        if self.is_idle:
+            self._drained.set()
+
+    def _start_writes(self) -> None:
+        while self._queue and self._link.can(Direction.WRITE):
+            num_room = self._limits.max_writing_blocks - self._num_writing
+            if num_room <= 0:
+                return
+            run = next(iter(self._queue))
+            if not self._is_there(run):
+                num_gone = self._queue.pop(run)
+                self.num_skipped_blocks += num_gone if run.parent is None else 0
+                continue
+            start = self._start_of(run)
+            num_blocks = min(run.cpu_end - start, num_room, self._limits.chunk_blocks)
+            self._write(run, start, num_blocks)
+            self._queue[run] -= num_blocks
+            if start + num_blocks == run.cpu_end:
+                del self._queue[run]
+
+    def _write(self, run: Run, start: int, num_blocks: int) -> None:
+        ids = run.ids[CPU][start - run.cpu_start : start - run.cpu_start + num_blocks]
+        hashes = bytes(run.hashes[start * HASH_BYTES : (start + num_blocks) * HASH_BYTES])
+        tokens = b""
+        if self._link.client.needs_token_ids:
+            *above, _ = run.path()
+            tokens = b"".join([bytes(upper.tokens) for upper in above])
+            tokens += bytes(run.tokens[: (start + num_blocks) * self._tree.block_bytes])
+        task = self._link.new_task(
+            Direction.WRITE, hashes, sources=ids, token_ids=tokens, priority=run.usage.store_priority
+        )
+        # Noted before it can go out: blocks that are not known to be read are given out again, and what is filled into
+        # them would be written under the hash of what was there.
+        self._pool.begin_reading(ids)
+        try:
+            self._writes[task.task_id] = _Write(run, start, ids, hashes[-HASH_BYTES:])
+        except BaseException:
+            self._pool.end_reading(ids)
+            raise
+        run.num_offered = start + num_blocks
+        self._num_writing += num_blocks
+        self._link.outbox.put(task)
+
+    def finish(self, result: TransferResult) -> None:
+        """A write has ended."""
+        write = self._writes.pop(result.task.task_id)
+        self._pool.end_reading(write.ids)
+        self._num_writing -= len(write.ids)
+        self._link.judge(result)
+        run, num_stored = write.run, result.num_blocks if result.error is None else 0
+        self.num_written_blocks += num_stored
+        self.num_skipped_blocks += len(write.ids) - num_stored
+        if write.is_same:  # else its mark stays as it is: at worst some blocks are offered again
+            if result.error is not None:
+                run.num_offered = min(run.num_offered, write.start)
+            elif run.num_stored >= write.start:
+                run.num_stored = max(run.num_stored, write.start + num_stored)
+                self.on_written(run)
+            if num_stored < len(write.ids) and result.error is None and run.usage.num_uses > run.offered_use:
+                self.offer(run)  # it was used again meanwhile
+        self.pump()

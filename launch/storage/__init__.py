@@ -1,0 +1,1 @@
+"""The command `fastdeploy-cache storage`."""

@@ -1,0 +1,1 @@
+"""What tests stand on: stand-ins, drivers, programs and checks. No test lies here."""

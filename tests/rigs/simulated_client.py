@@ -1,0 +1,101 @@
+"""A transfer client whose tasks end when the test says so, and which remembers what is in every block."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.transfer_manager.client import KVArrays, OnKVLost, OnResult, RankStatus, ignore_kv_lost
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVViews
+from fastdeploy_cache.transfer_manager.rank.rank_signal import LayerProgress
+from fastdeploy_cache.transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
+
+
+class SimulatedClient:
+    """`gpu[i]` and `cpu[i]` hold any marker for the content of a block; copies move markers."""
+
+    def __init__(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+        self.gpu: list[object] = [None] * num_gpu_blocks
+        self.cpu: list[object] = [None] * num_cpu_blocks
+        self.tasks: deque[TransferTask] = deque()
+        self.up = True
+        self.auto = False  # end each task at once
+        self.max_tasks = {Direction.SWAP_IN: 1000, Direction.SWAP_OUT: 1000, Direction.COPY: 1000}
+        self.cancelled: set[int] = set()
+        self._on_result: OnResult | None = None
+
+    def start(self, on_result: OnResult, on_kv_lost: OnKVLost = ignore_kv_lost) -> None:
+        self._on_result, self._on_kv_lost = on_result, on_kv_lost
+
+    def submit(self, task: TransferTask) -> None:
+        if self.up:
+            self.tasks.append(task)
+            if self.auto:
+                self.land_all()
+        else:
+            self._answer(task, "the rank is down")
+
+    def land(self, error: str | None = None) -> None:
+        """End the oldest task. One that fails leaves garbage where it was writing."""
+        task = self.tasks.popleft()
+        if task.task_id in self.cancelled:
+            error = "cancelled"
+        sources = self.cpu if task.direction is Direction.SWAP_IN else self.gpu
+        destinations = self.cpu if task.direction is Direction.SWAP_OUT else self.gpu
+        for source, destination in zip(task.source_ids.tolist(), task.destination_ids.tolist(), strict=True):
+            destinations[destination] = sources[source] if error is None else "garbage"
+        self._answer(task, error)
+
+    def land_all(self) -> None:
+        while self.tasks:
+            self.land()
+
+    def _answer(self, task: TransferTask, error: str | None) -> None:
+        assert self._on_result is not None
+        self._on_result(TransferResult(task=task, ranks=(RankResult(rank=0, error=error),)))
+
+    @property
+    def available(self) -> bool:
+        return self.up
+
+    def has_room(self, direction: Direction) -> bool:
+        return self.up and len([t for t in self.tasks if t.direction is direction]) < self.max_tasks[direction]
+
+    def cancel(self, task_id: int) -> None:
+        self.cancelled.add(task_id)
+
+    def wait_ready(self, timeout_seconds: float) -> bool:
+        return self.up
+
+    def statuses(self) -> list[RankStatus]:
+        return [RankStatus(rank=0, up=self.up, num_restarts=0)]
+
+    def kv_views(self, rank: int) -> KVViews:
+        return []
+
+    def kv_handle(self, rank: int) -> KVHandle:
+        raise LayoutError("simulated blocks have no bytes")
+
+    def attach_kv(self, rank: int, kv: KVArrays) -> None:
+        pass
+
+    def kv_lost(self, rank: int) -> None:
+        self.gpu[:] = ["lost"] * len(self.gpu)
+
+    def layer_progress(self, rank: int) -> LayerProgress | None:
+        return None
+
+    def release_memory(self, *, gpu: bool, cpu: bool) -> int:
+        if gpu:
+            self.gpu = ["released"] * len(self.gpu)
+        if cpu:
+            self.cpu = ["released"] * len(self.cpu)
+        return len(self.gpu) * gpu + len(self.cpu) * cpu
+
+    def retake_memory(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self.up = False
+        while self.tasks:
+            self.land("stopped")

@@ -1,0 +1,1 @@
+"""What a block looks like in bytes, and whose memory it lies in."""

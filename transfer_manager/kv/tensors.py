@@ -1,0 +1,187 @@
+"""Arrays of NumPy, Paddle and PyTorch: where their memory is (which needs no framework), and tensors over ours."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.kv.dlpack import MemoryArray, read
+from fastdeploy_cache.transfer_manager.kv.layout import KVPart, Place, Places, RankLayout
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, SegmentHandle
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayPlace:
+    """Where an array is: `shape` and `strides_bytes` by dimension; `device` is `cpu` or `cuda`."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    item_bytes: int
+    device: str = "cpu"
+    device_id: int = 0
+
+    @classmethod
+    def of(cls, array: Any) -> ArrayPlace:
+        """Of a NumPy array, a Paddle or PyTorch tensor, or anything else with `__dlpack__`; nothing is copied.
+
+        The caller keeps the array alive. Raises `LayoutError` for what has no DLPack, or lies on another device.
+        """
+        try:
+            capsule = array.__dlpack__()
+        except (AttributeError, TypeError, RuntimeError, BufferError) as error:
+            raise LayoutError(f"{type(array).__name__} gives no DLPack capsule: {error}") from error
+        tensor = read(capsule)
+        device = tensor.device
+        if device is None:
+            raise LayoutError(f"array is on DLPack device type {tensor.device_type}; known: CPU and CUDA")
+        shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+        item_bytes = tensor.bits * tensor.lanes // 8
+        if tensor.strides:
+            strides = tuple(tensor.strides[i] * item_bytes for i in range(tensor.ndim))
+        else:
+            strides = _contiguous_strides(shape, item_bytes)
+        return cls(
+            address=(tensor.data or 0) + tensor.byte_offset,
+            shape=shape,
+            strides_bytes=strides,
+            item_bytes=item_bytes,
+            device=device,
+            device_id=tensor.device_id,
+        )
+
+
+def _contiguous_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
+    return tuple(item_bytes * math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+ArrayLike = Any  # an ArrayPlace, or what `ArrayPlace.of` takes
+
+
+def array_places(layout: RankLayout, layers: Sequence[Mapping[str, ArrayLike]]) -> list[list[ArrayPlace]]:
+    """Per layer and part the place of its array [blocks, ...], checked against the layout.
+
+    Blocks may be any distance apart ([2, blocks, ...] and [blocks, 2, ...] of an engine come in as two slices each);
+    inside a block the array is contiguous, in whatever shape.
+
+    Raises:
+        LayoutError: a part is missing, or has another number of bytes per block, or is not contiguous inside a block.
+    """
+    if len(layers) != layout.num_layers:
+        raise LayoutError(f"KV arrays of {len(layers)} layers; the layout has {layout.num_layers}")
+    found = []
+    for index, arrays in enumerate(layers):
+        names = {part.name for part in layout.parts}
+        if set(arrays) != names:
+            raise LayoutError(f"layer {index} has arrays {sorted(arrays)}; the layout's parts are {sorted(names)}")
+        found.append([_checked(f"layer {index} {part.name}", part, arrays[part.name]) for part in layout.parts])
+    return found
+
+
+def _checked(name: str, part: KVPart, array: ArrayLike) -> ArrayPlace:
+    place = array if isinstance(array, ArrayPlace) else ArrayPlace.of(array)
+    inner_bytes = math.prod(place.shape[1:]) * place.item_bytes
+    if not place.shape or inner_bytes != part.num_bytes:
+        raise LayoutError(f"{name} is {place.shape} of {place.item_bytes} bytes; a block has {part.num_bytes} bytes")
+    dense = _contiguous_strides(place.shape[1:], place.item_bytes)
+    strides = tuple(zip(place.shape[1:], place.strides_bytes[1:], dense, strict=True))
+    if any(stride != wanted for size, stride, wanted in strides if size > 1):
+        raise LayoutError(f"{name} is not contiguous inside a block: strides {place.strides_bytes}, expected {dense}")
+    if place.shape[0] > 1 and place.strides_bytes[0] < part.num_bytes:
+        raise LayoutError(f"{name} has blocks {place.strides_bytes[0]} bytes apart; they are {part.num_bytes} long")
+    return place
+
+
+def local_segments(
+    layout: RankLayout, layers: Sequence[Mapping[str, ArrayLike]]
+) -> tuple[list[np.ndarray[Any, np.dtype[np.uint8]]], Places]:
+    """This process's own CPU arrays as flat bytes and places, for a device in the same process.
+
+    The caller keeps the arrays alive as long as the device.
+    """
+    segments: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
+    places = []
+    for part_places in array_places(layout, layers):
+        in_layer = []
+        for part, place in zip(layout.parts, part_places, strict=True):
+            if place.device != "cpu":
+                raise LayoutError(f"{part.name} is on {place.device}; the CPU device needs arrays in CPU memory")
+            num_blocks, stride = place.shape[0], place.strides_bytes[0]
+            num_bytes = (num_blocks - 1) * stride + part.num_bytes
+            in_layer.append(Place(len(segments), 0, stride, num_blocks))
+            segments.append(np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(place.address)))
+        places.append(tuple(in_layer))
+    return segments, tuple(places)
+
+
+def shared_handle(
+    layout: RankLayout, layers: Sequence[Mapping[str, ArrayLike]], segments: Sequence[SharedArray], pid: int
+) -> KVHandle:
+    """The handle of arrays that this process (`pid`) has made over its own shared segments.
+
+    Raises:
+        LayoutError: an array lies in none of the segments, so no other process could reach it.
+    """
+    bases = [segment.view(np.uint8, (segment.num_bytes,)).ctypes.data for segment in segments]
+    places = []
+    for part_places in array_places(layout, layers):
+        in_layer = []
+        for part, place in zip(layout.parts, part_places, strict=True):
+            num_blocks, stride = place.shape[0], place.strides_bytes[0]
+            end = place.address + (num_blocks - 1) * stride + part.num_bytes
+            home = [
+                i
+                for i, (base, segment) in enumerate(zip(bases, segments, strict=True))
+                if base <= place.address and end <= base + segment.num_bytes
+            ]
+            if not home or place.device != "cpu":
+                raise LayoutError(f"{part.name} at {place.address:#x} is in none of the {len(segments)} segments")
+            in_layer.append(Place(home[0], place.address - bases[home[0]], stride, num_blocks))
+        places.append(tuple(in_layer))
+    handles = [SegmentHandle.of(s.num_bytes, s.fd, pid) for s in segments]
+    return KVHandle(tuple(handles), tuple(places))
+
+
+def torch_tensor(array: np.ndarray[Any, Any], dtype: str) -> Any:
+    """A PyTorch CPU tensor over the array's very memory, of the layout's `dtype` (as bfloat16 and float8, too).
+
+    Raises:
+        LayoutError: PyTorch is missing.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise LayoutError(f"cannot import torch ({error}); run: pip install 'fastdeploy-cache[torch]'") from error
+    names = {"float8_e4m3": "float8_e4m3fn", "int4": "uint8"}
+    signed = array.view(np.int16) if array.dtype == np.uint16 else array  # torch knows few unsigned types
+    return torch.from_numpy(signed).view(getattr(torch, names.get(dtype, dtype)))
+
+
+def paddle_tensor(array: np.ndarray[Any, Any]) -> Any:
+    """A Paddle CPU tensor over the array's very memory; of uint16, as which bfloat16 is stored, a bfloat16 one.
+
+    Raises:
+        LayoutError: Paddle is missing, or this version copies.
+    """
+    try:
+        import paddle
+    except ImportError as error:
+        raise LayoutError(f"cannot import paddle ({error}); run: pip install 'fastdeploy-cache[paddle]'") from error
+    shared: Any = array
+    if array.dtype == np.uint16:  # which Paddle would take for itself, a type that it has no kernels for
+        if not array.flags.c_contiguous:
+            raise LayoutError(f"bfloat16 array of strides {array.strides} is not contiguous; Paddle gets such only")
+        shared = MemoryArray(array.ctypes.data, array.shape, "bfloat16", owner=array)
+    tensor = paddle.from_dlpack(shared)
+    if tensor.data_ptr() != array.ctypes.data:
+        raise LayoutError(
+            f"paddle {paddle.__version__} copies instead of sharing memory; Paddle 3.0 or newer is needed"
+        )
+    return tensor

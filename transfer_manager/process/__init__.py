@@ -1,0 +1,1 @@
+"""Both halves of a supervised child process."""

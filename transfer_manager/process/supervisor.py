@@ -1,0 +1,231 @@
+"""One rank over all its incarnations: start, watch, kill, reap, restart, give up."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Protocol
+
+from fastdeploy_cache.errors import IPCError
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.ipc.task_queue import TaskQueue
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.rank.rank_signal import RankSignal
+from fastdeploy_cache.transfer_manager.task import Lane
+
+logger = event_log(__name__)
+
+_MAX_DOUBLINGS = 30  # of the pause before a restart; more would overflow after a thousand deaths
+
+
+EXIT_REFUSED = 3  # the process cannot start as configured, and trying again will not help
+
+
+class Phase(Enum):
+    """Where a rank is in its life.
+
+    ::
+
+        STARTING --ready--> READY --asked--> STOPPING
+            |                 |                 |
+            +------exit-------+------exit-------+--> DOWN --backoff over--> STARTING
+                              |                       |
+                              +--too many deaths-------> OFF
+    """
+
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
+    DOWN = "down"
+    OFF = "off"
+
+
+class Process(Protocol):
+    """What the supervisor needs of an operating-system process; see `RankProcess`."""
+
+    pid: int
+    pidfd: int
+
+    def kill(self) -> None: ...
+    def reap(self) -> int | None: ...
+    def log_tail(self) -> str: ...
+    def close(self) -> None: ...
+
+
+class RestartPolicy:
+    """How long to wait after a death, or whether to give up. Pure: the caller brings the time."""
+
+    def __init__(self, config: TransferConfig) -> None:
+        self._config = config
+        self._deaths: deque[float] = deque()
+
+    def delay_seconds(self, now: float) -> float | None:
+        """Record a death at `now`: the pause before the restart, None for no more restarts."""
+        self._deaths.append(now)
+        while now - self._deaths[0] > self._config.restart_window_seconds:
+            self._deaths.popleft()
+        if len(self._deaths) > self._config.max_restarts:
+            return None
+        return self._config.restart_backoff_seconds * 2.0 ** min(len(self._deaths) - 1, _MAX_DOUBLINGS)
+
+
+class RankSupervisor:
+    """Keeps one rank alive. All methods are called by one thread, with the time; none waits."""
+
+    def __init__(
+        self,
+        rank: int,
+        config: TransferConfig,
+        signal: RankSignal,
+        new_queue: Callable[[], TaskQueue],
+        spawn: Callable[[int, int, str], Process],
+        *,
+        process_name: str = "transfer",
+    ) -> None:
+        """`spawn(rank, incarnation, queue address)` starts a process; `new_queue` binds the queue for one.
+
+        `process_name` tells a rank's processes apart in the log.
+        """
+        self.rank = rank
+        self._name = process_name
+        self.phase = Phase.DOWN
+        self.incarnation = 0
+        self.process: Process | None = None
+        self.queue: TaskQueue | None = None
+        self.last_failure = ""
+        self.exit_code: int | None = None  # of the last process
+        self.num_restarts = 0
+        self.blamed = True  # for its death, if it dies now: it counts against it
+        self.parked = False  # it has no KV arrays: not started (again) until it has
+        self._ready_lanes: set[Lane] = set()
+        self._config = config
+        self._signal = signal
+        self._new_queue = new_queue
+        self._spawn = spawn
+        self._policy = RestartPolicy(config)
+        self._heartbeat = 0
+        self._last_beat = 0.0
+        self._ready_before = 0.0
+        self._restart_at = 0.0
+        self._killed_for = ""
+
+    def launch(self, now: float) -> None:
+        """Start the next incarnation on a fresh queue; a failure to spawn counts as a death."""
+        assert self.process is None and self.phase is Phase.DOWN
+        self.num_restarts += self.incarnation > 0
+        self.incarnation += 1
+        self.phase = Phase.STARTING
+        self._signal.reset()
+        self._heartbeat, self._last_beat = 0, now
+        self._ready_lanes.clear()
+        self._ready_before = now + self._config.start_timeout_seconds
+        self._killed_for = ""
+        self.blamed = True
+        try:
+            self.queue = self._new_queue()
+            self.process = self._spawn(self.rank, self.incarnation, self.queue.address)
+        except (OSError, ValueError, IPCError) as error:  # ValueError: a name that no file or message can have
+            self._died(now, f"rank {self.rank} cannot be spawned: {error}")
+
+    def note_ready(self, lane: Lane, now: float) -> None:
+        """A lane's ready message came; with the last one the socket's path is no longer needed."""
+        self._ready_lanes.add(lane)
+        if self.phase is Phase.STARTING and len(self._ready_lanes) == len(Lane):
+            assert self.queue is not None
+            self.queue.hide()
+            self.phase = Phase.READY
+            self._last_beat = now  # its first beat comes after this message, however long the start took
+            logger.info("event=rank_ready process=%s rank=%d incarnation=%d", self._name, self.rank, self.incarnation)
+
+    def kill(self, reason: str, blamed: bool = True) -> None:
+        """SIGKILL it; its death is noticed like any other."""
+        if self.process is not None and not self._killed_for:
+            logger.warning(
+                "event=rank_killed process=%s rank=%d incarnation=%d reason=%r",
+                self._name,
+                self.rank,
+                self.incarnation,
+                reason,
+            )
+            self._killed_for = reason
+            self.blamed = blamed
+            self.process.kill()
+
+    @property
+    def dying(self) -> bool:
+        """Killed but not reaped: its pid descriptor tells when it is gone, no deadline matters until then."""
+        return self.process is not None and bool(self._killed_for)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether tasks may be sent to it."""
+        return self.phase is Phase.READY and not self.parked and not self.dying
+
+    def reap(self, now: float) -> bool:
+        """True when the process was there and is now gone; plans the restart."""
+        if self.process is None or (code := self.process.reap()) is None:
+            return False
+        self.exit_code = code
+        reason = f"rank {self.rank} exited with code {code}"
+        if self._killed_for:
+            reason += f", killed because {self._killed_for}"
+        self._died(now, f"{reason}; end of its log:\n{self.process.log_tail() or '(empty)'}")
+        return True
+
+    def tick(self, now: float) -> None:
+        """Look at deadlines: start-up, heartbeat, restart."""
+        if self.phase is Phase.DOWN and self.process is None:
+            if now >= self._restart_at and not self.parked:
+                self.launch(now)
+        elif self.phase is Phase.STARTING and now > self._ready_before:
+            self.kill(f"it was not ready within {self._config.start_timeout_seconds} s")
+        elif self.phase is Phase.READY:
+            beat = self._signal.heartbeat
+            if beat != self._heartbeat:
+                self._heartbeat, self._last_beat = beat, now
+            elif now - self._last_beat > self._config.heartbeat_timeout_seconds:
+                self.kill(f"it gave no sign of life for {now - self._last_beat:.1f} s")
+
+    def next_tick(self, now: float) -> float:
+        """Seconds until `tick` has something to look at."""
+        if self.phase is Phase.DOWN and not self.parked:
+            return max(0.0, self._restart_at - now)
+        if self.phase is Phase.STARTING and not self.dying:
+            return max(0.0, self._ready_before - now)
+        return self._config.heartbeat_timeout_seconds / 4
+
+    def retire(self) -> None:
+        """No restart after the next exit."""
+        self.phase = Phase.STOPPING if self.process is not None else Phase.OFF
+
+    def _died(self, now: float, failure: str) -> None:
+        self.last_failure = failure
+        was_stopping = self.phase is Phase.STOPPING
+        self.phase = Phase.OFF if was_stopping else Phase.DOWN
+        if self.queue is not None:
+            self.queue.close()
+            self.queue = None
+        if self.process is not None:
+            self.process.close()
+            self.process = None
+        if was_stopping:
+            return
+        if self.parked or not self.blamed:  # killed for want of KV arrays: no fault of its own
+            self._restart_at = now
+            return
+        delay = self._policy.delay_seconds(now)
+        if delay is None:
+            self.phase = Phase.OFF
+            logger.error(
+                "event=rank_off process=%s rank=%d tiers_below_gpu=off failure=%r", self._name, self.rank, failure
+            )
+        else:
+            self._restart_at = now + delay
+            logger.warning(
+                "event=rank_died process=%s rank=%d restart_in_seconds=%.2f failure=%r",
+                self._name,
+                self.rank,
+                delay,
+                failure,
+            )

@@ -1,0 +1,1 @@
+"""The rank's transfer process and the engine's half of it."""
