@@ -14,15 +14,8 @@ from fastdeploy_cache.adapters.sglang.config import new_config, new_manager
 from fastdeploy_cache.adapters.sglang.loads import Loads
 from fastdeploy_cache.adapters.sglang.nodes import Node, RadixKey, as_key, new_request
 from fastdeploy_cache.adapters.sglang.slot_pools import ReqToTokenPool, TokenToKVPoolAllocator
-from fastdeploy_cache.adapters.slots.pages import (
-    Integers,
-    Slots,
-    as_array,
-    as_int64_tensor,
-    as_integers,
-    pages_of,
-    slots_of,
-)
+from fastdeploy_cache.adapters.slots import pages
+from fastdeploy_cache.adapters.slots.pages import Integers, Slots, as_array, as_integers, pages_of, slots_of
 from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.callers.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.errors import ConfigError, RequestError
@@ -92,7 +85,7 @@ class HiRadixCache:
         """
         self.manager, self.page_size = manager, manager.config.block_size
         self.disable = not manager.config.enable_prefix_caching
-        self._given = as_int64_tensor if as_tensors else as_array
+        self._given = pages.as_int64_tensor if as_tensors else as_array
         self._none = self._given(slots_of([], 1))
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(manager, as_tensors=as_tensors)
         self.req_to_token_pool = req_to_token_pool
