@@ -43,10 +43,10 @@ def test_nothing_is_ever_loaded_under_a_name_that_is_not_ours(tmp_path: Path) ->
         assert any(name.startswith(f"fastdeploy_cache.{package}.") for name in loaded)
 
 
-@pytest.mark.parametrize("program", ["", ".storage", ".peer"])
+@pytest.mark.parametrize("program", ["rank", "storage", "peer"])
 def test_a_child_process_loads_no_engine_side(program: str, tmp_path: Path) -> None:
     """What a rank's process imports has no manager, no metrics and none of the programs in it."""
-    code = f"import sys, fastdeploy_cache.transfer_manager{program}.worker; print(*sys.modules)"
+    code = f"import sys, fastdeploy_cache.transfer_manager.{program}.worker; print(*sys.modules)"
     loaded = run_python(code, cwd=tmp_path)
     engine_side = (
         "fastdeploy_cache.metrics",

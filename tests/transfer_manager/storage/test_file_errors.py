@@ -189,7 +189,7 @@ def test_a_background_error_comes_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
             if name == "_failure" and value:
                 failed.set()
 
-    monkeypatch.setattr("transfer_manager.storage.file_store.Commits", Stored)
+    monkeypatch.setattr("fastdeploy_cache.transfer_manager.storage.file_store.Commits", Stored)
     with Rig(tmp_path, disk=disk, in_background=True) as rig:
         disk.failing["sync"] = errno.EIO
         rig.write(1)
