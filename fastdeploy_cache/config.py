@@ -230,6 +230,11 @@ class CacheConfig:
             given = f"peer.link is {peer.link!r} with transfer.device {self.transfer.device!r}"
             raise ConfigError(f"{given}; links read KV arrays in CPU memory only: use peer.link 'storage' on a GPU")
 
+    def check_rank(self, rank: int) -> None:
+        """Raise `ConfigError` where there is no such rank."""
+        if not 0 <= rank < self.transfer.tp_size:
+            raise ConfigError(f"there is no rank {rank}; this cache has {self.transfer.tp_size}")
+
     def load_limits(self) -> tuple[int, int]:
         """Blocks of the CPU tier below which, and above which, a prefix is not loaded."""
         return max(1, -(-self.min_load_tokens // self.block_size)), int(self.pool_sizes()[0] * self.max_load_share)

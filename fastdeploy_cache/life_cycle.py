@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from fastdeploy_cache.books.prefix_tree import PrefixTree
-from fastdeploy_cache.books.run import CPU, GPU, Tier, wait_done
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.generations import Reason
+from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.books.tier_loss import drop_cpu, drop_gpu
-from fastdeploy_cache.callers.pinned_prefix import Pinned
+from fastdeploy_cache.books.transfer import wait_done
+from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError, LifeCycleError, NotEnoughMemoryError
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.movement.block_mover import BlockMover
-from fastdeploy_cache.movement.copy_down import CopyDown
-from fastdeploy_cache.peers.link_road import PeerTier
-from fastdeploy_cache.peers.store_road import StoredPeers
-from fastdeploy_cache.requests.active_request import ActiveRequest
-from fastdeploy_cache.requests.matcher import Matcher
-from fastdeploy_cache.storage.tier import StorageTier
-from fastdeploy_cache.transfer_manager.client import TransferClient
-from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.movement.movement import Movement
+from fastdeploy_cache.peers.peers import Peers
+from fastdeploy_cache.requests.requests import Requests
+from fastdeploy_cache.storage.storage import Storage
 from fastdeploy_cache.transfer_manager.task import Direction
 
 logger = event_log(__name__)
@@ -50,20 +47,8 @@ class LifeCycleStatus(Enum):
 _RESTING = (LifeCycleStatus.RUNNING, LifeCycleStatus.PAUSED, LifeCycleStatus.ASLEEP)
 
 
-@dataclass(eq=False)
-class LifeCycleState:
-    """What a manager keeps of it."""
-
-    changing: threading.Lock = field(default_factory=threading.Lock)  # one change at a time
-    # one attach, detach or change of weights at a time; a change of weights detaches and attaches
-    renaming: threading.RLock = field(default_factory=threading.RLock)
-    status: LifeCycleStatus = LifeCycleStatus.RUNNING
-    resting: LifeCycleStatus = LifeCycleStatus.RUNNING  # before the change that is under way
-    asleep: set[Tier] = field(default_factory=set)
-
-
 class LifeCycle:
-    """The part of `PrefixCacheManager` that is about stopping and going on; any thread, one change at a time.
+    """Stopping and going on: `cache.life`. Any thread, one change at a time.
 
     A change ends when every rank has acknowledged that it moves nothing any more (its lanes have done all that came
     before), or has been reaped. At its deadline it raises `LifeCycleError`, and the cache is as it was before. Requests
@@ -78,28 +63,30 @@ class LifeCycle:
     =============  ==================================================================================================
     """
 
-    _client: TransferClient
-    _copy_down: CopyDown
-    _life: LifeCycleState
-    _lock: threading.Lock
-    _matcher: Matcher
-    _mover: BlockMover
-    _pinned: Pinned
-    _requests: dict[str, ActiveRequest]
-    _reopen: StorageConfig | None
-    _peers: PeerTier | StoredPeers | None
-    _storage: StorageTier | None
-    _tree: PrefixTree
+    def __init__(
+        self,
+        config: CacheConfig,
+        books: Books,
+        movement: Movement,
+        *,
+        requests: Requests,
+        storage: Storage,
+        peers: Peers,
+    ) -> None:
+        self._config, self._books, self._movement = config, books, movement
+        self._requests, self._storage, self._peers = requests, storage, peers
+        self._changing = threading.Lock()  # one change at a time
+        self._status = self._resting = LifeCycleStatus.RUNNING  # `_resting`: before the change that is under way
 
     @property
-    def life_cycle_status(self) -> LifeCycleStatus:
+    def status(self) -> LifeCycleStatus:
         """Where the cache is now."""
-        return self._life.status
+        return self._status
 
     @property
     def is_gpu_asleep(self) -> bool:
         """Whether there is no GPU memory to use now."""
-        return GPU in self._life.asleep
+        return GPU in self._books.asleep
 
     def pause(self, timeout_seconds: float = 30.0) -> None:
         """Let no more bytes move, and wait until none does. Safe to call when paused.
@@ -130,11 +117,11 @@ class LifeCycle:
             raise ConfigError(f"sleep of tiers {tiers!r}; give a list of one or both of {', '.join(_TIERS)}")
         with self._change("sleep", LifeCycleStatus.FALLING_ASLEEP, timeout_seconds, _RESTING) as deadline:
             self._wait_until_quiet(deadline)
-            with self._lock:
-                asleep = self._life.asleep | {_TIERS[name] for name in tiers}
+            with self._books:
+                asleep = self._books.asleep | {_TIERS[name] for name in tiers}
                 self._forget(asleep)
-                self._life.asleep = asleep
-            num_bytes = self._client.release_memory(gpu=GPU in asleep, cpu=CPU in asleep)
+                self._books.fall_asleep(asleep)
+            num_bytes = self._movement.client.release_memory(gpu=GPU in asleep, cpu=CPU in asleep)
             self._set_status(LifeCycleStatus.ASLEEP)
         return num_bytes
 
@@ -146,23 +133,23 @@ class LifeCycle:
             NotEnoughMemoryError: it is not to be had any more; the cache sleeps on.
             LifeCycleError: it is paused, or a rank has not answered in time.
         """
-        if self._life.status is LifeCycleStatus.RUNNING:
+        if self._status is LifeCycleStatus.RUNNING:
             return
         with self._change("wake", LifeCycleStatus.WAKING, timeout_seconds, _RESTING[2:]) as deadline:
             try:
-                self._client.retake_memory()
+                self._movement.client.retake_memory()
             except NotEnoughMemoryError:
-                self._client.release_memory(gpu=GPU in self._life.asleep, cpu=CPU in self._life.asleep)
+                self._movement.client.release_memory(gpu=GPU in self._books.asleep, cpu=CPU in self._books.asleep)
                 raise
             self._acknowledge(deadline)
-            with self._lock:
-                self._life.asleep = set()
+            with self._books:
+                self._books.fall_asleep(frozenset())
             self._set_status(LifeCycleStatus.RUNNING)
 
     def clear(self, timeout_seconds: float = 30.0) -> None:
         """`reset` while nothing moves; then it is as before. What is in storage stays. Raises `LifeCycleError`."""
         with self._change("clear", LifeCycleStatus.CLEARING, timeout_seconds, _RESTING) as deadline:
-            before = self._life.resting
+            before = self._resting
             self._wait_until_quiet(deadline)
             self.reset()
             self._set_status(before)
@@ -178,11 +165,11 @@ class LifeCycle:
             StorageRefusedError: the store cannot be opened again; the cache goes on without.
             LifeCycleError: see `pause`.
         """
-        is_named = self._reopen is not None or self._peers is not None
+        is_named = self._storage.settings is not None or self._config.peer is not None
         if is_named and not weights_id:
             raise ConfigError("update_weights without a weights_id, but a store or a peer goes by it; give the new one")
         with self._change("update_weights", LifeCycleStatus.UPDATING, timeout_seconds, _RESTING) as deadline:
-            before = self._life.resting
+            before = self._resting
             self._wait_until_quiet(deadline)
             try:
                 self.reset(weights_id=weights_id if is_named else None)
@@ -199,91 +186,101 @@ class LifeCycle:
         if not isinstance(timeout_seconds, int | float) or not 0 <= timeout_seconds <= _MAX_SECONDS:
             raise ConfigError(f"{verb}: timeout_seconds is {timeout_seconds!r}; use 0 to {_MAX_SECONDS:.0f}")
         deadline = time.monotonic() + timeout_seconds
-        if not self._life.changing.acquire(timeout=max(0.0, timeout_seconds)):
-            raise LifeCycleError(f"{verb}: the cache is still {self._life.status.value} after {timeout_seconds} s")
+        if not self._changing.acquire(timeout=max(0.0, timeout_seconds)):
+            raise LifeCycleError(f"{verb}: the cache is still {self._status.value} after {timeout_seconds} s")
         try:
-            before = self._life.status
+            before = self._status
             if before not in allowed:
                 names = " or ".join(status.value for status in allowed)
                 raise LifeCycleError(f"{verb}: the cache is {before.value}; it has to be {names}")
-            with self._lock:
-                self._check_open()
-            self._life.resting = before
+            with self._books:
+                self._books.check_open()
+            self._resting = before
             if via is not before:  # or who waits for storage would lose it for nothing
                 self._set_status(via)
             try:
                 yield deadline
             except BaseException:
-                if self._life.status is not before:
+                if self._status is not before:
                     self._set_status(before)
                 raise
         finally:
-            self._life.changing.release()
+            self._changing.release()
 
     def _set_status(self, status: LifeCycleStatus) -> None:
-        with self._lock:
-            self._life.status = status
-            self._mover.is_quiet = status is not LifeCycleStatus.RUNNING
-            if self._storage is not None:
-                self._storage.be_quiet(self._mover.is_quiet)
-            if self._peers is not None:
-                self._peers.be_quiet(self._mover.is_quiet)
-            if not self._mover.is_quiet:
-                self._copy_down.look_ahead()
-        self._submit()
+        with self._books:
+            self._status = status
+            is_quiet = status is not LifeCycleStatus.RUNNING
+            self._storage.be_quiet(is_quiet)
+            self._peers.road.be_quiet(is_quiet)
+            self._movement.be_quiet(is_quiet)
         logger.info("event=life_cycle status=%s", status.value)
 
     def _wait_until_quiet(self, deadline: float) -> None:
         """Nothing starts any more: wait for what has."""
-        with self._lock:
-            transfers, storage = list(self._mover.in_flight.values()), self._storage
+        with self._books:
+            transfers = list(self._movement.mover.in_flight.values())
         num_left = sum(not wait_done((transfer,), max(0.0, deadline - time.monotonic())) for transfer in transfers)
         if num_left:
             raise LifeCycleError(f"{num_left} copies have not ended in time; try again, or look at the ranks")
-        if storage is not None and not storage.settled.wait(max(0.0, deadline - time.monotonic())):
-            raise LifeCycleError("a task of storage has not ended in time; try again, or detach_storage first")
-        peers = self._peers
-        if peers is not None and not peers.settled.wait(max(0.0, deadline - time.monotonic())):
+        if not self._storage.wait_settled(max(0.0, deadline - time.monotonic())):
+            raise LifeCycleError("a task of storage has not ended in time; try again, or detach the store first")
+        if not self._peers.road.wait_settled(max(0.0, deadline - time.monotonic())):
             raise LifeCycleError("a send to another instance, or a receive, has not ended in time; try again")
         self._acknowledge(deadline)
 
     def _acknowledge(self, deadline: float) -> None:
         """Every lane of every rank has come to an empty task, and so done all before it; or its process was reaped."""
-        if not self._client.available:  # what is down moves nothing, and gets nothing to do
+        if not self._movement.client.available:  # what is down moves nothing, and gets nothing to do
             return
-        with self._lock:
-            barriers = [self._mover.barrier(direction) for direction in (Direction.SWAP_IN, Direction.SWAP_OUT)]
-        self._submit()
+        with self._books:
+            barriers = [
+                self._movement.mover.barrier(direction) for direction in (Direction.SWAP_IN, Direction.SWAP_OUT)
+            ]
         if not wait_done(barriers, max(0.0, deadline - time.monotonic())):
-            ranks = ", ".join(f"rank {s.rank} {'is ready' if s.up else 'is down'}" for s in self._client.statuses())
+            ranks = ", ".join(
+                f"rank {s.rank} {'is ready' if s.up else 'is down'}" for s in self._movement.client.statuses()
+            )
             raise LifeCycleError(f"not every rank has acknowledged in time ({ranks}); try again with more time")
 
-    def _forget(self, tiers: set[Tier]) -> None:
+    def _forget(self, tiers: Collection[Tier]) -> None:
         """Under the lock, with nothing in flight."""
-        for active in self._requests.values():
-            self._matcher.settle(active)
-            if active.is_ahead and not all(transfer.succeeded for transfer in active.ahead):
-                self._matcher.end_ahead(active, arrived=False)
-        if tiers == {GPU, CPU}:
-            self._tree.reset()
-            self._tree.num_kv_losses += 1
-            self._tree.num_cpu_losses += 1
+        self._requests.settle_all()
+        tree = self._books.tree
+        if set(tiers) == {GPU, CPU}:
+            tree.reset()
+            tree.generations.begin(Reason.GPU_LOST)
+            tree.generations.begin(Reason.CPU_LOST)
         elif GPU in tiers:
-            drop_gpu(self._tree)
+            drop_gpu(tree)
         else:
-            drop_cpu(self._tree, self._pinned)
+            drop_cpu(self._books)
 
-    def _check_running(self) -> None:
-        self._check_open()
-        if self.is_gpu_asleep:
-            raise LifeCycleError("the cache is asleep; wake it before its GPU blocks are used")
-
-    def _check_open(self) -> None:
-        raise NotImplementedError
-
-    def _submit(self) -> None:
-        raise NotImplementedError
+    # -- forgetting
 
     def reset(self, *, weights_id: str | None = None) -> None:
-        """See `StorageAccess`."""
-        raise NotImplementedError
+        """See `PrefixCacheManager.reset`."""
+        if weights_id is None:
+            with self._books:
+                self._books.check_open()
+                self._books.forget(None)
+            return
+        # Two at once could detach, forget and attach in turns: the peers would name the one's weights and the store the
+        # other's, and blocks of one model would be read as the other's.
+        with self._storage.renaming:
+            self._rename(weights_id)
+
+    def _rename(self, weights_id: str) -> None:
+        storage, peer = self._storage.settings, self._config.peer
+        if storage is None and peer is None:
+            raise ConfigError(f"reset with weights_id {weights_id!r}, but no store is attached and there are no peers")
+        if peer is not None:
+            dataclasses.replace(peer, weights_id=weights_id)  # a wrong name is refused before all else
+        renamed = dataclasses.replace(storage, weights_id=weights_id) if storage is not None else None
+        if renamed is not None:
+            self._storage.detach_for(renamed)
+        with self._books:
+            self._books.check_open()
+            self._books.forget(weights_id)
+        if renamed is not None:
+            self._storage.attach(renamed)

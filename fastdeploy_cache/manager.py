@@ -4,56 +4,56 @@ from __future__ import annotations
 
 import functools
 import operator
-import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from fastdeploy_cache.books.block_pool import REQUEST, BlockPool
-from fastdeploy_cache.books.prefix_tree import BlockKeys, PrefixTree
-from fastdeploy_cache.books.run import GPU, CallerCopy, Transfer, wait_done
-from fastdeploy_cache.callers.copies import CallerCopies
-from fastdeploy_cache.callers.pinned_prefix import Pinned
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.run import CPU, GPU, Tier
+from fastdeploy_cache.books.transfer import wait_done
+from fastdeploy_cache.callers.blocks import Blocks
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.errors import (
-    ClosedError,
-    OutOfBlocksError,
-    PromptTooLongError,
-    RequestError,
-    UnknownRequestError,
-)
-from fastdeploy_cache.inspection import Inspection
-from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.life_cycle import LifeCycle, LifeCycleState
-from fastdeploy_cache.match import Match
-from fastdeploy_cache.metrics.exporter import MetricsExporter
-from fastdeploy_cache.movement.block_mover import BlockMover
-from fastdeploy_cache.parts import new_client, new_matcher, new_metrics, new_policy_of, new_speeds
-from fastdeploy_cache.peers.access import PeerAccess
-from fastdeploy_cache.peers.store_road import StoredPeers
+from fastdeploy_cache.errors import ConfigError, RequestError
+from fastdeploy_cache.life_cycle import LifeCycle
+from fastdeploy_cache.match import Match, Prefetch
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.metrics.exporter import Collector, MetricsExporter
+from fastdeploy_cache.movement.block_mover import TaskEnded
+from fastdeploy_cache.movement.movement import Movement
+from fastdeploy_cache.movement.new_client import new_client
+from fastdeploy_cache.peers.peers import Peers
+from fastdeploy_cache.policies import new_policy
 from fastdeploy_cache.policies.eviction import EvictionPolicy
+from fastdeploy_cache.ranks import Ranks
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.invariants import Held, check
 from fastdeploy_cache.requests.loads import MatchLoads
-from fastdeploy_cache.storage.access import StorageAccess
-from fastdeploy_cache.storage.tier import StorageTier
+from fastdeploy_cache.requests.requests import Requests
+from fastdeploy_cache.stats import CacheStats, TierStats
+from fastdeploy_cache.storage.prefetch import StorageTaskEnded
+from fastdeploy_cache.storage.storage import Storage
 from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.peer.client import PeerClient
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
-
-logger = event_log(__name__)
+from fastdeploy_cache.transfer_manager.task import TransferResult
 
 
-class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, CallerCopies):
+class PrefixCacheManager:
     """Keeps computed KV blocks findable by prefix, on the GPU and in the CPU tier below it.
 
     Every verb either happens or leaves no trace, and may be called from any thread; calls for one request come one at a
     time. Nothing but `__init__`, `close` and what is called wait waits for more than the lock, which is held for
     bookkeeping only.
-    """
 
-    _closed = False
+    Attributes:
+        storage: the store below the CPU tier: attach, detach, flush.
+        peers: other instances: offer and receive.
+        blocks: verbs for callers that keep their own requests.
+        ranks: KV arrays and the processes that serve them.
+        life: pause, sleep, wake, changes of weights.
+    """
 
     def __init__(
         self,
@@ -78,32 +78,38 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
             NotEnoughMemoryError: the pools do not fit; nothing was taken.
         """
         self.config = config
-        self._client = client if client is not None else new_client(config)  # first: it refuses what does not fit
+        client = client if client is not None else new_client(config)  # first: it refuses what does not fit
+        self.metrics = CacheMetrics(
+            tp_size=config.transfer.tp_size,
+            data_parallel_id=config.transfer.data_parallel_id,
+            window_seconds=config.hit_rate_window_seconds,
+            clock=clock,
+        )
         num_gpu_blocks, num_cpu_blocks = config.pool_sizes()
-        self.metrics = new_metrics(config, clock)
-        self._lock = threading.Lock()
-        self._pools = pools = (BlockPool("GPU", num_gpu_blocks), BlockPool("CPU", num_cpu_blocks))
-        self._tree = PrefixTree(config.block_size, pools, policy or new_policy_of(config, clock))
-        self._requests: dict[str, ActiveRequest] = {}
-        self._pinned: Pinned = {}
-        self._ahead: dict[Transfer, int] = {}
-        self._taken: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        self._filling: tuple[dict[int, CallerCopy], dict[int, CallerCopy]] = ({}, {})
-        self._life = LifeCycleState()
-        self._mover = BlockMover(self._tree, self._client, config.transfer.task_timeout_seconds, self._on_result)
-        if config.transfer.owner_of_kv == "worker":
-            self._mover.ranks_without_kv.update(range(config.transfer.tp_size))
-        self._speeds = new_speeds(config)
-        self._copy_down, self._matcher = new_matcher(config, self._tree, self._mover, self._speeds)
-        self._detached: list[StorageTier] = []
+        pools = (BlockPool("GPU", num_gpu_blocks), BlockPool("CPU", num_cpu_blocks))
+        self._books = books = Books(PrefixTree(config.block_size, pools, policy or _new_policy(config, clock)))
+        # each room listens to changes from here on, in this order
+        self._movement = movement = Movement(config, books, client)
+        self.storage = storage = Storage(config, books, movement)
+        self._requests = requests = Requests(config, books, movement, storage, self.metrics)
+        self.blocks = Blocks(config, books, movement, requests)
+        books.listen(TaskEnded, self._on_task_ended)
+        books.listen(StorageTaskEnded, lambda ended: self._record_task(ended.result))
         self._exporters: list[MetricsExporter] = []
-        self._call_on_kv_lost = on_kv_lost
-        self._client.start(self._on_result, self._on_kv_lost)
-        self._open_storage()
-        self._open_peers(peer_client)
+        self.peers = Peers(config, books, requests, self.metrics)
+        self.ranks = Ranks(config, books, movement, self.peers, on_kv_lost)
+        self.life = LifeCycle(config, books, movement, requests=requests, storage=storage, peers=self.peers)
+        client.start(movement.mover.on_result, self.ranks.on_kv_lost)
+        try:
+            if config.storage is not None:
+                storage.attach(config.storage)
+            self.peers.open(movement, storage, peer_client)
+        except BaseException:
+            self.close()
+            raise
         self._show_metrics()
 
-    # -- the verbs
+    # -- the verbs of a request
 
     def match(self, request: Request) -> Match:
         """Find and pin the longest cached prefix of the request's tokens and start loading its CPU part.
@@ -115,27 +121,27 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
             RequestError: the request is matched already (release it first).
             PromptTooLongError: it can never fit.
         """
-        with self._lock:
-            self._check_open()
-            num_blocks = self._check_new(request)
-            keys = BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
-            active = ActiveRequest(request, keys, self._tree.epoch, num_kv_losses=self._tree.num_kv_losses)
-            loads = self._loads_of(active)
-            self._requests[request.request_id] = active
-            try:
-                self._find_prefix(active, num_blocks)
-                if active.settled and (self._peers is None or not self._peers.outbox):
-                    return loads.describe()
+        requests = self._requests
+        with self._books:
+            self._books.check_open()
+            active = requests.begin(request)
+            try:  # what has come from other instances is pinned by the request now
+                self.peers.road.receives.forget(request.request_id)
             except BaseException:
-                self._abandon(active)
+                requests.abandon(active)
                 raise
-        self._submit()
-        with self._lock:
-            try:
+        # A settled match is nobody's to change but its caller's: it is described without the lock. Any other is
+        # described in a turn of its own, after the loads that were decided on have been handed over.
+        loads = MatchLoads(active, requests, self.config.transfer.task_timeout_seconds)
+        try:
+            if active.is_settled:
                 return loads.describe()
-            except BaseException:
-                self._abandon(active)
-                raise
+            with self._books:
+                return loads.describe()
+        except BaseException:
+            with self._books:
+                requests.abandon(active)
+            raise
 
     def allocate(self, request: Request, num_blocks: int, *, ahead_of_loads: bool = False) -> list[int]:
         """Give the request `num_blocks` more GPU blocks behind those that it has; evicts what the policy names.
@@ -152,33 +158,13 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
             OutOfBlocksError: not that many can be had now; nothing was changed.
         """
         num_blocks = operator.index(num_blocks)
-        with self._lock:
-            active = self._active(request)
-            self._check_running()
+        with self._books:
+            active = self._requests.active(request)
+            self._books.check_awake()
             if num_blocks < 0:
                 raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
-            pool, residency = self._pools[GPU], self._tree.residency
-            missing = num_blocks - residency.num_available(GPU)
-            if missing > 0:
-                raise OutOfBlocksError(missing, self._num_coming())
-            if not active.settled and not active.is_ahead:
-                if ahead_of_loads:
-                    self._matcher.run_ahead(active)
-                else:
-                    self._matcher.settle(active)
-            if num_blocks > pool.num_free:
-                residency.evict(GPU, num_blocks - pool.num_free)
-            ids = pool.allocate(num_blocks, REQUEST)
-            try:
-                active.block_ids += ids
-            except BaseException:  # no memory for a longer table: the blocks are nobody's else
-                pool.free(ids, REQUEST)
-                raise
-            if not active.admitted:
-                self._admit(active)
-            active.stepped_at = time.monotonic()
-            self._copy_down.moved(num_blocks)
-        self._submit()
+            ids = self._requests.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads)
+            self._movement.copy_down.moved(num_blocks)
         return ids.tolist()
 
     def confirm(self, request: Request, timeout_seconds: float | None = None, *, arrived: bool) -> bool:
@@ -190,16 +176,16 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
         False, also after `kv_lost`: what was computed for this request is worth nothing; release it and match it again.
         True for a request that runs ahead of nothing.
         """
-        with self._lock:
-            active = self._active(request)
+        with self._books:
+            active = self._requests.active(request)
         if active.is_ahead and arrived:
             seconds = self.config.transfer.task_timeout_seconds if timeout_seconds is None else timeout_seconds
             wait_done(active.ahead, seconds)
-        with self._lock:
-            self._active(request)
+        with self._books:
+            self._requests.active(request)
             if active.is_ahead:
-                self._matcher.end_ahead(active, arrived)
-            return not active.is_void and not self._matcher.is_lost(active)
+                self._requests.ahead.end(active, arrived)
+            return not active.is_void and not self._requests.matcher.is_lost(active)
 
     def commit(self, request: Request, num_computed_tokens: int) -> None:
         """The first `num_computed_tokens` tokens are computed and accepted: their full blocks become findable.
@@ -211,22 +197,16 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
             CommitError: more tokens than the request has or its blocks hold; nothing was changed.
         """
         num_computed_tokens = operator.index(num_computed_tokens)
-        with self._lock:
-            active = self._active(request)
-            self._matcher.settle(active)
+        requests = self._requests
+        with self._books:
+            active = requests.active(request)
+            requests.matcher.settle(active)
             num_held = len(active.block_ids) * self.config.block_size
             if not 0 <= num_computed_tokens <= min(request.num_tokens, num_held):
                 active.refuse_commit(num_computed_tokens, num_held)
-            if not active.admitted:
-                self._admit(active)
-            self._note_prefill(active, num_computed_tokens)
-            num_blocks = self._num_cacheable(active)
-            publishes = self.config.enable_prefix_caching and active.epoch == self._tree.epoch and active.settled
-            if num_blocks > active.num_committed_blocks and publishes:
-                self._matcher.publish(active, num_blocks)
-            if self._peers is not None:
-                self._peers.sends.committed(active)
-        self._submit()
+            requests.admit(active)
+            requests.publisher.commit(active, num_computed_tokens)
+            self.peers.road.sends.committed(active)
 
     def release(self, request: Request) -> None:
         """The engine has finished the last step that reads or writes the request's blocks: unpin, free what is its own.
@@ -234,45 +214,79 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
         Raises:
             UnknownRequestError: never matched, or released already.
         """
-        with self._lock:
-            active = self._active(request)
+        requests = self._requests
+        with self._books:
+            active = requests.active(request)
             loads = list(active.loads)
-            if active.is_ahead:
-                self._matcher.end_ahead(active, arrived=False)
-            self._matcher.settle(active)
-            private_ids = active.private_ids()
-            del self._requests[request.request_id]  # after what may lack memory: a release that fails can be repeated
-            if self._peers is not None:
-                kept = self._peers.sends.released(active)
+            private_ids = requests.end(active)
+            kept = self.peers.road.sends.released(active)
+            if kept:
                 private_ids = array("i", [block_id for block_id in private_ids if block_id not in kept])
             if private_ids:
-                self._pools[GPU].free(private_ids, REQUEST)
-            num_skipped = self._matcher.release(active)
-            if loads:
-                self._mover.cancel_unwanted(loads)
-        self._submit()
-        self._record_skipped(num_skipped)
+                self._books.pools[GPU].free(private_ids, REQUEST)
+            requests.ahead.leave(active)
+            num_skipped = requests.publisher.release(active)
+            self._movement.mover.cancel_unwanted(loads)
+            self._record_skipped(num_skipped)
+
+    def prefetch(self, request: Request) -> Prefetch:
+        """A request has been queued: fetch from storage, to the CPU tier, what no tier here has of it.
+
+        It takes no GPU blocks and pins nothing, so requests that wait never block each other; what is cached of it is
+        not the next to be evicted. A `match` meanwhile grows with what comes; `release` or `end_prefetch` ends it.
+        """
+        return self._requests.prefetches.begin(request)
+
+    def end_prefetch(self, request: Request) -> None:
+        """A queued request has gone without ever being matched: what has not come yet is not wanted."""
+        self._requests.prefetches.end(request)
+
+    def write_to_storage(self, request: Request) -> None:
+        """Write what of a matched request is committed to storage now, whatever the policies say; returns at once.
+
+        For an engine without a prefix cache (`enable_prefix_caching=False`), such as a decode instance: the blocks are
+        cached then, under the keys that any other instance computes, until the room is needed; nothing here matches
+        them. Best effort: `storage_blocks_total` counts what was written and what was skipped.
+
+        Raises:
+            UnknownRequestError: not matched, or released already.
+        """
+        with self._books:
+            active = self._requests.active(request)
+            self._requests.matcher.settle(active)
+            self._requests.publisher.write(active, self.storage)
+
+    # -- the verbs of the whole
+
+    def reset(self, *, weights_id: str | None = None) -> None:
+        """Forget every cached prefix. Running requests keep their blocks; what they commit later is not published.
+
+        What is in storage stays, and is found again: after the weights have changed give the new `weights_id`, under
+        which alone this cache reads and writes from then on.
+
+        Raises:
+            ConfigError: `weights_id` without a store or peers.
+            LayoutError: an impossible `weights_id`; nothing was changed.
+            StorageRefusedError: it cannot be opened again; the cache goes on without, and the next call tries again.
+        """
+        self.life.reset(weights_id=weights_id)
 
     def wait_for_transfers(self, timeout_seconds: float) -> bool:
         """Wait until the copies that are in flight now have ended; False when the time is over first.
 
         For an engine that has nothing to run while blocks are `coming`, and for tests.
         """
-        with self._lock:
-            transfers = list(self._mover.in_flight.values())
+        with self._books:
+            transfers = list(self._movement.mover.in_flight.values())
         return wait_done(transfers, timeout_seconds)
-
-    def wait_for_ranks(self, timeout_seconds: float) -> bool:
-        """Wait until every rank is ready, after one has died; False when the time is over first."""
-        return self._client.wait_ready(timeout_seconds)
 
     def close(self) -> None:
         """End the ranks and give the memory up; views that the engine holds stay valid. Safe to call twice."""
-        with self._lock:
-            self._closed = True
-        self.detach_storage()
-        self._close_peers()
-        self._client.stop()
+        with self._books:
+            self._books.close()
+        self.storage.detach()
+        self.peers.road.close()
+        self._movement.client.stop()
         while self._exporters:
             self._exporters.pop().close()
 
@@ -282,112 +296,97 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- steps of the verbs, under the lock
+    # -- looking in
 
-    def _loads_of(self, active: ActiveRequest) -> MatchLoads:
-        return MatchLoads(
-            active,
-            self._matcher,
-            lock=self._lock,
-            check=lambda waiting: self._active(waiting.request),
-            submit=self._submit,
-            size=self.config.block_size,
-            timeout_seconds=self.config.transfer.task_timeout_seconds,
+    def stats(self) -> CacheStats:
+        """Blocks by owner, transfers, hit rates over the window, ranks."""
+        with self._books:
+            books, mover, road = self._books, self._movement.mover, self.peers.road
+            gpu, cpu = (TierStats.of(books.pools[tier], books.residency, tier) for tier in Tier)
+            return CacheStats(
+                gpu=gpu,
+                cpu=cpu,
+                storage=self.storage.stats(),
+                num_requests=len(self._requests),
+                num_transfers_in_flight=sum(not t.done.is_set() for t in mover.in_flight.values()),
+                num_open_sends=len(road.sends),
+                num_open_receives=len(road.receives),
+                num_swapped_in_blocks=mover.num_landed[GPU],
+                num_swapped_out_blocks=mover.num_landed[CPU],
+                num_refused_transfers={d.value: n for d, n in mover.num_refused.items()},
+                num_failed_steps=dict(books.mishaps.counts),
+                num_quarantined_blocks=mover.num_quarantined_blocks,
+                epoch=books.tree.epoch,
+                hit_rates=self.metrics.hit_rates(),
+                ranks=tuple(self._movement.client.statuses()),
+            )
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if the books do not add up. Walks the whole tree: for tests and for doubt."""
+        with self._books:
+            road = self.peers.road
+            held = Held(
+                requests=list(self._requests),
+                transfers=list(self._movement.mover.in_flight.values()),
+                cpu_ids=self.storage.held_ids,
+                gpu_ids=[*road.sends.held_ids, *road.receives.held_ids],
+                pins=[*self._books.pinned, *road.sends.pins, *road.receives.pins],
+                ahead=self.blocks.copies.ahead,
+                waiting=road.receives.loads,
+            )
+            check(self._books.tree, held)
+
+    def serve_metrics(self, host: str = "127.0.0.1", port: int = 0, *, also: Sequence[Collector] = ()) -> str:
+        """Start the Prometheus endpoint of this cache; returns its URL. Port 0 takes a free one.
+
+        `also`: further collectors, such as `metrics` of the other caches of a data-parallel group.
+
+        Raises:
+            ConfigError: two caches of one data-parallel id.
+            PortInUseError: the address cannot be listened on.
+        """
+        ids = [c.data_parallel_id for c in (self.metrics, *also) if isinstance(c, CacheMetrics)]
+        if len(set(ids)) < len(ids):
+            raise ConfigError(f"metrics of caches with data-parallel ids {ids}; give each its own data_parallel_id")
+        exporter = MetricsExporter(self.metrics, *also, host=host, port=port)
+        self._exporters.append(exporter)
+        return exporter.url
+
+    def _show_metrics(self) -> None:
+        self.metrics.observe(
+            lambda: self.stats().block_counts(),
+            lambda: self.stats().eviction_counts(),
+            lambda: self.stats().rank_counts(),
+            lambda: self.stats().refused_counts(),
+            lambda: self.stats().storage_counts(),
+            failures=lambda: self.stats().failure_counts(),
         )
 
-    def _find_prefix(self, active: ActiveRequest, num_blocks: int) -> None:
-        if self.config.enable_prefix_caching and not self.is_gpu_asleep:
-            reads = self._storage.reads if self._storage is not None else None
-            if reads is not None and (prefetch := reads.take(active.request.request_id)) is not None:
-                self._matcher.follow(active, prefetch)
-            self._matcher.find(active, num_blocks)
-            if reads is not None:
-                reads.advance()
-        if self._peers is not None:  # what has come is pinned by the request now
-            self._peers.receives.forget(active.request.request_id)
+    # -- what is recorded; the metrics are told after the turn, as they have a lock of their own
 
-    def _abandon(self, active: ActiveRequest) -> None:
-        """Its match has failed half way: it holds nothing, and may be matched again."""
-        del self._requests[active.request.request_id]
-        private_ids = active.private_ids()
-        self._matcher.abandon(active)
-        if private_ids:
-            self._pools[GPU].free(private_ids, REQUEST)
+    def _on_task_ended(self, ended: TaskEnded) -> None:
+        self._record_skipped(ended.num_lost)
+        self._record_task(ended.result)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the cache manager is closed; make a new one")
-
-    def _active(self, request: Request) -> ActiveRequest:
-        active = self._requests.get(request.request_id)
-        if self._closed or active is None or active.request is not request:
-            self._check_open()
-            raise UnknownRequestError(f"request {request.request_id!r} is not matched or was released; match it first")
-        return active
-
-    def _check_new(self, request: Request) -> int:
-        """Returns the blocks that its tokens fill."""
-        if request.request_id in self._requests:
-            raise RequestError(f"request {request.request_id!r} is matched already; release it first")
-        num_blocks = -(-request.num_tokens // self.config.block_size)
-        if num_blocks > self._pools[GPU].num_blocks:
-            raise PromptTooLongError(
-                f"request {request.request_id!r} has {request.num_tokens} tokens, {num_blocks} blocks; the GPU pool "
-                f"has {self._pools[GPU].num_blocks}: shorten it or raise num_gpu_blocks"
-            )
-        return num_blocks
-
-    def _admit(self, active: ActiveRequest) -> None:
-        """Count a request once, when it is first admitted: not while it waits, nor when it returns from preemption."""
-        request, size, active.admitted = active.request, self.config.block_size, True
-        if request.counted:
-            return
-        request.counted = True
-        num_gpu = min(active.num_gpu_blocks, active.num_matched_blocks)
-        num_gpu_tokens = num_gpu * size + active.num_copied_tokens
-        num_storage = active.num_storage_blocks(num_gpu, active.num_matched_blocks)
-        num_cpu = active.num_matched_blocks - num_gpu - num_storage
-        hit_tokens = (num_gpu_tokens, num_cpu * size, num_storage * size)
-        record = functools.partial(self.metrics.record_request, request.num_tokens, hit_tokens)
-        self._tree.mishaps.ask("metrics", record, None)
+    def _record_task(self, result: TransferResult) -> None:
+        """What each rank has moved."""
+        for r in result.ranks:
+            sums = result.task.direction.value, r.rank, r.num_bytes, r.seconds, r.error is not None
+            self._record(functools.partial(self.metrics.record_swap, *sums))
 
     def _record_skipped(self, num_blocks: int) -> None:
         if num_blocks:
-            self._tree.mishaps.contain("metrics", lambda: self.metrics.record_skipped_writes(num_blocks))
+            self._record(functools.partial(self.metrics.record_skipped_writes, num_blocks))
 
-    # -- called back
+    def _record(self, record: Callable[[], None]) -> None:
+        self._books.call_later(functools.partial(self._books.mishaps.contain, "metrics", record))
 
-    def _submit(self) -> None:
-        """Hand over what was decided on. Without the lock."""
-        storage = self._storage
-        if self._mover.outbox:
-            self._mover.outbox.submit()
-        if storage is not None and (storage.link.outbox or storage.link.calls):
-            storage.link.submit()
-        if (peers := self._peers) is not None and (peers.outbox or peers.calls):
-            peers.submit()
 
-    def _on_result(self, result: TransferResult) -> None:
-        """Of a rank's answer, or of a task that the client has raised for: it costs no other task, and no verb."""
-        self._tree.mishaps.contain("callback", lambda: self._take_result(result))
-
-    def _take_result(self, result: TransferResult) -> None:
-        calls: list[Callable[[], None]] = []
-        try:
-            with self._lock:
-                num_lost, calls = self._mover.finish(result)
-                self._note_load(result)
-                if result.task.direction is Direction.SWAP_OUT:
-                    self._copy_down.stored(result.error is None)
-                if self._storage is not None:
-                    self._storage.reads.advance()
-                    if isinstance(self._peers, StoredPeers):
-                        self._peers.sends.check(self._storage)
-            self._submit()
-            self._record_skipped(num_lost)
-            self._record_task(result)
-            if result.error is not None:
-                logger.warning("event=transfer_failed task_id=%d error=%r", result.task.task_id, result.error)
-        finally:  # whoever waits for the task hears of it, whatever has failed
-            for call in calls:
-                self._tree.mishaps.contain("callback", call)
+def _new_policy(config: CacheConfig, clock: Callable[[], float]) -> EvictionPolicy:
+    return new_policy(
+        config.eviction_policy,
+        clock,
+        num_blocks=max(config.pool_sizes()),
+        block_tokens=config.block_size,
+        history_bytes=config.eviction_history_bytes,
+    )

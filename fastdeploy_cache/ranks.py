@@ -1,33 +1,50 @@
-"""What a manager offers to the workers of its ranks: KV arrays and the progress of loads."""
+"""The ranks, and what the workers of their model need: `cache.ranks`."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
-from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.mishaps import call_user
 from fastdeploy_cache.books.tier_loss import drop_gpu
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.movement.block_mover import BlockMover
-from fastdeploy_cache.requests.loads import call_user
-from fastdeploy_cache.transfer_manager.client import KVArrays, TransferClient
+from fastdeploy_cache.movement.movement import Movement
+from fastdeploy_cache.peers.peers import Peers
+from fastdeploy_cache.transfer_manager.client import KVArrays, RankStatus
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVViews
 from fastdeploy_cache.transfer_manager.rank.rank_signal import LayerProgress
 
 logger = event_log(__name__)
 
 
-class RankAccess:
-    """The part of `PrefixCacheManager` that is about ranks; any thread."""
+class Ranks:
+    """KV arrays, the progress of loads, and whether the processes are up. Any thread."""
 
-    config: CacheConfig
-    _call_on_kv_lost: Callable[[int], None] | None
-    _client: TransferClient
-    _lock: threading.Lock
-    _mover: BlockMover
-    _tree: PrefixTree
+    def __init__(
+        self,
+        config: CacheConfig,
+        books: Books,
+        movement: Movement,
+        peers: Peers,
+        tell_kv_lost: Callable[[int], None] | None,
+    ) -> None:
+        """`tell_kv_lost`: see `on_kv_lost` of `PrefixCacheManager`."""
+        self._config, self._books = config, books
+        self._client, self._mover, self._peers = movement.client, movement.mover, peers
+        self._tell_kv_lost = tell_kv_lost
+        if config.transfer.owner_of_kv == "worker":
+            for rank in range(config.transfer.tp_size):
+                self._mover.note_kv(rank, is_there=False)
+
+    def wait_ready(self, timeout_seconds: float) -> bool:
+        """Wait until every rank is ready, after one has died; False when the time is over first."""
+        return self._client.wait_ready(timeout_seconds)
+
+    def statuses(self) -> list[RankStatus]:
+        """One entry for each rank."""
+        return self._client.statuses()
 
     def kv_views(self, rank: int) -> KVViews:
         """The rank's KV memory in CPU memory: per layer, by part name (`key`, `value`, ...), the array
@@ -65,7 +82,7 @@ class RankAccess:
             # What was computed while the arrays were missing, or on some that came too late, is nowhere. The rank can
             # move bytes already: copied down before this, the zeros of the new arrays would pass for it.
             self._forget_gpu(rank, has_kv=has_kv)
-        self._peers_attach_kv(rank)
+        self._peers.road.attach_kv(rank)
 
     def kv_lost(self, rank: int) -> None:
         """The rank's worker is gone, and its KV arrays with it.
@@ -73,11 +90,10 @@ class RankAccess:
         Everything on the GPU is forgotten, on all ranks; the CPU tier stays. Running requests are void: they publish
         nothing any more; release them and match them again once `attach_kv` has brought new arrays.
         """
-        if not 0 <= rank < self.config.transfer.tp_size:
-            raise ConfigError(f"there is no rank {rank}; this cache has {self.config.transfer.tp_size}")
+        self._config.check_rank(rank)
         self._client.kv_lost(rank)
         try:
-            self._peers_lose_kv(rank)
+            self._peers.road.lose_kv(rank)
         finally:
             self._forget_gpu(rank, has_kv=False)
 
@@ -86,41 +102,26 @@ class RankAccess:
         self._check_rank(rank)
         return self._client.layer_progress(rank)
 
+    def on_kv_lost(self, rank: int) -> None:
+        """A rank that owns its KV arrays has died with them, or has made new ones. On the client's thread."""
+        try:
+            self._peers.road.lose_kv(rank)
+        finally:  # whatever else fails: what has gone must not be found
+            self._forget_gpu(rank, has_kv=None)
+        self._peers.road.attach_kv(rank)
+        if (tell := self._tell_kv_lost) is not None:
+            call_user(lambda: tell(rank))
+
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.config.transfer.tp_size:
-            raise ConfigError(f"there is no rank {rank}; this cache has {self.config.transfer.tp_size}")
-        if self.config.layout is None:
+        self._config.check_rank(rank)
+        if self._config.layout is None:
             raise ConfigError("this cache has no KV arrays; give its configuration a layout")
 
     def _forget_gpu(self, rank: int, *, has_kv: bool | None) -> None:
         """`has_kv`: whether its worker has attached the rank's KV arrays; None where that has not changed."""
-        with self._lock:
-            drop_gpu(self._tree)
-            if has_kv:
-                self._mover.ranks_without_kv.discard(rank)
-            elif has_kv is not None and self.config.transfer.owner_of_kv == "worker":
-                self._mover.ranks_without_kv.add(rank)
-            self._cancel_peers("the KV arrays are lost")
-            logger.info("event=gpu_forgotten rank=%d epoch=%d", rank, self._tree.epoch)
-        self._submit()
-
-    def _on_kv_lost(self, rank: int) -> None:
-        try:
-            self._peers_lose_kv(rank)
-        finally:  # whatever else fails: what has gone must not be found
-            self._forget_gpu(rank, has_kv=None)
-        self._peers_attach_kv(rank)
-        if (told := self._call_on_kv_lost) is not None:
-            call_user(lambda: told(rank))
-
-    def _cancel_peers(self, text: str) -> None:
-        raise NotImplementedError
-
-    def _peers_attach_kv(self, rank: int) -> None:
-        raise NotImplementedError
-
-    def _peers_lose_kv(self, rank: int) -> None:
-        raise NotImplementedError
-
-    def _submit(self) -> None:
-        raise NotImplementedError
+        with self._books:
+            drop_gpu(self._books.tree)
+            if has_kv or (has_kv is not None and self._config.transfer.owner_of_kv == "worker"):
+                self._mover.note_kv(rank, is_there=has_kv)
+            self._peers.road.cancel_all("the KV arrays are lost")
+            logger.info("event=gpu_forgotten rank=%d epoch=%d", rank, self._books.tree.epoch)

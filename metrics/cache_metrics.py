@@ -25,7 +25,7 @@ EVICTION_KINDS = ("copy_kept", "dropped")
 STORAGE_OPERATIONS = ("read", "write")
 STORAGE_FATES = ("fetched", "unasked", "written", "skipped")
 STORAGE_LOSSES = ("evicted", "declined", "damaged")
-STEPS = ("policy", "copy_down", "write_out", "prefetch", "landing", "client", "metrics", "callback")
+STEPS = ("policy", "copy_down", "write_out", "prefetch", "landing", "client", "metrics", "callback", "settling")
 PEER_DIRECTIONS = ("send", "receive")
 PEER_REASONS = ("gone", "late", "refused", "failed", "cancelled", "full")
 

@@ -18,6 +18,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def call_user(call: Callable[[], object]) -> None:
+    """Run a user's callback; what it raises is the user's, and must not end the thread that all transfers need."""
+    try:
+        call()
+    except Exception:
+        logger.exception("event=user_callback_failed")
+
+
 class Mishaps:
     """How often each of `STEPS` has failed since the start. Any thread, most of them under the manager's lock.
 
@@ -31,11 +39,16 @@ class Mishaps:
 
     def note(self, step: str) -> None:
         """Call it while the exception is being handled. A step that fails each time is logged ever more rarely."""
+        self.count(step, "see the traceback")
+
+    def count(self, step: str, reason: str) -> None:
+        """A step has failed for a reason that is, or is not, an exception that is being handled."""
         with self._lock:
             self.counts[step] += 1
             num_failures = self.counts[step]
         if num_failures & (num_failures - 1) == 0:
-            logger.error("event=step_failed step=%s num_failures=%d", step, num_failures, exc_info=sys.exception())
+            what = "event=step_failed step=%s num_failures=%d reason=%r"
+            logger.error(what, step, num_failures, reason, exc_info=sys.exception())
 
     def ask(self, step: str, call: Callable[[], T], otherwise: T) -> T:
         """What a call returns; where it raises, that is noted as `step` and the answer is `otherwise`."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from array import array
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
-from fastdeploy_cache.books.run import GPU, Run, Transfer, segments_of
-from fastdeploy_cache.movement.block_mover import Part
+from fastdeploy_cache.books.run import GPU, Run
+from fastdeploy_cache.books.transfer import Transfer, segments_of
+
+Part = tuple[Run, int, int]  # a run, its first block, number of blocks
 
 
 def gpu_ids(path: list[Run], num_blocks: int) -> array[int]:

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES, TOKEN_BYTES, BlockHasher, root_hash
 from fastdeploy_cache.books.block_pool import REQUEST, RUN, TASK, BlockPool, Owner
+from fastdeploy_cache.books.generations import Generations, Reason
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.residency import Residency
-from fastdeploy_cache.books.run import CPU, GPU, TIERS, Pin, Run, Segment, Tier, Usage, split_pins
+from fastdeploy_cache.books.run import CPU, GPU, TIERS, Pin, Run, Tier, Usage
+from fastdeploy_cache.books.transfer import Segment, split_pins
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.policies.guarded import GuardedPolicy
 
@@ -47,7 +49,7 @@ class PrefixTree:
         self.policy = GuardedPolicy(policy, self.mishaps, self.runs)
         self.residency = Residency(self.block_bytes, pools, self.policy)
         self.roots: dict[str, Run] = {}
-        self.num_kv_losses = self.num_cpu_losses = 0  # how often the bytes of the GPU, of the CPU tier have gone
+        self.generations = Generations()
         self.old_roots: list[Run] = []  # of earlier epochs, as long as something under them is pinned
         self._hasher = BlockHasher(block_size)
         self.policy.clear(self.residency.is_leaf, self.split)
@@ -62,7 +64,7 @@ class PrefixTree:
     @property
     def generation(self) -> int:
         """Raised whenever what blocks held may have gone, or is worth nothing any more."""
-        return self.epoch + self.num_kv_losses + self.num_cpu_losses
+        return self.generations.current
 
     # -- looking
 
@@ -328,6 +330,7 @@ class PrefixTree:
         self.old_roots = [root for root in (*self.old_roots, *self.roots.values()) if root.children]
         self.roots = {}  # first of all: whatever comes, nothing of the old is found any more
         self.residency.begin_epoch()
+        self.generations.begin(Reason.RESET)
         self.policy.clear(self.residency.is_leaf, self.split)
         for run in reversed(list(self.runs())):  # children first
             self.residency.truncate(run, run.num_held)

@@ -6,7 +6,8 @@ from array import array
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_pool import RUN, BlockPool
-from fastdeploy_cache.books.run import CPU, GPU, TIERS, Run, Segment, Tier
+from fastdeploy_cache.books.run import CPU, GPU, TIERS, Run, Tier
+from fastdeploy_cache.books.transfer import Segment
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 
 

@@ -1,13 +1,10 @@
-"""A node of the prefix tree: a run of blocks with no branch in between; pins, and copies in flight."""
+"""A node of the prefix tree: a run of blocks with no branch in between, and the pins on it."""
 
 from __future__ import annotations
 
 import copy
-import threading
-import time
 from array import array
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
@@ -170,91 +167,3 @@ class Pin:
     def __init__(self, run: Run, end: int) -> None:
         self.run = run
         self.end = end
-
-
-@dataclass(eq=False)
-class BlockCopy:
-    """A cached GPU block on its way into another GPU block, which its request may write."""
-
-    source: Pin  # ends behind the block
-    ids: array[int]  # the one destination
-    wanted: bool = True  # until the request has settled without it
-    landed: bool = False
-
-
-@dataclass(eq=False)
-class CallerCopy:
-    """A copy from or into GPU blocks of an adapter's caller."""
-
-    ids: array[int]  # in the transfer's tier; the task's until `end`
-    pins: list[Pin]  # on what it reads, or continues
-    end: Callable[[bool], None]  # all ranks have answered, well or not: gives ids and pins away
-    unwanted: set[int] = field(default_factory=set)  # of the ids, those that their caller has given back meanwhile
-
-
-@dataclass(eq=False)
-class Transfer:
-    """A copy in flight and the segments it fills; `done` is set when it has ended, well or not."""
-
-    task_id: int
-    tier: Tier  # the destination
-    segments: list[Segment] = field(default_factory=list)
-    copy: BlockCopy | None = None
-    caller: CallerCopy | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-    succeeded: bool = False
-    is_quarantined: bool = False  # it has ended, and landing it failed: see `BlockMover.finish`
-    cancelled: bool = False  # nobody starts to wait for it any more; it may still succeed
-    num_lost: int = 0  # blocks that have come and joined nothing
-    num_waiting: int = 0  # matches that are not settled and contain blocks of it
-    on_done: list[Callable[[], None]] = field(default_factory=list)  # called without the manager's lock
-    num_ahead: int = 0  # requests that use the destinations before the load has ended
-    kept_ids: array[int] = field(default_factory=lambda: array("i"))  # of those, what did not join the tree
-
-
-def wait_done(transfers: Iterable[Transfer], timeout_seconds: float) -> bool:
-    """Wait until all have ended; False when the time is over first. Not under the manager's lock."""
-    deadline = time.monotonic() + timeout_seconds
-    return all(transfer.done.wait(max(0.0, deadline - time.monotonic())) for transfer in transfers)
-
-
-class Segment(Pin):
-    """Blocks [start, end) of a run on their way to `ids` in the transfer's tier; as a pin it keeps their source."""
-
-    __slots__ = ("ids", "start", "transfer")
-
-    def __init__(self, transfer: Transfer, run: Run, start: int, ids: array[int]) -> None:
-        super().__init__(run, start + len(ids))
-        self.transfer = transfer
-        self.start = start
-        self.ids = ids
-
-
-def segments_of(run: Run, tier: Tier) -> list[Segment]:
-    """What is on its way to a tier for this run, and wanted."""
-    return [
-        pin for pin in run.pins if isinstance(pin, Segment) and pin.transfer.tier is tier and not pin.transfer.cancelled
-    ]
-
-
-def split_pins(lower: Run, upper: Run) -> None:
-    """Each pin follows its blocks; a segment on both sides becomes two. What is held stays the same blocks."""
-    cut, pins, lower.pins = upper.num_blocks, lower.pins, []
-    for pin in pins:
-        if pin.end <= cut:
-            pin.run = upper
-            upper.pins.append(pin)
-            continue
-        if isinstance(pin, Segment) and pin.start < cut:
-            num_above = cut - pin.start
-            part = Segment(pin.transfer, upper, pin.start, pin.ids[:num_above])
-            pin.start, pin.ids = cut, pin.ids[num_above:]
-            upper.pins.append(part)
-            segments = pin.transfer.segments
-            segments.insert(segments.index(pin), part)  # loads land from the top down
-        if isinstance(pin, Segment):
-            pin.start -= cut
-        pin.end -= cut
-        lower.pins.append(pin)
-    upper.num_held, lower.num_held = min(lower.num_held, cut), max(0, lower.num_held - cut)
-    upper.num_held_children = int(lower.num_held > 0)

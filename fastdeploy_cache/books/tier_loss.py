@@ -1,4 +1,4 @@
-"""What stays cached when the bytes of a tier are gone. Under the manager's lock."""
+"""What stays cached when the bytes of a tier are gone. Under the lock."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_pool import RUN
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.generations import Reason
 from fastdeploy_cache.books.path import gpu_ids
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, Run
-from fastdeploy_cache.callers.pinned_prefix import Pinned
 
 
 def drop_gpu(tree: PrefixTree) -> None:
@@ -26,7 +27,7 @@ def drop_gpu(tree: PrefixTree) -> None:
     for run, heir in heirs.items():
         heir.ids = heir.ids[0], tree.residency.take_copies(run)
     tree.reset()
-    tree.num_kv_losses += 1
+    tree.generations.begin(Reason.GPU_LOST)
     for (name, _), heir in zip(kept, heirs.values(), strict=True):
         above = heir.parent
         assert above is not None
@@ -62,12 +63,13 @@ def _heir(tree: PrefixTree, run: Run) -> Run:
     return heir
 
 
-def drop_cpu(tree: PrefixTree, pinned: Pinned) -> None:
+def drop_cpu(books: Books) -> None:
     """Forget all copies, and what has no other place. Nothing is in flight, and requests are settled on GPU blocks.
 
     A caller's pin that goes deeper is cut.
     """
-    tree.num_cpu_losses += 1
+    tree, pinned = books.tree, books.pinned
+    tree.generations.begin(Reason.CPU_LOST)
     for pin, prefix in list(pinned.items()):
         path = pin.run.path()
         num_left = len(gpu_ids(path, prefix.num_blocks))

@@ -1,31 +1,31 @@
-"""What a manager offers to adapters: verbs without a request, over blocks that their caller owns."""
+"""Verbs without a request, over blocks that their caller owns."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
-import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from fastdeploy_cache.books.block_pool import CALLER, REQUEST, TASK, BlockPool
+from fastdeploy_cache.books.block_pool import CALLER, REQUEST
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Used
 from fastdeploy_cache.books.path import gpu_ids, hash_at
-from fastdeploy_cache.books.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
+from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.books.prefix_tree import Inserted as InsertedBlocks
-from fastdeploy_cache.books.run import GPU, CallerCopy, Run, Tier
-from fastdeploy_cache.books.run_view import RunView, path_views, views_of
-from fastdeploy_cache.callers.pinned_prefix import Pinned, PinnedPrefix
+from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
+from fastdeploy_cache.callers.copies import BlockCopies
+from fastdeploy_cache.callers.finder import Finder
+from fastdeploy_cache.callers.own_blocks import OwnBlocks, as_first, as_ids
+from fastdeploy_cache.callers.view import BlockView
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import OutOfBlocksError, RequestError
-from fastdeploy_cache.movement.block_mover import BlockMover
-from fastdeploy_cache.movement.copy_down import CopyDown
+from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.requests.active_request import ActiveRequest
-from fastdeploy_cache.requests.matcher import Matcher
-from fastdeploy_cache.stats import TierStats
+from fastdeploy_cache.requests.requests import Requests
 
 
 class Lookup(NamedTuple):
@@ -49,23 +49,19 @@ class Inserted(NamedTuple):
     pinned: PinnedPrefix | None
 
 
-class CallerBlocks:
-    """The part of `PrefixCacheManager` that needs no matched request; any thread.
+class Blocks:
+    """Blocks for callers that keep their own requests: `cache.blocks`. Any thread; each verb is a turn of its own.
 
     A `Request` only names tokens, namespace and images here: it is not registered, and one object may serve many calls.
+    `copies` moves bytes for such callers, `view` looks into the tree for them.
     """
 
-    config: CacheConfig
-    _copy_down: CopyDown
-    _lock: threading.Lock
-    _matcher: Matcher
-    _mover: BlockMover
-    _filling: tuple[dict[int, CallerCopy], dict[int, CallerCopy]]  # by Tier: callers' blocks that are copied into
-    _pinned: Pinned
-    _pools: tuple[BlockPool, BlockPool]
-    _requests: dict[str, ActiveRequest]
-    _taken: tuple[dict[int, int], dict[int, int]]  # by Tier: the tree's generation when a block was taken or filled
-    _tree: PrefixTree
+    def __init__(self, config: CacheConfig, books: Books, movement: Movement, requests: Requests) -> None:
+        self._config, self._books, self._tree = config, books, books.tree
+        self._copy_down, self._requests = movement.copy_down, requests
+        self._own, self._finder = OwnBlocks(books), Finder(config, books)
+        self.copies = BlockCopies(config, books, movement, self._own, self._finder)
+        self.view = BlockView(books, self._finder)
 
     @property
     def generation(self) -> int:
@@ -75,7 +71,7 @@ class CallerBlocks:
 
     # -- blocks
 
-    def take(self, num_blocks: int, tier: Tier = GPU) -> list[int]:
+    def allocate(self, num_blocks: int, tier: Tier = GPU) -> list[int]:
         """`num_blocks` blocks of a tier for the caller, lowest ids first; evicts what the policy names.
 
         Raises:
@@ -83,55 +79,44 @@ class CallerBlocks:
         """
         num_blocks = operator.index(num_blocks)
         if num_blocks < 0:
-            raise RequestError(f"take of {num_blocks} blocks; give 0 or more")
-        with self._lock:
-            self._check_running()
-            pool, residency = self._pools[tier], self._tree.residency
-            missing = num_blocks - residency.num_available(tier)
+            raise RequestError(f"allocate of {num_blocks} blocks; give 0 or more")
+        with self._books:
+            self._books.check_awake()
+            missing = num_blocks - self._books.residency.num_available(tier)
             if missing > 0:
-                raise OutOfBlocksError(missing, self._num_coming() if tier is GPU else 0)
-            residency.evict(tier, max(0, num_blocks - pool.num_free))
-            ids = pool.allocate(num_blocks, CALLER)
-            self._stamp(ids, tier)
+                raise OutOfBlocksError(missing, self._requests.num_coming() if tier is GPU else 0)
+            ids = self._books.take(num_blocks, tier, CALLER)
+            self._own.note_taken(ids, tier)
             if tier is GPU:
                 self._copy_down.moved(num_blocks)
-        self._submit()
         return ids.tolist()
 
-    def give_back(self, block_ids: Sequence[int], tier: Tier = GPU) -> None:
+    def free(self, block_ids: Sequence[int], tier: Tier = GPU) -> None:
         """The caller's blocks are free again; all of them or, on `BlockOwnerError`, none.
 
         One that is still being copied into is free once that has ended.
         """
-        ids, filling = as_ids(block_ids), self._filling[tier]
-        with self._lock:
-            own = array("i", [block_id for block_id in ids if block_id not in filling])
-            if len(own) < len(ids):
-                self._pools[tier].check(own, CALLER)
-                late = [block_id for block_id in ids if block_id in filling]
-                self._pools[tier].check(array("i", late), TASK)
-                for block_id in late:
-                    filling.pop(block_id).unwanted.add(block_id)
-            self._pools[tier].free(own, CALLER)
+        with self._books:
+            self._own.free(as_ids(block_ids), tier)
 
     def evict(self, num_blocks: int, tier: Tier = GPU) -> int:
-        """Evict so many blocks of a tier now, or as many as can be; returns how many. `take` does it by itself."""
-        with self._lock:
-            self._check_open()
-            residency, num_free = self._tree.residency, self._pools[tier].num_free
+        """Evict so many blocks of a tier now, or as many as can be; returns how many. `allocate` does it by itself."""
+        with self._books:
+            self._books.check_open()
+            residency, num_free = self._tree.residency, self._books.pools[tier].num_free
             residency.evict(tier, max(0, min(num_blocks, residency.num_available(tier) - num_free)))
-            return self._pools[tier].num_free - num_free
+            return self._books.pools[tier].num_free - num_free
 
     def evict_runs(self, num_blocks: int) -> list[int]:
         """Evict whole runs, as the policy names them, until `num_blocks` blocks or more have gone; they are the
         caller's now, run by run, each from its first block on. What has a copy stays cached in the CPU tier.
 
-        Fewer where no more can be evicted. `take` evicts exactly what it needs.
+        Fewer where no more can be evicted. `allocate` evicts exactly what it needs.
         """
         evicted, num_free = array("i"), 0
-        with self._lock:
-            self._check_open()
-            residency, pool = self._tree.residency, self._pools[GPU]
+        with self._books:
+            self._books.check_open()
+            residency, pool = self._tree.residency, self._books.pools[GPU]
             num_before = pool.num_free
             while num_free < num_blocks and residency.num_available(GPU) > pool.num_free:
                 evicted += residency.evict_run()
@@ -139,9 +124,8 @@ class CallerBlocks:
             unread = set(pool.deferred_ids)
             evicted = array("i", [block_id for block_id in evicted if block_id not in unread])
             pool.claim(evicted, CALLER)
-            self._stamp(evicted, GPU)
+            self._own.note_taken(evicted, GPU)
             self._copy_down.moved(len(evicted))
-        self._submit()
         return evicted.tolist()
 
     def hand_over(self, request: Request, block_ids: Sequence[int]) -> None:
@@ -153,17 +137,15 @@ class CallerBlocks:
             BlockOwnerError: one is not the caller's; nothing was changed.
             UnknownRequestError: not matched, or released already.
         """
-        with self._lock:
-            active, ids = self._active(request), as_ids(block_ids)
-            self._pools[GPU].check(ids, CALLER)
-            self._matcher.settle(active)
+        with self._books:
+            active, ids = self._requests.active(request), as_ids(block_ids)
+            self._books.pools[GPU].check(ids, CALLER)
+            self._requests.matcher.settle(active)
             active.block_ids += ids  # first: it may need memory
-            self._pools[GPU].hand_over(ids, CALLER, REQUEST)
-            if not self._are_current(ids):
-                active.epoch = -1
-            if not active.admitted:
-                self._admit(active)
-        self._submit()
+            self._books.pools[GPU].hand_over(ids, CALLER, REQUEST)
+            if not self._own.are_current(ids):
+                active.is_detached = True
+            self._requests.admit(active)
 
     # -- prefixes
 
@@ -173,8 +155,8 @@ class CallerBlocks:
         `split`: cut the runs in which it ends, on the GPU and anywhere, so that what is behind ages, and is evicted, by
         itself.
         """
-        with self._lock:
-            path, num_found = self._find(request)
+        with self._books:
+            path, num_found = self._finder.find(request)
             ids = gpu_ids(path, num_found)
             for end in (num_found, len(ids)) if split else ():
                 run, offset = self._tree.place(path, end)
@@ -187,27 +169,13 @@ class CallerBlocks:
 
     def pin(self, request: Request, num_blocks: int | None = None) -> PinnedPrefix:
         """Keep the longest cached prefix, at most `num_blocks` blocks of it, where it is until `unpin`."""
-        with self._lock:
-            return self._pin_found(*self._find(request, num_blocks))
-
-    def _pin_found(self, path: list[Run], num_found: int) -> PinnedPrefix:
-        ids = gpu_ids(path, num_found).tolist()  # first: it may need memory
-        pin = self._tree.move_pin(None, *self._tree.place(path, num_found))
-        pinned = PinnedPrefix(pin, num_found, ids)
-        if pin is not None:
-            self._pinned[pin] = pinned
-        return pinned
+        with self._books:
+            return self._books.pin_prefix(*self._finder.find(request, num_blocks))
 
     def unpin(self, pinned: PinnedPrefix) -> None:
         """The reverse of `pin`. Doing it again does nothing."""
-        with self._lock:
-            pin = pinned.end()
-            if pin is not None:
-                del self._pinned[pin]
-                num_held = pin.run.num_held
-                self._tree.unpin(pin)
-                self._copy_down.moved(max(0, num_held - pin.run.num_held))
-        self._submit()
+        with self._books:
+            self._copy_down.moved(self._books.unpin_prefix(pinned))
 
     def insert(
         self,
@@ -232,19 +200,19 @@ class CallerBlocks:
             RequestError: more blocks than the tokens fill, or the blocks before `first_block` are not on the GPU.
             BlockOwnerError: a block is not the caller's. Nothing was changed.
         """
-        ids, keys, first_block = as_ids(block_ids), self._keys(request), as_first(first_block)
+        ids, keys, first_block = as_ids(block_ids), self._finder.keys(request), as_first(first_block)
         num_blocks = first_block + len(ids)
-        if num_blocks > request.num_tokens // self.config.block_size:
+        if num_blocks > request.num_tokens // self._config.block_size:
             raise RequestError(f"insert of {num_blocks} blocks for {request.num_tokens} tokens; only full ones count")
-        with self._lock:
-            self._check_open()
+        with self._books:
+            self._books.check_open()
             path, _ = self._tree.find(request.namespace, keys, first_block)
             if len(gpu_ids(path, first_block)) < first_block:
                 raise RequestError(f"insert behind block {first_block}, but not all before it is on the GPU")
-            self._pools[GPU].check(ids, CALLER)
-            caches = self.config.enable_prefix_caching and not self.is_gpu_asleep
-            if not num_blocks or not caches or not self._are_current(ids, generation):
-                return Inserted(first_block, ids.tolist(), self._pin_found(path, first_block) if pin else None)
+            self._books.pools[GPU].check(ids, CALLER)
+            caches = self._config.enable_prefix_caching and GPU not in self._books.asleep
+            if not num_blocks or not caches or not self._own.are_current(ids, generation):
+                return Inserted(first_block, ids.tolist(), self._books.pin_prefix(path, first_block) if pin else None)
             run, end = self._tree.place(path, first_block)
             if ids:
                 at = (run, end) if run is not None else (self._tree.root(request.namespace), 0)
@@ -253,13 +221,12 @@ class CallerBlocks:
             assert run is not None
             count = functools.partial(self._count_use, request, run, end, used)  # cached they are all the same
             path = self._tree.mishaps.ask("policy", count, run.path())
-            pinned = self._pin_found(path, num_blocks) if pin else None
-        self._submit()
+            pinned = self._books.pin_prefix(path, num_blocks) if pin else None
         return Inserted(num_blocks, ids.tolist(), pinned)
 
     def _insert(self, at: tuple[Run, int], keys: BlockKeys, first_block: int, ids: array[int]) -> InsertedBlocks:
         """What the tree did not want is the caller's still."""
-        pool = self._pools[GPU]
+        pool = self._books.pools[GPU]
         pool.hand_over(ids, CALLER, REQUEST)
         try:
             done = self._tree.insert(at, keys, first_block, ids)
@@ -269,19 +236,6 @@ class CallerBlocks:
         pool.hand_over(done.duplicates + ids[done.num_blocks :], REQUEST, CALLER)
         return done
 
-    def _are_current(self, ids: Iterable[int], generation: int | None = None) -> bool:
-        """Whether these hold what they held when they were taken."""
-        now, taken = self._tree.generation, self._taken[GPU]
-        return generation == now if generation is not None else all(taken.get(block_id) == now for block_id in ids)
-
-    def _stamp(self, ids: array[int], tier: Tier, generation: int | None = None) -> None:
-        """Note when the caller got its blocks; they are free again where there is no memory for that."""
-        try:
-            self._taken[tier].update(dict.fromkeys(ids, self._tree.generation if generation is None else generation))
-        except MemoryError:
-            self._pools[tier].free(ids, CALLER)
-            raise
-
     def _count_use(self, request: Request, run: Run, end: int, used: bool) -> list[Run]:
         """Tell the policies; returns the path that ends there."""
         tree = self._tree
@@ -290,53 +244,24 @@ class CallerBlocks:
         holding = tree.move_pin(None, run, run.num_blocks)  # or the copies' own evictions might take it
         try:
             if used:
-                num_blocks = request.num_tokens // self.config.block_size
+                num_blocks = request.num_tokens // self._config.block_size
                 tree.policy.use(run.path(), request, Asked(num_blocks, num_blocks))
             else:
                 tree.policy.touch(run.path())
             path = run.path()
             self._copy_down.committed(run)
             num_skipped = self._copy_down.released(path)
-            if self._matcher.write_out is not None:
-                self._matcher.write_out.released(path, has_uncopied=num_skipped > 0)
+            if self._books.hears(Used):
+                self._books.note(Used(Pin(run, run.num_blocks), has_uncopied=num_skipped > 0))
         finally:
             tree.move_pin(holding, None, 0)
         return path
 
-    # -- looking in
-
-    def tier_stats(self, tier: Tier = GPU) -> TierStats:
-        """What `stats` says of one tier, cheaper."""
-        with self._lock:
-            return TierStats.of(self._pools[tier], self._tree.residency, tier)
-
-    def runs(self) -> list[RunView]:
-        """Every run of the tree, parents first, as it is now. Walks the whole tree."""
-        with self._lock:
-            return list(views_of(self._tree))
-
-    def runs_of(self, request: Request, num_blocks: int | None = None) -> list[RunView]:
-        """The runs that the tokens' cached prefix, at most `num_blocks` of it, lies on, first to last, as they are now.
-        The last one may go on behind it."""
-        with self._lock:
-            path, _ = self._find(request, num_blocks)
-            return list(path_views(path, request.namespace))
-
-    def free_block_ids(self, tier: Tier = GPU) -> list[int]:
-        """The blocks of a tier that nobody owns, lowest first. Walks the pool."""
-        with self._lock:
-            return sorted(self._pools[tier].free_ids())
-
-    def eviction_order(self, tier: Tier = GPU) -> list[bytes]:
-        """The hashes of the last blocks of the runs whose ends can be evicted, about in the order of eviction."""
-        with self._lock, contextlib.closing(self._tree.policy.coldest(tier)) as runs:
-            return [run.last_hash for run in runs]
-
     def drop(self, block_hash: bytes) -> int:
         """Forget a cached block that has none behind it, and those before it up to the first that is pinned or has
         other children; returns how many. None where it is unknown, or not the last of its chain. Walks the tree."""
-        with self._lock:
-            self._check_open()
+        with self._books:
+            self._books.check_open()
             epoch, num_dropped = self._tree.epoch, 0
             runs = (run for run in self._tree.runs() if run.epoch == epoch and not run.children)
             leaf = next((run for run in runs if run.last_hash == block_hash), None)
@@ -346,55 +271,3 @@ class CallerBlocks:
                 num_dropped += num_blocks - leaf.num_held
                 leaf = above if not leaf.num_held else None
             return num_dropped
-
-    def _keys(self, request: Request) -> BlockKeys:
-        return BlockKeys(request.tokens, request.extra_keys(self.config.block_size))
-
-    def _find(self, request: Request, num_blocks: int | None = None) -> tuple[list[Run], int]:
-        self._check_open()  # under the lock
-        most = request.num_tokens // self.config.block_size
-        most = most if num_blocks is None else min(most, num_blocks)
-        if self.is_gpu_asleep:
-            return [], 0
-        path, num_found = self._tree.find(request.namespace, self._keys(request), most)
-        whole = request.whole_images(num_found, self.config.block_size)
-        return path, whole
-
-    def _num_coming(self) -> int:
-        return self._mover.num_coming([active.pin for active in self._requests.values() if active.pin is not None])
-
-    def _active(self, request: Request) -> ActiveRequest:
-        raise NotImplementedError
-
-    def _admit(self, active: ActiveRequest) -> None:
-        raise NotImplementedError
-
-    def _check_open(self) -> None:
-        raise NotImplementedError
-
-    def _check_running(self) -> None:
-        raise NotImplementedError
-
-    @property
-    def is_gpu_asleep(self) -> bool:
-        """See `LifeCycle`."""
-        raise NotImplementedError
-
-    def _submit(self) -> None:
-        raise NotImplementedError
-
-
-def as_first(first_block: int) -> int:
-    """The number of a block."""
-    first = operator.index(first_block)
-    if first < 0:
-        raise RequestError(f"first_block is {first}; blocks of a sequence are counted from 0")
-    return first
-
-
-def as_ids(block_ids: Sequence[int]) -> array[int]:
-    """Block ids as the books keep them."""
-    try:
-        return array("i", block_ids)
-    except (TypeError, OverflowError) as error:
-        raise RequestError(f"block ids are {block_ids!r:.80}: {error}; give a list of integers") from error

@@ -1,83 +1,46 @@
-"""Copies from and into blocks that an adapter's caller owns."""
+"""Copies from and into blocks that their caller owns, and loads into the tree."""
 
 from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from fastdeploy_cache.books.arrivals import insert_copies
 from fastdeploy_cache.books.block_pool import CALLER, TASK
-from fastdeploy_cache.books.path import coming_and_cold, coming_ids, gpu_ids
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Copied
+from fastdeploy_cache.books.generations import Reason
+from fastdeploy_cache.books.path import Part, coming_and_cold, coming_ids, gpu_ids
+from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.prefix_tree import BlockKeys
-from fastdeploy_cache.books.run import CPU, GPU, CallerCopy, Pin, Run, Tier, Transfer, wait_done
-from fastdeploy_cache.callers.blocks import CallerBlocks, as_first, as_ids
-from fastdeploy_cache.callers.pinned_prefix import PinnedPrefix
+from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
+from fastdeploy_cache.books.transfer import Transfer
+from fastdeploy_cache.callers.finder import Finder
+from fastdeploy_cache.callers.own_blocks import OwnBlocks, as_first, as_ids
+from fastdeploy_cache.callers.transfers import CallerLoad, CallerTransfer
+from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import RequestError
-from fastdeploy_cache.movement.block_mover import Part
+from fastdeploy_cache.movement.cargo import CallersBlocks
+from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.storage.prefetched import insert_copies
 from fastdeploy_cache.transfer_manager.task import SWAPS, Direction
 
 
-class CallerTransfer:
-    """A copy on its way, of `num_blocks` blocks; of none, it has ended well. Any thread."""
-
-    __slots__ = ("_transfers", "num_blocks", "task_ids")
-
-    def __init__(self, transfers: Sequence[Transfer], num_blocks: int) -> None:
-        self._transfers = tuple(transfers)
-        self.num_blocks = num_blocks
-        self.task_ids = tuple([transfer.task_id for transfer in transfers])  # for `LayerProgress.wait_layer`
-
-    @property
-    def done(self) -> bool:
-        """Every rank has answered, or is gone."""
-        return all(transfer.done.is_set() for transfer in self._transfers)
-
-    @property
-    def succeeded(self) -> bool:
-        """Every rank has copied all of it."""
-        return self.done and all(transfer.succeeded for transfer in self._transfers)
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait until it has ended; whether all ranks succeeded in time. Every task ends at its own deadline."""
-        wait_done(self._transfers, timeout_seconds)
-        return self.succeeded
-
-
-class CallerLoad(CallerTransfer):
-    """A load into the tree: `block_ids` is where the blocks that are not on the GPU yet are coming to."""
-
-    __slots__ = ("_pinned", "block_ids", "num_kv_losses")
-
-    def __init__(
-        self,
-        transfers: Sequence[Transfer],
-        block_ids: Sequence[int],
-        pinned: PinnedPrefix | None,
-        num_kv_losses: int,
-    ) -> None:
-        super().__init__(transfers, len(block_ids))
-        self.block_ids = list(block_ids)
-        self.num_kv_losses = num_kv_losses  # of the cache, when it began
-        self._pinned = pinned
-
-    def end(self) -> tuple[Sequence[Transfer], PinnedPrefix | None]:
-        """What it holds ahead of its end, once."""
-        pinned, self._pinned = self._pinned, None
-        return (self._transfers if pinned is not None else ()), pinned
-
-
-class CallerCopies(CallerBlocks):
-    """The part of `CallerBlocks` that moves bytes; any thread.
+class BlockCopies:
+    """Moves bytes for callers: `cache.blocks.copies`. Any thread; each verb is a turn of its own.
 
     From the call until it has ended, what is copied into a caller's block belongs to the task. Blocks may be given back
     at any time: those that are copied from or into are free once that has ended.
     """
 
-    _ahead: dict[Transfer, int]
+    def __init__(self, config: CacheConfig, books: Books, movement: Movement, own: OwnBlocks, finder: Finder) -> None:
+        self._config, self._books, self._tree = config, books, books.tree
+        self._mover, self._loader, self._copy_down = movement.mover, movement.loader, movement.copy_down
+        self._own, self._finder = own, finder
+        self.ahead: dict[Transfer, int] = {}  # how often callers use its destinations before it has ended
 
-    def copy_blocks(
+    def copy(
         self,
         source_ids: Sequence[int],
         destination_ids: Sequence[int],
@@ -99,22 +62,21 @@ class CallerCopies(CallerBlocks):
             raise RequestError(f"copy of {len(sources)} blocks into {len(destinations)}; give as many")
         if direction not in SWAPS:
             raise RequestError(f"copy in direction {direction!r}; use Direction.COPY, SWAP_IN or SWAP_OUT")
-        if num_tokens is not None and not 1 <= operator.index(num_tokens) <= self.config.block_size:
-            raise RequestError(f"copy of {num_tokens} tokens of each block; a block has {self.config.block_size}")
-        with self._lock:
-            self._check_open()
+        if num_tokens is not None and not 1 <= operator.index(num_tokens) <= self._config.block_size:
+            raise RequestError(f"copy of {num_tokens} tokens of each block; a block has {self._config.block_size}")
+        with self._books:
+            self._books.check_open()
             source_tier = CPU if direction is Direction.SWAP_IN else GPU
-            source, tier = self._pools[source_tier], CPU if direction is Direction.SWAP_OUT else GPU
+            source, tier = self._books.pools[source_tier], CPU if direction is Direction.SWAP_OUT else GPU
             source.check(sources, CALLER)
-            self._pools[tier].check(destinations, CALLER)
+            self._books.pools[tier].check(destinations, CALLER)
             if not sources or not self._mover.can(direction):
                 return not sources
             source.begin_reading(sources)
-            oldest = min(self._taken[source_tier].get(block_id, -1) for block_id in sources)
-            copy = self._fill(destinations, tier, oldest, then=lambda: source.end_reading(sources))
-            transfer = self._mover.copy_for_caller(direction, sources, destinations, copy, num_tokens)
-        self._submit()
-        seconds = self.config.transfer.task_timeout_seconds if timeout_seconds is None else timeout_seconds
+            oldest = self._own.oldest(sources, source_tier)
+            cargo = self._own.fill(destinations, tier, oldest, then=lambda: source.end_reading(sources))
+            transfer = self._send(direction, sources, cargo, num_tokens)
+        seconds = self._config.transfer.task_timeout_seconds if timeout_seconds is None else timeout_seconds
         return CallerTransfer((transfer,), len(sources)).wait(seconds)
 
     def swap_in(self, request: Request, block_ids: Sequence[int], *, first_block: int = 0) -> CallerTransfer:
@@ -127,18 +89,17 @@ class CallerCopies(CallerBlocks):
             BlockOwnerError: a block is not the caller's; nothing was changed.
         """
         ids, first_block = as_ids(block_ids), as_first(first_block)
-        with self._lock:
-            self._pools[GPU].check(ids, CALLER)
-            path, num_found = self._find(request, first_block + len(ids))
+        with self._books:
+            self._books.pools[GPU].check(ids, CALLER)
+            path, num_found = self._finder.find(request, first_block + len(ids))
             sources = _copies(path, first_block, num_found)
             if not sources or not self._mover.can(Direction.SWAP_IN):
                 return CallerTransfer((), 0)
             destinations = ids[: len(sources)]
-            copy = self._fill(destinations, GPU, self._tree.generation)
-            copy.pins.append(self._pin_at(path, first_block + len(sources)))
-            transfer = self._mover.copy_for_caller(Direction.SWAP_IN, sources, destinations, copy)
+            pins = [self._pin_at(path, first_block + len(sources))]
+            cargo = self._own.fill(destinations, GPU, self._tree.generation, pins=pins)
+            transfer = self._send(Direction.SWAP_IN, sources, cargo)
             self._tree.policy.touch(path)
-        self._submit()
         return CallerTransfer((transfer,), len(sources))
 
     def swap_out(
@@ -152,14 +113,13 @@ class CallerCopies(CallerBlocks):
         Raises:
             BlockOwnerError: a block is not the caller's; nothing was changed.
         """
-        ids, keys, first_block = as_ids(block_ids), self._keys(request), as_first(first_block)
-        with self._lock:
-            self._pools[GPU].check(ids, CALLER)
+        ids, keys, first_block = as_ids(block_ids), self._finder.keys(request), as_first(first_block)
+        with self._books:
+            self._books.pools[GPU].check(ids, CALLER)
             path, num_found = self._tree.find(request.namespace, keys, first_block + len(ids))
             num_new = first_block + len(ids) - num_found
-            enabled = (
-                self.config.enable_prefix_caching and not self.is_gpu_asleep and self._are_current(ids, generation)
-            )
+            enabled = self._config.enable_prefix_caching and GPU not in self._books.asleep
+            enabled = enabled and self._own.are_current(ids, generation)
             if num_found < first_block or not num_new or not enabled or not self._mover.can(Direction.SWAP_OUT):
                 return CallerTransfer((), 0)
             pins = [self._pin_at(path, num_found)] if num_found else []
@@ -168,7 +128,7 @@ class CallerCopies(CallerBlocks):
                 return CallerTransfer((), 0)
             start = num_found - first_block
             sources = ids[start : start + len(destinations)]
-            self._pools[GPU].begin_reading(sources)
+            self._books.pools[GPU].begin_reading(sources)
             began = self._tree.generation
 
             def end(succeeded: bool) -> None:
@@ -176,9 +136,8 @@ class CallerCopies(CallerBlocks):
                 self._end_copies(request.namespace, keys, num_found, destinations if is_valid else array("i"))
                 self._end_cpu(destinations, sources)
 
-            copy = CallerCopy(destinations, pins, end)
-            transfer = self._mover.copy_for_caller(Direction.SWAP_OUT, sources, destinations, copy)
-        self._submit()
+            cargo = CallersBlocks(self._books, destinations, pins, end)
+            transfer = self._send(Direction.SWAP_OUT, sources, cargo)
         return CallerTransfer((transfer,), len(sources))
 
     def load(self, request: Request, num_blocks: int | None = None, *, ahead: bool = False) -> CallerLoad | None:
@@ -188,19 +147,17 @@ class CallerCopies(CallerBlocks):
         With `ahead` the caller may use the blocks before they have come, layer by layer (`LayerProgress.wait_layer`);
         they are given to nobody else until `end_load`, and what was computed on them counts if that returns True.
         """
-        with self._lock:
-            path, num_found = self._find(request, num_blocks)
+        with self._books:
+            path, num_found = self._finder.find(request, num_blocks)
             _, parts = coming_and_cold(path, num_found)
             if sum(n for _, _, n in parts) and not self._start_load(path, num_found, parts):
                 return None
             ids, transfers = coming_ids(path, len(gpu_ids(path, num_found)), num_found)
             for transfer in transfers if ahead else ():
                 self._mover.use_ahead(transfer)
-                self._ahead[transfer] = self._ahead.get(transfer, 0) + 1
-            pinned = self._pin_found(path, num_found) if ahead else None
-            load = CallerLoad(transfers, ids, pinned, self._tree.num_kv_losses)
-        self._submit()
-        return load
+                self.ahead[transfer] = self.ahead.get(transfer, 0) + 1
+            pinned = self._books.pin_prefix(path, num_found) if ahead else None
+            return CallerLoad(transfers, ids, pinned, self._tree.generation)
 
     def end_load(self, load: CallerLoad, timeout_seconds: float = 0.0) -> bool:
         """The caller uses the blocks of an `ahead` load no more, or only as cached ones; whether all of it has come.
@@ -208,42 +165,32 @@ class CallerCopies(CallerBlocks):
         Waits for it up to `timeout_seconds`. Once for each load.
         """
         load.wait(timeout_seconds)
-        with self._lock:
-            came = load.succeeded and load.num_kv_losses == self._tree.num_kv_losses
+        with self._books:
+            came = load.succeeded and not self._tree.generations.has_had(Reason.GPU_LOST, load.generation)
             transfers, pinned = load.end()
             if pinned is not None:  # others may have computed the same meanwhile: then theirs are the cached ones
                 ids = self._pinned_ids(pinned)
                 came = came and ids[len(ids) - len(load.block_ids) :] == load.block_ids
             for transfer in transfers:
-                self._ahead[transfer] -= 1
-                if not self._ahead[transfer]:
-                    del self._ahead[transfer]
+                self.ahead[transfer] -= 1
+                if not self.ahead[transfer]:
+                    del self.ahead[transfer]
                 self._mover.end_ahead(transfer)
-        if pinned is not None:
-            self.unpin(pinned)
+            if pinned is not None:
+                self._copy_down.moved(self._books.unpin_prefix(pinned))
         return came
 
     # -- under the lock
 
-    def _fill(
-        self, ids: array[int], tier: Tier, generation: int, *, then: Callable[[], None] = lambda: None
-    ) -> CallerCopy:
-        """The caller's blocks are the task's until it has ended; then they hold what is as old as `generation`."""
-        pool, filling, unwanted = self._pools[tier], self._filling[tier], set[int]()
-        pool.hand_over(ids, CALLER, TASK)
-
-        def end(_: bool) -> None:
-            kept = array("i", [block_id for block_id in ids if block_id not in unwanted])
-            pool.hand_over(kept, TASK, CALLER)
-            self._stamp(kept, tier, generation)
-            pool.free(array("i", unwanted), TASK)
-            for block_id in kept:
-                del filling[block_id]
-            then()
-
-        copy = CallerCopy(ids, [], end, unwanted)
-        filling.update(dict.fromkeys(ids, copy))
-        return copy
+    def _send(
+        self, direction: Direction, sources: array[int], cargo: CallersBlocks, num_tokens: int | None = None
+    ) -> Transfer:
+        """Where it cannot be sent, the blocks go home as after a copy that has failed."""
+        try:
+            return self._mover.copy_for_caller(direction, sources, cargo, num_tokens)
+        except BaseException:
+            cargo.give(False)
+            raise
 
     def _pinned_ids(self, pinned: PinnedPrefix) -> list[int]:
         pin = pinned.pin
@@ -251,7 +198,7 @@ class CallerCopies(CallerBlocks):
 
     def _start_load(self, path: list[Run], num_found: int, parts: list[Part]) -> bool:
         pin = self._tree.move_pin(None, *self._tree.place(path, num_found))  # or the eviction might take its beginning
-        starts = self._matcher.start_load(parts, sum(n for _, _, n in parts), 0)
+        starts = self._loader.start(parts, sum(n for _, _, n in parts))
         self._tree.move_pin(pin, None, 0)
         return starts
 
@@ -262,7 +209,7 @@ class CallerCopies(CallerBlocks):
 
     def _room_below(self, num_blocks: int, pins: list[Pin]) -> array[int]:
         """Up to so many CPU blocks, the task's; never at the cost of what is pinned here."""
-        residency, pool = self._tree.residency, self._pools[CPU]
+        residency, pool = self._tree.residency, self._books.pools[CPU]
         for pin in pins:
             self._tree.pin(pin)
         num_blocks = min(num_blocks, residency.num_available(CPU))
@@ -276,12 +223,12 @@ class CallerCopies(CallerBlocks):
         num_joined = insert_copies(self._tree, namespace, keys, first, ids, stored=False) if ids else 0
         if num_joined:
             path, _ = self._tree.find(namespace, keys, first + len(ids))
-            self._mover.on_copied(path[-1], num_joined)
+            self._books.note(Copied(Pin(path[-1], path[-1].cpu_end), num_blocks=num_joined))
 
     def _end_cpu(self, destinations: array[int], sources: array[int]) -> None:
-        pool = self._pools[CPU]
+        pool = self._books.pools[CPU]
         pool.free(array("i", [i for i in destinations if pool.owner(i) is TASK]), TASK)
-        self._pools[GPU].end_reading(sources)
+        self._books.pools[GPU].end_reading(sources)
 
 
 def _copies(path: list[Run], first: int, num_blocks: int) -> array[int]:

@@ -1,27 +1,36 @@
-"""Copies between tiers: reserve, send, then land what came. All under the manager's lock."""
+"""Copies between tiers: reserve, send, then give what came to whom it belongs. All of it under the lock."""
 
 from __future__ import annotations
 
 import functools
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from fastdeploy_cache.books.block_pool import REQUEST, TASK
-from fastdeploy_cache.books.prefix_tree import PrefixTree
-from fastdeploy_cache.books.run import CPU, GPU, BlockCopy, CallerCopy, Pin, Run, Segment, Tier, Transfer
+from fastdeploy_cache.books.block_pool import TASK
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Change
+from fastdeploy_cache.books.path import Part
+from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
+from fastdeploy_cache.books.transfer import Cargo, Segment, Transfer
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.movement.cargo import CallersBlocks, Landings, OneBlock
 from fastdeploy_cache.movement.outbox import Outbox
 from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.task import SWAPS, Direction, TransferResult, TransferTask
 
-
-def ignore_copied(run: Run, num_blocks: int) -> None:
-    """Without storage nobody needs to know."""
+logger = event_log(__name__)
 
 
-Part = tuple[Run, int, int]  # a run, its first block, number of blocks
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TaskEnded(Change):
+    """Every rank has answered a task that moves blocks on the GPU or between the tiers."""
+
+    result: TransferResult
+    num_lost: int  # of a copy down: blocks that joined nothing
 
 
 class BlockMover:
@@ -30,36 +39,37 @@ class BlockMover:
     The destination ids belong to the task until every rank has answered; the source is pinned as long.
     """
 
-    def __init__(
-        self,
-        tree: PrefixTree,
-        client: TransferClient,
-        task_timeout_seconds: float,
-        on_result: Callable[[TransferResult], None],
-    ) -> None:
-        """`on_result` is what the client was started with."""
-        self._tree = tree
+    def __init__(self, books: Books, client: TransferClient, task_timeout_seconds: float) -> None:
+        self._books, self._tree = books, books.tree
         self._client = client
         self._timeout_seconds = task_timeout_seconds
         self._next_task_id = 1
-        self.outbox = Outbox(client, on_result, tree.mishaps)
-        self.on_copied: Callable[[Run, int], None] = ignore_copied  # a run has more blocks in the CPU tier
+        self._outbox = Outbox(client, self.on_result, books.mishaps)
+        books.add_outlet(self._outbox)
         self.in_flight: dict[int, Transfer] = {}
         self.is_quiet = False  # nothing is to be started
-        self.ranks_without_kv: set[int] = set()  # whose workers have not attached their KV arrays (again)
+        self._ranks_without_kv: set[int] = set()  # whose workers have not attached their KV arrays (again)
         self.num_storing = 0  # blocks on their way to the CPU tier
         self.num_landed = [0, 0]  # by destination: blocks that joined it since the start
         self.num_refused = dict.fromkeys(SWAPS, 0)  # tasks that a full queue kept from starting
 
     def can(self, direction: Direction) -> bool:
         """Whether a task can be started now; a full queue means "not now", and is counted."""
-        if self.is_quiet or self.ranks_without_kv:
+        if self.is_quiet or self._ranks_without_kv:
             return False
-        client, mishaps = self._client, self._tree.mishaps
+        client, mishaps = self._client, self._books.mishaps
         if mishaps.ask("client", lambda: client.has_room(direction), otherwise=False):
             return True
         self.num_refused[direction] += mishaps.ask("client", lambda: client.available, otherwise=False)
         return False
+
+    def be_quiet(self, quiet: bool) -> None:
+        """From now on start nothing; or go on."""
+        self.is_quiet = quiet
+
+    def note_kv(self, rank: int, *, is_there: bool) -> None:
+        """A rank's worker has attached its KV arrays, or has lost them: without all of them nothing is started."""
+        (self._ranks_without_kv.discard if is_there else self._ranks_without_kv.add)(rank)
 
     def load(self, parts: Sequence[Part]) -> None:
         """Start copying blocks that are in the CPU tier only; the room on the GPU is there already."""
@@ -70,33 +80,29 @@ class BlockMover:
         self._start(CPU, parts)
         self.num_storing += sum([length for _, _, length in parts])
 
-    def copy(self, run: Run, block: int, num_tokens: int) -> Transfer:
+    def copy(self, run: Run, block: int, num_tokens: int) -> tuple[Transfer, OneBlock]:
         """Start copying the first tokens of one block of a run into a free GPU block; there is one."""
-        source, ids = Pin(run, block + 1), self._tree.pools[0].allocate(1, TASK)
-        transfer = self._new_transfer(GPU)
-        transfer.copy = BlockCopy(source, ids)
-        task = self._new_task(transfer, Direction.COPY, run.ids[0][block : block + 1], ids, num_tokens)
-        self._send(transfer, task, (source,))
-        return transfer
+        sources = run.ids[GPU][block : block + 1]
+        ids = self._books.take(1, GPU, TASK)
+        try:
+            cargo = OneBlock(self._books, Pin(run, block + 1), ids)
+            transfer = self._send(Direction.COPY, sources, ids, cargo, num_tokens)
+        except BaseException:
+            self._books.pools[GPU].free(ids, TASK)
+            raise
+        return transfer, cargo
 
     def copy_for_caller(
-        self,
-        direction: Direction,
-        sources: array[int],
-        destinations: array[int],
-        copy: CallerCopy,
-        num_tokens: int | None = None,
+        self, direction: Direction, sources: array[int], cargo: CallersBlocks, num_tokens: int | None = None
     ) -> Transfer:
-        """Start a copy from or into blocks that are no run's; the destinations are the task's already."""
-        transfer = self._new_transfer(CPU if direction is Direction.SWAP_OUT else GPU)
-        transfer.caller = copy
-        self._send(transfer, self._new_task(transfer, direction, sources, destinations, num_tokens), copy.pins)
-        return transfer
+        """Start a copy from or into blocks that are no run's. The destinations are the task's already; where this
+        raises they stay so, and are the caller's to give back."""
+        return self._send(direction, sources, cargo.ids, cargo, num_tokens)
 
     def barrier(self, direction: Direction) -> Transfer:
         """An empty task: it ends when every rank's lane has done what came before it."""
         nothing = array("i")
-        return self.copy_for_caller(direction, nothing, nothing, CallerCopy(nothing, [], lambda _: None))
+        return self.copy_for_caller(direction, nothing, CallersBlocks(self._books, nothing, (), lambda _: None))
 
     def _start(self, tier: Tier, parts: Sequence[Part]) -> None:
         """All of it or nothing."""
@@ -104,34 +110,30 @@ class BlockMover:
         for run, first, num_blocks in parts:
             start = first - run.cpu_start if tier is GPU else first
             sources += run.ids[CPU if tier is GPU else GPU][start : start + num_blocks]
-        pool = self._tree.pools[tier]
-        destinations = pool.allocate(len(sources), TASK)
+        destinations = self._tree.pools[tier].allocate(len(sources), TASK)
         try:
-            transfer, position = self._new_transfer(tier), 0
-            for run, first, num_blocks in parts:
-                ids = destinations[position : position + num_blocks]
-                transfer.segments.append(Segment(transfer, run, first, ids))
-                position += num_blocks
             direction = Direction.SWAP_IN if tier is GPU else Direction.SWAP_OUT
-            self._send(transfer, self._new_task(transfer, direction, sources, destinations), transfer.segments)
+            self._send(direction, sources, destinations, parts)
         except BaseException:
-            pool.free(destinations, TASK)
+            self._tree.pools[tier].free(destinations, TASK)
             raise
 
-    def _new_transfer(self, tier: Tier) -> Transfer:
-        transfer = Transfer(self._next_task_id, tier)
-        self._next_task_id += 1
-        return transfer
-
-    def _new_task(
+    def _send(
         self,
-        transfer: Transfer,
         direction: Direction,
         sources: array[int],
         destinations: array[int],
+        cargo: Cargo | Sequence[Part],
         num_tokens: int | None = None,
-    ) -> TransferTask:
-        return TransferTask(
+    ) -> Transfer:
+        """A task that goes out after this turn, and what it moves; on failure nothing has happened.
+
+        Its pins keep what it reads.
+        """
+        transfer = Transfer(self._next_task_id, CPU if direction is Direction.SWAP_OUT else GPU)
+        self._next_task_id += 1
+        transfer.cargo = self._land_at(transfer, cargo, destinations) if isinstance(cargo, Sequence) else cargo
+        task = TransferTask(
             task_id=transfer.task_id,
             direction=direction,
             source_ids=np.frombuffer(sources, np.int32),
@@ -139,21 +141,26 @@ class BlockMover:
             deadline=time.monotonic() + self._timeout_seconds,
             num_tokens=num_tokens,
         )
-
-    def _send(self, transfer: Transfer, task: TransferTask, pins: Iterable[Pin]) -> None:
-        """It goes out when the lock has been given back; `pins` keep what it reads. On failure nothing has happened."""
         pinned: list[Pin] = []
         try:
-            for pin in pins:
+            for pin in transfer.cargo.pins:
                 self._tree.pin(pin)
                 pinned.append(pin)
             self.in_flight[transfer.task_id] = transfer
-            self.outbox.put(task)
+            self._outbox.put(task)
         except BaseException:
             self.in_flight.pop(transfer.task_id, None)
             for pin in pinned:
                 self._tree.unpin(pin)
             raise
+        return transfer
+
+    def _land_at(self, transfer: Transfer, parts: Sequence[Part], ids: array[int]) -> Landings:
+        position = 0
+        for run, first, num_blocks in parts:
+            transfer.segments.append(Segment(transfer, run, first, ids[position : position + num_blocks]))
+            position += num_blocks
+        return Landings(self._books, transfer, self.num_landed)
 
     # -- waiting
 
@@ -162,7 +169,7 @@ class BlockMover:
         for transfer in transfers:
             if not transfer.num_waiting and not transfer.num_ahead and not transfer.done.is_set():
                 transfer.cancelled = True
-                self._tree.mishaps.contain("client", functools.partial(self._client.cancel, transfer.task_id))
+                self._books.mishaps.contain("client", functools.partial(self._client.cancel, transfer.task_id))
 
     def use_ahead(self, transfer: Transfer) -> None:
         """A request uses the load's destinations from now on: they are not given out again, however the load ends."""
@@ -180,13 +187,23 @@ class BlockMover:
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Destinations that nobody may have any more; see `finish`."""
-        return sum(len(s.ids) for t in self.in_flight.values() if t.is_quarantined for s in t.segments)
+        """Destinations that nobody may have any more; see `_finish`."""
+        stuck = [t.cargo for t in self.in_flight.values() if t.is_quarantined]
+        return sum(len(cargo.ids) for cargo in stuck if cargo is not None)
 
-    def finish(self, result: TransferResult) -> tuple[int, list[Callable[[], None]]]:
+    def on_result(self, result: TransferResult) -> None:
+        """Of a rank's answer, or of a task that the client has raised for: it costs no other task, and no verb. Any
+        thread; a turn of its own."""
+        self._books.mishaps.contain("callback", lambda: self._take(result))
+
+    def _take(self, result: TransferResult) -> None:
+        with self._books:
+            self._finish(result)
+        if result.error is not None:
+            logger.warning("event=transfer_failed task_id=%d error=%r", result.task.task_id, result.error)
+
+    def _finish(self, result: TransferResult) -> None:
         """All ranks have answered or are reaped: land the blocks and wake who waits for them.
-
-        Returns how many blocks of a store did not join the CPU tier, and what to call without the lock.
 
         Who waits is woken and called even where landing raises. Then the transfer is *quarantined*: what has not landed
         stays its own, destinations and pins, for good. Nobody knows any more what is in these blocks, so they are given
@@ -194,46 +211,20 @@ class BlockMover:
         """
         transfer = self.in_flight.get(result.task.task_id)
         if transfer is None or transfer.done.is_set():  # answered before
-            return 0, []
+            return
+        assert transfer.cargo is not None
         transfer.succeeded = result.error is None
-        if not self._tree.mishaps.contain("landing", lambda: self._land(transfer)):
+        is_store = transfer.tier is CPU and bool(transfer.segments)
+        self.num_storing -= len(transfer.cargo.ids) if is_store else 0
+        if not self._books.mishaps.contain("landing", functools.partial(transfer.cargo.end, transfer.succeeded)):
             transfer.succeeded, transfer.is_quarantined = False, True
-            self.num_storing -= sum(len(s.ids) for s in transfer.segments) if transfer.tier is CPU else 0
         if not transfer.kept_ids and not transfer.is_quarantined:
             del self.in_flight[transfer.task_id]
         transfer.done.set()
         calls, transfer.on_done = transfer.on_done, []
-        return transfer.num_lost if transfer.tier is CPU else 0, calls
-
-    def _land(self, transfer: Transfer) -> None:
-        """Segment by segment, each forgotten only when it has landed."""
-        while transfer.segments:
-            segment = transfer.segments[0]
-            num_joined = self._tree.land(segment, transfer.succeeded)
-            del transfer.segments[0]
-            self.num_storing -= len(segment.ids) if transfer.tier is CPU else 0
-            self.num_landed[transfer.tier] += num_joined
-            num_left = len(segment.ids) - num_joined
-            if num_left:
-                self._send_home(transfer, segment.ids[:num_left])
-            transfer.num_lost += num_left
-            if num_joined and transfer.tier is CPU:
-                self.on_copied(segment.run, num_joined)
-        if transfer.copy is not None:
-            self._end_copy(transfer.copy, transfer.succeeded)
-        if transfer.caller is not None:
-            while transfer.caller.pins:
-                self._tree.unpin(transfer.caller.pins[-1])
-                transfer.caller.pins.pop()
-            transfer.caller.end(transfer.succeeded)
-
-    def _send_home(self, transfer: Transfer, ids: array[int]) -> None:
-        """Ids that no run took. Where a request already reads them they stay with the task: given out again, they would
-        be overwritten under a step that is running."""
-        if transfer.num_ahead:
-            transfer.kept_ids += ids
-        else:
-            self._tree.pools[transfer.tier].free(ids, TASK)
+        for call in calls:
+            self._books.call_later(call)
+        self._books.note(TaskEnded(result=result, num_lost=transfer.num_lost if transfer.tier is CPU else 0))
 
     def num_coming(self, pins_of_requests: Iterable[Pin]) -> int:
         """GPU blocks that become free or evictable when the copies in flight have ended well."""
@@ -242,29 +233,8 @@ class BlockMover:
             *above, run = pin.run.path()
             held.update((upper, upper.num_blocks) for upper in above)
             held[run] = max(held.get(run, 0), pin.end)
-        segments = [s for transfer in self.in_flight.values() if not transfer.done.is_set() for s in transfer.segments]
-        copies = [t.copy for t in self.in_flight.values() if t.copy is not None and not t.done.is_set()]
-        pins = [*segments, *(copy.source for copy in copies)]
-        copied = {run for pin in pins for run in pin.run.path()}
+        in_flight = [t.cargo for t in self.in_flight.values() if t.cargo is not None and not t.done.is_set()]
+        cargoes = [cargo for cargo in in_flight if not isinstance(cargo, CallersBlocks)]
+        copied = {run for cargo in cargoes for pin in cargo.pins for run in pin.run.path()}
         num_coming = sum(run.num_in(GPU, run.num_held) - run.num_in(GPU, held.get(run, 0)) for run in copied)
-        num_coming += sum(len(copy.ids) for copy in copies if not copy.wanted)
-        for segment in segments:
-            transfer = segment.transfer
-            if transfer.cancelled or (transfer.tier is GPU and segment.run.epoch != self._tree.epoch):
-                num_coming += 0 if transfer.num_ahead else len(segment.ids)  # it, or its successor, joins nothing
-            elif transfer.tier is GPU:
-                # blocks that were computed meanwhile send the load's ids home; the others join the run
-                num_superseded = max(0, min(segment.end, segment.run.num_gpu) - segment.start)
-                joined_from = max(segment.start + num_superseded, held.get(segment.run, 0))
-                num_home = 0 if transfer.num_ahead else num_superseded
-                num_coming += num_home + max(0, segment.end - joined_from)
-        return num_coming
-
-    def _end_copy(self, copy: BlockCopy, succeeded: bool) -> None:
-        """The block is its request's, if that still waits for it."""
-        self._tree.unpin(copy.source)
-        copy.landed = succeeded and copy.wanted
-        if copy.landed:
-            self._tree.pools[0].hand_over(copy.ids, TASK, REQUEST)
-        else:
-            self._tree.pools[0].free(copy.ids, TASK)
+        return num_coming + sum(cargo.num_freed(held) for cargo in cargoes)

@@ -1,14 +1,17 @@
-"""What is copied from the GPU to the CPU tier, and when: the write policies. All under the manager's lock."""
+"""What is copied from the GPU to the CPU tier, and when: the write policies. All of it under the lock."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
 
+from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.mishaps import contained
-from fastdeploy_cache.books.prefix_tree import PrefixTree
-from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, segments_of
-from fastdeploy_cache.movement.block_mover import BlockMover, Part
+from fastdeploy_cache.books.path import Part
+from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
+from fastdeploy_cache.books.transfer import segments_of
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
 from fastdeploy_cache.transfer_manager.task import Direction
 
 MIN_STORE_BLOCKS = 64  # a task for each block that a decoding request fills would cost more than its commit
@@ -25,33 +28,26 @@ class CopyDown:
     source, never the copy of what is in the cold zone itself: so copying comes to rest, and trades no copy for another.
     """
 
-    def __init__(
-        self,
-        tree: PrefixTree,
-        mover: BlockMover,
-        *,
-        policy: str,
-        high_water: float,
-        min_uses: int,
-        block_bytes: int,
-    ) -> None:
-        """`high_water`: share of the GPU pool that may be neither free nor copied (`write_back`)."""
-        self._tree = tree
-        self.mishaps = tree.mishaps
+    def __init__(self, config: CacheConfig, books: Books, mover: BlockMover) -> None:
+        """The settings `cpu_write_*` of the configuration say what is copied, and when."""
+        self._books, self._tree = books, books.tree
+        self.mishaps = books.mishaps
         self._mover = mover
-        self._pool = tree.pools[CPU]
+        self._pool = books.pools[CPU]
+        policy = config.cpu_write_policy
         self._through = policy == "write_through" and self._pool.num_blocks > 0
         self._selective = policy == "write_through_selective" and self._pool.num_blocks > 0
         self._back = policy == "write_back" and self._pool.num_blocks > 0
-        num_gpu = tree.pools[GPU].num_blocks
-        self._num_reserve = max(1, num_gpu - int(num_gpu * high_water))
-        self._min_uses = min_uses
+        num_gpu = books.pools[GPU].num_blocks
+        self._num_reserve = max(1, num_gpu - int(num_gpu * config.cpu_write_high_water))
+        self._min_uses = config.cpu_write_min_uses
         self._own = self._through, self._selective, self._min_uses  # without storage
-        self._max_in_flight = max(1, min(self._num_reserve, _MAX_BYTES_IN_FLIGHT // max(1, block_bytes)))
+        self._max_in_flight = max(1, min(self._num_reserve, _MAX_BYTES_IN_FLIGHT // max(1, config.block_bytes())))
         self._look_after = max(1, self._num_reserve // 4)  # blocks: a quarter of what the last look went over
         self._num_moved = 0  # blocks that came or went since the cold zone was looked at
         self._has_more = False
         self._num_started = 0  # blocks that were on their way after the last look
+        books.listen(TaskEnded, self._on_task_ended)
 
     def follow_storage(self, policy: str | None, min_uses: int) -> None:
         """Storage is written through (or not any more): what goes there is copied to the CPU tier at once, too."""
@@ -82,9 +78,12 @@ class CopyDown:
             if self._num_moved >= self._look_after or (self._has_more and not self._mover.num_storing):
                 self.look_ahead()
 
-    def stored(self, succeeded: bool) -> None:
+    def _on_task_ended(self, ended: TaskEnded) -> None:
         """A copy has ended: go on with what was left for want of room in flight, once half of that has ended: each look
         costs a walk. After a failure not before the next verb, or a rank that fails all would be asked for ever."""
+        if ended.result.task.direction is not Direction.SWAP_OUT:
+            return
+        succeeded = ended.result.error is None
         if succeeded and self._has_more and 2 * self._mover.num_storing <= self._num_started:
             self.look_ahead()
         self._has_more |= self._back and not succeeded

@@ -1,8 +1,11 @@
-"""Other instances, as this one deals with them: tasks for the peer processes, and what becomes of them. Under the
-manager's lock, but for `submit`."""
+"""Other instances over a link: tasks for the peer processes, and what becomes of them.
+
+Under the lock, but for what is marked as a turn of its own.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from array import array
@@ -10,63 +13,77 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fastdeploy_cache.books.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.prefix_tree import BlockKeys
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.errors import LayoutError, PeerError
+from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
-from fastdeploy_cache.movement.copy_down import CopyDown
-from fastdeploy_cache.movement.outbox import Calls, Outbox
+from fastdeploy_cache.movement.movement import Movement
+from fastdeploy_cache.movement.outbox import Outbox
 from fastdeploy_cache.peers.offers import PeerOffers
 from fastdeploy_cache.peers.receives import OpenReceive, PeerReceives
 from fastdeploy_cache.peers.sends import PeerSends
-from fastdeploy_cache.peers.transfers import Send, why_of
+from fastdeploy_cache.peers.transfers import Receive, Send, why_of
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import ActiveRequest
-from fastdeploy_cache.requests.matcher import Matcher
+from fastdeploy_cache.transfer_manager.client import RankStatus
 from fastdeploy_cache.transfer_manager.peer.client import PeerClient
-from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 from fastdeploy_cache.transfer_manager.peer.messages import Detail
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
-from fastdeploy_cache.transfer_manager.peer.peer_signal import NUM_PEER_SLOTS
+from fastdeploy_cache.transfer_manager.peer.peer_signal import NUM_PEER_SLOTS, StepProgress
 from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
+
+logger = event_log(__name__)
 
 OTHERS = "others"  # the label of all peers behind the first few: names come from outside
 _NO_IDS = np.empty(0, np.int32)
 
 
-class PeerTier:
+class LinkRoad:
     """Sends to, and receives from, other instances over a link; numbers of tasks are never used twice."""
 
     def __init__(
         self,
+        config: CacheConfig,
+        books: Books,
         *,
-        config: PeerConfig,
         offers: PeerOffers,
-        tree: PrefixTree,
         client: PeerClient,
-        matcher: Matcher,
-        copy_down: CopyDown,
+        movement: Movement,
         metrics: CacheMetrics,
-        task_timeout_seconds: float,
-        on_result: Callable[[TransferResult], None],
     ) -> None:
-        """`task_timeout_seconds`: of tasks that are answered at once; `on_result`: what the client is started with."""
-        self.config, self.offers, self.client = config, offers, client
-        self.outbox = Outbox(client, on_result, tree.mishaps)
-        self.sends = PeerSends(tree, self._put)
-        self.receives = PeerReceives(tree, matcher, copy_down, self._put)
-        self.calls = Calls(tree.mishaps)  # to be made without the lock
-        self.settled = threading.Event()  # nothing is on its way
-        self.settled.set()
+        assert config.peer is not None
+        self._peer, self.offers, self._client, self._ranks = config.peer, offers, client, movement.client
+        self._timeout_seconds = config.transfer.task_timeout_seconds  # of tasks that are answered at once
+        self._stop_seconds = config.transfer.stop_timeout_seconds
+        self._books, self._metrics = books, metrics
+        self._outbox = Outbox(client, self.on_result, books.mishaps)
+        books.add_outlet(self._outbox)
+        self.sends = PeerSends(books, self._put)
+        self.receives = PeerReceives(books, movement, self._put)
+        self._settled = threading.Event()  # nothing is on its way
+        self._settled.set()
         self.is_quiet = False
         self._names: list[str] = []  # of the first few peers
-        self._tree, self._metrics, self._timeout_seconds = tree, metrics, task_timeout_seconds
         self._next_task_id = 1
 
-    def submit(self) -> None:
-        """Hand over what was decided on, and call whom it concerns. Without the lock."""
-        self.outbox.submit()
-        self.calls.make()
+    def start(self) -> None:
+        """Start the peer processes. Raises `PeerRefusedError`."""
+        self._client.start(self.on_result, self._on_failing)
+        self._metrics.observe_peers(self.num_layers_in_flight)
 
     # -- verbs
+
+    def num_offered(self, request: Request) -> int:
+        """Full blocks of a request that can be offered."""
+        return request.num_tokens // self.offers.info.block_size
+
+    def check_room(self, direction: Direction) -> None:
+        """Raise `PeerError` where no task can start now."""
+        if not self._client.has_room(direction):
+            why = "too many tasks are under way" if self._client.available else "not every peer process is ready"
+            raise PeerError(f"{direction.value}: {why}; try again")
 
     def offer(self, active: ActiveRequest, num_blocks: int) -> Send:
         """Of a settled request."""
@@ -74,64 +91,127 @@ class PeerTier:
         self.sends.begin(active, send)
         return send
 
-    def receive(self, request: Request, keys: BlockKeys, offer: Offer) -> OpenReceive:
-        """Raises `OutOfBlocksError`. The caller follows its loads: each one's end may be the last that was missing."""
-        number, slot = self.offers.next_number(), self._slot(offer.source.name)
-        return self.receives.begin(request, keys, offer, number, slot)
+    def receive(self, request: Request, keys: BlockKeys, offer: Offer, check: Callable[[], None]) -> Receive:
+        """A turn of its own. Raises `OutOfBlocksError`, and what `check` raises under the lock."""
+        with self._books:
+            check()
+            number, slot = self.offers.next_number(), self._slot(offer.source.name)
+            mine = self.receives.begin(request, keys, offer, number, slot)
+            for load in mine.loads:  # the end of each may be the last that was missing
+                load.on_done.append(functools.partial(self._on_load, mine))
+        return mine.receive
+
+    def cancel_receive(self, request: Request) -> None:
+        """What has come may be evicted, what has not need not come. A turn of its own."""
+        with self._books:
+            self.receives.forget(request.request_id)
 
     def be_quiet(self, quiet: bool) -> None:
-        """From now on start nothing, and end what is on its way."""
+        """From now on start nothing, and end what is on its way. Under the lock."""
         self.is_quiet = quiet
         if quiet:
             self.cancel_all("the instance moves nothing now")
 
     def cancel_all(self, text: str) -> None:
-        """What blocks hold is not what it was, or is not to be moved."""
+        """What blocks hold is not what it was, or is not to be moved. Under the lock."""
         self.sends.cancel_all(text)
         self.receives.cancel_all()
 
+    def wait_settled(self, timeout_seconds: float) -> bool:
+        """Wait until nothing is on its way, after `be_quiet`; False when the time is over first."""
+        return self._settled.wait(timeout_seconds)
+
+    def close(self) -> None:
+        """Tell whom it concerns, and end the processes."""
+        with self._books:
+            self.cancel_all("the cache is closed")
+        self._settled.wait(self._stop_seconds)
+        self._client.stop()
+        with self._books:  # hand over what the last answers led to
+            pass
+        self._books.remove_outlet(self._outbox)
+
+    # -- the processes
+
+    def step_progress(self, rank: int) -> StepProgress:
+        """Where the rank's worker marks the layers that it has computed."""
+        return self._client.step_progress(rank)
+
+    def wait_ready(self, timeout_seconds: float) -> bool:
+        """Wait until every peer process is ready; False when the time is over first."""
+        return self._client.wait_ready(timeout_seconds)
+
+    def statuses(self) -> list[RankStatus]:
+        """One entry for each peer process."""
+        return self._client.statuses()
+
+    def attach_kv(self, rank: int) -> None:
+        """The rank has other KV arrays."""
+        try:
+            self._client.attach_kv(rank, self._ranks.kv_handle(rank))
+        except LayoutError:  # not there yet
+            logger.info("event=peer_waits_for_kv rank=%d", rank)
+
+    def lose_kv(self, rank: int) -> None:
+        """The rank's KV arrays have gone."""
+        self._client.kv_lost(rank)
+
+    # -- turns of the client's threads
+
+    def on_result(self, result: TransferResult) -> None:
+        """Every rank has answered a task, or is reaped."""
+        with self._books:
+            self._books.mishaps.contain("landing", functools.partial(self._finish, result))
+        if result.error is not None:
+            kind = result.task.direction.value
+            logger.info("event=peer_task_failed kind=%s task_id=%d error=%r", kind, result.task.task_id, result.error)
+
+    def _on_failing(self, task: TransferTask) -> None:
+        """A rank has failed it: the others need not go on."""
+        with self._books:
+            if task.direction is Direction.SEND:
+                self.sends.failing(task.task_id)
+            elif task.direction is Direction.RECEIVE:
+                self.receives.failing(task.task_id)
+
+    def _on_load(self, mine: OpenReceive) -> None:
+        with self._books:
+            self._books.mishaps.contain("landing", functools.partial(self._try_land, mine))
+
     # -- ends
 
-    def finish(self, result: TransferResult) -> None:
-        """Every rank has answered a task."""
+    def _finish(self, result: TransferResult) -> None:
         direction, why = result.task.direction, why_of(result)
         try:
             if direction is Direction.SEND:
                 send = self.sends.ended(result.task.task_id)
-                self.calls.put(lambda: send.end(why))
+                self._books.call_later(functools.partial(send.end, why))
                 self._record(result, why, next((r.peer for r in result.ranks if r.peer), ""))
             elif direction is Direction.UPDATE_SEND:
                 self.sends.updated(result.task.task_id, is_lost=result.error is not None)
             elif direction is Direction.RECEIVE:
                 mine = self.receives.answered(result.task.task_id, why)
-                self.try_land(mine)
+                self._try_land(mine)
                 self._record(result, why, mine.source_name)
         finally:
             self._note_settled()
 
-    def failing(self, task: TransferTask) -> None:
-        """A rank has failed it: the others need not go on."""
-        if task.direction is Direction.SEND:
-            self.sends.failing(task.task_id)
-        elif task.direction is Direction.RECEIVE:
-            self.receives.failing(task.task_id)
-
-    def try_land(self, mine: OpenReceive) -> None:
+    def _try_land(self, mine: OpenReceive) -> None:
         """Its answer, or a load that it waits for, has come."""
         if self.receives.try_land(mine):
-            self.calls.put(lambda: mine.receive.end(mine.why))
+            self._books.call_later(functools.partial(mine.receive.end, mine.why))
             self._note_settled()
 
     def num_layers_in_flight(self) -> dict[str, int]:
         """By peer: layers that it has computed and that are not here yet, over all ranks and receives."""
         names = [*self._names, OTHERS] if len(self._names) == NUM_PEER_SLOTS - 1 else self._names
-        return {name: self.client.num_layers_in_flight(slot) for slot, name in enumerate(names)}
+        return {name: self._client.num_layers_in_flight(slot) for slot, name in enumerate(names)}
 
     def _record(self, result: TransferResult, why: tuple[str, str] | None, peer: str) -> None:
         num_bytes = sum(r.num_bytes for r in result.ranks)
         seconds = max((r.seconds for r in result.ranks), default=0.0)
         reason, direction = why[0] if why is not None else None, result.task.direction.value
-        self._tree.mishaps.contain(
+        self._books.mishaps.contain(
             "metrics",
             lambda: self._metrics.record_peer(direction, self._label(peer), num_bytes, seconds, reason),
         )
@@ -148,13 +228,13 @@ class PeerTier:
 
     def _note_settled(self) -> None:
         if not len(self.sends) and not len(self.receives):
-            self.settled.set()
+            self._settled.set()
 
     def _put(self, direction: Direction, ids: array[int], detail: Detail) -> int:
         task_id, self._next_task_id = self._next_task_id, self._next_task_id + 1
         packed = np.frombuffer(ids, np.int32) if ids else _NO_IDS
         is_send = direction in (Direction.SEND, Direction.UPDATE_SEND)
-        self.outbox.put(
+        self._outbox.put(
             TransferTask(
                 task_id=task_id,
                 direction=direction,
@@ -164,10 +244,10 @@ class PeerTier:
                 detail=detail.to_bytes(),
             )
         )
-        self.settled.clear()
+        self._settled.clear()
         return task_id
 
     def _seconds(self, direction: Direction) -> float:
         if direction is Direction.SEND:
-            return self.config.offer_timeout_seconds
-        return self.config.receive_timeout_seconds if direction is Direction.RECEIVE else self._timeout_seconds
+            return self._peer.offer_timeout_seconds
+        return self._peer.receive_timeout_seconds if direction is Direction.RECEIVE else self._timeout_seconds

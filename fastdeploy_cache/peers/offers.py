@@ -13,7 +13,7 @@ from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner
 
 
 class PeerOffers:
-    """Numbers are never used twice: what comes late finds nothing. Under the manager's lock, but for `open` and the
+    """Numbers are never used twice: what comes late finds nothing. Under the lock, but for `open` and the
     checks."""
 
     def __init__(self, info: InstanceInfo, signer: OfferSigner) -> None:

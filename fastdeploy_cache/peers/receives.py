@@ -1,4 +1,4 @@
-"""Blocks that come from other instances: room for them, and how they join the tree. Under the manager's lock."""
+"""Blocks that come from other instances: room for them, and how they join the tree. Under the lock."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fastdeploy_cache.books.block_pool import REQUEST, TASK
+from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.path import coming_and_cold, coming_ids, gpu_ids
-from fastdeploy_cache.books.prefix_tree import BlockKeys, PrefixTree
-from fastdeploy_cache.books.run import GPU, Pin, Transfer
+from fastdeploy_cache.books.prefix_tree import BlockKeys
+from fastdeploy_cache.books.run import GPU, Pin
+from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.errors import OutOfBlocksError
-from fastdeploy_cache.movement.copy_down import CopyDown
+from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.transfers import Receive
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.transfer_manager.peer.messages import Detail, EndReceiveDetail, ReceiveDetail
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
 from fastdeploy_cache.transfer_manager.task import Direction
@@ -46,8 +47,9 @@ class PeerReceives:
     """The ids belong to the task until every rank has answered: then nothing writes into them any more. A receive that
     has landed keeps its blocks where they are until its request is matched, or it is cancelled."""
 
-    def __init__(self, tree: PrefixTree, matcher: Matcher, copy_down: CopyDown, put: Put) -> None:
-        self._tree, self._matcher, self._copy_down, self._put = tree, matcher, copy_down, put
+    def __init__(self, books: Books, movement: Movement, put: Put) -> None:
+        self._books, self._tree, self._put = books, books.tree, put
+        self._loader, self._copy_down = movement.loader, movement.copy_down
         self._by_task: dict[int, OpenReceive] = {}
         self._by_request: dict[str, OpenReceive] = {}  # that are wanted
 
@@ -89,10 +91,10 @@ class PeerReceives:
             tree.move_pin(pin, None, 0)
             raise OutOfBlocksError(short, num_coming)
         # before the load: its start may start copies down, which hold blocks that could be evicted now
-        ids = self._allocate(offer.num_blocks - num_found)
-        if num_cold and not self._matcher.start_load(parts, num_cold, 0):
+        ids = self._books.take(offer.num_blocks - num_found, GPU, TASK)
+        if num_cold and not self._loader.start(parts, num_cold):
             num_found -= num_cold  # what cannot be loaded is received
-            pin, ids = tree.move_pin(pin, *tree.place(path, num_found)), self._allocate(num_cold) + ids
+            pin, ids = tree.move_pin(pin, *tree.place(path, num_found)), self._books.take(num_cold, GPU, TASK) + ids
         receive = Receive(request.request_id, number, len(ids))
         name = offer.source.name
         mine = OpenReceive(receive, request.namespace, keys, num_found, tree.generation, name, pin=pin, ids=ids)
@@ -111,12 +113,6 @@ class PeerReceives:
         self._by_task[mine.task_id] = self._by_request[request.request_id] = mine
         self._copy_down.moved(len(ids))
         return mine
-
-    def _allocate(self, num_blocks: int) -> array[int]:
-        """There is room."""
-        pool = self._tree.pools[0]
-        self._tree.residency.evict(GPU, max(0, num_blocks - pool.num_free))
-        return pool.allocate(num_blocks, TASK)
 
     def answered(self, task_id: int, why: Why | None) -> OpenReceive:
         """Every rank has answered, or is reaped."""

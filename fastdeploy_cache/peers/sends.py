@@ -1,5 +1,4 @@
-"""Offers that other instances read: what is computed of each, and what of their blocks is held. Under the manager's
-lock."""
+"""Offers that other instances read: what is computed of each, and what of their blocks is held. Under the lock."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fastdeploy_cache.books.block_pool import REQUEST, TASK
-from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.peers.transfers import Send
@@ -44,8 +43,8 @@ class PeerSends:
     Of each send one update is on its way at a time; what comes meanwhile goes with the next. So there is always room.
     """
 
-    def __init__(self, tree: PrefixTree, put: Put) -> None:
-        self._tree, self._put = tree, put
+    def __init__(self, books: Books, put: Put) -> None:
+        self._tree, self._put = books.tree, put
         self._by_task: dict[int, OpenSend] = {}
         self._by_request: dict[str, OpenSend] = {}  # whose request runs
         self._by_update: dict[int, OpenSend] = {}

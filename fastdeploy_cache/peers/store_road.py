@@ -1,25 +1,34 @@
-"""Other instances that share a store with this one: it writes what they prefetch. Under the manager's lock, but for
-`submit`."""
+"""Other instances that share a store with this one: it writes what they prefetch.
+
+Under the lock, but for what is marked as a turn of its own.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fastdeploy_cache.books.prefix_tree import PrefixTree
-from fastdeploy_cache.books.run import Pin, Transfer
-from fastdeploy_cache.movement.block_mover import BlockMover
-from fastdeploy_cache.movement.copy_down import CopyDown
-from fastdeploy_cache.movement.outbox import Calls
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.prefix_tree import BlockKeys
+from fastdeploy_cache.books.run import Pin
+from fastdeploy_cache.books.transfer import Transfer
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.errors import ConfigError, PeerError
+from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
 from fastdeploy_cache.peers.offers import PeerOffers
 from fastdeploy_cache.peers.transfers import Receive, Send
+from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import ActiveRequest
-from fastdeploy_cache.requests.matcher import Matcher
-from fastdeploy_cache.storage.prefetch import StoragePrefetch
-from fastdeploy_cache.storage.tier import StorageTier
-from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
+from fastdeploy_cache.requests.prefetches import Prefetches
+from fastdeploy_cache.storage.prefetch import StoragePrefetch, StorageTaskEnded, StorageWentIdle
+from fastdeploy_cache.storage.storage import Storage
+from fastdeploy_cache.transfer_manager.client import RankStatus
+from fastdeploy_cache.transfer_manager.peer.offer import Offer
+from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
+from fastdeploy_cache.transfer_manager.task import Direction
 
 Why = tuple[str, str]
 
@@ -37,20 +46,13 @@ class _Stored:
 class StoredSends:
     """A send succeeds when the store has all its blocks; only then is its offer worth handing over."""
 
-    def __init__(
-        self,
-        tree: PrefixTree,
-        mover: BlockMover,
-        copy_down: CopyDown,
-        matcher: Matcher,
-        *,
-        calls: Calls,
-        expire: Callable[[Send], None],
-    ) -> None:
-        """`expire` is called, without the lock, with a send whose time is over."""
-        self._tree, self._mover, self._copy_down, self._matcher = tree, mover, copy_down, matcher
-        self._calls, self._expire = calls, expire
+    def __init__(self, books: Books, mover: BlockMover, storage: Storage) -> None:
+        self._books, self._tree = books, books.tree
+        self._mover, self._storage = mover, storage
         self._open: dict[str, _Stored] = {}
+        books.listen(TaskEnded, lambda _: self._check(is_idle=storage.is_idle and storage.is_attached))
+        books.listen(StorageTaskEnded, lambda _: self._check(is_idle=False))
+        books.listen(StorageWentIdle, lambda _: self._check(is_idle=True))
 
     def __len__(self) -> int:
         return len(self._open)
@@ -73,6 +75,11 @@ class StoredSends:
         self._open[send.request_id] = _Stored(send, self._tree.generation, timer)
         self.committed(active)
 
+    def _expire(self, send: Send) -> None:
+        """A turn of its own, on the timer's thread."""
+        with self._books:
+            self.cancel(send, ("late", "it was not stored in time"))
+
     def step(self, active: ActiveRequest, num_tokens: int, step: int) -> None:
         """A store takes whole blocks: see `committed`."""
 
@@ -81,18 +88,12 @@ class StoredSends:
         mine = self._open.get(active.request.request_id)
         if mine is None or mine.pin is not None or active.pin is None:
             return
-        if active.num_committed_blocks >= mine.send.num_blocks and active.epoch == self._tree.epoch:
+        if active.num_committed_blocks >= mine.send.num_blocks and mine.generation == self._tree.generation:
             path = active.pin.run.path()
             mine.pin = self._tree.move_pin(None, *self._tree.place(path, mine.send.num_blocks))
             assert mine.pin is not None
-            self._write(mine.pin)
-            self.check(None)
-
-    def _write(self, pin: Pin) -> None:
-        path = pin.run.path()
-        if self._matcher.write_out is not None:
-            self._matcher.write_out.write(path)
-            self._copy_down.store(path, unstored=True)
+            self._storage.write(mine.pin.run.path())
+            self._check(is_idle=False)
 
     def released(self, active: ActiveRequest) -> array[int]:
         """The request goes; its blocks are the tree's."""
@@ -102,15 +103,15 @@ class StoredSends:
             self._end(mine, ("failed", text))
         return array("i")
 
-    def check(self, tier: StorageTier | None) -> None:
-        """A copy or a write has ended: what is stored now. Without a tier only what is stored already ends."""
+    def _check(self, *, is_idle: bool) -> None:
+        """A copy or a write has ended: what is stored now. `is_idle`: the store has nothing to do any more."""
         for mine in [each for each in self._open.values() if each.pin is not None]:
             assert mine.pin is not None
             if mine.generation != self._tree.generation:
                 self._end(mine, ("cancelled", "the cache was reset meanwhile"))
             elif self._is_stored(mine.pin):
                 self._end(mine, None)
-            elif tier is not None and tier.is_idle and not self._mover.num_storing:
+            elif is_idle and not self._mover.num_storing:
                 self._end(mine, ("failed", "the store has not taken all of it"))
 
     @staticmethod
@@ -135,7 +136,7 @@ class StoredSends:
         pin, mine.pin = mine.pin, None
         if pin is not None:
             self._tree.unpin(pin)
-        self._calls.put(lambda: mine.send.end(why))
+        self._books.call_later(functools.partial(mine.send.end, why))
 
 
 class StoredReceives:
@@ -145,8 +146,8 @@ class StoredReceives:
     held_ids: tuple[int, ...] = ()
     loads: tuple[Transfer, ...] = ()
 
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
+    def __init__(self, books: Books) -> None:
+        self._books = books
         self._open: dict[str, Receive] = {}
 
     def __len__(self) -> int:
@@ -159,7 +160,7 @@ class StoredReceives:
         """Ends with the prefetch; with none there is nothing to wait for."""
         self._open[receive.request_id] = receive
         if prefetch is None or prefetch.done.is_set():
-            self._calls.put(lambda: receive.end(_why_not(receive, prefetch)))
+            self._books.call_later(lambda: receive.end(_why_not(receive, prefetch)))
         else:
             prefetch.on_done.append(lambda: receive.end(_why_not(receive, prefetch)))
 
@@ -180,39 +181,58 @@ def _why_not(receive: Receive, prefetch: StoragePrefetch | None) -> Why | None:
     return None
 
 
-class StoredPeers:
-    """See `PeerTier`, of which this has the part that needs no link."""
+class StoreRoad:
+    """Sends and receives that need no link: whoever has the store's keys finds the blocks there."""
 
     def __init__(
         self,
+        config: CacheConfig,
+        books: Books,
         *,
-        config: PeerConfig,
         offers: PeerOffers,
-        tree: PrefixTree,
         mover: BlockMover,
-        copy_down: CopyDown,
-        matcher: Matcher,
-        expire: Callable[[Send], None],
+        storage: Storage,
+        prefetches: Prefetches,
     ) -> None:
-        """`expire`: see `StoredSends`."""
-        self.config, self.offers = config, offers
-        self.outbox: tuple[()] = ()
-        self.calls = Calls(tree.mishaps)  # to be made without the lock
-        self.sends = StoredSends(tree, mover, copy_down, matcher, calls=self.calls, expire=expire)
-        self.receives = StoredReceives(self.calls)
-        self.settled = threading.Event()  # storage's own tasks are waited for as such
-        self.settled.set()
+        assert config.peer is not None
+        self._config, self._peer, self._books = config, config.peer, books
+        self.offers, self._storage, self._prefetches = offers, storage, prefetches
+        self.sends = StoredSends(books, mover, storage)
+        self.receives = StoredReceives(books)
         self.is_quiet = False
+
+    def num_offered(self, request: Request) -> int:
+        """Full blocks of a request that can be offered: a store takes only what may be cached."""
+        num_tokens = request.num_tokens if self._config.cache_outputs else request.num_prompt_tokens
+        return num_tokens // self._config.block_size
+
+    def check_room(self, direction: Direction) -> None:
+        """Raise `PeerError` where there is no store."""
+        if not self._storage.is_attached:
+            raise PeerError(f"{direction.value}: no store is attached; attach one with cache.storage.attach first")
 
     def offer(self, active: ActiveRequest, num_blocks: int) -> Send:
         """Of a settled request."""
         send = self.offers.new_send(active, num_blocks)
-        self.sends.begin(active, send, self.config.offer_timeout_seconds)
+        self.sends.begin(active, send, self._peer.offer_timeout_seconds)
         return send
 
-    def submit(self) -> None:
-        """Call whom it concerns. Without the lock."""
-        self.calls.make()
+    def receive(self, request: Request, keys: BlockKeys, offer: Offer, check: Callable[[], None]) -> Receive:  # noqa: ARG002 (see `LinkRoad`)
+        """Turns of its own. Raises what `check` raises under the lock."""
+        with self._books:
+            check()
+        found = self._prefetches.begin(request)
+        num_here = (found.num_gpu_tokens + found.num_cpu_tokens) // self._config.block_size
+        with self._books:
+            receive = Receive(request.request_id, self.offers.next_number(), max(0, offer.num_blocks - num_here))
+            self.receives.begin(receive, self._storage.reads.of(request.request_id))
+        return receive
+
+    def cancel_receive(self, request: Request) -> None:
+        """What has come may be evicted, what has not need not come. A turn of its own, or two."""
+        with self._books:
+            self.receives.forget(request.request_id)
+        self._prefetches.end(request)
 
     def be_quiet(self, quiet: bool) -> None:
         """From now on start nothing, and end what is on its way."""
@@ -223,3 +243,33 @@ class StoredPeers:
     def cancel_all(self, text: str) -> None:
         """Prefetches are storage's to end."""
         self.sends.cancel_all(text)
+
+    def wait_settled(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (see `LinkRoad`)
+        """Storage's own tasks are waited for as such."""
+        return True
+
+    def start(self) -> None:
+        """There are no processes."""
+
+    def close(self) -> None:
+        """Tell whom it concerns."""
+        with self._books:
+            self.cancel_all("the cache is closed")
+
+    def step_progress(self, rank: int) -> StepProgress:  # noqa: ARG002 (see `LinkRoad`)
+        """A store takes whole blocks, no layers."""
+        raise ConfigError("this cache sends no layers; give its configuration a table 'peer' with a link")
+
+    def wait_ready(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (see `LinkRoad`)
+        """There are no processes to wait for."""
+        return True
+
+    def statuses(self) -> list[RankStatus]:
+        """There are no processes."""
+        return []
+
+    def attach_kv(self, rank: int) -> None:
+        """No process reads KV arrays."""
+
+    def lose_kv(self, rank: int) -> None:
+        """No process reads KV arrays."""

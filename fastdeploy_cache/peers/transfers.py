@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from fastdeploy_cache.books.mishaps import call_user
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.requests.loads import call_user
 from fastdeploy_cache.transfer_manager.task import TransferResult
 
 logger = event_log(__name__)

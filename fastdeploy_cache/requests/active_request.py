@@ -1,16 +1,46 @@
-"""What the manager keeps of a request between match and release."""
+"""What the cache keeps of a request between match and release."""
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NoReturn
 
 from fastdeploy_cache.books.prefix_tree import BlockKeys
-from fastdeploy_cache.books.run import BlockCopy, Pin, Transfer
+from fastdeploy_cache.books.run import Pin
+from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.errors import CommitError
+from fastdeploy_cache.movement.cargo import OneBlock
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
+
+
+class Phase(Enum):
+    """Where a request is in its life::
+
+        match ──► WAITING ──────────────► SETTLED ──► release
+                     │                      ▲
+                     └──────► AHEAD ────────┤
+                                └─────────► VOID ───► release
+
+    In WAITING loads, or storage, may still bring more of its prefix. The caller's next verb settles it at what the
+    caller saw last. In AHEAD it uses blocks that are still on their way, and publishes nothing before `confirm`. In
+    VOID one of these has not come: what was computed on it is worth nothing.
+    """
+
+    WAITING = "waiting"
+    AHEAD = "ahead"
+    SETTLED = "settled"
+    VOID = "void"
+
+
+_NEXT = {
+    Phase.WAITING: {Phase.AHEAD, Phase.SETTLED},
+    Phase.AHEAD: {Phase.SETTLED, Phase.VOID},
+    Phase.SETTLED: set[Phase](),
+    Phase.VOID: set[Phase](),
+}
 
 
 @dataclass(eq=False)
@@ -26,36 +56,52 @@ class ActiveRequest:
 
     request: Request
     keys: BlockKeys
-    epoch: int
+    generation: int  # of the cache, when it was matched
+    phase: Phase = Phase.WAITING
+    is_admitted: bool = False  # it got blocks, or committed some: else its release is no use
+    is_detached: bool = False  # its blocks continue nothing that is cached: it publishes nothing
+    # -- the match
     pin: Pin | None = None
     num_pinned_blocks: int = 0
-    loads: list[Transfer] = field(default_factory=list)
-    settled: bool = False
-    admitted: bool = False  # it got blocks, or committed some: else its release is no use
     num_asked_blocks: int = 0  # that the match looked for
     num_found_blocks: int = 0  # of these, cached in any tier
     num_gpu_blocks: int = 0  # found on the GPU by the match
     num_unloaded_blocks: int = 0  # in the CPU tier, not loaded for want of room
-    block_ids: array[int] = field(default_factory=lambda: array("i"))
+    loads: list[Transfer] = field(default_factory=list)  # that it waits for
+    prefetch: StoragePrefetch | None = None  # from storage: what may still come, and what came
+    copy: OneBlock | None = None  # of the last block of a whole-prompt hit, while the match is not settled
     num_shown_blocks: int = 0  # readable ones in the `Match` that its caller saw last, while it is not settled
     shows_copy: bool = False  # whether the copy of the last block was among what the caller saw
+    # -- its blocks, once it is settled or runs ahead
+    block_ids: array[int] = field(default_factory=lambda: array("i"))
+    duplicates: array[int] = field(default_factory=lambda: array("i"))
     num_matched_blocks: int = 0
     num_committed_blocks: int = 0
     num_computed_tokens: int = 0  # of the last commit
-    copy: BlockCopy | None = None  # of the last block of a whole-prompt hit, while the match is not settled
-    num_copied_tokens: int = 0  # in the private block that such a copy has filled
+    num_copied_tokens: int = 0  # in the private block that the copy of the last block has filled
     ahead: list[Transfer] = field(default_factory=list)  # loads whose destinations it uses before they have ended
     num_readable_blocks: int = 0  # of one that runs ahead: those in front of what is coming
-    num_kv_losses: int = 0  # of the cache, when it was matched
-    is_void: bool = False  # of these one has failed: what was computed on it is worth nothing
-    prefetch: StoragePrefetch | None = None  # from storage: what may still come, and what came
     stepped_at: float = 0.0  # when it was last given blocks or committed
-    duplicates: array[int] = field(default_factory=lambda: array("i"))
+
+    def enter(self, phase: Phase) -> None:
+        """Go on to another phase. The only place where it changes."""
+        assert phase in _NEXT[self.phase], f"a request that is {self.phase.value} cannot become {phase.value}"
+        self.phase = phase
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its blocks are fixed, for good or bad."""
+        return self.phase is Phase.SETTLED or self.phase is Phase.VOID
 
     @property
     def is_ahead(self) -> bool:
         """Whether it runs on blocks that are not confirmed."""
-        return bool(self.ahead) and not self.settled
+        return self.phase is Phase.AHEAD
+
+    @property
+    def is_void(self) -> bool:
+        """Whether what it computed is worth nothing."""
+        return self.phase is Phase.VOID
 
     def num_storage_blocks(self, num_gpu_blocks: int, num_blocks: int) -> int:
         """Of the matched blocks [num_gpu_blocks, num_blocks) those that its prefetch has brought from storage."""
@@ -71,7 +117,7 @@ class ActiveRequest:
     def private_ids(self) -> array[int]:
         """Blocks that are the request's own: duplicates of cached ones, and those not committed yet."""
         own = self.duplicates + self.block_ids[self.num_committed_blocks :]
-        return own + self.copy.ids if self.copy is not None and self.copy.landed else own
+        return own + self.copy.block_ids if self.copy is not None and self.copy.has_landed else own
 
     def refuse_commit(self, num_computed_tokens: int, num_held_tokens: int) -> NoReturn:
         """Say why so many tokens cannot be committed, where the request's blocks hold `num_held_tokens`."""

@@ -6,59 +6,37 @@ import threading
 import time
 from collections.abc import Callable
 
-from fastdeploy_cache.books.run import Transfer, wait_done
-from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.books.mishaps import call_user
+from fastdeploy_cache.books.transfer import Transfer, wait_done
 from fastdeploy_cache.match import Match
 from fastdeploy_cache.requests.active_request import ActiveRequest
-from fastdeploy_cache.requests.matcher import Matcher
+from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
-
-logger = event_log(__name__)
 
 _TIMER_SECONDS = 3600.0
 
 
-def call_user(call: Callable[[], object]) -> None:
-    """Run a user's callback; what it raises is the user's, and must not end the thread that all transfers need."""
-    try:
-        call()
-    except Exception:
-        logger.exception("event=user_callback_failed")
-
-
 class MatchLoads:
-    """See `fastdeploy_cache.match.Loads`. Any thread; takes the manager's lock itself."""
+    """See `fastdeploy_cache.match.Loads`. Any thread; each call is a turn of its own."""
 
-    __slots__ = ("_active", "_check", "_lock", "_matcher", "_size", "_submit", "timeout_seconds")
+    __slots__ = ("_active", "_requests", "timeout_seconds")
 
-    def __init__(
-        self,
-        active: ActiveRequest,
-        matcher: Matcher,
-        *,
-        lock: threading.Lock,
-        check: Callable[[ActiveRequest], object],
-        submit: Callable[[], None],
-        size: int,
-        timeout_seconds: float,
-    ) -> None:
-        """`check` raises where the request was released or the cache is closed; `submit` hands over, without the lock,
-        what was decided on."""
-        self._active, self._matcher, self._lock, self._check = active, matcher, lock, check
-        self._submit, self._size, self.timeout_seconds = submit, size, timeout_seconds
+    def __init__(self, active: ActiveRequest, requests: Requests, timeout_seconds: float) -> None:
+        """`timeout_seconds`: how long `wait` waits where no time is given."""
+        self._active, self._requests, self.timeout_seconds = active, requests, timeout_seconds
 
     def describe(self, *, is_final: bool = False) -> Match:
-        """The match as it stands, and where `is_final` as it stays. Under the lock."""
-        active, size = self._active, self._size
-        ids, num_coming = self._matcher.show(active, is_final=is_final)
-        if self._matcher.is_lost(active):  # nothing of it is there any more
+        """The match as it stands, and where `is_final` as it stays. Under the lock, but of a settled match."""
+        active, matcher, size = self._active, self._requests.matcher, self._requests.books.tree.block_size
+        ids, num_coming = matcher.show(active, is_final=is_final)
+        if matcher.is_lost(active):  # nothing of it is there any more
             ids, num_coming = ids[:0], 0
         num_copied = active.num_copied_tokens if ids else 0
         num_copying = size - 1 if active.copy is not None else 0
         num_blocks = len(ids) - (num_copied > 0)
         num_gpu = min(active.num_gpu_blocks, num_blocks)
         num_storage = active.num_storage_blocks(num_gpu, num_blocks)
-        coming, transfers = self._matcher.coming(active) if num_coming else ((), ())
+        coming, transfers = self._requests.ahead.coming(active) if num_coming else ((), ())
         return Match(
             block_ids=ids.tolist(),
             num_tokens=num_blocks * size + num_copied,
@@ -73,25 +51,23 @@ class MatchLoads:
         )
 
     def poll(self) -> Match:
-        with self._lock:
-            self._check(self._active)
+        with self._requests.books:
+            self._requests.active(self._active.request)
             return self.describe()
 
     def wait(self, timeout_seconds: float | None) -> Match:
         if timeout_seconds is None:
             timeout_seconds = self.timeout_seconds
         self._wait_until_settled(time.monotonic() + timeout_seconds)
-        with self._lock:
-            self._check(self._active)
-            match = self.describe(is_final=True)
-        self._submit()
-        return match
+        with self._requests.books:
+            self._requests.active(self._active.request)
+            return self.describe(is_final=True)
 
     def _wait_until_settled(self, deadline: float) -> None:
         """Wait for storage, whose pieces bring new loads, and for the loads."""
         while (now := time.monotonic()) < deadline:
-            with self._lock:
-                fetching = self._matcher.is_fetching(self._active)
+            with self._requests.books:
+                fetching = self._requests.matcher.is_fetching(self._active)
                 transfers, prefetch = self._transfers(), self._active.prefetch
             if not fetching or prefetch is None:
                 wait_done(transfers, deadline - now)
@@ -101,12 +77,14 @@ class MatchLoads:
     @property
     def fetch_seconds_left(self) -> float | None:
         prefetch = self._active.prefetch
-        return prefetch.deadline - time.monotonic() if self._matcher.is_fetching(self._active) and prefetch else None
+        if prefetch is None or not self._requests.matcher.is_fetching(self._active):
+            return None
+        return prefetch.deadline - time.monotonic()
 
     def call_when_ready(self, call: Callable[[], None]) -> None:
-        with self._lock:
+        with self._requests.books:
             prefetch = self._active.prefetch
-            if prefetch is not None and self._matcher.is_fetching(self._active):
+            if prefetch is not None and self._requests.matcher.is_fetching(self._active):
                 self._look_again(prefetch, lambda: self.call_when_ready(call))
                 return
             pending = [transfer for transfer in self._transfers() if not transfer.done.is_set()]
@@ -114,7 +92,7 @@ class MatchLoads:
 
             def one_less() -> None:
                 nonlocal num_left
-                with self._lock:
+                with self._requests.books:
                     num_left -= 1
                     is_last = num_left == 0
                 if is_last:

@@ -1,5 +1,4 @@
-"""Whether a store has what it once took: it is asked for every block that is cached. Under the manager's lock, but for
-waiting."""
+"""Whether a store has what it once took: it is asked for every block that is cached. Under the lock."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import threading
 from dataclasses import dataclass, field
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
-from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
@@ -39,8 +38,8 @@ class StorageAudits:
     """A store drops blocks that it took: for later ones within its capacity, on a full disk, or since an operator has
     removed them. What is missing is unmarked, so that it is written again with its next use or flush."""
 
-    def __init__(self, tree: PrefixTree, link: StorageLink) -> None:
-        self._tree, self._link = tree, link
+    def __init__(self, books: Books, link: StorageLink) -> None:
+        self._tree, self._link = books.tree, link
         self._audits: list[Audit] = []
         self._questions: dict[int, _Question] = {}
 

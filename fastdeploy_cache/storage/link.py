@@ -1,4 +1,4 @@
-"""The way to a store: its client, whether it works (breakers, probes), and tasks for it. Under the manager's lock."""
+"""The way to a store: its client, whether it works (breakers, probes), and tasks for it. Under the lock."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import numpy as np
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_pool import TASK
-from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.movement.outbox import Calls, Outbox
+from fastdeploy_cache.movement.outbox import Outbox
 from fastdeploy_cache.policies.breaker import Breaker
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
 
 logger = event_log(__name__)
@@ -33,24 +34,31 @@ class StorageLink:
 
     def __init__(
         self,
-        tree: PrefixTree,
+        storage: StorageConfig,
+        books: Books,
         client: StorageClient,
         speeds: LoadOrCompute,
-        *,
-        breakers: tuple[Breaker, Breaker],
-        task_timeout_seconds: float,
         on_result: Callable[[TransferResult], None],
     ) -> None:
-        """`breakers`: of reading and of writing; `on_result` is what the client is started with."""
-        self._tree, self._pool, self._timeout_seconds = tree, tree.pools[CPU], task_timeout_seconds
+        """`on_result` is what the client is started with."""
+        self._books, self._tree, self._pool = books, books.tree, books.pools[CPU]
+        self._timeout_seconds = storage.task_timeout_seconds
         self.client, self.speeds = client, speeds
-        self.reading, self.writing = breakers
-        self.outbox = Outbox(client, on_result, tree.mishaps)
+        self.reading, self.writing = (Breaker(storage.breaker_failures, storage.breaker_seconds) for _ in range(2))
+        self.outbox = Outbox(client, on_result, books.mishaps)
+        books.add_outlet(self.outbox)
         self.counts: dict[int, dict[str, int]] = {}  # by rank: what its store says of itself
-        self.calls = Calls(tree.mishaps)  # to be made without the lock
         self.is_quiet = False  # nothing is to be started
         self._next_task_id = 1
         self._probes: dict[int, array[int]] = {}
+
+    def close(self) -> None:
+        """Nothing is on its way any more, and nothing will be."""
+        self._books.remove_outlet(self.outbox)
+
+    def be_quiet(self, quiet: bool) -> None:
+        """From now on start nothing; or go on."""
+        self.is_quiet = quiet
 
     @property
     def held_ids(self) -> list[int]:
@@ -61,11 +69,6 @@ class StorageLink:
     def is_probing(self) -> bool:
         """Whether a probe is on its way."""
         return bool(self._probes)
-
-    def submit(self) -> None:
-        """Hand over what was decided on, and call whom it concerns. Without the lock."""
-        self.outbox.submit()
-        self.calls.make()
 
     def can(self, direction: Direction) -> bool:
         """Whether to give it a task now. Where it was left alone for long enough, a probe is sent."""
@@ -89,8 +92,7 @@ class StorageLink:
         num_blocks = min(_NUM_PROBE_BLOCKS, max(1, self._pool.num_blocks // 4), residency.num_available(CPU))
         if not num_blocks or not self.client.available or self.is_quiet:
             return
-        residency.evict(CPU, max(0, num_blocks - self._pool.num_free))
-        ids = self._pool.allocate(num_blocks, TASK)
+        ids = self._books.take(num_blocks, CPU, TASK)
         try:
             task = self.new_task(
                 Direction.PROBE,

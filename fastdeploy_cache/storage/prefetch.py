@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
+from fastdeploy_cache.books.changes import Change
 from fastdeploy_cache.books.prefix_tree import BlockKeys
+from fastdeploy_cache.books.transfer import Transfer
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.transfer_manager.task import TransferResult
 
 _CHUNK_BYTES, _MAX_CHUNK_BYTES = 32 * 2**20, 128 * 2**20  # of a task; the more the faster the store reads
 
@@ -24,31 +27,20 @@ class StorageLimits:
     max_chunk_blocks: int
 
     @classmethod
-    def of(cls, num_cpu_blocks: int, block_bytes: int, *, min_blocks: int, max_share: float) -> StorageLimits:
+    def of(cls, config: CacheConfig) -> StorageLimits:
         """By the size of the CPU pool."""
+        num_cpu_blocks, block_bytes = config.pool_sizes()[1], config.block_bytes()
         chunk, max_chunk = (
             max(1, min(num_bytes // max(1, block_bytes), num_cpu_blocks // 4))
             for num_bytes in (_CHUNK_BYTES, _MAX_CHUNK_BYTES)
         )
         return cls(
-            min_blocks=max(1, min_blocks),
-            max_blocks=max(1, int(num_cpu_blocks * max_share)),
+            min_blocks=max(1, -(-config.min_prefetch_tokens // config.block_size)),
+            max_blocks=max(1, int(num_cpu_blocks * config.max_prefetch_share)),
             max_writing_blocks=max(1, min(2 * chunk, num_cpu_blocks // 4)),
             chunk_blocks=chunk,
             max_chunk_blocks=max_chunk,
         )
-
-
-class Follower(Protocol):
-    """A match that waits for a prefetch."""
-
-    def landed(self) -> None:
-        """More has joined the CPU tier. Under the manager's lock."""
-        ...
-
-    def is_loading(self) -> bool:
-        """Whether loads to the GPU are in flight for it: CPU blocks may become free when they end."""
-        ...
 
 
 @dataclass(eq=False, repr=False)
@@ -64,6 +56,7 @@ class StoragePrefetch:
     They land from the first on, in pieces; what lands behind a gap does not count.
     """
 
+    request_id: str
     namespace: str
     keys: BlockKeys
     first: int
@@ -77,8 +70,9 @@ class StoragePrefetch:
     num_in_flight: int = 0  # tasks
     revoked: bool = False  # nobody wants what has not come yet
     done: threading.Event = field(default_factory=threading.Event)
-    on_done: list[Callable[[], None]] = field(default_factory=list)  # called without the manager's lock
-    follower: Follower | None = None
+    on_done: list[Callable[[], None]] = field(default_factory=list)  # called without the lock
+    is_followed: bool = False  # by a match, which holds what has come and loads it
+    loads: list[Transfer] = field(default_factory=list)  # to the GPU, that the match waits for
     task_ids: set[int] = field(default_factory=set)
 
     @property
@@ -91,6 +85,30 @@ class StoragePrefetch:
         """Whether there are blocks in storage that no task has been given yet."""
         return self.num_asked < self.num_present and not self.revoked
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether loads to the GPU are in flight for it: CPU blocks may become free when they end."""
+        return any(not transfer.done.is_set() for transfer in self.loads)
+
     def is_pending(self, now: float) -> bool:
         """Whether more may come in time."""
         return not self.done.is_set() and not self.revoked and now < self.deadline
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Fetched(Change):
+    """A piece of a prefetch that a match follows has joined the CPU tier."""
+
+    prefetch: StoragePrefetch
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StorageTaskEnded(Change):
+    """Every rank has answered a task of storage. Noted behind what it brought, so that matches grow first."""
+
+    result: TransferResult
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StorageWentIdle(Change):
+    """Nothing is on its way to the store any more, or from it, and nothing is queued."""

@@ -6,14 +6,15 @@ from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from fastdeploy_cache.books.arrivals import insert_copies
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_pool import TASK
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import RoomCame
 from fastdeploy_cache.books.mishaps import contained
-from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.storage.link import StorageLink
-from fastdeploy_cache.storage.prefetch import StorageLimits, StoragePrefetch
-from fastdeploy_cache.storage.prefetched import insert_copies
+from fastdeploy_cache.storage.prefetch import Fetched, StorageLimits, StoragePrefetch
 from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
 
 _MAX_REMEMBERED = 1024  # prefetches of requests that were never matched
@@ -32,14 +33,16 @@ class _Piece:
 
 class StorageReads:
     """All prefetches. A prefetch that finds no room waits for others to end, or for the loads of the match that follows
-    it: what these have brought to the GPU needs no CPU block any more. Under the manager's lock."""
+    it: what these have brought to the GPU needs no CPU block any more. Under the lock."""
 
-    def __init__(self, tree: PrefixTree, link: StorageLink, limits: StorageLimits) -> None:
-        self._tree, self._pool, self._link, self._limits = tree, tree.pools[CPU], link, limits
-        self.mishaps = tree.mishaps
+    def __init__(self, books: Books, link: StorageLink, limits: StorageLimits) -> None:
+        self._books, self._tree, self._pool = books, books.tree, books.pools[CPU]
+        self._link, self._limits = link, limits
+        self.mishaps = books.mishaps
         self._lookups: dict[int, StoragePrefetch] = {}
         self._pieces: dict[int, _Piece] = {}
         self._waiting: OrderedDict[StoragePrefetch, None] = OrderedDict()  # for room
+        self._answered: list[StoragePrefetch] = []  # to go on with at the end of the turn
         self._num_fetching = 0  # blocks
         self._by_request: OrderedDict[str, StoragePrefetch] = OrderedDict()
         self.num_fetched_blocks = self.num_unasked_blocks = 0
@@ -64,10 +67,10 @@ class StorageReads:
         self.num_unasked_blocks += 0 if is_worth else num_missing_blocks
         return is_worth
 
-    def start(self, request_id: str, prefetch: StoragePrefetch) -> None:
+    def start(self, prefetch: StoragePrefetch) -> None:
         """Ask how much of it is there; `finish` goes on from the answer."""
-        self.forget(request_id)
-        self._by_request[request_id] = prefetch
+        self.forget(prefetch.request_id)
+        self._by_request[prefetch.request_id] = prefetch
         while len(self._by_request) > _MAX_REMEMBERED:
             self.revoke(self._by_request.popitem(last=False)[1])
         task = self._new_task(Direction.LOOKUP, prefetch, 0, prefetch.num_wanted, None)
@@ -91,7 +94,7 @@ class StorageReads:
     def revoke(self, prefetch: StoragePrefetch) -> None:
         """Nobody wants what has not come yet."""
         if not prefetch.revoked:
-            prefetch.revoked, prefetch.follower = True, None
+            prefetch.revoked, prefetch.is_followed = True, False
             self._cancel(prefetch)
             if prefetch in self._waiting:
                 self._end(prefetch)
@@ -109,17 +112,21 @@ class StorageReads:
 
     @contained("prefetch", None)
     def advance(self) -> None:
-        """Blocks may have become free: go on with those that wait for room."""
-        for prefetch in list(self._waiting):
+        """At the end of a turn: go on with those that were answered, then with those that wait for room."""
+        answered, self._answered = self._answered, []
+        for prefetch in (*answered, *self._waiting):
             self._go_on(prefetch)
 
-    def resume(self, prefetch: StoragePrefetch) -> bool:
-        """A match follows a prefetch that ended for want of room: `advance` goes on with it. False: it was through."""
-        if not prefetch.has_more:
-            return False
-        prefetch.done.clear()
-        self._waiting[prefetch] = None
-        return True
+    def follow(self, prefetch: StoragePrefetch) -> None:
+        """A match follows the prefetch, and holds what has come. One that ended for want of room goes on."""
+        if prefetch.done.is_set():
+            if not prefetch.has_more:
+                return
+            prefetch.done.clear()
+            self._waiting[prefetch] = None
+        prefetch.is_followed = True
+        self._books.note(RoomCame())
+        self._books.await_room(self, bool(self._waiting))
 
     def _go_on(self, prefetch: StoragePrefetch) -> None:
         """Give out the next pieces of a prefetch; where nothing more can come, it is done."""
@@ -129,19 +136,20 @@ class StorageReads:
             if num_blocks <= 0:
                 break
             self._fetch(prefetch, num_blocks)
-        follower = prefetch.follower
         if prefetch.num_in_flight:
             self._waiting.pop(prefetch, None)
-        elif prefetch.has_more and (self._pieces or (follower is not None and follower.is_loading())):
+        elif prefetch.has_more and (self._pieces or (prefetch.is_followed and prefetch.is_loading)):
             self._waiting[prefetch] = None
         else:
             self._end(prefetch)
+        self._books.await_room(self, bool(self._waiting))
 
     def _end(self, prefetch: StoragePrefetch) -> None:
         self._waiting.pop(prefetch, None)
+        self._books.await_room(self, bool(self._waiting))
         prefetch.done.set()
         for call in prefetch.on_done:
-            self._link.calls.put(call)
+            self._books.call_later(call)
         prefetch.on_done = []
 
     def _num_piece_blocks(self) -> int:
@@ -151,16 +159,15 @@ class StorageReads:
 
     def _num_room(self, prefetch: StoragePrefetch) -> int:
         residency, num_allowed = self._tree.residency, self._limits.max_blocks - self._num_fetching
-        if num_allowed > 0 and not residency.num_available(CPU) and prefetch.follower is not None:
+        if num_allowed > 0 and not residency.num_available(CPU) and prefetch.is_followed:
             path, _ = self._tree.find(prefetch.namespace, prefetch.keys, prefetch.first + prefetch.num_landed)
             for run in path:
                 residency.drop_spare_copies(run)
-        num_own = 0 if prefetch.follower is not None else prefetch.num_landed  # nobody holds these yet; they shall stay
+        num_own = 0 if prefetch.is_followed else prefetch.num_landed  # nobody holds these yet; they shall stay
         return min(num_allowed, residency.num_available(CPU) - num_own)
 
     def _fetch(self, prefetch: StoragePrefetch, num_blocks: int) -> None:
-        self._tree.residency.evict(CPU, max(0, num_blocks - self._pool.num_free))
-        ids, start = self._pool.allocate(num_blocks, TASK), prefetch.num_asked
+        ids, start = self._books.take(num_blocks, CPU, TASK), prefetch.num_asked
         try:
             task = self._new_task(Direction.PREFETCH, prefetch, start, num_blocks, ids)
             self._pieces[task.task_id] = _Piece(prefetch, prefetch.first + start, ids)
@@ -188,7 +195,7 @@ class StorageReads:
     # -- ending
 
     def finish(self, result: TransferResult) -> None:
-        """A look-up or a piece has ended."""
+        """A look-up or a piece has ended; `advance` goes on from there."""
         task_id = result.task.task_id
         piece = self._pieces.pop(task_id, None)
         prefetch = piece.prefetch if piece is not None else self._lookups.pop(task_id)
@@ -204,8 +211,7 @@ class StorageReads:
             num_present = min(result.num_blocks, prefetch.num_wanted)
             if num_present >= self._limits.min_blocks and prefetch.epoch == self._tree.epoch:
                 prefetch.num_present = num_present
-        self._go_on(prefetch)
-        self.advance()
+        self._answered.append(prefetch)
 
     def _note_read(self, result: TransferResult) -> None:
         if result.error is None and result.num_blocks:
@@ -233,5 +239,5 @@ class StorageReads:
             self._cancel(prefetch)
         if ids:
             self._pool.free(ids, TASK)
-        if num_joined and prefetch.follower is not None:
-            self.mishaps.contain("prefetch", prefetch.follower.landed)
+        if num_joined and prefetch.is_followed:
+            self._books.note(Fetched(prefetch=prefetch))

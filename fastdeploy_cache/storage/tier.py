@@ -2,29 +2,81 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Sequence
 
-from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Copied, RoomCame, Used
+from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.movement.block_mover import TaskEnded
+from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.stats import StorageTierStats
 from fastdeploy_cache.storage.audits import StorageAudits
 from fastdeploy_cache.storage.link import StorageLink
-from fastdeploy_cache.storage.prefetch import StorageLimits
+from fastdeploy_cache.storage.prefetch import StorageLimits, StorageTaskEnded, StorageWentIdle
 from fastdeploy_cache.storage.reads import StorageReads
+from fastdeploy_cache.storage.write_out import WriteOut
 from fastdeploy_cache.storage.writes import StorageWrites
+from fastdeploy_cache.transfer_manager.storage.client import StorageClient
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
+
+logger = event_log(__name__)
 
 
 class StorageTier:
-    """All that a manager has of one attached store. Under the manager's lock."""
+    """All that the cache has of one attached store. Under the lock, but for the client's calls, which are turns."""
 
-    def __init__(self, tree: PrefixTree, link: StorageLink, limits: StorageLimits) -> None:
-        self.link = link
-        self.reads = StorageReads(tree, link, limits)
-        self.writes = StorageWrites(tree, link, limits)
-        self.audits = StorageAudits(tree, link)
+    def __init__(
+        self,
+        config: CacheConfig,
+        storage: StorageConfig,
+        books: Books,
+        client: StorageClient,
+        movement: Movement,
+    ) -> None:
+        self._config, self._books, self._copy_down = config, books, movement.copy_down
+        movement.speeds.forget_storage()
+        self.link = StorageLink(storage, books, client, movement.speeds, self.on_result)
+        limits = StorageLimits.of(config)
+        self.reads = StorageReads(books, self.link, limits)
+        self.writes = StorageWrites(books, self.link, limits)
+        self.audits = StorageAudits(books, self.link)
+        self.write_out = WriteOut(config, books, self.writes, movement.copy_down)
         self.settled = threading.Event()  # nothing is on its way
         self.settled.set()
+        self.is_attached = False
         self._was_open = self._was_probed = False
+
+    def attach(self) -> None:
+        """From now on hear of what is copied and used, and of room that comes."""
+        books, config, self.is_attached = self._books, self._config, True
+        self.writes.forget_stored()
+        books.listen(Copied, self.write_out.on_copied)
+        books.listen(Used, self.write_out.on_used)
+        books.listen(TaskEnded, self._on_copy_ended)
+        books.listen(RoomCame, self._on_room_came)
+        books.listen(StorageTaskEnded, self._go_on)
+        self._copy_down.follow_storage(config.storage_write_policy, config.storage_write_min_uses)
+
+    def detach(self) -> None:
+        """Take nothing more, and answer who waits. What is on its way still comes back."""
+        books, self.is_attached = self._books, False
+        books.ignore(Copied, self.write_out.on_copied)
+        books.ignore(Used, self.write_out.on_used)
+        self._copy_down.follow_storage(None, 1)
+        self.stop()
+
+    def close(self) -> None:
+        """Every task has been answered."""
+        books = self._books
+        books.ignore(TaskEnded, self._on_copy_ended)
+        books.ignore(RoomCame, self._on_room_came)
+        books.ignore(StorageTaskEnded, self._go_on)
+        self.link.close()
 
     @property
     def held_ids(self) -> list[int]:
@@ -37,7 +89,7 @@ class StorageTier:
         return self.reads.is_idle and self.writes.is_idle and self.audits.is_idle and not self.link.is_probing
 
     def opened(self) -> None:
-        """The store has been opened, perhaps again: then it may have lost what was not durable."""
+        """See `on_ready`."""
         if self._was_open:
             self.writes.forget_stored()
         elif not self.link.is_quiet:
@@ -48,7 +100,7 @@ class StorageTier:
 
     def be_quiet(self, quiet: bool) -> None:
         """Start nothing more, and answer who waits; or go on. What is queued to be written stays queued."""
-        self.link.is_quiet = quiet
+        self.link.be_quiet(quiet)
         if quiet:
             self.stop()
             self._note_settled()
@@ -63,26 +115,65 @@ class StorageTier:
         self.reads.stop()
         self.audits.stop()
 
+    def write(self, path: Sequence[Run]) -> None:
+        """Write these runs now, whatever the policies say; what is on the GPU only is copied down for it."""
+        self.write_out.write(path)
+        self._copy_down.store(path, unstored=True)
+
+    def wait_settled(self, timeout_seconds: float) -> bool:
+        """Wait until nothing is on its way, after `be_quiet`; False when the time is over first. Not under the lock."""
+        return self.settled.wait(timeout_seconds)
+
+    # -- turns of the client's threads
+
+    def on_ready(self) -> None:
+        """The store has been opened, perhaps again: then it may have lost what was not durable."""
+        with self._books:
+            self.opened()
+
+    def on_result(self, result: TransferResult) -> None:
+        """Every rank has answered a task, or is reaped."""
+        with self._books:
+            self._books.mishaps.contain("landing", functools.partial(self._finish, result))
+            self._books.note(StorageTaskEnded(result=result))
+        if result.error is not None:
+            logger.info("event=storage_task_failed kind=%s error=%r", result.task.direction.value, result.error)
+
+    def _finish(self, result: TransferResult) -> None:
+        if result.task.direction is Direction.PROBE:
+            self.link.end_probe(result)
+        elif result.task.direction is Direction.WRITE:
+            written = self.writes.finish(result)
+            if written is not None:
+                self.write_out.go_on(written)
+        elif self.audits.has_asked(result.task.task_id):
+            self.audits.finish(result)
+        else:
+            self.reads.finish(result)
+
+    # -- at the end of a turn
+
+    def _go_on(self, _: StorageTaskEnded) -> None:
+        """An answer has made room in flight."""
+        try:
+            self.reads.advance()
+            self.writes.pump()
+            self.audits.pump()
+        finally:
+            self._note_settled()
+        if self.is_idle:
+            self._books.note(StorageWentIdle())
+
+    def _on_copy_ended(self, _: TaskEnded) -> None:
+        self.reads.advance()
+
+    def _on_room_came(self, _: RoomCame) -> None:
+        self.reads.advance()
+
     def _note_settled(self) -> None:
         is_asking = not self.reads.is_idle or not self.audits.is_idle
         in_flight = is_asking or self.writes.num_in_flight or self.link.is_probing
         (self.settled.clear if in_flight else self.settled.set)()
-
-    def finish(self, result: TransferResult) -> None:
-        """All ranks have answered or are reaped."""
-        try:
-            if result.task.direction is Direction.PROBE:
-                self.link.end_probe(result)
-                self.writes.pump()
-            elif result.task.direction is Direction.WRITE:
-                self.writes.finish(result)
-            elif self.audits.has_asked(result.task.task_id):
-                self.audits.finish(result)
-            else:
-                self.reads.finish(result)
-            self.audits.pump()  # its task may have been what took the room
-        finally:
-            self._note_settled()
 
     def stats(self) -> StorageTierStats:
         """How it goes."""

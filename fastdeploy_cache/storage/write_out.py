@@ -1,4 +1,4 @@
-"""What is written to storage, and when: the write policies. All under the manager's lock."""
+"""What is written to storage, and when: the write policies. All of it under the lock."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Copied, Used
 from fastdeploy_cache.books.mishaps import contained
-from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, Run
+from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.movement.copy_down import MAX_LOOKED, CopyDown
 from fastdeploy_cache.storage.writes import StorageWrites
 
@@ -22,37 +24,38 @@ class WriteOut:
     `write_back` what the CPU tier would evict next, each with all that leads to it: a tail without its beginning is
     never found."""
 
-    def __init__(
-        self, tree: PrefixTree, writes: StorageWrites, copy_down: CopyDown, policy: str, min_uses: int
-    ) -> None:
-        self._tree, self._writes, self._copy_down = tree, writes, copy_down
-        self.mishaps = tree.mishaps
-        self._back = policy == "write_back"
-        self._min_uses = min_uses if policy == "write_through_selective" else 1
-        self._num_reserve = max(1, tree.pools[CPU].num_blocks // _RESERVE_SHARE)
+    def __init__(self, config: CacheConfig, books: Books, writes: StorageWrites, copy_down: CopyDown) -> None:
+        """The settings `storage_write_*` of the configuration say what is written, and when."""
+        self._tree, self._writes, self._copy_down = books.tree, writes, copy_down
+        self.mishaps = books.mishaps
+        self._back = config.storage_write_policy == "write_back"
+        is_selective = config.storage_write_policy == "write_through_selective"
+        self._min_uses = config.storage_write_min_uses if is_selective else 1
+        self._num_reserve = max(1, books.pools[CPU].num_blocks // _RESERVE_SHARE)
         self._num_copied = 0  # blocks since the cold end was looked at
         self._look_after = max(1, self._num_reserve // 4)  # blocks: a quarter of what the last look went over
         self._asked: OrderedDict[Run, None] = OrderedDict()  # to be written whole, copied in as many steps as it takes
-        writes.on_written = self._go_on
 
     @contained("write_out", None)
-    def copied(self, run: Run, num_blocks: int) -> None:
+    def on_copied(self, copied: Copied) -> None:
         """A run has more blocks in the CPU tier."""
+        assert copied.pin is not None
+        run = copied.pin.run
         if run in self._asked or (not self._back and self._is_due(run)):
             self._writes.queue(run)
         if self._back:
-            self._num_copied += num_blocks
+            self._num_copied += copied.num_blocks
             if self._num_copied >= self._look_after:
                 self._look_ahead()
         self._writes.pump()
 
     @contained("write_out", None)
-    def released(self, path: Sequence[Run], *, has_uncopied: bool) -> None:
-        """A path was used: what of it is copied and was not written, or was declined, is offered. `has_uncopied`: the
-        CPU tier has no room for all of it at a time."""
+    def on_used(self, used: Used) -> None:
+        """A path was used: what of it is copied and was not written, or was declined, is offered."""
+        assert used.pin is not None
         if not self._back:
-            due = [run for run in path if self._is_due(run)]
-            if has_uncopied:
+            due = [run for run in used.pin.run.path() if self._is_due(run)]
+            if used.has_uncopied:
                 self._ask(due)
             for run in due:
                 self._writes.offer(run)
@@ -62,7 +65,7 @@ class WriteOut:
         return self._min_uses == 1 or run.usage.num_uses >= self._min_uses
 
     def write(self, runs: Sequence[Run]) -> None:
-        """Offer these, what has no copy yet as soon as it has one."""
+        """Offer these, whatever the policy says: what has no copy yet as soon as it has one."""
         self._ask([run for run in runs if run.num_in(CPU, run.num_gpu) < run.num_gpu])
         for run in runs:
             self._writes.queue(run)
@@ -74,7 +77,7 @@ class WriteOut:
             self._asked.popitem(last=False)
 
     @contained("write_out", None)
-    def _go_on(self, run: Run) -> None:
+    def go_on(self, run: Run) -> None:
         """Blocks of a run are in storage: where the rest waits for room in the CPU tier, their copies make it."""
         if run not in self._asked:
             return

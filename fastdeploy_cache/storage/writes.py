@@ -1,25 +1,20 @@
-"""What is queued to be written to storage, and what is being written. Under the manager's lock, but for waiting."""
+"""What is queued to be written to storage, and what is being written. Under the lock, but for waiting."""
 
 from __future__ import annotations
 
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
-from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import StorageLimits
 from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
 
 _MIN_SWEEP = 16  # queued runs
-
-
-def _ignore_written(run: Run) -> None:
-    """Nobody goes on from there."""
 
 
 @dataclass(eq=False)
@@ -47,9 +42,8 @@ class StorageWrites:
     once for each use of the run: an admission filter counts.
     """
 
-    def __init__(self, tree: PrefixTree, link: StorageLink, limits: StorageLimits) -> None:
-        self._tree, self._pool, self._link, self._limits = tree, tree.pools[CPU], link, limits
-        self.on_written: Callable[[Run], None] = _ignore_written
+    def __init__(self, books: Books, link: StorageLink, limits: StorageLimits) -> None:
+        self._tree, self._pool, self._link, self._limits = books.tree, books.pools[CPU], link, limits
         self._writes: dict[int, _Write] = {}
         self._queue: OrderedDict[Run, int] = OrderedDict()  # -> blocks that it had to offer
         self._num_writing = 0  # blocks
@@ -160,13 +154,14 @@ class StorageWrites:
         self._num_writing += num_blocks
         self._link.outbox.put(task)
 
-    def finish(self, result: TransferResult) -> None:
-        """A write has ended."""
+    def finish(self, result: TransferResult) -> Run | None:
+        """A write has ended. Returns the run where it has more blocks in storage now; `pump` goes on."""
         write = self._writes.pop(result.task.task_id)
         self._pool.end_reading(write.ids)
         self._num_writing -= len(write.ids)
         self._link.judge(result)
         run, num_stored = write.run, result.num_blocks if result.error is None else 0
+        written: Run | None = None
         self.num_written_blocks += num_stored
         self.num_skipped_blocks += len(write.ids) - num_stored
         if write.is_same:  # else its mark stays as it is: at worst some blocks are offered again
@@ -174,7 +169,7 @@ class StorageWrites:
                 run.num_offered = min(run.num_offered, write.start)
             elif run.num_stored >= write.start:
                 run.num_stored = max(run.num_stored, write.start + num_stored)
-                self.on_written(run)
+                written = run
             if num_stored < len(write.ids) and result.error is None and run.usage.num_uses > run.offered_use:
                 self.offer(run)  # it was used again meanwhile
-        self.pump()
+        return written

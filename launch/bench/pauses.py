@@ -82,7 +82,7 @@ def pauses(pool: Pool, num_more: int = 2000) -> dict[str, dict[str, float]]:
         return result
 
     cache, lock = PrefixCacheManager(config), _TimedLock()
-    cache._lock = lock  # type: ignore[assignment]  # noqa: SLF001 (nothing outside tells how long it is held)
+    cache._books = lock  # type: ignore[assignment]  # noqa: SLF001 (nothing outside tells how long it is held)
     gc.collect()
     gc.disable()
     for number, tokens in enumerate(_prompts(pool, num_more)):
@@ -90,7 +90,7 @@ def pauses(pool: Pool, num_more: int = 2000) -> dict[str, dict[str, float]]:
         match = timed("match", lambda request=request: cache.match(request))  # type: ignore[misc]
         num_tokens = len(tokens)
         num_missing = -(-num_tokens // _BLOCK_SIZE) - len(match.block_ids)
-        is_first = not spent["first eviction"] and cache.tier_stats().num_free < num_missing
+        is_first = not spent["first eviction"] and cache.blocks.view.tier_stats().num_free < num_missing
         verb = "first eviction" if is_first else "allocate"
         timed(verb, lambda request=request, n=num_missing: cache.allocate(request, n))  # type: ignore[misc]
         timed("commit", lambda request=request, n=num_tokens: cache.commit(request, n))  # type: ignore[misc]

@@ -40,7 +40,7 @@ class Instances:
 
     def _prepare(self) -> None:
         rng = np.random.default_rng(1)
-        for views in self._prefill.kv_views(0):
+        for views in self._prefill.ranks.kv_views(0):
             for array in views.values():
                 array[:] = rng.integers(0, 100, array.shape, np.uint8)
         fillers = [self._request(f"filler {i}", -2 - i, 1) for i in range(2 * (self.num_blocks + 1))]
@@ -62,7 +62,7 @@ class Instances:
         self._prefill.commit(mine, self.num_blocks * self.block_size)
         send = self._offer(mine)
         started = time.perf_counter()
-        ended = _ended(self._decode.receive(theirs, send.offer))
+        ended = _ended(self._decode.peers.receive(theirs, send.offer))
         self._finish(mine, theirs, ids, send)
         return ended - started
 
@@ -74,12 +74,12 @@ class Instances:
         """
         mine, theirs, ids = self._new_prompt()
         send = self._offer(mine)
-        receive = self._decode.receive(theirs, send.offer)
+        receive = self._decode.peers.receive(theirs, send.offer)
         self._step += 1
-        progress, num_tokens = self._prefill.step_progress(0), self.num_blocks * self.block_size
-        self._prefill.begin_step(mine, num_tokens, self._step)
+        progress, num_tokens = self._prefill.peers.step_progress(0), self.num_blocks * self.block_size
+        self._prefill.peers.begin_step(mine, num_tokens, self._step)
         until = time.perf_counter()
-        for layer, views in enumerate(self._prefill.kv_views(0)):
+        for layer, views in enumerate(self._prefill.ranks.kv_views(0)):
             if layer == self.num_layers - 1:
                 until += pause_seconds
             until += layer_seconds
@@ -102,7 +102,7 @@ class Instances:
         return mine, theirs, self._prefill.allocate(mine, self.num_blocks)
 
     def _offer(self, mine: Request) -> Send:
-        send = self._prefill.offer(mine)
+        send = self._prefill.peers.offer(mine)
         time.sleep(_TRAVEL_SECONDS)
         return send
 
@@ -118,7 +118,7 @@ class Instances:
         match = self._decode.match(theirs)
         if match.num_gpu_tokens != self.num_blocks * self.block_size:
             raise LaunchError(f"{match.num_gpu_tokens} tokens of {self.num_blocks * self.block_size} were received")
-        for sent, received in zip(self._prefill.kv_views(0), self._decode.kv_views(0), strict=True):
+        for sent, received in zip(self._prefill.ranks.kv_views(0), self._decode.ranks.kv_views(0), strict=True):
             for part, array in sent.items():
                 if self._num_prompts == 1 and not np.array_equal(array[ids], received[part][match.block_ids]):
                     raise LaunchError("blocks did not arrive as they were sent")

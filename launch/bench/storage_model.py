@@ -58,7 +58,7 @@ def _seconds_to_first_token(
         num_cached = _answer(engine, prompt)
         seconds = time.perf_counter() - started
         engine.cache.wait_for_transfers(_FLUSH_SECONDS)
-        engine.cache.flush_storage(_FLUSH_SECONDS)
+        engine.cache.storage.flush(_FLUSH_SECONDS)
     return seconds, num_cached
 
 

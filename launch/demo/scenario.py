@@ -123,8 +123,8 @@ def _ended(engine: Engine, answers: list[Answer], prompts: Sequence[np.ndarray],
     """Wait for what is on its way, write to storage what is cached, and look at the books."""
     cache = engine.cache
     cache.wait_for_transfers(cache.config.transfer.task_timeout_seconds)
-    returned = kill_rank is not None and cache.wait_for_ranks(_RANK_RETURN_SECONDS)
-    flushed = cache.flush_storage(_FLUSH_SECONDS)
+    returned = kill_rank is not None and cache.ranks.wait_ready(_RANK_RETURN_SECONDS)
+    flushed = cache.storage.flush(_FLUSH_SECONDS)
     cache.check_invariants()
     return Played(
         answers=tuple(answers),

@@ -63,7 +63,7 @@ class Engine(Intake):
         self._eos_token_id = eos_token_id
         self._max_running = max_running
         ranks = range(cache.config.transfer.tp_size)
-        progress = [cache.layer_progress(rank) for rank in ranks] if overlap and cache.config.layout else []
+        progress = [cache.ranks.layer_progress(rank) for rank in ranks] if overlap and cache.config.layout else []
         self._progress = [each for each in progress if each is not None]
         # of the loads that steps ran ahead of: how long they took, and how long the model stood still for their layers
         self.load_seconds = self.waited_for_layers_seconds = 0.0
@@ -163,7 +163,7 @@ class Engine(Intake):
             self.cache.release(generation.request)
         else:
             self.cache.end_prefetch(generation.request)
-            self.cache.cancel_receive(generation.request)
+            self.cache.peers.cancel_receive(generation.request)
             self._receives.forget(generation)
 
     # -- admission
@@ -367,7 +367,7 @@ class Engine(Intake):
         self._running.remove(generation)
         self.cache.release(generation.request)
         if generation.cancelled:  # who did so before there was a send could not end it
-            self.cache.cancel_send(send)
+            self.cache.peers.cancel_send(send)
         if send.done and not send.succeeded:
             generation.finish("error", f"nobody reads its blocks any more: {send.reason}: {send.error}")
         else:

@@ -36,7 +36,7 @@ def gpu_shard(cache: PrefixCacheManager, rank: int) -> KVShard:
         places = [
             {name: _place(layout, name, tensor, device_id) for name, tensor in layer.items()} for layer in tensors
         ]
-        cache.attach_kv(rank, export_kv(layout, places, device_id))
+        cache.ranks.attach_kv(rank, export_kv(layout, places, device_id))
     else:
         tensors = _opened_tensors(cache, rank, layout, device_id)
     num_blocks = config.pool_sizes()[0]
@@ -78,7 +78,7 @@ def _place(layout: RankLayout, name: str, tensor: Any, device_id: int) -> ArrayP
 
 
 def _opened_tensors(cache: PrefixCacheManager, rank: int, layout: RankLayout, device_id: int) -> list[dict[str, Any]]:
-    paddle, handle, cuda = import_paddle(), cache.kv_handle(rank), Cuda(device_id)
+    paddle, handle, cuda = import_paddle(), cache.ranks.kv_handle(rank), Cuda(device_id)
     bases = [open_segment(cuda, segment) for segment in handle.segments]
     return [
         {

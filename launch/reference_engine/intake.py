@@ -51,7 +51,7 @@ class Intake:
         request = self._new_request(prompt_token_ids, namespace)
         if offer is not None:
             try:
-                self.cache.check_offer(request, offer)
+                self.cache.peers.check_offer(request, offer)
             except PeerRefusedError as error:
                 raise GenerationRefusedError(f"kv_offer: {error}") from error
         return self._enqueue(Generation(request, max_new_tokens, offer=offer))
@@ -81,7 +81,7 @@ class Intake:
         """Nobody wants it any more: it ends, and what is sent of it, with the next step."""
         generation.cancelled = True
         if generation.send is not None:
-            self.cache.cancel_send(generation.send)
+            self.cache.peers.cancel_send(generation.send)
         self._wake()
 
     @property

@@ -71,7 +71,7 @@ class Receives:
         """Let the blocks that have come for the youngest be evicted; False where nobody has any."""
         for generation in reversed(self._open):
             if generation.receive is not None and generation.receive.succeeded:
-                self._cache.cancel_receive(generation.request)
+                self._cache.peers.cancel_receive(generation.request)
                 self.forget(generation)
                 return True
         return False
@@ -86,7 +86,7 @@ class Receives:
         """Nothing changes where it cannot be now. Raises `OutOfBlocksError`: then the offer stays, too."""
         assert generation.offer is not None
         try:
-            receive = self._cache.receive(generation.request, generation.offer)
+            receive = self._cache.peers.receive(generation.request, generation.offer)
         except OutOfBlocksError:
             raise
         except CacheError as error:

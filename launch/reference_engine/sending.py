@@ -17,7 +17,7 @@ class Sends:
         self._cache, self._transfers = cache, transfers
         peer, ranks = cache.config.peer, range(cache.config.transfer.tp_size)
         moves_layers = peer is not None and peer.link != "storage" and cache.config.role != "decode"
-        self._progress = [cache.step_progress(rank) for rank in ranks] if moves_layers else []
+        self._progress = [cache.peers.step_progress(rank) for rank in ranks] if moves_layers else []
         self._step = 0
         self.hold = Hold(transfers, peer.offer_timeout_seconds if peer is not None else 0.0)
 
@@ -32,7 +32,7 @@ class Sends:
             PeerError, CacheError: see `PrefixCacheManager.offer`; it can never be, or not in time.
         """
         try:
-            send = self._cache.offer(generation.request)
+            send = self._cache.peers.offer(generation.request)
         except PeerRefusedError:
             raise
         except PeerError:
@@ -53,7 +53,7 @@ class Sends:
             return lambda _: None
         self._step = step = self._step + 1
         for generation, num_tokens in sending:
-            self._cache.begin_step(generation.request, generation.num_computed_tokens + num_tokens, step)
+            self._cache.peers.begin_step(generation.request, generation.num_computed_tokens + num_tokens, step)
 
         def mark(num_layers: int) -> None:
             for progress in self._progress:

@@ -21,7 +21,7 @@ def layout_of(spec: ModelSpec) -> KVLayout:
 
 def cpu_shard(cache: PrefixCacheManager, rank: int) -> KVShard:
     """The rank's KV arrays, which the model reads and writes where they are."""
-    layers = cache.kv_views(rank)
+    layers = cache.ranks.kv_views(rank)
     return KVShard([layer["key"] for layer in layers], [layer["value"] for layer in layers])
 
 

@@ -28,40 +28,40 @@ class EngineControl:
     @property
     def status(self) -> str:
         """The cache's, such as "running" or "asleep"."""
-        return self._cache.life_cycle_status.value
+        return self._cache.life.status.value
 
     def pause(self, timeout_seconds: float) -> None:
         """Answers stand still and new ones wait; what is cached stays."""
         with self._still(timeout_seconds) as deadline:
-            self._cache.pause(_left(deadline))
+            self._cache.life.pause(_left(deadline))
 
     def resume(self, timeout_seconds: float) -> None:
         """The reverse of `pause`."""
         with self._still(timeout_seconds) as deadline:
-            self._cache.resume(_left(deadline))
+            self._cache.life.resume(_left(deadline))
 
     def sleep(self, timeout_seconds: float, tiers: Collection[TierName]) -> None:
         """Give back the memory of these tiers."""
         with self._still(timeout_seconds) as deadline:
             self._engine.preempt_all()
-            self._cache.sleep(_left(deadline), tiers=tiers)
+            self._cache.life.sleep(_left(deadline), tiers=tiers)
 
     def wake(self, timeout_seconds: float) -> None:
         """The reverse of `sleep`; then it runs."""
         with self._still(timeout_seconds) as deadline:
-            self._cache.wake(_left(deadline))
+            self._cache.life.wake(_left(deadline))
 
     def clear(self, timeout_seconds: float) -> None:
         """Forget what is cached; then it is as before."""
         with self._still(timeout_seconds) as deadline:
             self._engine.preempt_all()
-            self._cache.clear(_left(deadline))
+            self._cache.life.clear(_left(deadline))
 
     def update_weights(self, timeout_seconds: float, weights_id: str | None) -> None:
         """What is cached was computed with other weights: forget it; then it is as before."""
         with self._still(timeout_seconds) as deadline:
             self._engine.preempt_all()
-            self._cache.update_weights(weights_id, _left(deadline))
+            self._cache.life.update_weights(weights_id, _left(deadline))
 
     @contextmanager
     def _still(self, timeout_seconds: float) -> Iterator[float]:
@@ -72,7 +72,7 @@ class EngineControl:
         try:
             yield deadline
         finally:
-            if self._cache.life_cycle_status is LifeCycleStatus.RUNNING:
+            if self._cache.life.status is LifeCycleStatus.RUNNING:
                 self._engine.resume()
 
 

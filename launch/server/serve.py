@@ -169,9 +169,9 @@ def _run_until(endings: queue.SimpleQueue[str], engine: Engine, server: _Server)
 def _flush(cache: PrefixCacheManager) -> None:
     """A paused cache goes on for it; one that sleeps is left alone."""
     try:
-        if cache.life_cycle_status is not LifeCycleStatus.RUNNING:
-            cache.resume(_FLUSH_SECONDS)
-        logger.info("event=storage_flushed all=%s", cache.flush_storage(_FLUSH_SECONDS))
+        if cache.life.status is not LifeCycleStatus.RUNNING:
+            cache.life.resume(_FLUSH_SECONDS)
+        logger.info("event=storage_flushed all=%s", cache.storage.flush(_FLUSH_SECONDS))
     except LifeCycleError as error:
         logger.warning("event=storage_not_flushed reason=%r", f"{error}; wake the server before it is ended")
 

@@ -14,7 +14,7 @@ def status_of(cache: PrefixCacheManager) -> dict[str, Any]:
     stats = cache.stats()
     return {
         "role": cache.config.role,
-        "life_cycle": cache.life_cycle_status.value,
+        "life_cycle": cache.life.status.value,
         "ranks": [dataclasses.asdict(status) for status in stats.ranks],
         "tiers": {"gpu": stats.gpu.by_state(), "cpu": stats.cpu.by_state()},
         "storage": _storage_status(stats),

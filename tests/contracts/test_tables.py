@@ -77,7 +77,7 @@ def pieces_from_storage() -> Story:
     settings: dict[str, object] = {"min_prefetch_tokens": SIZE, "prefetch_policy": "wait_complete"}
     model = CacheModel(SIZE, 24, 12, **settings)  # type: ignore[arg-type]
     store = SimulatedStorage(model.client)
-    model.cache.attach_storage(STORE, client=store)
+    model.cache.storage.attach(STORE, client=store)
     store.land_all()
     model.serve_and_copy(PROMPT)
     while store.tasks or model.client.tasks:
@@ -102,7 +102,9 @@ def play(story: Story, landings: tuple[int, ...], look: str, error: str | None) 
         model.settle(live)
     seen = live.match.num_tokens
     story.land(landings[1])
-    had_more = len(model.cache._matcher._arrived(model.cache._requests[live.request.request_id])[0]) * SIZE > seen
+    had_more = (
+        len(model.cache._requests.matcher._arrived(model.cache._requests[live.request.request_id])[0]) * SIZE > seen
+    )
     assert model.allocate(live, -(-len(story.tokens) // SIZE) - len(live.match.block_ids))
     story.check(live)
     story.land(landings[2])

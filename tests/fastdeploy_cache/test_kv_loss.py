@@ -181,7 +181,7 @@ def test_a_rank_that_does_not_exist(rank: int) -> None:
     model = CacheModel(4, 24, 60)
     model.serve_and_copy(A[:40])
     with pytest.raises(ConfigError, match="there is no rank"):
-        model.cache.kv_lost(rank)
+        model.cache.ranks.kv_lost(rank)
     assert model.must_match(A[:41]).match.num_gpu_tokens == 40
     model.finish()
 
@@ -209,7 +209,7 @@ def test_what_was_computed_while_the_arrays_were_missing_is_never_found() -> Non
         cache.match(early)
         cache.allocate(early, 4)
         cache.commit(early, 16)
-        cache.attach_kv(0, [array])
+        cache.ranks.attach_kv(0, [array])
         again = Request(request_id="again", prompt_token_ids=A[:16])
         assert cache.match(again).num_tokens == 0
         cache.commit(early, 16)

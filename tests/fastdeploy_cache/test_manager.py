@@ -51,10 +51,10 @@ def test_prompts_that_part_inside_a_run_share_what_is_equal() -> None:
     fork = model.match(A[:20] + B[:20])
     assert fork is not None
     assert fork.match.num_tokens == 20
-    assert [run.num_blocks for run in model.cache._tree.runs()] == [10]
+    assert [run.num_blocks for run in model.cache._books.tree.runs()] == [10]
     assert model.allocate(fork, 5)
     model.compute(fork, 40)
-    assert [run.num_blocks for run in model.cache._tree.runs()] == [5, 5, 5]
+    assert [run.num_blocks for run in model.cache._books.tree.runs()] == [5, 5, 5]
     model.finish()
 
 
@@ -67,7 +67,7 @@ def test_a_pin_inside_a_run_holds_no_more_than_what_matched() -> None:
     assert model.cache.stats().gpu.num_protected == 3
     assert not model.allocate(fork, 8)
     assert model.allocate(fork, 7)
-    assert [run.num_blocks for run in model.cache._tree.runs()] == [3]
+    assert [run.num_blocks for run in model.cache._books.tree.runs()] == [3]
     model.finish()
 
 
@@ -236,7 +236,7 @@ def test_forks_that_eviction_emptied_are_merged_away() -> None:
     model.serve(C[:9], stays=False, patient=True)
     model.serve(A[:70], stays=False, patient=True)
     model.cache.check_invariants()
-    lone = [run for run in model.cache._tree.runs() if len(run.children) == 1]
+    lone = [run for run in model.cache._books.tree.runs() if len(run.children) == 1]
     assert len(lone) <= 1
     model.finish()
 
@@ -250,7 +250,7 @@ def test_namespaces_that_leave_nothing_are_forgotten() -> None:
         assert model.allocate(live, 3)
         model.compute(live, 9)
         model.release(live)
-    assert len(model.cache._tree.roots) < 150
+    assert len(model.cache._books.tree.roots) < 150
     model.finish()
 
 

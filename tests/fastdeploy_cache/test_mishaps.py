@@ -10,7 +10,8 @@ import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
 from fastdeploy_cache.books.prefix_tree import PrefixTree
-from fastdeploy_cache.books.run import Run, Segment, Tier
+from fastdeploy_cache.books.run import Run, Tier
+from fastdeploy_cache.books.transfer import Segment
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.metrics.cache_metrics import STEPS
 from fastdeploy_cache.policies.eviction import LeastRecentlyUsed
@@ -140,7 +141,7 @@ def test_a_landing_that_raises_costs_one_task(monkeypatch: pytest.MonkeyPatch) -
     model.cache.check_invariants()
     model.release(live)
     model.serve_and_copy(B)
-    model.cache.kv_lost(0)
+    model.cache.ranks.kv_lost(0)
     again = model.must_match(B)
     model.client.land_all()
     assert len(model.settle(again)) == 5

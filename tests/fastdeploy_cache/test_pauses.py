@@ -30,10 +30,10 @@ def test_the_first_eviction_of_a_full_pool_puts_few_entries_right() -> None:
             cache.commit(request, 2)
             cache.release(request)
         for number in range(num_prompts // 2, num_prompts):
-            cache.lookup(Request(request_id="b", prompt_token_ids=[number, 7]))
+            cache.blocks.lookup(Request(request_id="b", prompt_token_ids=[number, 7]))
         assert cache.stats().gpu.num_free == 0
         num_ranked = 0
-        assert cache.evict(1) == 1
+        assert cache.blocks.evict(1) == 1
         assert num_ranked < 20
 
 

@@ -61,12 +61,12 @@ def test_what_runs_ahead_of_loads_is_not_offered_as_computed(pair: Pair) -> None
     """An offer made while its blocks still load has none of them; where the load fails, the send does, too."""
     a, b = pair.a, pair.b
     a.serve_and_copy(TEXT)
-    a.cache.evict(30)
+    a.cache.blocks.evict(30)
     live = a.must_match(TEXT)
     assert a.run_ahead(live, 1)
     a.cache.commit(live.request, len(TEXT))  # its step is over, and nobody has confirmed it
-    send = a.cache.offer(live.request)
-    receive = b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
+    send = a.cache.peers.offer(live.request)
+    receive = b.cache.peers.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
     pair.go_on()
     assert not receive.done
     a.client.land("failed")
@@ -81,11 +81,11 @@ def test_a_load_that_comes_makes_it_computed(pair: Pair) -> None:
     """The same where the load succeeds: after `confirm` the next commit tells."""
     a, b = pair.a, pair.b
     a.serve_and_copy(TEXT)
-    a.cache.evict(30)
+    a.cache.blocks.evict(30)
     live = a.must_match(TEXT)
     assert a.run_ahead(live, 1)
-    send = a.cache.offer(live.request)
-    receive = b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
+    send = a.cache.peers.offer(live.request)
+    receive = b.cache.peers.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
     a.client.land_all()
     a.confirm(live)
     a.compute(live, len(TEXT))
@@ -99,15 +99,15 @@ def test_a_receive_that_cannot_land_is_told_and_holds_nothing(pair: Pair, monkey
     a, b = pair.a, pair.b
     live = a.must_match(TEXT)
     assert a.allocate(live, 11)
-    send = a.cache.offer(live.request)
-    receive = b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
+    send = a.cache.peers.offer(live.request)
+    receive = b.cache.peers.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
     a.compute(live, len(TEXT))
 
     def insert(*_: object) -> None:
         raise MemoryError("no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(b.cache._tree, "insert", insert)
+        patched.setattr(b.cache._books.tree, "insert", insert)
         for _ in range(3):
             pair.go_on()
     assert receive.done and receive.reason == "failed"
@@ -127,8 +127,8 @@ def test_a_metric_that_raises_loses_no_transfer(pair: Pair, monkeypatch: pytest.
         monkeypatch.setattr(model.cache.metrics, "record_peer", fail)
     live = a.must_match(TEXT)
     assert a.allocate(live, 11)
-    send = a.cache.offer(live.request)
-    receive = b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
+    send = a.cache.peers.offer(live.request)
+    receive = b.cache.peers.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
     a.compute(live, len(TEXT))
     for _ in range(3):
         pair.go_on()
@@ -141,8 +141,8 @@ def test_what_is_open_is_counted(pair: Pair) -> None:
     a, b = pair.a, pair.b
     live = a.must_match(TEXT)
     assert a.allocate(live, 11)
-    send = a.cache.offer(live.request)
-    b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
+    send = a.cache.peers.offer(live.request)
+    b.cache.peers.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
     counts = [(stats.num_open_sends, stats.num_open_receives) for stats in (a.cache.stats(), b.cache.stats())]
     assert counts == [(1, 0), (0, 1)]
     a.compute(live, len(TEXT))
@@ -157,15 +157,17 @@ def test_a_store_of_other_weights_ends_transfers(pair: Pair) -> None:
     a, b = pair.a, pair.b
     live = a.must_match(TEXT)
     assert a.allocate(live, 11)
-    send = a.cache.offer(live.request)
-    a.cache.attach_storage(StorageConfig(folder="/nowhere", weights_id="v"), client=SimulatedStorage(a.client))
+    send = a.cache.peers.offer(live.request)
+    a.cache.storage.attach(StorageConfig(folder="/nowhere", weights_id="v"), client=SimulatedStorage(a.client))
     pair.go_on()
     assert send.reason == "cancelled"
     a.release(live)
     live = a.must_match(TEXT)
     assert a.allocate(live, 11)
     with pytest.raises(PeerRefusedError, match="'v', this one 'w'"):
-        b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), a.cache.offer(live.request).offer)
+        b.cache.peers.receive(
+            Request(request_id="b", prompt_token_ids=TEXT), a.cache.peers.offer(live.request).peers.offer
+        )
 
 
 def test_weights_that_change_while_a_receive_is_checked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,8 +175,8 @@ def test_weights_that_change_while_a_receive_is_checked(pair: Pair, monkeypatch:
     a, b = pair.a, pair.b
     live = a.must_match(TEXT)
     assert a.allocate(live, 11)
-    offer = a.cache.offer(live.request).offer
-    peers = b.cache._peers
+    offer = a.cache.peers.offer(live.request).peers.offer
+    peers = b.cache.peers.road
     assert peers is not None
     check = peers.offers.check
 
@@ -184,7 +186,7 @@ def test_weights_that_change_while_a_receive_is_checked(pair: Pair, monkeypatch:
 
     monkeypatch.setattr(peers.offers, "check", slow)
     with pytest.raises(PeerRefusedError, match="weights_id"):
-        b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), offer)
+        b.cache.peers.receive(Request(request_id="b", prompt_token_ids=TEXT), offer)
 
 
 def test_numbers_of_steps_rise_and_are_used_once(pair: Pair) -> None:
@@ -192,14 +194,14 @@ def test_numbers_of_steps_rise_and_are_used_once(pair: Pair) -> None:
     a = pair.a
     live = a.must_match(TEXT)
     assert a.allocate(live, 11)
-    a.cache.offer(live.request)
-    a.cache.begin_step(live.request, 20, 5)
+    a.cache.peers.offer(live.request)
+    a.cache.peers.begin_step(live.request, 20, 5)
     with pytest.raises(RequestError, match="numbers rise"):
-        a.cache.begin_step(live.request, 24, 4)
+        a.cache.peers.begin_step(live.request, 24, 4)
     a.compute(live, 20)
     with pytest.raises(RequestError, match="each is for one step"):
-        a.cache.begin_step(live.request, 24, 5)
-    a.cache.begin_step(live.request, 24, 6)
+        a.cache.peers.begin_step(live.request, 24, 5)
+    a.cache.peers.begin_step(live.request, 24, 6)
 
 
 def test_a_step_that_does_less_than_announced_fails_the_send(pair: Pair) -> None:
@@ -207,8 +209,8 @@ def test_a_step_that_does_less_than_announced_fails_the_send(pair: Pair) -> None
     a = pair.a
     live = a.must_match(TEXT)
     assert a.allocate(live, 11)
-    send = a.cache.offer(live.request)
-    a.cache.begin_step(live.request, 40, 1)
+    send = a.cache.peers.offer(live.request)
+    a.cache.peers.begin_step(live.request, 40, 1)
     a.compute(live, 20)
     pair.go_on()
     assert send.reason == "failed" and "5 of the 10 blocks" in str(send.error)
@@ -220,7 +222,7 @@ def test_updates_wait_for_each_other(pair: Pair) -> None:
     assert a.peers is not None
     live = a.must_match(TEXT)
     assert a.allocate(live, 11)
-    send = a.cache.offer(live.request)
+    send = a.cache.peers.offer(live.request)
     held: list[Any] = []
     answer, a.peers.answer = a.peers.answer, lambda *given, **named: held.append((given, named))  # type: ignore[method-assign]
     for upto in (8, 16, 24, 44):
@@ -228,7 +230,7 @@ def test_updates_wait_for_each_other(pair: Pair) -> None:
     assert len(held) == 1
     a.peers.answer = answer  # type: ignore[method-assign]
     a.peers.answer(*held[0][0], **held[0][1])
-    receive = b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
+    receive = b.cache.peers.receive(Request(request_id="b", prompt_token_ids=TEXT), send.offer)
     for _ in range(3):
         pair.go_on()
     assert receive.succeeded and send.succeeded
@@ -240,7 +242,7 @@ def test_an_update_that_is_lost_fails_the_send(pair: Pair) -> None:
     assert a.peers is not None
     live = a.must_match(TEXT)
     assert a.allocate(live, 11)
-    send = a.cache.offer(live.request)
+    send = a.cache.peers.offer(live.request)
     answer = a.peers.answer
     a.peers.answer = lambda task, *_, **__: answer(task, "the rank has not read its earlier tasks")  # type: ignore[method-assign]
     a.compute(live, 8)
@@ -256,7 +258,9 @@ def test_a_prompt_that_can_never_fit_is_no_shortage() -> None:
     live = pair.a.must_match(TEXT)
     assert pair.a.allocate(live, 11)
     with pytest.raises(PromptTooLongError):
-        small.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), pair.a.cache.offer(live.request).offer)
+        small.cache.peers.receive(
+            Request(request_id="b", prompt_token_ids=TEXT), pair.a.cache.peers.offer(live.request).peers.offer
+        )
 
 
 @pytest.fixture
@@ -277,10 +281,10 @@ def test_an_offer_of_the_group_is_taken(group: Pair) -> None:
     """Signed by one, opened by the other: the blocks come."""
     live = group.a.must_match(TEXT)
     assert group.a.allocate(live, 11)
-    send = group.a.cache.offer(live.request)
+    send = group.a.cache.peers.offer(live.request)
     request = Request(request_id="b", prompt_token_ids=TEXT)
-    group.b.cache.check_offer(request, send.offer)
-    assert group.b.cache.receive(request, send.offer).num_blocks == 11
+    group.b.cache.peers.check_offer(request, send.offer)
+    assert group.b.cache.peers.receive(request, send.offer).num_blocks == 11
 
 
 @pytest.mark.parametrize("is_signed_again", [False, True])
@@ -290,13 +294,13 @@ def test_an_offer_of_one_prompt_made_into_one_of_another_is_refused(group: Pair,
     a, b = group.a, group.b
     live = a.must_match(TEXT)
     assert a.allocate(live, 11)
-    send, wanted = a.cache.offer(live.request), [6 - token for token in TEXT]
+    send, wanted = a.cache.peers.offer(live.request), [6 - token for token in TEXT]
     theirs = Request(request_id="b", prompt_token_ids=wanted)
     true = Offer.from_bytes(send.offer[32:])
     forged = msgspec.structs.replace(true, prompt=prompt_digest("", bytes(theirs.tokens), None))
     data = OfferSigner().sign(forged) if is_signed_again else send.offer[:32] + forged.to_bytes()
     num_free = b.cache.stats().gpu.by_state()["free"]
-    for take in (b.cache.check_offer, b.cache.receive):
+    for take in (b.cache.peers.check_offer, b.cache.peers.receive):
         with pytest.raises(PeerRefusedError, match="no offer of this group"):
             take(theirs, data)
     assert not b.peers.receives and b.cache.stats().num_open_receives == 0
@@ -308,11 +312,11 @@ def test_a_true_offer_for_another_prompt_is_refused(group: Pair) -> None:
     """Replayed with other tokens, or in another namespace."""
     live = group.a.must_match(TEXT)
     assert group.a.allocate(live, 11)
-    offer = group.a.cache.offer(live.request).offer
+    offer = group.a.cache.peers.offer(live.request).peers.offer
     others = [{"prompt_token_ids": [6 - t for t in TEXT]}, {"prompt_token_ids": TEXT, "namespace": "salt"}]
     for other in others:
         request = Request(request_id="b", **other)
-        for take in (group.b.cache.check_offer, group.b.cache.receive):
+        for take in (group.b.cache.peers.check_offer, group.b.cache.peers.receive):
             with pytest.raises(PeerRefusedError, match="another prompt"):
                 take(request, offer)
     assert not group.b.peers.receives
@@ -322,7 +326,7 @@ def test_a_true_offer_for_another_prompt_is_refused(group: Pair) -> None:
 def test_no_offer_at_all(pair: Pair, offer: Any) -> None:
     """What is no bytes is refused as such."""
     with pytest.raises(PeerRefusedError, match="an offer is bytes"):
-        pair.b.cache.receive(Request(request_id="b", prompt_token_ids=TEXT), offer)
+        pair.b.cache.peers.receive(Request(request_id="b", prompt_token_ids=TEXT), offer)
 
 
 @pytest.mark.parametrize("weights_id", [5, "  "])
@@ -331,4 +335,4 @@ def test_names_of_weights_are_checked_before_anything_changes(pair: Pair, weight
     pair.a.serve(TEXT, stays=False, patient=True)
     with pytest.raises(LayoutError):
         pair.a.cache.reset(weights_id=weights_id)
-    assert pair.a.cache.lookup(Request(request_id="x", prompt_token_ids=TEXT)).num_blocks == 11
+    assert pair.a.cache.blocks.lookup(Request(request_id="x", prompt_token_ids=TEXT)).num_blocks == 11

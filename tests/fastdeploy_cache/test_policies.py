@@ -266,7 +266,7 @@ def test_the_guard_falls_back_to_lru() -> None:
 
     def hit_rate(policy: str, *, guard: bool = True) -> float:
         rng, cache = random.Random(3), Cache(policy, 200)
-        chosen = cache.manager._tree.policy.chosen
+        chosen = cache.manager._books.tree.policy.chosen
         if isinstance(chosen, Reuse):
             chosen._guard = guard
             observe = chosen.history.observe
@@ -335,7 +335,7 @@ def test_the_guard_does_not_count_what_no_cache_could_hit(recompute: bool) -> No
         manager.allocate(request, 4 - len(match.block_ids))
         manager.commit(request, 64)
         manager.release(request)
-    chosen = manager._tree.policy.chosen
+    chosen = manager._books.tree.policy.chosen
     assert isinstance(chosen, Reuse)
     assert manager.stats().gpu.num_evicted == 0
     assert chosen._regret == 0
@@ -376,7 +376,7 @@ def test_a_request_that_was_never_admitted_is_no_use(policy: str) -> None:
     """Nor does one that comes back from preemption count twice."""
     cache = Cache(policy)
     cache.serve("A")
-    (run,) = cache.manager._tree.runs()
+    (run,) = cache.manager._books.tree.runs()
     before = (run.usage.num_uses, run.usage.turn, run.usage.last_used)
     cache.cached("AAA")
     assert (run.usage.num_uses, run.usage.turn, run.usage.last_used) == before

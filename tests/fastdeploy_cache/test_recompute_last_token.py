@@ -116,7 +116,7 @@ def test_real_bytes() -> None:
         first = Request(request_id="first", prompt_token_ids=TOKENS)
         cache.match(first)
         blocks = cache.allocate(first, 4)
-        views = [part for layer in cache.kv_views(0) for part in layer.values()]
+        views = [part for layer in cache.ranks.kv_views(0) for part in layer.values()]
         for i, view in enumerate(views):
             view[blocks] = np.random.default_rng(i).random(view[blocks].shape)
         before = [view[blocks].copy() for view in views]

@@ -52,11 +52,13 @@ def test_blocks_go_in_the_order_of_the_rank(policy: str, seed: int) -> None:
     when = used if policy.endswith("ru") else computed
     order = sorted(when, key=lambda name: when[name], reverse=policy in {"mru", "filo"})
     for name in order:
-        last_parts = [len(run.token_ids) for run in cache.manager.runs() if run.token_ids[0] // 100 == ord(name)]
+        last_parts = [
+            len(run.token_ids) for run in cache.manager.blocks.view.runs() if run.token_ids[0] // 100 == ord(name)
+        ]
         assert sum(last_parts) == lengths[name]
-        cache.manager.evict(1)
+        cache.manager.blocks.evict(1)
         found = cache.cached(name, lengths[name])[name]
         assert found == lengths[name] - 1, f"{policy}: the end of {name} was to go first, of {order}"
-        cache.manager.evict(found)
+        cache.manager.blocks.evict(found)
         if cache.cached(name, lengths[name])[name]:
             break  # an older part of it is worth more than what others have

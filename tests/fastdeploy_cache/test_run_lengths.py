@@ -18,6 +18,6 @@ def test_runs_stay_long_under_eviction_and_reload(policy: str) -> None:
     stats = server.cache.stats()
     assert stats.gpu.num_evicted > 4 * 4096
     assert stats.num_swapped_in_blocks > 4096
-    runs = list(server.cache._tree.runs())
+    runs = list(server.cache._books.tree.runs())
     assert sum(run.num_blocks for run in runs) / len(runs) > 32
     assert max(len(run.path()) for run in runs) < 30

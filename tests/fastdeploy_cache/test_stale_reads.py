@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from fastdeploy_cache.books.block_pool import TASK
-from fastdeploy_cache.books.run import GPU, Segment, Transfer
+from fastdeploy_cache.books.run import GPU
+from fastdeploy_cache.books.transfer import Segment, Transfer
 from fastdeploy_cache.movement.block_mover import BlockMover, Part
 from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.matcher import Matcher

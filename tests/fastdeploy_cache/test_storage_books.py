@@ -17,7 +17,7 @@ SECONDS = 10.0
 
 
 def tier_of(rig: Rig) -> StorageTier:
-    tier = rig.model.cache._storage
+    tier = rig.model.cache.storage._tier
     assert tier is not None
     return tier
 
@@ -91,17 +91,17 @@ def test_another_store_is_known_to_have_nothing(how: str) -> None:
     served(rig, A)
     cache = rig.model.cache
     if how == "reattach":
-        cache.detach_storage()
+        cache.storage.detach()
         rig.store = SimulatedStorage(rig.model.client)
-        cache.attach_storage(STORE, client=rig.store)
+        cache.storage.attach(STORE, client=rig.store)
         rig.store.land_all()
     else:
         rig.store.objects.clear()
         rig.store.come_back()
-    assert not cache.flush_storage(0.0)
+    assert not cache.storage.flush(0.0)
     rig.store.land_all()
     rig.store.answers_at_once = True
-    assert cache.flush_storage(SECONDS) and len(rig.store.objects) == 10
+    assert cache.storage.flush(SECONDS) and len(rig.store.objects) == 10
     rig.finish()
 
 
@@ -113,7 +113,7 @@ def test_what_storage_declines_is_offered_once_a_use(num_blocks: int) -> None:
     rig.store.declines = True
     rig.store.num_offers.clear()
     served(rig, tokens)
-    rig.model.cache.flush_storage(0.0)
+    rig.model.cache.storage.flush(0.0)
     rig.land_all()
     assert set(rig.store.num_offers.values()) == {1} and len(rig.store.num_offers) == num_blocks
     served(rig, tokens)
@@ -126,12 +126,12 @@ def test_other_weights_forget_what_is_cached() -> None:
     rig = Rig()
     served(rig, A)
     cache = rig.model.cache
-    cache.detach_storage()
+    cache.storage.detach()
     rig.model.committed.clear()
     rig.store = SimulatedStorage(rig.model.client)
-    cache.attach_storage(StorageConfig(kind=STORE.kind, weights_id="w2"), client=rig.store)
+    cache.storage.attach(StorageConfig(kind=STORE.kind, weights_id="w2"), client=rig.store)
     rig.land_all()
-    cache.flush_storage(0.0)
+    cache.storage.flush(0.0)
     rig.land_all()
     assert not rig.store.objects and rig.match(A).match.num_tokens == 0
     rig.finish()
@@ -162,7 +162,7 @@ def test_a_waiting_prefetch_ends_with_its_store() -> None:
     rig = Rig(stored(A), num_cpu=8, max_prefetch_share=0.5)
     prefetch = rig.model.cache.prefetch(Request(request_id="a", prompt_token_ids=A))
     rig.store.land()
-    rig.model.cache.detach_storage()
+    rig.model.cache.storage.detach()
     assert prefetch.wait(SECONDS)
     rig.model.finish()
 
@@ -171,30 +171,30 @@ def test_attaching_is_one_at_a_time_and_before_the_end() -> None:
     """A second attach while the first is under way is refused, and so is one of a closed cache; nothing stays."""
     rig = Rig()
     cache = rig.model.cache
-    cache.detach_storage()
+    cache.storage.detach()
     inside = SimulatedStorage(rig.model.client)
     refused = []
 
     class Slow(SimulatedStorage):
         def start(self, on_result: object, on_ready: object) -> None:
             with pytest.raises(ConfigError, match="detach_storage first"):
-                cache.attach_storage(STORE, client=inside)
+                cache.storage.attach(STORE, client=inside)
             refused.append(True)
             super().start(on_result, on_ready)  # type: ignore[arg-type]
 
     rig.store = Slow(rig.model.client)
-    cache.attach_storage(STORE, client=rig.store)
+    cache.storage.attach(STORE, client=rig.store)
     assert refused
     rig.finish()
     cache.close()
     with pytest.raises(ClosedError):
-        cache.attach_storage(STORE, client=inside)
+        cache.storage.attach(STORE, client=inside)
 
 
 def test_no_write_goes_out_over_blocks_that_are_not_known_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be given out again, and what is filled into them be written under the hash of what was there."""
     rig = Rig()
-    pool = rig.model.cache._pools[1]
+    pool = rig.model.cache._books.pools[1]
 
     def fail(ids: object) -> None:
         raise MemoryError("no memory to note it")
@@ -212,7 +212,7 @@ def test_a_detach_waits_for_the_attach_beside_it() -> None:
     """Returning before the store is there, it would leave it attached, and under a name that no reset changes."""
     rig = Rig()
     cache = rig.model.cache
-    cache.detach_storage()
+    cache.storage.detach()
     is_opening, may_open = threading.Event(), threading.Event()
 
     class Slow(SimulatedStorage):
@@ -222,10 +222,10 @@ def test_a_detach_waits_for_the_attach_beside_it() -> None:
             super().start(on_result, on_ready)  # type: ignore[arg-type]
 
     rig.store = Slow(rig.model.client)
-    attaching = threading.Thread(target=lambda: cache.attach_storage(STORE, client=rig.store))
+    attaching = threading.Thread(target=lambda: cache.storage.attach(STORE, client=rig.store))
     attaching.start()
     assert is_opening.wait(SECONDS)
-    detaching = threading.Thread(target=cache.detach_storage)
+    detaching = threading.Thread(target=cache.storage.detach)
     detaching.start()
     detaching.join(0.1)  # it has come to an end, or it waits
     may_open.set()
@@ -243,11 +243,11 @@ def test_decoding_does_not_teach_the_prefill_speed() -> None:
         cache.match(request)
         cache.allocate(request, 8)
         cache.commit(request, 200)
-        learned = cache._speeds.prefill.per_second
+        learned = cache._movement.speeds.prefill.per_second
         for _ in range(300):
             request.append_output([7])
             cache.commit(request, request.num_tokens)
-        assert learned is not None and cache._speeds.prefill.per_second == learned
+        assert learned is not None and cache._movement.speeds.prefill.per_second == learned
 
 
 def test_two_changes_of_weights_come_one_after_the_other() -> None:
@@ -267,9 +267,9 @@ def test_two_changes_of_weights_come_one_after_the_other() -> None:
     def attach(storage: StorageConfig) -> None:
         steps.append(f"attach {storage.weights_id}")
 
-    cache._detach, cache.attach_storage = detach, attach  # type: ignore[method-assign,assignment]
+    cache.storage._detach, cache.storage.attach = detach, attach  # type: ignore[method-assign,assignment]
     cache.reset(weights_id="w2")
     second.join(SECONDS)
     assert steps == ["detach", "attach w2", "detach", "attach w3"]
-    del cache._detach, cache.attach_storage
+    del cache.storage._detach, cache.storage.attach
     rig.finish()

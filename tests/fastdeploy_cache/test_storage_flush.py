@@ -42,7 +42,7 @@ def test_every_block_is_asked_for_once() -> None:
     """A prompt at a time; of two that begin alike the beginning once."""
     rig = filled(A, B)
     asked = lookups(rig.store)
-    assert rig.model.cache.flush_storage(SECONDS)
+    assert rig.model.cache.storage.flush(SECONDS)
     assert sum(asked) == len(rig.store.objects) == 15 and len(asked) == 2
     rig.finish()
 
@@ -53,9 +53,9 @@ def test_what_the_store_has_dropped(num_dropped: int) -> None:
     rig = filled(A, B)
     rig.store.drop(num_dropped)
     cache = rig.model.cache
-    assert not cache.flush_storage(SECONDS)
+    assert not cache.storage.flush(SECONDS)
     assert len(rig.store.objects) == 15 - num_dropped
-    assert cache.flush_storage(SECONDS)
+    assert cache.storage.flush(SECONDS)
     assert len(rig.store.objects) == 15
     rig.finish()
 
@@ -68,7 +68,7 @@ def test_a_store_that_is_too_small() -> None:
         rig.model.serve_and_copy(tokens)
         rig.land_all()
     for _ in range(3):
-        assert not rig.model.cache.flush_storage(SECONDS)
+        assert not rig.model.cache.storage.flush(SECONDS)
         assert len(rig.store.objects) == 6
     rig.finish()
 
@@ -78,7 +78,7 @@ def test_a_store_that_cannot_be_asked() -> None:
     rig = filled(A)
     cache = rig.model.cache
     rig.store.answers_at_once = False
-    assert not cache.flush_storage(0.0)
+    assert not cache.storage.flush(0.0)
     rig.store.land("failed")
     rig.land_all()
     waiting, found = threading.Event(), list[bool]()
@@ -88,18 +88,18 @@ def test_a_store_that_cannot_be_asked() -> None:
         submit(task)  # type: ignore[arg-type]
         waiting.set()
 
-    for end in (lambda: rig.store.land("failed"), lambda: cache._storage.be_quiet(True), cache.detach_storage):  # type: ignore[union-attr]
+    for end in (lambda: rig.store.land("failed"), lambda: cache.storage._tier.be_quiet(True), cache.storage.detach):  # type: ignore[union-attr]
         waiting.clear()
         rig.store.submit = note  # type: ignore[method-assign]
-        flush = threading.Thread(target=lambda: found.append(cache.flush_storage(SECONDS)))
+        flush = threading.Thread(target=lambda: found.append(cache.storage.flush(SECONDS)))
         flush.start()
         assert waiting.wait(SECONDS)
         end()
         flush.join(SECONDS)
         assert not flush.is_alive() and found.pop() is False
-        if cache._storage is not None:
-            with cache._lock:
-                cache._storage.be_quiet(False)
+        if cache.storage._tier is not None:
+            with cache._books:
+                cache.storage._tier.be_quiet(False)
         rig.store.submit = submit  # type: ignore[method-assign]
         rig.land_all()
     rig.finish()
@@ -116,7 +116,7 @@ def test_what_is_computed_meanwhile_was_not_asked_for() -> None:
         submit(task)  # type: ignore[arg-type]
 
     rig.store.submit = serve_first  # type: ignore[method-assign]
-    assert not rig.model.cache.flush_storage(SECONDS)
+    assert not rig.model.cache.storage.flush(SECONDS)
     rig.land_all()
-    assert rig.model.cache.flush_storage(SECONDS)
+    assert rig.model.cache.storage.flush(SECONDS)
     rig.finish()

@@ -25,7 +25,7 @@ class Rig:
         settings = {"min_prefetch_tokens": 4, "load_policy": "always", "prefetch_policy": "wait_complete"} | settings
         self.model = CacheModel(4, num_gpu, num_cpu, **settings)  # type: ignore[arg-type]
         self.store = SimulatedStorage(self.model.client, objects)
-        self.model.cache.attach_storage(STORE, client=self.store)
+        self.model.cache.storage.attach(STORE, client=self.store)
         self.store.land_all()  # the probe
 
     def prefetch(self, tokens: list[int]) -> Request:
@@ -170,7 +170,7 @@ def test_an_empty_store_costs_no_room() -> None:
 def test_failures_open_the_breaker_and_a_probe_closes_it() -> None:
     """After three failures in a row nothing is asked; once the pause is over a probe goes first, and all is well."""
     rig = Rig(stored(A))
-    tier = rig.model.cache._storage
+    tier = rig.model.cache.storage._tier
     assert tier is not None
     for _ in range(3):
         rig.prefetch(A)
@@ -219,7 +219,7 @@ def test_outputs_may_be_kept_out() -> None:
 def test_a_store_slower_than_computing_is_not_asked() -> None:
     """With `auto`, a prefetch starts only where loading has been seen to be faster than computing."""
     rig = Rig(stored(A), load_policy="auto", prefill_tokens_per_second=1000.0)
-    speeds = rig.model.cache._speeds
+    speeds = rig.model.cache._movement.speeds
     speeds._block_bytes = 1000
     speeds.storage.note(1000, 10.0)
     rig.prefetch(A)
@@ -235,10 +235,10 @@ def test_a_store_is_attached_once_and_detached_at_any_time() -> None:
     """What is on its way ends as failed, blocks go home, and the cache goes on without."""
     rig = Rig(stored(A))
     with pytest.raises(ConfigError, match="detach_storage first"):
-        rig.model.cache.attach_storage(STORE, client=rig.store)
+        rig.model.cache.storage.attach(STORE, client=rig.store)
     rig.prefetch(A)
     rig.store.land()
-    rig.model.cache.detach_storage()
+    rig.model.cache.storage.detach()
     rig.model.cache.check_invariants()
     assert rig.model.cache.stats().cpu.num_in_flight == 0
     live = rig.match(A)
@@ -252,7 +252,7 @@ def test_what_was_queued_while_the_store_was_away_is_written_when_it_is_back() -
     rig.store.up = False
     rig.model.serve_and_copy(A)
     assert not rig.store.tasks and not rig.store.objects
-    tier = rig.model.cache._storage
+    tier = rig.model.cache.storage._tier
     assert tier is not None and not tier.writes.wait_drained(0)
     rig.store.come_back()
     rig.land_all()
@@ -266,7 +266,7 @@ def test_a_store_that_is_away_for_long_costs_no_memory() -> None:
     rig.store.up = False
     for number in range(700):
         rig.model.serve_and_copy([1000 + number] * 9)
-    tier = rig.model.cache._storage
+    tier = rig.model.cache.storage._tier
     assert tier is not None and len(tier.writes._queue) <= 256
     rig.store.come_back()
     rig.land_all()

@@ -38,7 +38,7 @@ class Worker:
     def __init__(self, cache: PrefixCacheManager, number: int) -> None:
         self.cache, self.number = cache, number
         self.choose = random.Random(number)
-        self.marks = [array.view(np.int64) for layer in cache.kv_views(0) for array in layer.values()]
+        self.marks = [array.view(np.int64) for layer in cache.ranks.kv_views(0) for array in layer.values()]
         self.num_hits = [0, 0]
         self.failure: BaseException | None = None
 

@@ -26,12 +26,12 @@ def blocks_of(run: Run, start: int, end: int) -> set[Block]:
 
 def copied(model: CacheModel) -> set[Block]:
     """The blocks that have a copy in the CPU tier."""
-    return {b for run in model.cache._tree.runs() for b in blocks_of(run, run.cpu_start, run.cpu_end)}
+    return {b for run in model.cache._books.tree.runs() for b in blocks_of(run, run.cpu_start, run.cpu_end)}
 
 
 def in_cold_zone(model: CacheModel) -> set[Block]:
     """The blocks on the GPU of the runs that write_back copies from now."""
-    copy_down = model.cache._copy_down
+    copy_down = model.cache._movement.copy_down
     num_blocks = copy_down._num_reserve - model.cache.stats().gpu.num_free
     zone, _ = copy_down._cold_zone(num_blocks) if num_blocks > 0 else (set(), [])
     return {b for run in zone for b in blocks_of(run, 0, run.num_gpu)}
@@ -39,7 +39,7 @@ def in_cold_zone(model: CacheModel) -> set[Block]:
 
 def look_ahead(model: CacheModel) -> None:
     """What every few moved blocks lead to."""
-    model.cache._copy_down.look_ahead()
+    model.cache._movement.copy_down.look_ahead()
     model.cache._submit()
 
 
@@ -345,7 +345,7 @@ def test_a_long_run_is_copied_end_first() -> None:
     while model.client.tasks:
         assert len(model.client.tasks[0].source_ids) <= MIN_STORE_BLOCKS
         model.client.land()
-        (run,) = model.cache._tree.runs()
+        (run,) = model.cache._books.tree.runs()
         assert run.cpu_end == 300
         starts.append(run.cpu_start)
     assert starts == sorted(starts, reverse=True)
@@ -376,7 +376,7 @@ def test_a_refusal_is_exact_while_stores_are_in_flight(policy: str, seed: int) -
     assert coming > 0
     assert not model.allocate(live, 40)
     model.client.land_all()
-    assert model.cache._tree.residency.num_available(CPU) > 0
+    assert model.cache._books.tree.residency.num_available(CPU) > 0
     if missing > coming:
         with pytest.raises(OutOfBlocksError) as refused:
             model.cache.allocate(live.request, 40)

@@ -26,16 +26,16 @@ def test_a_paused_cache_hits_on_the_gpu_and_moves_nothing() -> None:
     with PrefixCacheManager(new_config(2, num_gpu=8, num_cpu=40)) as cache:
         engine = Engine(cache, 2)
         engine.serve(PROMPT)
-        cache.pause()
-        cache.pause()
-        assert cache.life_cycle_status is LifeCycleStatus.PAUSED
+        cache.life.pause()
+        cache.life.pause()
+        assert cache.life.status is LifeCycleStatus.PAUSED
         assert engine.serve(PROMPT).num_gpu_tokens == 24
-        cache.evict(8)
+        cache.blocks.evict(8)
         request, match = engine.match(PROMPT)
         assert (match.num_tokens, match.num_unloaded_tokens) == (0, 24)
         cache.release(request)
         assert cache.stats().num_transfers_in_flight == 0
-        cache.resume()
+        cache.life.resume()
         assert engine.serve(PROMPT).num_cpu_tokens == 24
         cache.check_invariants()
 
@@ -45,18 +45,18 @@ def test_pausing_answers_those_who_wait() -> None:
     with PrefixCacheManager(new_config(1, num_gpu=8, num_cpu=40, heartbeat_timeout_seconds=60.0)) as cache:
         engine = Engine(cache, 1)
         engine.serve(PROMPT)
-        cache.evict(8)
+        cache.blocks.evict(8)
         pid = cache.stats().ranks[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         request = Request(request_id="waits", prompt_token_ids=PROMPT)
         match = cache.match(request)
         with pytest.raises(LifeCycleError, match="1 copies have not ended"):
-            cache.pause(0.2)
-        assert cache.life_cycle_status is LifeCycleStatus.RUNNING
+            cache.life.pause(0.2)
+        assert cache.life.status is LifeCycleStatus.RUNNING
         os.kill(pid, signal.SIGCONT)
         assert match.wait(10).num_cpu_tokens == 24
-        cache.pause()
+        cache.life.pause()
         cache.release(request)
         cache.check_invariants()
 
@@ -68,11 +68,11 @@ def test_a_rank_that_does_not_acknowledge_fails_the_change() -> None:
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(LifeCycleError, match="not every rank has acknowledged"):
-            cache.sleep(0.2)
-        assert cache.life_cycle_status is LifeCycleStatus.RUNNING and cache.take(1) == [0]
+            cache.life.sleep(0.2)
+        assert cache.life.status is LifeCycleStatus.RUNNING and cache.blocks.allocate(1) == [0]
         os.kill(pid, signal.SIGCONT)
-        cache.sleep(10)
-        assert cache.life_cycle_status is LifeCycleStatus.ASLEEP
+        cache.life.sleep(10)
+        assert cache.life.status is LifeCycleStatus.ASLEEP
 
 
 def _backed_bytes(cache: PrefixCacheManager, rank: int) -> tuple[int, int]:
@@ -90,19 +90,19 @@ def test_sleep_gives_the_memory_back_and_wake_takes_it_again(kind: str) -> None:
         engine.serve(PROMPT)
         full = _backed_bytes(cache, 0)
         assert all(full)
-        assert cache.sleep(tiers=("gpu",)) > 0
+        assert cache.life.sleep(tiers=("gpu",)) > 0
         assert _backed_bytes(cache, 0) == (0, full[1])
         with pytest.raises(LifeCycleError, match="asleep; wake it"):
-            cache.take(1)
-        cache.wake()
+            cache.blocks.allocate(1)
+        cache.life.wake()
         assert _backed_bytes(cache, 0) == full
         assert engine.serve(PROMPT).num_cpu_tokens == 24
-        cache.sleep(tiers=("cpu",))
+        cache.life.sleep(tiers=("cpu",))
         assert _backed_bytes(cache, 0) == (full[0], 0)
         assert engine.serve(PROMPT).num_gpu_tokens == 24, "the GPU goes on"
-        cache.sleep()
+        cache.life.sleep()
         assert _backed_bytes(cache, 0) == (0, 0)
-        cache.wake()
+        cache.life.wake()
         assert engine.serve(PROMPT).num_tokens == 0
         cache.check_invariants()
 
@@ -113,8 +113,8 @@ def test_requests_from_before_a_sleep_are_void() -> None:
         request = Request(request_id="a", prompt_token_ids=PROMPT)
         cache.match(request)
         cache.allocate(request, 7)
-        cache.sleep(tiers=("gpu",))
-        cache.wake()
+        cache.life.sleep(tiers=("gpu",))
+        cache.life.wake()
         assert not cache.confirm(request, arrived=True)
         cache.commit(request, 24)
         cache.release(request)
@@ -125,21 +125,21 @@ def test_requests_from_before_a_sleep_are_void() -> None:
 def test_wrong_changes_are_refused_with_the_right_one_named() -> None:
     """From each state what cannot be; unknown tiers."""
     with PrefixCacheManager(new_config(1, num_gpu=8, num_cpu=8, kind="inline")) as cache:
-        cache.wake()
-        cache.pause()
+        cache.life.wake()
+        cache.life.pause()
         with pytest.raises(LifeCycleError, match="wake: the cache is paused; it has to be asleep"):
-            cache.wake()
-        cache.resume()
+            cache.life.wake()
+        cache.life.resume()
         with pytest.raises(ConfigError, match="one or both of gpu, cpu"):
-            cache.sleep(tiers=("disk",))  # type: ignore[arg-type]
+            cache.life.sleep(tiers=("disk",))  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="one or both"):
-            cache.sleep(tiers=())
-        cache.sleep()
-        for change in (cache.pause, cache.resume):
+            cache.life.sleep(tiers=())
+        cache.life.sleep()
+        for change in (cache.life.pause, cache.life.resume):
             with pytest.raises(LifeCycleError, match="is asleep"):
                 change()
-        cache.clear()
-        assert cache.life_cycle_status is LifeCycleStatus.ASLEEP
+        cache.life.clear()
+        assert cache.life.status is LifeCycleStatus.ASLEEP
 
 
 def test_new_weights_find_nothing_of_old_ones(tmp_path: Path) -> None:
@@ -149,17 +149,17 @@ def test_new_weights_find_nothing_of_old_ones(tmp_path: Path) -> None:
     with PrefixCacheManager(config) as cache:
         engine = Engine(cache, 1)
         engine.serve(PROMPT)
-        assert cache.flush_storage(10)
+        assert cache.storage.flush(10)
         with pytest.raises(ConfigError, match="give the new one"):
-            cache.update_weights()
-        assert cache.life_cycle_status is LifeCycleStatus.RUNNING
-        cache.update_weights("new")
+            cache.life.update_weights()
+        assert cache.life.status is LifeCycleStatus.RUNNING
+        cache.life.update_weights("new")
         request = Request(request_id="new", prompt_token_ids=PROMPT)
         assert cache.prefetch(request).wait(10)
         assert cache.match(request).wait(10).num_tokens == 0
         cache.release(request)
-        cache.update_weights("old")
-        assert cache._storage is not None and cache._storage.settled.wait(10)
+        cache.life.update_weights("old")
+        assert cache.storage._tier is not None and cache.storage._tier.settled.wait(10)
         request = Request(request_id="old", prompt_token_ids=PROMPT)
         assert cache.prefetch(request).wait(10)
         match = cache.match(request).wait(10)
@@ -222,28 +222,28 @@ def test_100_random_changes_among_traffic() -> None:
         num_done = dict.fromkeys(("pause", "resume", "sleep", "wake", "clear", "update_weights"), 0)
         for _ in range(100):
             verb = choose.choice(list(num_done))
-            before = cache.life_cycle_status
+            before = cache.life.status
             try:
                 if verb == "sleep":
-                    cache.sleep(20, tiers=choose.choice([("gpu",), ("cpu",), ("gpu", "cpu")]))
+                    cache.life.sleep(20, tiers=choose.choice([("gpu",), ("cpu",), ("gpu", "cpu")]))
                 else:
                     getattr(cache, verb)(timeout_seconds=20)
                 num_done[verb] += 1
             except LifeCycleError as refused:
-                if "it has to be" not in str(refused) or cache.life_cycle_status is not before:
+                if "it has to be" not in str(refused) or cache.life.status is not before:
                     raise
             cache.check_invariants()
-            if cache.life_cycle_status is LifeCycleStatus.RUNNING:
+            if cache.life.status is LifeCycleStatus.RUNNING:
                 num_before = sum(t.num_served for t in traffic)
                 pace = threading.Event()
                 for _ in range(50):  # let some requests through
                     if sum(t.num_served for t in traffic) > num_before + 3:
                         break
                     pace.wait(0.01)
-        if cache.life_cycle_status is LifeCycleStatus.ASLEEP:
-            cache.wake()
+        if cache.life.status is LifeCycleStatus.ASLEEP:
+            cache.life.wake()
         else:
-            cache.resume()
+            cache.life.resume()
         for each in traffic:
             each.stopping.set()
             each.thread.join(30)
@@ -262,14 +262,14 @@ def test_resuming_what_runs_disturbs_nobody(tmp_path: Path) -> None:
     config = dataclasses.replace(new_config(1, num_gpu=16, num_cpu=16), storage=store, min_prefetch_tokens=4)
     with PrefixCacheManager(config) as cache:
         Engine(cache, 1).serve(PROMPT)
-        assert cache.flush_storage(10)
+        assert cache.storage.flush(10)
     with PrefixCacheManager(config) as cache:
         request = Request(request_id="a", prompt_token_ids=PROMPT)
         prefetch = cache.prefetch(request)
-        cache.resume()
-        cache.wake()
+        cache.life.resume()
+        cache.life.wake()
         with pytest.raises(ConfigError):
-            cache.update_weights()
+            cache.life.update_weights()
         assert prefetch.wait(10)
         assert cache.match(request).wait(10).num_storage_tokens == 24
         cache.release(request)
@@ -278,7 +278,7 @@ def test_resuming_what_runs_disturbs_nobody(tmp_path: Path) -> None:
 def test_a_wake_without_memory_sleeps_on_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second segment is not to be had: what was taken again goes back; later it wakes."""
     with PrefixCacheManager(new_config(1, num_gpu=8, num_cpu=8, kind="inline")) as cache:
-        cache.sleep()
+        cache.life.sleep()
         segments = iter(range(100))
         take = shared_array._take_pages
 
@@ -290,9 +290,9 @@ def test_a_wake_without_memory_sleeps_on_and_holds_nothing(monkeypatch: pytest.M
         with monkeypatch.context() as patch:
             patch.setattr(shared_array, "_take_pages", short)
             with pytest.raises(NotEnoughMemoryError):
-                cache.wake()
-        assert cache.life_cycle_status is LifeCycleStatus.ASLEEP and _backed_bytes(cache, 0) == (0, 0)
-        cache.wake()
+                cache.life.wake()
+        assert cache.life.status is LifeCycleStatus.ASLEEP and _backed_bytes(cache, 0) == (0, 0)
+        cache.life.wake()
         assert all(_backed_bytes(cache, 0))
 
 
@@ -302,21 +302,21 @@ def test_what_a_caller_computed_before_is_not_cached_afterwards(verb: str) -> No
     worker = {"kv_owner": "engine"}
     with PrefixCacheManager(new_config(1, num_gpu=16, num_cpu=16, kind="inline", **worker)) as cache:
         names = Request(request_id="names tokens", prompt_token_ids=PROMPT)
-        ids = cache.take(6)
+        ids = cache.blocks.allocate(6)
         if verb == "kv_lost":
-            cache._forget_gpu(0, has_kv=None)
+            cache.ranks._forget_gpu(0, has_kv=None)
         else:
             getattr(cache, verb)()
         if verb == "sleep":
-            cache.wake()
-        assert cache.insert(names, ids).duplicate_ids == ids
-        assert cache.swap_out(names, ids).num_blocks == 0
+            cache.life.wake()
+        assert cache.blocks.insert(names, ids).duplicate_ids == ids
+        assert cache.blocks.copies.swap_out(names, ids).num_blocks == 0
         request = Request(request_id="a", prompt_token_ids=PROMPT)
         cache.match(request)
-        cache.hand_over(request, ids)
+        cache.blocks.hand_over(request, ids)
         cache.commit(request, 24)
         cache.release(request)
-        assert cache.lookup(names).num_blocks == 0
+        assert cache.blocks.lookup(names).num_blocks == 0
         cache.check_invariants()
-        fresh = cache.take(6)
-        assert cache.insert(names, fresh).duplicate_ids == []
+        fresh = cache.blocks.allocate(6)
+        assert cache.blocks.insert(names, fresh).duplicate_ids == []

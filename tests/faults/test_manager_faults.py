@@ -33,10 +33,10 @@ def test_a_ranks_death_keeps_the_cpu_tier(eventually: Callable[..., None]) -> No
         engine = Engine(cache, 2)
         engine.serve(PROMPT)
         push_out(engine)
-        for pid in pids(cache._client):
+        for pid in pids(cache._movement.client):
             os.kill(pid, signal.SIGKILL)
         eventually(lambda: [status.num_restarts for status in cache.stats().ranks] == [1, 1])
-        assert cache._client.wait_ready(SECONDS)
+        assert cache._movement.client.wait_ready(SECONDS)
         assert engine.serve(PROMPT).num_cpu_tokens == 5 * BLOCK_SIZE
         cache.check_invariants()
 
@@ -47,19 +47,19 @@ def test_a_rank_killed_in_a_load_is_a_miss(eventually: Callable[..., None]) -> N
         engine = Engine(cache, 2)
         engine.serve(PROMPT)
         push_out(engine)
-        victim = pids(cache._client)[1]
+        victim = pids(cache._movement.client)[1]
         stopped(victim)
         request = Request(request_id="load", prompt_token_ids=PROMPT)
         match = cache.match(request)
         assert match.num_coming_tokens == 5 * BLOCK_SIZE and cache.stats().gpu.num_in_flight == 5
-        eventually(lambda: [flight.waiting for flight in cache._client._io._flights.all()] == [{1}])
+        eventually(lambda: [flight.waiting for flight in cache._movement.client._io._flights.all()] == [{1}])
         os.kill(victim, signal.SIGKILL)
         match = match.wait(SECONDS)
         assert match.ready and match.num_tokens == 0
         assert cache.stats().gpu.num_in_flight == 0
         cache.release(request)
         eventually(lambda: cache.stats().ranks[1].num_restarts == 1)
-        assert cache._client.wait_ready(SECONDS)
+        assert cache._movement.client.wait_ready(SECONDS)
         assert engine.serve(PROMPT, SECONDS).num_cpu_tokens == 5 * BLOCK_SIZE
         cache.check_invariants()
 
@@ -70,26 +70,26 @@ def test_ids_of_a_hung_load_are_not_used_before_the_rank_is_gone() -> None:
         engine = Engine(cache, 2)
         engine.serve(PROMPT)
         push_out(engine)
-        victim = pids(cache._client)[0]
+        victim = pids(cache._movement.client)[0]
         with watched(victim) as pidfd:
             seen: list[tuple[bool, int]] = []
-            finish = cache._mover.finish
+            finish = cache._movement.mover.finish
 
             def note(result: TransferResult) -> int:
-                seen.append((is_gone(pidfd), cache._pools[0].count(Owner.TASK)))
+                seen.append((is_gone(pidfd), cache._books.pools[0].count(Owner.TASK)))
                 return finish(result)
 
-            cache._mover.finish = note  # type: ignore[method-assign]
+            cache._movement.mover.finish = note  # type: ignore[method-assign]
             stopped(victim)
             request = Request(request_id="hung", prompt_token_ids=PROMPT)
             cache.match(request)
             cache.release(request)  # the request goes, the task and its ids stay
             assert cache.stats().gpu.num_in_flight == 5
             assert cache.wait_for_transfers(SECONDS)
-            cache._mover.finish = finish  # type: ignore[method-assign]
+            cache._movement.mover.finish = finish  # type: ignore[method-assign]
         assert seen == [(True, 5)], "the old rank was gone when the ids were still the task's"
         assert cache.stats().gpu.num_in_flight == 0
-        assert cache._client.wait_ready(SECONDS) and pids(cache._client)[0] != victim
+        assert cache._movement.client.wait_ready(SECONDS) and pids(cache._movement.client)[0] != victim
         cache.check_invariants()
 
 
@@ -99,7 +99,7 @@ def test_too_many_deaths_leave_an_engine_without_a_cpu_tier(eventually: Callable
         engine = Engine(cache, 2)
         engine.serve(PROMPT)
         push_out(engine)
-        with watched(pids(cache._client)[1]) as pidfd:
+        with watched(pids(cache._movement.client)[1]) as pidfd:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             assert wait_exit(pidfd)
         eventually(lambda: not cache.stats().ranks[1].up)
@@ -120,7 +120,7 @@ def test_killing_ranks_at_random_under_traffic_never_serves_a_wrong_byte() -> No
         def reaper() -> None:
             nonlocal num_kills
             while not over.is_set() and num_kills < 6:
-                if cache._client.wait_ready(SECONDS):
+                if cache._movement.client.wait_ready(SECONDS):
                     victim = cache.stats().ranks[num_kills % 2].pid
                     if victim is not None:
                         os.kill(victim, signal.SIGKILL)

@@ -51,22 +51,22 @@ def _hand_over(prefill: Instance, decode: Instance, name: str) -> None:
 def test_a_workers_arrays_come_go_and_come_again(rig: Rig, opened: ExitStack) -> None:
     """Nothing is offered before they are there; with them open sends end; new ones serve the next."""
     cache, decode = _owned_by("worker", opened), rig.here("decode")
-    assert not cache.wait_for_peers(0)
-    cache.attach_kv(0, _new_arrays(opened).handle())
-    assert cache.wait_for_peers(SECONDS)
+    assert not cache.peers.wait_ready(0)
+    cache.ranks.attach_kv(0, _new_arrays(opened).handle())
+    assert cache.peers.wait_ready(SECONDS)
     prefill = Instance(cache)
     _hand_over(prefill, decode, "a")
     decode.receive("b", [1, *TOKENS], prefill.offer("b", [1, *TOKENS]))
     prefill.compute("b", 12)
-    cache.kv_lost(0)
+    cache.ranks.kv_lost(0)
     assert not prefill.wait_send("b")[0] and not decode.wait_receive("b")[0]
     prefill.release("b")
     assert decode.serve("b") == 0
     with pytest.raises(PeerError):
         prefill.offer("c", [2, *TOKENS])
     prefill.release("c")
-    cache.attach_kv(0, _new_arrays(opened).handle())
-    assert cache.wait_for_peers(SECONDS)
+    cache.ranks.attach_kv(0, _new_arrays(opened).handle())
+    assert cache.peers.wait_ready(SECONDS)
     decode.cache.reset()
     _hand_over(prefill, decode, "d")
     assert prefill.check() == decode.check() == NONE_HELD
@@ -75,7 +75,7 @@ def test_a_workers_arrays_come_go_and_come_again(rig: Rig, opened: ExitStack) ->
 def test_a_rank_that_dies_with_its_arrays(rig: Rig, opened: ExitStack) -> None:
     """The rank made them: its death ends the sends; the peer process follows it to its new ones."""
     cache, decode = _owned_by("transfer", opened), rig.here("decode")
-    assert cache.wait_for_peers(SECONDS)
+    assert cache.peers.wait_ready(SECONDS)
     prefill = Instance(cache)
     decode.receive("a", TOKENS, prefill.offer("a", TOKENS))
     prefill.compute("a", 12)
@@ -85,6 +85,6 @@ def test_a_rank_that_dies_with_its_arrays(rig: Rig, opened: ExitStack) -> None:
     assert not prefill.wait_send("a")[0] and not decode.wait_receive("a")[0]
     prefill.release("a")
     decode.serve("a")
-    assert cache.wait_for_ranks(SECONDS) and cache.wait_for_peers(SECONDS)
+    assert cache.ranks.wait_ready(SECONDS) and cache.peers.wait_ready(SECONDS)
     _hand_over(prefill, decode, "b")
     assert prefill.check() == decode.check() == NONE_HELD

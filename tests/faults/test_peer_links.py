@@ -76,7 +76,7 @@ def test_prefill_killed_over_other_libraries(rig: Rig, link: str) -> None:
     doomed.kill()
     assert decode.wait_receive("a")[0] is False
     assert decode.serve("a") == 0
-    assert decode.cache.wait_for_peers(20)
+    assert decode.cache.peers.wait_ready(20)
     _hand_over(other, decode, "b")
 
 

@@ -65,13 +65,15 @@ def test_layers_come_before_the_step_is_over(rig: Rig, eventually: Callable[...,
     prefill, decode = rig.here("prefill"), rig.here("decode")
     decode.receive("a", TOKENS, prefill.offer("a", TOKENS))
     prefill.compute("a", len(TOKENS), num_layers=3)
-    tier = decode.cache._peers
+    tier = decode.cache.peers.road
     assert tier is not None
-    here, there = ([layer["value"].view(np.uint16) for layer in each.cache.kv_views(0)] for each in (decode, prefill))
+    here, there = (
+        [layer["value"].view(np.uint16) for layer in each.cache.ranks.kv_views(0)] for each in (decode, prefill)
+    )
     ids, table = tier.receives.held_ids, prefill._requests["a"][1][:NUM_BLOCKS]
     eventually(lambda: np.array_equal(here[2][ids], there[2][table]))
     assert not here[3][ids].any(), "the fourth layer is not there"
-    assert decode.cache.lookup(Request(request_id="x", prompt_token_ids=TOKENS)).num_blocks == 0
+    assert decode.cache.blocks.lookup(Request(request_id="x", prompt_token_ids=TOKENS)).num_blocks == 0
     prefill.compute("a", len(TOKENS))
     prefill.release("a")
     assert decode.wait_receive("a")[0] and decode.serve("a") == NUM_BLOCKS * BLOCK_SIZE
@@ -91,8 +93,8 @@ def test_what_is_cached_is_not_sent(rig: Rig) -> None:
     prefill.release("b")
     assert decode.wait_receive("b")[0] and decode.serve("b") == len(longer) - BLOCK_SIZE
     assert decode.cache.wait_for_transfers(SECONDS)
-    decode.cache.evict(20)
-    assert decode.cache.lookup(Request(request_id="x", prompt_token_ids=TOKENS)).block_ids == []
+    decode.cache.blocks.evict(20)
+    assert decode.cache.blocks.lookup(Request(request_id="x", prompt_token_ids=TOKENS)).block_ids == []
     assert decode.receive("c", TOKENS, prefill.offer("c", TOKENS)) == 0, "it is loaded instead"
     assert decode.wait_receive("c")[0] and decode.serve("c") == NUM_BLOCKS * BLOCK_SIZE
     prefill.release("c")
@@ -147,14 +149,14 @@ def test_decode_killed_at_any_layer(rig: Rig, num_layers: int) -> None:
 def test_decode_full(rig: Rig) -> None:
     """Without room a receive is refused and changes nothing; the offer is as good when there is room."""
     prefill, decode = rig.here("prefill"), rig.here("decode", num_gpu=NUM_BLOCKS + 3)
-    held = decode.cache.take(6)
+    held = decode.cache.blocks.allocate(6)
     offer = prefill.offer("a", TOKENS)
     prefill.compute("a", len(TOKENS))
     prefill.release("a")
     with pytest.raises(OutOfBlocksError) as refused:
         decode.receive("a", TOKENS, offer)
     assert refused.value.missing == 3
-    decode.cache.give_back(held)
+    decode.cache.blocks.free(held)
     assert decode.receive("a", TOKENS, offer) == NUM_BLOCKS
     assert decode.wait_receive("a")[0] and decode.serve("a") == NUM_BLOCKS * BLOCK_SIZE
 
@@ -170,7 +172,7 @@ def test_back_pressure(rig: Rig) -> None:
     decode.receive("a", TOKENS, offer)
     assert prefill.wait_send("a")[0]
     request, *_ = prefill._requests["b"]
-    assert prefill.cache.offer(request).offer
+    assert prefill.cache.peers.offer(request).peers.offer
     prefill.release("b")
     prefill.release("a")
 
@@ -201,12 +203,12 @@ def test_changes_of_life_end_transfers(rig: Rig, side: str, verb: str) -> None:
     assert not decode.wait_receive("a")[0] and not prefill.wait_send("a")[0]
     prefill.release("a")
     assert decode.receives.pop("a") and decode.check() == prefill.check() == NONE_HELD
-    {"pause": changed.cache.resume, "sleep": changed.cache.wake}.get(verb, lambda: None)()
+    {"pause": changed.cache.life.resume, "sleep": changed.cache.life.wake}.get(verb, lambda: None)()
     offer = prefill.offer("b", TOKENS)
     if verb == "update_weights":
         with pytest.raises(PeerRefusedError, match="weights_id"):
             decode.receive("b", TOKENS, offer)
-        (decode if changed is prefill else prefill).cache.update_weights("w2")
+        (decode if changed is prefill else prefill).cache.life.update_weights("w2")
         prefill.release("b")
         offer = prefill.offer("b", TOKENS)
     decode.receive("b", TOKENS, offer)
@@ -237,7 +239,7 @@ def test_who_does_not_fit_is_refused_with_both_values(rig: Rig) -> None:
     with pytest.raises(PeerRefusedError, match="'prefill'"):
         prefill.receive("x", TOKENS, offer)
     with pytest.raises(RequestError, match="already"):
-        prefill.cache.offer(prefill._requests["a"][0])
+        prefill.cache.peers.offer(prefill._requests["a"][0])
     with pytest.raises(RequestError, match="no full block"):
         prefill.offer("short", TOKENS[:3])
     assert decode.check() == others.check() == NONE_HELD
@@ -249,15 +251,15 @@ def test_cancelled_from_either_side(rig: Rig) -> None:
     for name, tokens in (("a", TOKENS), ("b", [1, *TOKENS]), ("c", [2, *TOKENS])):
         decode.receive(name, tokens, prefill.offer(name, tokens))
         prefill.compute(name, 16)
-    decode.cache.cancel_receive(decode.receives["a"][1])
+    decode.cache.peers.cancel_receive(decode.receives["a"][1])
     assert decode.wait_receive("a")[1] == "cancelled" and prefill.wait_send("a")[1] == "cancelled"
-    prefill.cache.cancel_send(prefill.sends["b"])
+    prefill.cache.peers.cancel_send(prefill.sends["b"])
     assert decode.wait_receive("b")[1] == "cancelled" and prefill.wait_send("b")[1] == "cancelled"
     prefill.compute("c", len(TOKENS))
     for name in "abc":
         prefill.release(name)
     assert decode.wait_receive("c")[0] and decode.serve("c") == NUM_BLOCKS * BLOCK_SIZE
-    decode.cache.cancel_receive(decode.receives.pop("b")[1])
+    decode.cache.peers.cancel_receive(decode.receives.pop("b")[1])
     assert prefill.check() == decode.check() == NONE_HELD
 
 
@@ -270,13 +272,13 @@ def test_one_rank_of_several_is_killed(rig: Rig, side: str) -> None:
     prefill.compute("a", 8)
     decode.wait_for_blocks("a", 2)
     cache = (prefill if side == "prefill" else decode).cache
-    pid = cache.peer_statuses()[1].pid
+    pid = cache.peers.statuses()[1].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     assert not decode.wait_receive("a")[0] and not prefill.wait_send("a")[0]
     prefill.release("a")
     assert decode.serve("a") == 0
-    assert cache.wait_for_peers(SECONDS)
+    assert cache.peers.wait_ready(SECONDS)
     decode.receive("b", TOKENS, prefill.offer("b", TOKENS))
     prefill.compute("b", len(TOKENS))
     prefill.release("b")

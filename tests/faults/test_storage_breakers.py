@@ -42,7 +42,7 @@ def test_a_store_that_is_down_says_so_and_keeps_no_backlog() -> None:
         engine = Engine(cache, 1)
         for number in range(30):
             engine.serve(prompt(number))
-        tier = cache._storage
+        tier = cache.storage._tier
         assert tier is not None and len(tier.writes._queue) <= 16, "more runs than the CPU tier has blocks"
         assert breaker(cache, "write") or metric(cache, "storage_blocks_total", fate="skipped")
 

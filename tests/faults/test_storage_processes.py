@@ -41,9 +41,9 @@ def drained(cache: PrefixCacheManager) -> None:
     """Wait until nothing is being written."""
     deadline = time.monotonic() + SECONDS
     while True:
-        tier = cache._storage
+        tier = cache.storage._tier
         assert tier is not None and time.monotonic() < deadline
-        with cache._lock:
+        with cache._books:
             if tier.is_idle:
                 return
         time.sleep(0.005)
@@ -111,7 +111,7 @@ def test_a_killed_storage_process_costs_a_miss(tmp_path: Path) -> None:
         engine = Engine(cache, 2)
         engine.serve(PROMPT)
         drained(cache)
-        tier = cache._storage
+        tier = cache.storage._tier
         assert tier is not None
         pid = tier.link.client.statuses()[1].pid
         assert pid is not None
@@ -141,7 +141,7 @@ def test_a_hung_store_delays_nobody_beyond_the_policy(tmp_path: Path) -> None:
     with PrefixCacheManager(config) as cache:
         engine = Engine(cache, 1)
         drained(cache)
-        tier = cache._storage
+        tier = cache.storage._tier
         assert tier is not None
         pid = tier.link.client.statuses()[0].pid
         hang.touch()
@@ -166,7 +166,7 @@ def test_a_store_that_is_not_there_yet_keeps_no_engine_from_starting() -> None:
         engine = Engine(cache, 1)
         engine.serve(PROMPT)
         assert fetched(cache, engine, PROMPT) == (0, 24)
-        tier = cache._storage
+        tier = cache.storage._tier
         assert tier is not None and not tier.link.client.available
 
 
@@ -180,9 +180,9 @@ def test_a_folder_that_cannot_be_a_store(tmp_path: Path, monkeypatch: pytest.Mon
     config = storage_config(1, storage)
     with PrefixCacheManager(dataclasses.replace(config, storage=None)) as cache:
         with pytest.raises(StorageRefusedError, match=r"storage\.folder is"):
-            cache.attach_storage(storage)
+            cache.storage.attach(storage)
         assert Engine(cache, 1).serve(PROMPT).num_tokens == 0
-        cache.attach_storage(file_storage(tmp_path / "store"))
+        cache.storage.attach(file_storage(tmp_path / "store"))
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(StorageRefusedError, match=r"storage\.folder is"):
         PrefixCacheManager(config)
@@ -204,7 +204,7 @@ def test_a_planned_end_leaves_everything_in_storage(tmp_path: Path, num_cpu: int
     with PrefixCacheManager(config) as cache:
         for prompt in prompts:
             Engine(cache, 2).serve(prompt)
-        assert cache.flush_storage(SECONDS)
+        assert cache.storage.flush(SECONDS)
         cache.check_invariants()
     with PrefixCacheManager(config) as cache:
         for prompt in prompts:
@@ -215,12 +215,12 @@ def test_a_planned_end_leaves_everything_in_storage(tmp_path: Path, num_cpu: int
 def test_flush_says_when_storage_has_not_all(tmp_path: Path) -> None:
     """No store; one whose filter declines what it sees for the first time."""
     with PrefixCacheManager(new_config(1, 12, 16)) as cache:
-        assert not cache.flush_storage(SECONDS)
+        assert not cache.storage.flush(SECONDS)
     storage = dataclasses.replace(file_storage(tmp_path), admission="second_use")
     with PrefixCacheManager(storage_config(1, storage, storage_write_policy="write_back")) as cache:
         engine = Engine(cache, 1)
         engine.serve(PROMPT)
-        assert not cache.flush_storage(SECONDS)
+        assert not cache.storage.flush(SECONDS)
         cache.check_invariants()
 
 
@@ -241,7 +241,7 @@ def test_flush_says_when_the_store_has_dropped_blocks(tmp_path: Path, how: str) 
             (space,) = [path.parent for path in (tmp_path / "store").glob("*/space.json")]
             (space / "slab-00002").mkdir()
         engine.serve(PROMPT)
-        assert not cache.flush_storage(SECONDS)
+        assert not cache.storage.flush(SECONDS)
         stats = cache.stats().storage
         assert stats is not None and stats.num_evicted_objects > 0 and stats.num_written_blocks == 6
         cache.check_invariants()
@@ -268,7 +268,7 @@ def test_an_instance_without_a_prefix_cache_writes_for_others(tmp_path: Path, nu
             assert cache.wait_for_transfers(SECONDS)  # before the next one needs the room
         drained(cache)
         cache.check_invariants()
-        tier = cache._storage
+        tier = cache.storage._tier
         assert tier is not None and tier.writes.num_written_blocks == 7
     with PrefixCacheManager(storage_config(1, file_storage(tmp_path), num_cpu)) as cache:
         longer = PROMPT + answer + [5]
@@ -287,7 +287,7 @@ def test_write_to_storage_now_whatever_the_policy(tmp_path: Path) -> None:
         cache.write_to_storage(request)
         assert cache.wait_for_transfers(SECONDS)
         drained(cache)
-        tier = cache._storage
+        tier = cache.storage._tier
         assert tier is not None and tier.writes.num_written_blocks == 6
         cache.release(request)
         cache.check_invariants()
@@ -302,7 +302,7 @@ def test_a_prompt_longer_than_the_cpu_tier_goes_through_it(tmp_path: Path, tp_si
     with PrefixCacheManager(config) as cache:
         Engine(cache, tp_size).serve(tokens)
         deadline = time.monotonic() + SECONDS
-        while [run for run in cache._tree.runs() if run.num_stored < run.num_blocks]:
+        while [run for run in cache._books.tree.runs() if run.num_stored < run.num_blocks]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         cache.check_invariants()

@@ -207,7 +207,7 @@ def test_a_walk_through_all_faults(
     chance = random.Random(seed)
     with PrefixCacheManager(storage_config(tp_size, storage, prefetch_policy=policy)) as cache:
         trouble = InTrouble(cache, eventually)
-        walk, tier = Walk(cache, trouble.engine, chance), cache._storage
+        walk, tier = Walk(cache, trouble.engine, chance), cache.storage._tier
         assert tier is not None
         for fault, most in chance.sample(ALL_FAULTS, len(ALL_FAULTS)):
             trouble.comes_back(LONG)

@@ -188,7 +188,7 @@ def test_a_folder_that_is_removed(tmp_path: Path, eventually: Eventually) -> Non
         tokens = trouble.serve()
         drained(cache)
         shutil.rmtree(folder)
-        tier = cache._storage
+        tier = cache.storage._tier
         assert tier is not None
         trouble.serve_until(lambda: tier.link.client.statuses()[0].num_restarts)
         assert metric(cache, "swap_failures_total", direction="write", rank="0")
@@ -206,7 +206,7 @@ def test_a_disk_that_is_gone_for_a_while(new_disk: Callable[..., Path], eventual
     stored(config, 1)
     with PrefixCacheManager(config) as cache:
         drained(cache)
-        tier, trouble = cache._storage, InTrouble(cache, eventually)
+        tier, trouble = cache.storage._tier, InTrouble(cache, eventually)
         assert tier is not None
         subprocess.run(["umount", "-l", point], check=True)
         trouble.serve_until(lambda: tier.link.client.statuses()[0].num_restarts >= 2)  # one was for nothing

@@ -38,7 +38,7 @@ class EchoModel:
     """Its "key" of a token is the token; what comes next depends on every key that it finds in the blocks."""
 
     def __init__(self, cache: PrefixCacheManager) -> None:
-        self._keys = [cache.kv_views(rank)[0]["key"] for rank in range(cache.config.transfer.tp_size)]
+        self._keys = [cache.ranks.kv_views(rank)[0]["key"] for rank in range(cache.config.transfer.tp_size)]
         self.num_computed_tokens = 0
 
     def forward(self, chunks: Sequence[SequenceChunk], before_layer: Callable[[int], None]) -> np.ndarray:
@@ -140,7 +140,7 @@ def test_two_equal_prompts_in_a_pool_that_cannot_hold_both_copies() -> None:
 def test_running_answers_do_not_wait_for_the_loads_of_others() -> None:
     """While one request's blocks are late, the running one goes on; when they come, the other is right as well."""
     cache, engine, _ = make(num_gpu=20, num_cpu=60, client_type=LateClient)
-    client = cache._client
+    client = cache._movement.client
     assert isinstance(client, LateClient)
     client.held = []
     old, other = list(range(1, 42)), list(range(41, 0, -1))

@@ -128,7 +128,7 @@ def test_a_request_that_waits_for_its_loads_gives_them_back() -> None:
     """It holds a match without running: sleep takes that back as well, and it is matched again."""
     cache, engine, _ = make(num_gpu=20, num_cpu=60, client_type=OnceLateClient)
     engine._progress = []  # it waits for its loads instead of running ahead of them
-    client = cache._client
+    client = cache._movement.client
     assert isinstance(client, OnceLateClient)
     client.held = []
     old, other = list(range(1, 42)), list(range(41, 0, -1))

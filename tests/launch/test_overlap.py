@@ -34,7 +34,7 @@ class LayeredModel:
     """
 
     def __init__(self, cache: PrefixCacheManager) -> None:
-        self._ranks = [cache.kv_views(rank) for rank in range(cache.config.transfer.tp_size)]
+        self._ranks = [cache.ranks.kv_views(rank) for rank in range(cache.config.transfer.tp_size)]
         self.num_computed_tokens = 0
         self.on_step: Callable[[], None] = lambda: None
 
@@ -241,7 +241,7 @@ def test_a_rank_killed_under_a_step_ahead_discards_it() -> None:
         (generation,) = setup.answer([prompt_of(1)], 3)
         assert ahead[0] and len(ahead) > 1
         assert generation.output == expected(prompt_of(1), 3)
-        assert setup.cache.wait_for_ranks(SECONDS)
+        assert setup.cache.ranks.wait_ready(SECONDS)
         setup.model.on_step = lambda: None
         put_into_cpu_tier(setup, 1)
         (again,) = setup.answer([prompt_of(1)])

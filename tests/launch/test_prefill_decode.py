@@ -31,7 +31,7 @@ class LayerModel:
     """Keys and values of a token are the token and its layer, on all heads; what comes next depends on all of them."""
 
     def __init__(self, cache: PrefixCacheManager) -> None:
-        self._views = [cache.kv_views(rank) for rank in range(cache.config.transfer.tp_size)]
+        self._views = [cache.ranks.kv_views(rank) for rank in range(cache.config.transfer.tp_size)]
         self.num_computed_tokens = 0
         self.on_layer: Callable[[int], None] = lambda _: None
 
@@ -161,7 +161,7 @@ class Gate:
 
 def wait_arrived(here: Instance, layer: int) -> None:
     """Until another process has written into that layer: it has nothing to wait on."""
-    keys, until = here.cache.kv_views(0)[layer]["key"], time.monotonic() + SECONDS
+    keys, until = here.cache.ranks.kv_views(0)[layer]["key"], time.monotonic() + SECONDS
     while not keys.any():
         assert time.monotonic() < until
         time.sleep(0.005)
@@ -197,7 +197,7 @@ def test_layers_arrive_while_the_step_computes_the_next_ones() -> None:
         gate.wait_reached()
         answer = here.engine.submit(np.array(PROMPT), 4, offer)
         wait_arrived(here, NUM_LAYERS - 2)
-        assert not here.cache.kv_views(0)[NUM_LAYERS - 1]["key"].any()
+        assert not here.cache.ranks.kv_views(0)[NUM_LAYERS - 1]["key"].any()
         gate.open()
         assert all_tokens(answer) == expected(PROMPT, 4)
 
@@ -340,7 +340,7 @@ def test_who_waits_too_long_to_be_sent_has_failed() -> None:
     with instances(lambda: Instance("prefill", 1, max_transfers=1, offer_timeout_seconds=2.0)) as (there,):
         there.engine.pause(SECONDS)
         first, second = (there.engine.submit_prefill(np.array([n, *PROMPT])) for n in range(2))
-        held = there.cache.offer
+        held = there.cache.peers.offer
         asked = []
 
         def offer(request: Request) -> Send:
@@ -349,7 +349,7 @@ def test_who_waits_too_long_to_be_sent_has_failed() -> None:
                 raise PeerError("send: not now")
             return held(request)
 
-        there.cache.offer = offer  # type: ignore[method-assign]
+        there.cache.peers.offer = offer  # type: ignore[method-assign]
         there.engine.resume()
         assert first.wait_send(SECONDS)
         with pytest.raises(GenerationError, match="not now"):

@@ -43,7 +43,7 @@ class Story:
         runs_ahead = self.choose.random() < 0.5
         if runs_ahead:  # of what comes from the CPU tier, that is
             self.a.client.land_all()
-            self.a.cache.evict(30)
+            self.a.cache.blocks.evict(30)
         live = self.a.match(self.text())
         if live is None:
             return
@@ -51,7 +51,7 @@ class Story:
             self.a.release(live)
             return
         try:
-            send = self.a.cache.offer(live.request)
+            send = self.a.cache.peers.offer(live.request)
         except RequestError:
             assert live.request.num_tokens < self.a.size
         except PeerError:
@@ -76,7 +76,7 @@ class Story:
         elif (not live.num_assumed or self.choose.random() < 0.4) and self.confirm(live):
             upto = self.choose.randint(live.num_computed, live.request.num_tokens)
             self.num_steps += 1
-            self.a.cache.begin_step(live.request, upto, self.num_steps)
+            self.a.cache.peers.begin_step(live.request, upto, self.num_steps)
             self.a.compute(live, upto)
 
     def compute_ahead(self, live: LiveRequest) -> None:
@@ -87,7 +87,7 @@ class Story:
             [most, self.choose.randint(live.num_computed, most)]
         )
         self.num_steps += 1
-        self.a.cache.begin_step(live.request, upto, self.num_steps)
+        self.a.cache.peers.begin_step(live.request, upto, self.num_steps)
         for block_id in live.table[live.num_computed // self.a.size : upto // self.a.size]:
             self.a.client.gpu[block_id] = "computed on a guess"
         self.a.cache.commit(live.request, upto)
@@ -118,16 +118,16 @@ class Story:
         self.num_requests += 1
         if self.choose.random() < 0.1:
             with pytest.raises(PeerRefusedError):
-                self.b.cache.receive(Request(request_id="other", prompt_token_ids=[9, *tokens[1:]]), send.offer)
+                self.b.cache.peers.receive(Request(request_id="other", prompt_token_ids=[9, *tokens[1:]]), send.offer)
         request = Request(request_id=f"b{self.num_requests}", prompt_token_ids=tokens)
         before = self.b.cache.stats().gpu
         try:
-            receive = self.b.cache.receive(request, send.offer)
+            receive = self.b.cache.peers.receive(request, send.offer)
         except OutOfBlocksError as refused:
             self.counts["full"] += 1
             assert (refused.missing > 0, self.b.cache.stats().gpu.num_in_flight) == (True, before.num_in_flight)  # noqa: PT017
         except PeerError:
-            assert len(self.b.cache._peers.receives) >= 8  # type: ignore[union-attr]
+            assert len(self.b.cache.peers.road.receives) >= 8  # type: ignore[union-attr]
         else:
             self.receives.append((receive, request, self.b.epoch))
 
@@ -165,7 +165,7 @@ class Story:
                 if self.choose.random() < 0.6:
                     self.match_received(request, num_blocks)
             if self.choose.random() < 0.7:  # else it stays pinned for a while
-                self.b.cache.cancel_receive(request)
+                self.b.cache.peers.cancel_receive(request)
 
     def match_received(self, request: Request, num_blocks: int) -> None:
         match = self.b.cache.match(request)
@@ -177,9 +177,9 @@ class Story:
 
     def cancel(self) -> None:
         if self.receives and self.choose.random() < 0.5:
-            self.b.cache.cancel_receive(self.choose.choice(self.receives)[1])
+            self.b.cache.peers.cancel_receive(self.choose.choice(self.receives)[1])
         elif self.sends:
-            self.a.cache.cancel_send(self.choose.choice(self.sends)[0])
+            self.a.cache.peers.cancel_send(self.choose.choice(self.sends)[0])
 
     def forget_sends(self) -> None:
         done = [each for each in self.sends if each[0].done]
@@ -206,9 +206,9 @@ class Story:
             self.network()
             self.note_received()
         for _, request, _ in self.receives:
-            self.b.cache.cancel_receive(request)
+            self.b.cache.peers.cancel_receive(request)
         for i in range(1, self.num_requests + 1):
-            self.b.cache.cancel_receive(Request(request_id=f"b{i}", prompt_token_ids=[1]))
+            self.b.cache.peers.cancel_receive(Request(request_id=f"b{i}", prompt_token_ids=[1]))
         for end in (self.b.peers, self.a.peers):
             assert end is not None
             end.stop()

@@ -51,7 +51,7 @@ def test_a_store_that_is_slow_while_it_reads(seed: int, write_policy: str, stora
         cpu_write_min_uses=1,
     )
     store = SimulatedStorage(model.client)
-    model.cache.attach_storage(STORE, client=store)
+    model.cache.storage.attach(STORE, client=store)
     for _ in range(NUM_STEPS):
         text = choose.choice(TEXTS)[: choose.randint(1, 20)]
         model.serve([*text, choose.randint(0, 3)], stays=choose.random() < 0.1, patient=choose.random() < 0.2)

@@ -94,7 +94,7 @@ class CacheModel:
         live = LiveRequest(request, match, self.epoch)
         self.check_readable(live, match.block_ids)
         found = match.num_tokens + match.num_coming_tokens
-        if self.cache._storage is not None:  # what may still come from there is not known
+        if self.cache.storage._tier is not None:  # what may still come from there is not known
             found = match.num_tokens
         assert found < len(tokens), "one token is left to compute"
         if found:
@@ -180,7 +180,9 @@ class CacheModel:
         else:
             missing = 0
         if missing:
-            num_evictable = before.gpu.num_cached - before.gpu.num_protected - self.cache._pools[0].num_read_of(RUN)
+            num_evictable = (
+                before.gpu.num_cached - before.gpu.num_protected - self.cache._books.pools[0].num_read_of(RUN)
+            )
             room = before.gpu.num_free + max(0, num_evictable)
             assert missing == num_blocks - room
             after = self.cache.stats()
@@ -256,12 +258,12 @@ class CacheModel:
     def reset(self) -> None:
         self.cache.reset()
         self.epoch += 1
-        if self.cache._storage is None:  # which forgets nothing
+        if self.cache.storage._tier is None:  # which forgets nothing
             self.committed.clear()
 
     def kv_lost(self) -> None:
         """The bytes of the GPU are gone; what the CPU tier has may still be found."""
-        self.cache.kv_lost(0)
+        self.cache.ranks.kv_lost(0)
         self.epoch += 1
 
     def finish(self) -> None:

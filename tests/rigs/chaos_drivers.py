@@ -49,7 +49,7 @@ class NativeDriver(Driver):
         prompt.num_computed = match.num_tokens + match.num_coming_tokens
         arrived = True
         for rank, views in enumerate(self.kv.views):
-            progress = self.cache.layer_progress(rank)
+            progress = self.cache.ranks.layer_progress(rank)
             assert progress is not None
             for layer in range(len(views)):
                 arrived = arrived and progress.wait_layer(match.load_ids, layer, self.patience)

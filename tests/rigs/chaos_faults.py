@@ -43,7 +43,7 @@ class RankFaults:
         while self._stopped:
             signal_child(self._stopped.pop(), signal.SIGCONT)
         if not self.num_absent:
-            assert self._cache.wait_for_ranks(SECONDS), "the ranks do not come back"
+            assert self._cache.ranks.wait_ready(SECONDS), "the ranks do not come back"
 
     def kill(self, rank: int) -> Iterator[None]:
         self.send(rank, signal.SIGKILL)
@@ -89,7 +89,7 @@ class Workers(RankFaults):
     def _attach(self, rank: int) -> None:
         worker = self._workers[rank] = KVWorker(self._layout, self._cache.config.pool_sizes()[0])
         self._cleanup.callback(worker.kill)
-        self._cache.attach_kv(rank, worker.make_kv())
+        self._cache.ranks.attach_kv(rank, worker.make_kv())
 
     def all(self) -> dict[str, Fault]:
         return {**super().all(), "worker": self.worker_dies, "worker again": self.worker_dies}
@@ -99,7 +99,7 @@ class Workers(RankFaults):
             return
         self._workers.pop(rank).kill()
         yield
-        self._cache.kv_lost(rank)
+        self._cache.ranks.kv_lost(rank)
         self.num_absent += 1
         yield
         self._attach(rank)
@@ -111,7 +111,7 @@ class StorageFaults:
     """Storage processes that die, hang and go on. They come back ever later, so few of them die."""
 
     def __init__(self, cache: PrefixCacheManager) -> None:
-        tier = cache._storage
+        tier = cache.storage._tier
         assert tier is not None
         self._client = tier.link.client
 

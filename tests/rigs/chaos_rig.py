@@ -68,16 +68,16 @@ class KVBytes:
 
     def refresh(self) -> None:
         """Map the arrays as they are now; none of any rank where one has none."""
-        self._num_losses = self.cache._tree.num_kv_losses
+        self._num_losses = self.cache._books.tree.num_kv_losses
         try:
-            self.views = [self.cache.kv_views(rank) for rank in range(self.cache.config.transfer.tp_size)]
+            self.views = [self.cache.ranks.kv_views(rank) for rank in range(self.cache.config.transfer.tp_size)]
         except LayoutError:
             self.views = []
 
     @property
     def are_lost(self) -> bool:
         """Whether arrays have come or gone since the last `refresh`: all that is on the GPU is void."""
-        return self.cache._tree.num_kv_losses != self._num_losses
+        return self.cache._books.tree.num_kv_losses != self._num_losses
 
     def write(self, prompt: Prompt, end: int) -> None:
         """The model computes up to a token."""
@@ -304,7 +304,7 @@ class Story:
     def _come_to_rest(self) -> None:
         """All ranks are back, nothing runs, nothing moves: every block is free or cached."""
         cache = self.driver.cache
-        assert cache.wait_for_ranks(SECONDS), "the ranks do not come back"
+        assert cache.ranks.wait_ready(SECONDS), "the ranks do not come back"
         self._drop_what_is_void()
         while self.running:
             self._leave(self.running[-1], "over")
@@ -316,7 +316,7 @@ class Story:
         cache.check_invariants()
         assert not cache.stats().num_requests
         for tier in (GPU, CPU):
-            stats = cache.tier_stats(tier)
+            stats = cache.blocks.view.tier_stats(tier)
             num_kept = self.driver.num_kept_blocks if tier is GPU else 0
             held = (stats.num_private, stats.num_callers - num_kept, stats.num_in_flight, stats.num_protected)
             assert not any(held), f"{tier}: blocks left behind: {stats}"
@@ -339,7 +339,7 @@ class Story:
 
 def _wait_for_storage(cache: PrefixCacheManager) -> None:
     """Its processes, which come back ever later, are all there."""
-    tier, deadline = cache._storage, time.monotonic() + SECONDS
+    tier, deadline = cache.storage._tier, time.monotonic() + SECONDS
     assert tier is not None
     while not tier.link.client.available:
         assert time.monotonic() < deadline, "a storage process does not come back"

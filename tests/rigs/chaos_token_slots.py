@@ -76,7 +76,7 @@ class SGLang(Driver):
             return True
         arrived = True
         for rank, views in enumerate(self.kv.views):
-            progress = self.cache.layer_progress(rank)
+            progress = self.cache.ranks.layer_progress(rank)
             assert progress is not None
             arrived = arrived and progress.wait_layer(load_ids, len(views) - 1, self.patience)
         if arrived:

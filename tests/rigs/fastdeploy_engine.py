@@ -107,7 +107,7 @@ class Kernel:
         size = self.manager.cache.config.block_size
         for block in range(first_token // size, num_tokens // size):
             for rank in range(self.manager.cache.config.transfer.tp_size):
-                for parts in self.manager.cache.kv_views(rank):
+                for parts in self.manager.cache.ranks.kv_views(rank):
                     for array in parts.values():
                         array[table[block]] = self._value(tokens, block)
 
@@ -115,7 +115,7 @@ class Kernel:
         """The blocks from the first one on hold what they should, on every rank, in every layer and part."""
         for block in range(first_block, num_blocks):
             for rank in range(self.manager.cache.config.transfer.tp_size):
-                for parts in self.manager.cache.kv_views(rank):
+                for parts in self.manager.cache.ranks.kv_views(rank):
                     for name, array in parts.items():
                         assert (array[table[block]] == self._value(tokens, block)).all(), f"wrong {name} in {block}"
 

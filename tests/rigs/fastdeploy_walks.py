@@ -61,7 +61,7 @@ class Engine:
         """What is published holds, in each block, what was computed from the tokens that it is found by."""
         self.manager.cache.check_invariants()
         tokens_of: dict[bytes, list[int]] = {}
-        for run in self.manager.cache.runs():
+        for run in self.manager.cache.blocks.view.runs():
             tokens = tokens_of.get(run.parent_hash, [])
             assert len(tokens) == run.first_block * SIZE
             tokens = tokens + run.token_ids.tolist()

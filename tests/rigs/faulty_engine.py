@@ -42,7 +42,7 @@ class Engine:
 
     def __init__(self, cache: PrefixCacheManager, tp_size: int) -> None:
         self.cache = cache
-        self._views = [cache.kv_views(rank) for rank in range(tp_size)]
+        self._views = [cache.ranks.kv_views(rank) for rank in range(tp_size)]
         self._num_requests = 0
 
     def block(self, tokens: Sequence[int], block_id: int) -> list[tuple[np.ndarray, np.ndarray]]:

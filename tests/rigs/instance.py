@@ -79,21 +79,21 @@ class Instance:
         match = self.cache.match(request).wait(SECONDS)
         table = [*match.block_ids, *self.cache.allocate(request, -(-len(tokens) // BLOCK_SIZE) - len(match.block_ids))]
         self._requests[name] = (request, table, len(match.block_ids))
-        self.sends[name] = self.cache.offer(request)
+        self.sends[name] = self.cache.peers.offer(request)
         return self.sends[name].offer
 
     def compute(self, name: str, num_tokens: int, num_layers: int = LAYOUT.num_layers) -> None:
         """A step up to `num_tokens`, of which only the first layers come to be; with all of them it is committed."""
         request, table, done = self._requests[name]
         self._step += 1
-        self.cache.begin_step(request, num_tokens, self._step)
+        self.cache.peers.begin_step(request, num_tokens, self._step)
         tokens = list(memoryview(request.tokens).cast("i"))
         for layer in range(num_layers):
             for block in range(done, num_tokens // BLOCK_SIZE):
                 for memory, wanted in self._layer(tokens[: (block + 1) * BLOCK_SIZE], table[block], layer):
                     memory[...] = wanted
             for rank in range(self._tp_size):
-                self.cache.step_progress(rank).mark(self._step, layer + 1)
+                self.cache.peers.step_progress(rank).mark(self._step, layer + 1)
         if num_layers == LAYOUT.num_layers:
             self.cache.commit(request, num_tokens)
             self._requests[name] = (request, table, num_tokens // BLOCK_SIZE)
@@ -111,14 +111,14 @@ class Instance:
     def receive(self, name: str, tokens: Sequence[int], offer: bytes) -> int:
         """Returns the blocks that are asked for."""
         request = Request(request_id=name, prompt_token_ids=list(tokens))
-        receive = self.cache.receive(request, offer)
+        receive = self.cache.peers.receive(request, offer)
         self.receives[name] = receive, request
         return receive.num_blocks
 
     def wait_for_blocks(self, name: str, num_blocks: int) -> None:
         """Until the first blocks of a receive have come, which nothing announces."""
         tokens = list(memoryview(self.receives[name][1].tokens).cast("i"))
-        tier, deadline = self.cache._peers, time.monotonic() + SECONDS
+        tier, deadline = self.cache.peers.road, time.monotonic() + SECONDS
         assert isinstance(tier, PeerTier)
         ids = next(each.ids for each in tier.receives._by_task.values() if each.receive is self.receives[name][0])
         for block in range(num_blocks):
@@ -159,7 +159,7 @@ class Instance:
         num_heads, pairs = max(1, LAYOUT.num_kv_heads // self._tp_size), []
         for rank in range(self._tp_size):
             first = rank * LAYOUT.num_kv_heads // self._tp_size
-            for part, array in self.cache.kv_views(rank)[layer].items():
+            for part, array in self.cache.ranks.kv_views(rank)[layer].items():
                 wanted = content(prefix, layer, part)[:, first : first + num_heads]
                 pairs.append((array[block_id].view(np.uint16), wanted))
         return pairs

@@ -146,7 +146,7 @@ class Scheduler:
         """Nothing is left that is not cached or free."""
         self.client.land_all()
         self.manager.check_invariants()
-        gpu = self.manager.tier_stats()
+        gpu = self.manager.blocks.view.tier_stats()
         assert gpu.num_callers == gpu.num_protected == gpu.num_private == gpu.num_in_flight == 0, gpu
         assert self.pool.available_size() == self.pool.size
         self.manager.close()

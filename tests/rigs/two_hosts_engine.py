@@ -49,8 +49,8 @@ class TwoHostsEngine:
     """One end of the test."""
 
     def __init__(self, cache: PrefixCacheManager) -> None:
-        assert cache._storage is not None
-        self._cache, self._tier = cache, cache._storage
+        assert cache.storage._tier is not None
+        self._cache, self._tier = cache, cache.storage._tier
         self._engine = Engine(cache, TP_SIZE)
 
     @property
@@ -84,7 +84,7 @@ class TwoHostsEngine:
         """Until nothing is on its way to or from storage; what is queued for a store that is down stays queued."""
         deadline, tier = time.monotonic() + SECONDS, self._tier
         while True:
-            with self._cache._lock:
+            with self._cache._books:
                 if tier.is_idle:
                     return
             assert time.monotonic() < deadline, "a write hangs"

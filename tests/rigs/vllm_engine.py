@@ -63,7 +63,7 @@ class Engine:
 
     def __init__(self, kv: KVCacheManager, choose: random.Random, *, schedules_ahead: bool) -> None:
         self.kv, self.choose, self.schedules_ahead = kv, choose, schedules_ahead
-        client = kv.manager._client
+        client = kv.manager._movement.client
         assert isinstance(client, SimulatedClient)
         self.client = client
         self.waiting: list[SimpleNamespace] = []

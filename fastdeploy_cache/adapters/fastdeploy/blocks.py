@@ -24,7 +24,7 @@ class BlockCalls:
     @property
     def available_gpu_resource(self) -> float:
         """Share of the GPU blocks that are free; 0.0 of an empty pool."""
-        gpu = self.cache.tier_stats()
+        gpu = self.cache.blocks.view.tier_stats()
         return gpu.num_free / gpu.num_blocks if gpu.num_blocks else 0.0
 
     @staticmethod
@@ -37,12 +37,12 @@ class BlockCalls:
 
         False while the GPU sleeps.
         """
-        if self.cache.is_gpu_asleep:
+        if self.cache.life.is_gpu_asleep:
             return False
-        gpu = self.cache.tier_stats()
+        gpu = self.cache.blocks.view.tier_stats()
         missing = num_blocks - gpu.num_free
         if missing > 0 and try_free_gpu_blocks and missing <= gpu.num_evictable:
-            missing -= self.cache.evict(missing)
+            missing -= self.cache.blocks.evict(missing)
         return missing <= 0
 
     def allocate_gpu_blocks(self, num_blocks: int, req_id: str | None = None) -> list[int]:  # noqa: ARG002
@@ -55,7 +55,7 @@ class BlockCalls:
         if num_blocks <= 0:
             return []
         try:
-            return self.cache.take(num_blocks)
+            return self.cache.blocks.allocate(num_blocks)
         except OutOfBlocksError as error:
             raise NotEnoughBlocksError(error.missing, error.coming) from error
         except LifeCycleError as error:
@@ -67,22 +67,22 @@ class BlockCalls:
         Raises:
             BlockOwnerError: one is not the caller's (any more); nothing was changed.
         """
-        self.cache.give_back(_as_list(gpu_block_ids))
+        self.cache.blocks.free(_as_list(gpu_block_ids))
 
     def allocate_cpu_blocks(self, num_blocks: int) -> list[int]:
         """As `allocate_gpu_blocks`, in the CPU tier."""
         try:
-            return self.cache.take(num_blocks, CPU)
+            return self.cache.blocks.allocate(num_blocks, CPU)
         except OutOfBlocksError as error:
             raise NotEnoughBlocksError(error.missing, error.coming) from error
 
     def recycle_cpu_blocks(self, cpu_block_ids: int | Sequence[int]) -> None:
         """As `recycle_gpu_blocks`, in the CPU tier."""
-        self.cache.give_back(_as_list(cpu_block_ids), CPU)
+        self.cache.blocks.free(_as_list(cpu_block_ids), CPU)
 
     def free_block_ids(self, need_block_num: int) -> int:
         """Evict exactly so many GPU blocks, or as many as can go; returns how many. Copies stay in the CPU tier."""
-        return self.cache.evict(need_block_num, GPU)
+        return self.cache.blocks.evict(need_block_num, GPU)
 
     def free_block_ids_async(self, need_block_num: int) -> Future[int]:
         """`free_block_ids`, which never waits: the future is done."""
@@ -91,7 +91,7 @@ class BlockCalls:
 
     def free_cpu_block_ids(self, need_block_num: int) -> int:
         """Evict so many blocks of the CPU tier, or as many as can go; returns how many."""
-        return self.cache.evict(need_block_num, CPU)
+        return self.cache.blocks.evict(need_block_num, CPU)
 
     def free_nodes_directly(self, node: Any) -> int:
         """Forget a node that has none behind it, and those before it up to the first that is held or has other
@@ -100,7 +100,7 @@ class BlockCalls:
             block_hash = bytes.fromhex(node.node_id)
         except (AttributeError, TypeError, ValueError) as error:
             raise RequestError(f"{node!r:.80} is no node of node_map: {error}") from error
-        return self.cache.drop(block_hash) if block_hash else 0
+        return self.cache.blocks.drop(block_hash) if block_hash else 0
 
 
 def _as_list(block_ids: int | Sequence[int]) -> Sequence[int]:

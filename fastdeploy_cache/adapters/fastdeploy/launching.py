@@ -128,7 +128,7 @@ class Launching:
             raise
         self._signals, self._device_ids, self._suffix = signals, device_ids, suffix
         self._show_signals()
-        signals.set_ready(with_swap_space=self.cache.tier_stats(CPU).num_blocks > 0)
+        signals.set_ready(with_swap_space=self.cache.blocks.view.tier_stats(CPU).num_blocks > 0)
         ranks = [RankProcess(lambda: self.cache.stats().ranks, status.rank) for status in self.cache.stats().ranks]
         return self._peer_processes() + ranks
 
@@ -172,12 +172,12 @@ class Launching:
         return [RankProcess(self._peer_statuses, status.rank) for status in self._peer_statuses()]
 
     def _peer_statuses(self) -> Sequence[RankStatus]:
-        return self.cache.peer_statuses()  # of the cache that there is then
+        return self.cache.peers.statuses()  # of the cache that there is then
 
     def _wait_for_peers(self, timeout_seconds: float) -> bool:
         """Those without KV arrays are not waited for: workers bring them, once they have seen the signals."""
         cache = self.cache
-        return cache.config.transfer.owner_of_kv == "worker" or cache.wait_for_peers(timeout_seconds)
+        return cache.config.transfer.owner_of_kv == "worker" or cache.peers.wait_ready(timeout_seconds)
 
     def update_cache_config(self, cache_config: Any) -> None:
         """Take over a new pool size, after profiling. What was cached is forgotten; the ranks are started anew, and a
@@ -197,7 +197,7 @@ class Launching:
         self._num_blocks = num_blocks
 
     def _check_nothing_is_held(self) -> None:
-        gpu = self.cache.tier_stats()
+        gpu = self.cache.blocks.view.tier_stats()
         num_held = gpu.num_private + gpu.num_callers
         if self._tasks or num_held:
             raise ConfigError(
@@ -241,12 +241,12 @@ class Launching:
 
     def _transfer_state(self) -> tuple[bool, int]:
         cache = self.cache
-        return cache.life_cycle_status is not LifeCycleStatus.RUNNING, cache.stats().num_transfers_in_flight
+        return cache.life.status is not LifeCycleStatus.RUNNING, cache.stats().num_transfers_in_flight
 
     def _do_asked(self, asked: TreeStatus) -> bool:
         """A worker has written to `prefix_tree_status`; False where it has to be tried again."""
         try:
-            self.cache.clear() if asked is TreeStatus.CLEARING else self.cache.reset()
+            self.cache.life.clear() if asked is TreeStatus.CLEARING else self.cache.reset()
         except CacheError as error:
             logger.warning("event=prefix_tree_status asked=%s error=%r", asked.name, str(error))
             return False
@@ -275,7 +275,7 @@ class Launching:
             return 500, f"{verb}: {error}"
         if self._signals is not None:
             self._signals.refresh()
-        return 200, self.cache.life_cycle_status.value
+        return 200, self.cache.life.status.value
 
     def _show_signals(self) -> None:
         for attribute, name in _SIGNALS.items():

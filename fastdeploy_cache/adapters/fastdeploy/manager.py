@@ -190,7 +190,7 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
                     f"{num_blocks} full blocks of {held.request.request_id!r} are computed, but its block_tables "
                     f"has {num_handed + len(table)}"
                 )
-            self.cache.hand_over(held.request, table)  # also none: the request counts as admitted
+            self.cache.blocks.hand_over(held.request, table)  # also none: the request counts as admitted
         held.num_handed_blocks = max(num_handed, num_blocks)
         held.task.num_cached_blocks = held.num_handed_blocks  # type: ignore[attr-defined]
         return num_blocks
@@ -301,7 +301,7 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
     def reset(self, wait_for_tasks_done: bool = False) -> None:
         """Forget every prefix. Running tasks keep their blocks until they give them back."""
         if wait_for_tasks_done:
-            self.cache.clear()
+            self.cache.life.clear()
         else:
             self.cache.reset()
 

@@ -43,7 +43,7 @@ class PeerCalls:
             has no full block. ConfigError: no peers.
         """
         self._check_peers("offer_blocks")
-        return self.cache.offer(self._held(task).request)
+        return self.cache.peers.offer(self._held(task).request)
 
     def begin_step(self, task: Task, num_computed_tokens: int, step: int) -> None:
         """Before a step that computes the task's tokens up to there, and whose layers the workers mark under the number
@@ -62,11 +62,11 @@ class PeerCalls:
             what = f"step {step} of request {task.request_id!r} computes {num_tokens} tokens"
             raise RequestError(f"{what}; it has {held.num_tokens}")
         num_blocks = self._hand_over(held, num_tokens)
-        self.cache.begin_step(held.request, num_blocks * self.cache.config.block_size, step)
+        self.cache.peers.begin_step(held.request, num_blocks * self.cache.config.block_size, step)
 
     def cancel_send(self, send: Send) -> None:
         """Nobody is to read it any more."""
-        self.cache.cancel_send(send)
+        self.cache.peers.cancel_send(send)
 
     # -- decode
 
@@ -83,13 +83,13 @@ class PeerCalls:
         """
         self._check_peers("receive_blocks")
         try:
-            return self.cache.receive(new_request(task), offer)
+            return self.cache.peers.receive(new_request(task), offer)
         except OutOfBlocksError as error:
             raise NotEnoughBlocksError(error.missing, error.coming) from error
 
     def cancel_receive(self, task: Task) -> None:
         """The task has gone, and no `request_match_blocks` follows: what has come may be evicted."""
-        self.cache.cancel_receive(new_request(task))
+        self.cache.peers.cancel_receive(new_request(task))
 
     def _check_peers(self, verb: str) -> None:
         if self.cache.config.peer is None:

@@ -61,7 +61,7 @@ class StorageCalls:
         if direction is Direction.SWAP_IN:
             sources, destinations = cpu_block_ids, gpu_block_ids
         with _running(self.task_swapping_event, transfer_task_id):
-            return self.cache.copy_blocks(sources, destinations, direction=direction)
+            return self.cache.blocks.copies.copy(sources, destinations, direction=direction)
 
     def sync_swap_task(self, transfer_task_id: str) -> bool:
         """Wait for a swap task that another thread has issued; False when the tasks' own deadline is over first."""
@@ -96,11 +96,11 @@ class StorageCalls:
         return self._copy_down(ours, table, is_sync=True)
 
     def _copy_down(self, request: Request, table: Sequence[int], *, is_sync: bool) -> bool:
-        transfer = self.cache.swap_out(request, table)
+        transfer = self.cache.blocks.copies.swap_out(request, table)
         if not is_sync:
             return transfer.num_blocks > 0
         ended_well = transfer.wait(self.cache.config.transfer.task_timeout_seconds)
-        return ended_well and self.cache.lookup(request).num_blocks >= len(table)  # all of it, not what fitted
+        return ended_well and self.cache.blocks.lookup(request).num_blocks >= len(table)  # all of it, not what fitted
 
     def issue_write_back_storage_task(self, task: Any, is_sync: bool = True) -> bool:
         """`task`: `task_id`, `keys`, `gpu_block_ids` (the caller's), and `token_ids`, which name the blocks.
@@ -133,7 +133,7 @@ class StorageCalls:
             deadline = time.monotonic() + seconds
             self.cache.prefetch(request).wait(seconds)
             self.cache.end_prefetch(request)
-            transfer = self.cache.swap_in(request, task.gpu_block_ids, first_block=first)
+            transfer = self.cache.blocks.copies.swap_in(request, task.gpu_block_ids, first_block=first)
             filled = transfer.wait(max(0.0, deadline - time.monotonic()))
             came = list(task.gpu_block_ids[: transfer.num_blocks]) if filled else []
             self.storage_prefetch_block_ids[task.task_id] = came  # until it is asked for, or 1,024 tasks later

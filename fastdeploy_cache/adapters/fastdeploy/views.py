@@ -21,29 +21,29 @@ class Views:
     @property
     def gpu_free_block_list(self) -> list[int]:
         """Free GPU blocks, lowest first: a heap."""
-        return self.cache.free_block_ids(GPU)
+        return self.cache.blocks.view.free_block_ids(GPU)
 
     @property
     def cpu_free_block_list(self) -> list[int]:
         """Free CPU blocks, lowest first: a heap."""
-        return self.cache.free_block_ids(CPU)
+        return self.cache.blocks.view.free_block_ids(CPU)
 
     @property
     def num_gpu_blocks(self) -> int:
         """Blocks of the GPU pool."""
-        return self.cache.tier_stats(GPU).num_blocks
+        return self.cache.blocks.view.tier_stats(GPU).num_blocks
 
     @property
     def num_cpu_blocks(self) -> int:
         """Blocks of the CPU pool."""
-        return self.cache.tier_stats(CPU).num_blocks
+        return self.cache.blocks.view.tier_stats(CPU).num_blocks
 
     def _nodes(self) -> NodeView:
         size = self.cache.config.block_size
         held = {
             name: path_hashes(task.request, task.num_handed_blocks, size) for name, task in list(self._tasks.items())
         }
-        return NodeView(self.cache.runs(), size, held)
+        return NodeView(self.cache.blocks.view.runs(), size, held)
 
     @property
     def node_map(self) -> dict[str, BlockNode]:
@@ -58,7 +58,7 @@ class Views:
     @property
     def gpu_lru_leaf_heap(self) -> list[BlockNode]:
         """Leaves on the GPU that no task holds, those first that would be evicted first."""
-        return self._nodes().leaves(self.cache.eviction_order(GPU), on_gpu=True)
+        return self._nodes().leaves(self.cache.blocks.view.eviction_order(GPU), on_gpu=True)
 
     @property
     def gpu_lru_leaf_set(self) -> set[str]:
@@ -68,7 +68,7 @@ class Views:
     @property
     def cpu_lru_leaf_heap(self) -> list[BlockNode]:
         """Leaves in the CPU tier only that no task holds, those first that would be evicted first."""
-        return self._nodes().leaves(self.cache.eviction_order(CPU), on_gpu=False)
+        return self._nodes().leaves(self.cache.blocks.view.eviction_order(CPU), on_gpu=False)
 
     @property
     def cpu_lru_leaf_set(self) -> set[str]:
@@ -124,7 +124,7 @@ class Views:
         return FastDeployNames(self.cache.metrics, self._block_gauges, self._shown_config, with_dp=with_dp)
 
     def _block_gauges(self) -> dict[str, float]:
-        gpu, cpu = (self.cache.tier_stats(tier) for tier in Tier)
+        gpu, cpu = (self.cache.blocks.view.tier_stats(tier) for tier in Tier)
         num_free = gpu.num_available
         return {
             "available_gpu_block_num": num_free,

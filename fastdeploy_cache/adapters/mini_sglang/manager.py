@@ -57,7 +57,7 @@ class CacheManager:
     @property
     def available_size(self) -> int:
         """Tokens for which pages are free or can be evicted."""
-        return self._manager.tier_stats().num_available * self.page_size
+        return self._manager.blocks.view.tier_stats().num_available * self.page_size
 
     def match_req(self, req: PendingReq) -> MatchResult:
         """The longest cached prefix of all tokens but the last, which has to be computed.
@@ -88,7 +88,7 @@ class CacheManager:
         return self.prefix_cache.given(self._allocated(needed_len))
 
     def _allocated(self, num_tokens: int) -> Slots:
-        return slots_of(self._manager.take(-(-num_tokens // self.page_size)), self.page_size)
+        return slots_of(self._manager.blocks.allocate(-(-num_tokens // self.page_size)), self.page_size)
 
     def allocate_paged(self, reqs: Sequence[Req]) -> None:
         """Write new pages into the table for the tokens [cached_len, device_len) of all requests, or of none.
@@ -120,7 +120,7 @@ class CacheManager:
         """
         page_ids = pages_of(slots, self.page_size)
         if self._freed is None:
-            self._manager.give_back(page_ids)
+            self._manager.blocks.free(page_ids)
         else:
             self._freed += page_ids
 
@@ -136,7 +136,7 @@ class CacheManager:
             yield
         finally:
             freed, self._freed = self._freed, None
-            self._manager.give_back(freed)
+            self._manager.blocks.free(freed)
 
     # -- requests
 
@@ -181,7 +181,7 @@ class CacheManager:
     def check_integrity(self, num_held_pages: int = 0) -> None:
         """Raise `AssertionError` unless free and cached pages, and those that requests hold, are all: none is lost."""
         self.prefix_cache.check_integrity()
-        gpu = self._manager.tier_stats()
+        gpu = self._manager.blocks.view.tier_stats()
         if gpu.num_free + gpu.num_cached + num_held_pages != gpu.num_blocks:
             raise AssertionError(
                 f"{gpu.num_free} pages are free, {gpu.num_cached} cached, {num_held_pages} held, of {gpu.num_blocks}; "
@@ -216,7 +216,7 @@ def print_radix_tree(
     `[R]` is the root, `[L]` a leaf. The reference count is that of locks on the node or beneath it; the timestamp is
     the order of uses.
     """
-    views = [view for view in root.manager.runs() if not view.namespace]
+    views = [view for view in root.manager.blocks.view.runs() if not view.namespace]
     children: dict[bytes, list[RunView]] = {}
     num_locks = dict.fromkeys([view.hashes[-1] for view in views], 0)
     above = {view.parent_hash for view in views} - num_locks.keys()

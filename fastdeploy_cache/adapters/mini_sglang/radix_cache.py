@@ -20,7 +20,7 @@ from fastdeploy_cache.adapters.slots.pages import (
     pages_of,
     slots_of,
 )
-from fastdeploy_cache.callers.pinned_prefix import PinnedPrefix
+from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError
 from fastdeploy_cache.manager import PrefixCacheManager
@@ -122,13 +122,13 @@ class RadixPrefixCache:
             pins = self._locks.get(handle)
             if not pins:
                 raise RequestError(f"unlock of {handle.cached_len} tokens that this handle has not locked")
-            self.manager.unpin(pins.pop())
+            self.manager.blocks.unpin(pins.pop())
             if not pins:
                 del self._locks[handle]
             return
-        pinned = self.manager.pin(handle.request, len(handle.page_ids))
+        pinned = self.manager.blocks.pin(handle.request, len(handle.page_ids))
         if pinned.block_ids != handle.page_ids:
-            self.manager.unpin(pinned)
+            self.manager.blocks.unpin(pinned)
             raise RequestError(f"lock of {handle.cached_len} tokens, but not all are cached any more; match again")
         self._locks.setdefault(handle, []).append(pinned)
 
@@ -156,13 +156,14 @@ class RadixPrefixCache:
             if lock:
                 self.lock_handle(handle)
             return InsertResult(handle.cached_len, handle)
-        inserted = self.manager.insert(request, page_ids[num_known:], first_block=num_known, pin=True, used=not lock)
+        own = page_ids[num_known:]
+        inserted = self.manager.blocks.insert(request, own, first_block=num_known, pin=True, used=not lock)
         assert inserted.pinned is not None
         handle = self._handle(request, inserted.pinned.block_ids)
         if lock and handle.request is not None:
             self._locks[handle] = [inserted.pinned]
         else:
-            self.manager.unpin(inserted.pinned)
+            self.manager.blocks.unpin(inserted.pinned)
         num_cached = min(num_known + len(inserted.duplicate_ids), inserted.num_blocks)
         return InsertResult(num_cached * self.page_size, handle)
 
@@ -180,7 +181,7 @@ class RadixPrefixCache:
         missing = size - self.size_info.evictable_size
         if missing > 0:
             raise OutOfBlocksError(-(-missing // self.page_size), 0)
-        return self.given(slots_of(self.manager.evict_runs(-(-size // self.page_size)), self.page_size))
+        return self.given(slots_of(self.manager.blocks.evict_runs(-(-size // self.page_size)), self.page_size))
 
     def reset(self) -> None:
         """Forget every prefix. What is locked stays as it is until it is unlocked, but is not found any more."""
@@ -189,7 +190,7 @@ class RadixPrefixCache:
     @property
     def size_info(self) -> SizeInfo:
         """Cached tokens on the GPU."""
-        gpu = self.manager.tier_stats()
+        gpu = self.manager.blocks.view.tier_stats()
         return SizeInfo(gpu.num_evictable * self.page_size, gpu.num_protected * self.page_size)
 
     def check_integrity(self) -> None:
@@ -208,7 +209,7 @@ class RadixPrefixCache:
         return Request(request_id="names tokens", prompt_token_ids=tokens) if len(tokens) else None
 
     def _lookup(self, request: Request | None, *, used: bool = False) -> list[int]:
-        return self.manager.lookup(request, touch=used, split=used).block_ids if request is not None else []
+        return self.manager.blocks.lookup(request, touch=used, split=used).block_ids if request is not None else []
 
     def _handle(self, request: Request | None, page_ids: list[int]) -> RadixCacheHandle:
         num_tokens = len(page_ids) * self.page_size

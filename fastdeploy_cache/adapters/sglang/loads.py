@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastdeploy_cache.adapters.sglang.nodes import Node
-from fastdeploy_cache.callers.copies import CallerLoad
+from fastdeploy_cache.callers.transfers import CallerLoad
 from fastdeploy_cache.manager import PrefixCacheManager
 
 _KILL_SECONDS = 5.0  # behind a task's deadline its rank is killed and reaped; that answers every wait
@@ -19,14 +19,14 @@ class Loads:
 
     def start(self, node: Node) -> list[int] | None:
         """Load what is missing up to a node; its pages, or None where it cannot be had now."""
-        load = self._manager.load(node.request, node.num_pages, ahead=True)
+        load = self._manager.blocks.copies.load(node.request, node.num_pages, ahead=True)
         if load is None:
             return None
         if self._overlap:
             self._going.append((node, load))
             self._started += load.task_ids
             return load.block_ids
-        came = self._manager.end_load(load, self._manager.config.transfer.task_timeout_seconds)
+        came = self._manager.blocks.copies.end_load(load, self._manager.config.transfer.task_timeout_seconds)
         return load.block_ids if came else None
 
     def take_started(self) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ class Loads:
         """End those that are done; returns the nodes of those that failed."""
         done = [(node, load) for node, load in self._going if load.done]
         self._going = [(node, load) for node, load in self._going if not load.done]
-        return [node for node, load in done if not self._manager.end_load(load)]
+        return [node for node, load in done if not self._manager.blocks.copies.end_load(load)]
 
     def settle(self, node: Node) -> None:
         """Wait until a node's loads have ended: workers see the last layer before the answer is here, and until then
@@ -49,5 +49,5 @@ class Loads:
     def end_all(self) -> None:
         """Nobody uses them any more."""
         for _, load in self._going:
-            self._manager.end_load(load)
+            self._manager.blocks.copies.end_load(load)
         self._going, self._started = [], []

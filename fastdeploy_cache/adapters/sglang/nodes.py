@@ -103,7 +103,7 @@ class Node:
         below, children = self._below, {}
         if below is None:
             below = _Below()
-            for run in self._manager.runs():
+            for run in self._manager.blocks.view.runs():
                 below.setdefault(run.parent_hash if run.first_block else b"", []).append(run)
         for run in below.get(self.name, ()):
             node = Node(self._manager, None, self.num_pages + run.num_blocks, run.last_hash)
@@ -129,7 +129,7 @@ class Node:
 
     def path(self) -> list[RunView]:
         """The runs from the root to it, as far as they are cached. The last one may go on behind it."""
-        return [] if self.is_root else self._manager.runs_of(self.request, self.num_pages)
+        return [] if self.is_root else self._manager.blocks.view.runs_of(self.request, self.num_pages)
 
     # -- where it is
 

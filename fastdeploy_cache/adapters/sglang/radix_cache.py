@@ -16,8 +16,8 @@ from fastdeploy_cache.adapters.sglang.nodes import Node, RadixKey, as_key, new_r
 from fastdeploy_cache.adapters.sglang.slot_pools import ReqToTokenPool, TokenToKVPoolAllocator
 from fastdeploy_cache.adapters.slots import pages
 from fastdeploy_cache.adapters.slots.pages import Integers, Slots, as_array, as_integers, pages_of, slots_of
+from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.run import CPU
-from fastdeploy_cache.callers.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.errors import ConfigError, RequestError
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.match import Prefetch
@@ -99,15 +99,15 @@ class HiRadixCache:
 
     def evictable_size(self) -> int:
         """Cached tokens on the GPU that are not locked."""
-        return self.manager.tier_stats().num_evictable * self.page_size
+        return self.manager.blocks.view.tier_stats().num_evictable * self.page_size
 
     def protected_size(self) -> int:
         """Cached tokens on the GPU that are locked, or are being copied."""
-        return self.manager.tier_stats().num_protected * self.page_size
+        return self.manager.blocks.view.tier_stats().num_protected * self.page_size
 
     def total_size(self) -> int:
         """Cached tokens on the GPU."""
-        return self.manager.tier_stats().num_cached * self.page_size
+        return self.manager.blocks.view.tier_stats().num_cached * self.page_size
 
     # -- match and insert
 
@@ -120,7 +120,7 @@ class HiRadixCache:
         request = new_request(as_key(key), self.page_size)
         if request is None:
             return MatchResult(self._none, self.root_node, self.root_node, 0)
-        found = self.manager.lookup(request, split=True)
+        found = self.manager.blocks.lookup(request, split=True)
         return MatchResult(
             self._given(slots_of(found.block_ids, self.page_size)),
             self._node(request, len(found.block_ids), found.gpu_hash),
@@ -155,11 +155,11 @@ class HiRadixCache:
 
         Both are what was adopted where the cache has forgotten that prefix, or keeps nothing: the rest is the caller's.
         """
-        size, known = self.page_size, self.manager.lookup(request, touch=False).block_ids
+        size, known = self.page_size, self.manager.blocks.lookup(request, touch=False).block_ids
         if known[:num_adopted] != pages[:num_adopted]:
             return num_adopted * size, num_adopted * size
         num_own = next((i for i, (a, b) in enumerate(zip(pages, known, strict=False)) if a != b), len(known))
-        inserted = self.manager.insert(request, pages[num_own:], first_block=num_own, used=used)
+        inserted = self.manager.blocks.insert(request, pages[num_own:], first_block=num_own, used=used)
         if inserted.num_blocks < len(pages):
             return num_own * size, num_own * size
         return (num_own + len(inserted.duplicate_ids)) * size, inserted.num_blocks * size
@@ -175,9 +175,9 @@ class HiRadixCache:
         if node.is_root:
             return 0
         before = self.evictable_size()
-        pinned = self.manager.pin(node.request, node.num_pages)
+        pinned = self.manager.blocks.pin(node.request, node.num_pages)
         if pinned.num_blocks < node.num_pages:
-            self.manager.unpin(pinned)
+            self.manager.blocks.unpin(pinned)
             raise RequestError(
                 f"a node at {node.num_tokens} tokens is cached up to "
                 f"{pinned.num_blocks * self.page_size} only; lock what match_prefix returns before it can be evicted"
@@ -196,7 +196,7 @@ class HiRadixCache:
         if node not in self._locks:
             raise RequestError(f"a node at {node.num_tokens} tokens is not locked; unlock each once")
         before, pins = self.evictable_size(), self._locks[node]
-        self.manager.unpin(pins.pop())
+        self.manager.blocks.unpin(pins.pop())
         if not pins:
             del self._locks[node]
         return self.evictable_size() - before
@@ -208,13 +208,13 @@ class HiRadixCache:
     def evict(self, num_tokens: int) -> int:
         """Free whole nodes that are not locked, in the order of the eviction policy, until `num_tokens` or more slots
         are free; returns how many. What has a copy stays cached in the CPU tier."""
-        pages = self.manager.evict_runs(-(-num_tokens // self.page_size))
-        self.manager.give_back(pages)
+        pages = self.manager.blocks.evict_runs(-(-num_tokens // self.page_size))
+        self.manager.blocks.free(pages)
         return len(pages) * self.page_size
 
     def evict_host(self, num_tokens: int) -> int:
         """Free so many tokens of the CPU tier, or as many as can go."""
-        return self.manager.evict(-(-num_tokens // self.page_size), CPU) * self.page_size
+        return self.manager.blocks.evict(-(-num_tokens // self.page_size), CPU) * self.page_size
 
     def get_height(self, node: Node) -> int:
         """How many nodes lie between the root and a node, itself included: as far as it is cached."""
@@ -244,7 +244,7 @@ class HiRadixCache:
         if last_node.is_root:
             return self._none, last_node
         first = last_node.num_pages - host_hit_length // self.page_size
-        found, resident = self.manager.lookup(last_node.request), last_node
+        found, resident = self.manager.blocks.lookup(last_node.request), last_node
         if len(found.block_ids) < last_node.num_pages:
             resident = self._node(last_node.request, len(found.block_ids), found.gpu_hash)
         num_tokens = last_node.num_tokens - resident.num_tokens
@@ -253,7 +253,7 @@ class HiRadixCache:
         loading = self.loads.start(last_node) if wanted and is_within else None
         if loading is None:
             return self._given(slots_of(found.block_ids[first : resident.num_pages], self.page_size)), resident
-        here = self.manager.lookup(last_node.request).block_ids[first : last_node.num_pages - len(loading)]
+        here = self.manager.blocks.lookup(last_node.request).block_ids[first : last_node.num_pages - len(loading)]
         return self._given(slots_of([*here, *loading], self.page_size)), last_node
 
     def ready_to_load_host_cache(self) -> tuple[int, ...]:
@@ -386,7 +386,7 @@ class HiRadixCache:
     def pretty_print(self) -> str:
         """Print the tree and return the text: a line for each run, with its tokens and where it is."""
         lines, depths = list[str](), dict[bytes, int]()
-        for run in self.manager.runs():
+        for run in self.manager.blocks.view.runs():
             depth = depths[run.last_hash] = depths.get(run.parent_hash, -1) + 1
             held = f" locked={run.num_held * self.page_size}" if run.num_held else ""
             where = f"gpu={len(run.block_ids)} cpu={len(run.cpu_block_ids)} pages"

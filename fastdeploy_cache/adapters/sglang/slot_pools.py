@@ -32,13 +32,13 @@ class TokenToKVPoolAllocator:
     def __init__(self, manager: PrefixCacheManager, *, as_tensors: bool = False) -> None:
         self._manager = manager
         self.page_size = manager.config.block_size
-        self.size = manager.tier_stats().num_blocks * self.page_size
+        self.size = manager.blocks.view.tier_stats().num_blocks * self.page_size
         self._given: Given = as_int64_tensor if as_tensors else as_array
         self._freed: list[Integers] | None = None  # in a group
 
     def available_size(self) -> int:
         """Free slots."""
-        return self._manager.tier_stats().num_free * self.page_size
+        return self._manager.blocks.view.tier_stats().num_free * self.page_size
 
     def alloc(self, need_size: int) -> Any:
         """So many new slots, rounded up to pages. None where not so many are free: `evict` makes room."""
@@ -46,10 +46,10 @@ class TokenToKVPoolAllocator:
         return None if pages is None else self._given(slots_of(pages, self.page_size))
 
     def _take(self, num_pages: int) -> list[int] | None:
-        if self._manager.tier_stats().num_free < num_pages:
+        if self._manager.blocks.view.tier_stats().num_free < num_pages:
             return None
         try:
-            return self._manager.take(num_pages)
+            return self._manager.blocks.allocate(num_pages)
         except OutOfBlocksError:  # another thread was faster
             return None
 
@@ -110,7 +110,7 @@ class TokenToKVPoolAllocator:
             self._freed.append(as_integers(free_index))
             return
         pages = np.unique(as_integers(free_index).astype(np.int32) // self.page_size)
-        self._manager.give_back(pages.tolist())
+        self._manager.blocks.free(pages.tolist())
 
     def free_group_begin(self) -> None:
         """What is freed from here on is freed at once by `free_group_end`."""

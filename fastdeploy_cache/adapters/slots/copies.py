@@ -65,9 +65,9 @@ class RankSlots:
         if min(max_slots, blocks_per_slot) < 1:
             raise ConfigError(f"{max_slots} slots of {blocks_per_slot} blocks; give 1 or more of both")
         self._blocks_per_slot = blocks_per_slot
-        self._ids = manager.take(max_slots * blocks_per_slot)
+        self._ids = manager.blocks.allocate(max_slots * blocks_per_slot)
         if self._ids != list(range(len(self._ids))):
-            manager.give_back(self._ids)
+            manager.blocks.free(self._ids)
             raise RequestError("slots need the manager's first blocks, but some are in use; take the slots first")
 
     def block_ids(self, slot: int) -> range:
@@ -89,16 +89,16 @@ class RankSlots:
         sources, targets = self.block_ids(source_slot), self.block_ids(target_slot)
         num_full, num_more = divmod(num_positions, self._manager.config.block_size)
         end = num_full + 1
-        copied = not num_full or self._manager.copy_blocks(sources[:num_full], targets[:num_full])
+        copied = not num_full or self._manager.blocks.copies.copy(sources[:num_full], targets[:num_full])
         if copied and num_more:
-            copied = self._manager.copy_blocks(sources[num_full:end], targets[num_full:end], num_tokens=num_more)
+            copied = self._manager.blocks.copies.copy(sources[num_full:end], targets[num_full:end], num_tokens=num_more)
         if not copied:  # a late rank may still write to the target, which its owner is free to fill after this
             self._manager.wait_for_transfers(self._manager.config.transfer.task_timeout_seconds + _KILL_SECONDS)
         return copied
 
     def close(self) -> None:
         """Give the blocks back. Again: nothing."""
-        self._manager.give_back(self._ids)  # what is still being copied into is free after that
+        self._manager.blocks.free(self._ids)  # what is still being copied into is free after that
         self._ids = []
 
     def __enter__(self) -> Self:

@@ -83,9 +83,9 @@ class FreeBlocks:
 
     def get_all_free_blocks(self) -> KVCacheBlocks:
         """All of them; walks pool and tree. What is cached is in the order of `lru`, else about in the policy's."""
-        manager = self._pool.manager
-        order = manager.eviction_order()
-        return self._pool.blocks_of([*manager.free_block_ids(), *_in_order_of_eviction(manager.runs(), order)])
+        view = self._pool.manager.blocks.view
+        cached_ids = _in_order_of_eviction(view.runs(), view.eviction_order())
+        return self._pool.blocks_of([*view.free_block_ids(), *cached_ids])
 
 
 def _in_order_of_eviction(runs: Iterable[RunView], order: Sequence[bytes]) -> list[int]:
@@ -139,32 +139,32 @@ class BlockPool:
         Raises `ValueError` when there are not so many; nothing was changed.
         """
         try:
-            return self.hold(self.manager.take(num_blocks), 1)
+            return self.hold(self.manager.blocks.allocate(num_blocks), 1)
         except OutOfBlocksError as error:
             raise ValueError(f"cannot get {num_blocks} blocks: {error}") from error
 
     def free_blocks(self, ordered_blocks: Iterable[PooledBlock]) -> None:
         """Give blocks of `get_new_blocks` back. Raises `BlockOwnerError` for others; nothing was changed."""
         block_ids = [block.block_id for block in ordered_blocks]
-        self.manager.give_back(block_ids)
+        self.manager.blocks.free(block_ids)
         self.hold(block_ids, -1)
 
     def get_cached_block(self, block_hash: BlockHashType | bytes) -> PooledBlock | None:
         """The block of that hash, where it is on the GPU. Walks the tree, and holds nothing."""
         wanted = block_hash.hash_value if isinstance(block_hash, BlockHashType) else block_hash
-        for run in self.manager.runs():
+        for run in self.manager.blocks.view.runs():
             if wanted in run.hashes[: len(run.block_ids)]:
                 return self.blocks_of([run.block_ids[run.hashes.index(wanted)]])[0]
         return None
 
     def find(self, block_id: int) -> tuple[RunView, int] | None:
         """The run that a block is cached in, and its place there. Walks the tree."""
-        run = next((run for run in self.manager.runs() if block_id in run.block_ids), None)
+        run = next((run for run in self.manager.blocks.view.runs() if block_id in run.block_ids), None)
         return None if run is None else (run, run.block_ids.index(block_id))
 
     def get_num_free_blocks(self) -> int:
         """Blocks that are free, or cached and not in use."""
-        return self.manager.tier_stats().num_available
+        return self.manager.blocks.view.tier_stats().num_available
 
     def get_usage(self) -> float:
         """Share of the blocks that are in use, 0 to 1."""

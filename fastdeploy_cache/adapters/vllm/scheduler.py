@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastdeploy_cache.adapters.vllm.step import LayerwiseLoad, StepPlan, WorkerKV
-from fastdeploy_cache.callers.copies import CallerTransfer
-from fastdeploy_cache.callers.pinned_prefix import PinnedPrefix
+from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
+from fastdeploy_cache.callers.transfers import CallerTransfer
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError, RequestError
 from fastdeploy_cache.manager import PrefixCacheManager
@@ -83,7 +83,7 @@ class SchedulerHalf:
     def __init__(self, config: CacheConfig, kv_format: str, *, is_layerwise: bool) -> None:
         """Makes the manager; its ranks start when the workers have made their KV arrays. Raises as the manager does."""
         self._cache = PrefixCacheManager(config)
-        self._cache.take(config.pool_sizes()[0])
+        self._cache.blocks.allocate(config.pool_sizes()[0])
         self._config, self._is_layerwise = config, is_layerwise
         self._fewest, self._most = config.load_limits()
         self._names = _Names(kv_format)
@@ -111,7 +111,7 @@ class SchedulerHalf:
         if len(self._names.orders) != 1:
             raise ConfigError(f"ranks keep blocks in different orders: {sorted(self._names.orders)}; make them alike")
         for rank, each in sorted(kv.items()):
-            self._cache.attach_kv(rank, KVHandle.from_bytes(each.handle))
+            self._cache.ranks.attach_kv(rank, KVHandle.from_bytes(each.handle))
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """vLLM's `BlockPool`."""
@@ -133,13 +133,13 @@ class SchedulerHalf:
         if sequence is None or request.skip_reading_prefix_cache:
             return 0, False
         self._unpin(sequence)
-        if sequence.load_failed or not self._cache.wait_for_ranks(0):
+        if sequence.load_failed or not self._cache.ranks.wait_ready(0):
             return 0, False
         if len(self._loads) >= self._config.transfer.max_tasks_in_flight or not self._is_fetched(sequence):
             return None, False
         size, first = self._config.block_size, num_computed_tokens // self._config.block_size
         # pinned: what is promised here may not be evicted before the load begins, or vLLM would take it for a failure
-        sequence.pinned = self._cache.pin(sequence.tokens, (request.num_tokens - 1) // size)
+        sequence.pinned = self._cache.blocks.pin(sequence.tokens, (request.num_tokens - 1) // size)
         num_blocks = sequence.pinned.num_blocks - first
         if not self._fewest <= num_blocks <= self._most:
             self._unpin(sequence)
@@ -166,7 +166,7 @@ class SchedulerHalf:
         if num_external_tokens:
             first = sequence.first_block
             wanted = list(block_ids[first : first + num_external_tokens // self._config.block_size])
-            transfer = self._cache.swap_in(sequence.tokens, wanted, first_block=first)
+            transfer = self._cache.blocks.copies.swap_in(sequence.tokens, wanted, first_block=first)
             num_begun = transfer.num_blocks
             self._loads.append(_Load(request.request_id, transfer, wanted[:num_begun], wanted[num_begun:]))
         self._unpin(sequence)
@@ -211,7 +211,7 @@ class SchedulerHalf:
         )
 
     def _progress_handle(self, rank: int) -> bytes:
-        progress = self._cache.layer_progress(rank)
+        progress = self._cache.ranks.layer_progress(rank)
         assert progress is not None, "ranks are processes"
         return progress.handle()
 
@@ -283,7 +283,9 @@ class SchedulerHalf:
         if len(ids) <= first:
             return
         self._follow(sequence)
-        transfer = self._cache.swap_out(sequence.tokens, ids[first:], first_block=first, generation=sequence.generation)
+        transfer = self._cache.blocks.copies.swap_out(
+            sequence.tokens, ids[first:], first_block=first, generation=sequence.generation
+        )
         sequence.num_offered = len(ids)
         if transfer.num_blocks:
             sequence.store = _Store(sequence, transfer, self._keep(ids[first:]))
@@ -332,7 +334,7 @@ class SchedulerHalf:
         except RequestError as error:
             logger.warning("event=request_not_cached error=%r", str(error))
             return None
-        sequence = self._sequences[request.request_id] = _Sequence(request, tokens, self._cache.generation)
+        sequence = self._sequences[request.request_id] = _Sequence(request, tokens, self._cache.blocks.generation)
         return sequence
 
     def _follow(self, sequence: _Sequence) -> None:
@@ -344,4 +346,4 @@ class SchedulerHalf:
     def _unpin(self, sequence: _Sequence) -> None:
         pinned, sequence.pinned = sequence.pinned, None
         if pinned is not None:
-            self._cache.unpin(pinned)
+            self._cache.blocks.unpin(pinned)

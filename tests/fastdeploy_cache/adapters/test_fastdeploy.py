@@ -256,7 +256,7 @@ def test_storage_brings_back_what_another_engine_wrote(tmp_path: Path) -> None:
     writer = start()
     assert writer.kvcache_storage_backend == "file"
     serve_v1(writer, Task("a", PROMPT), [1, 2, 3], Kernel(writer))
-    assert writer.cache.flush_storage(10)
+    assert writer.cache.storage.flush(10)
     writer.close()
     reader = start()
     kernel, task = Kernel(reader), Task("b", PROMPT)
@@ -285,7 +285,7 @@ def test_a_decode_instance_writes_without_a_match(tmp_path: Path) -> None:
     Kernel(manager).compute([*PROMPT, 1, 2, 3], task.block_tables, 0, 25)
     assert manager.write_cache_to_storage_decode(task)
     manager.recycle_gpu_blocks(task.block_tables)
-    assert manager.cache.flush_storage(10) and manager.cache.stats().storage is not None
+    assert manager.cache.storage.flush(10) and manager.cache.stats().storage is not None
     manager.close()
     reader = PrefixCacheManager(new_config(16, 16, storage=store), 1)
     launch(reader, SUFFIX)

@@ -161,7 +161,7 @@ def test_09_a_hit_costs_the_same_among_many_leaves() -> None:
 def test_13_a_node_keeps_its_own_tokens_only(manager: PrefixCacheManager) -> None:
     """Ten chunks of one prompt: each cached token is kept once in all."""
     serve_v1(manager, Task("a", list(range(40))), [1], chunk=4)
-    assert sum(run.token_ids.size for run in manager.cache.runs()) == 40
+    assert sum(run.token_ids.size for run in manager.cache.blocks.view.runs()) == 40
 
 
 def test_14_a_decode_reserve_ends_with_its_request(manager: PrefixCacheManager) -> None:
@@ -212,7 +212,7 @@ def test_15_answers_have_their_shape_in_every_state(manager: PrefixCacheManager)
 def test_20_21_every_part_and_layer_has_its_size_and_place(layout: KVLayout) -> None:
     """Values of another size, scales, one latent part, a speculative layer: counted, moved and brought back."""
     manager = with_cpu(8, 8, layout=layout)
-    per_token = sum(array[0].nbytes for parts in manager.cache.kv_views(0) for array in parts.values()) // 4
+    per_token = sum(array[0].nbytes for parts in manager.cache.ranks.kv_views(0) for array in parts.values()) // 4
     assert manager.cache.config.block_bytes() == per_token * 4
     kernel = Kernel(manager)
     kernel._value = lambda tokens, block: sum(tokens[: 4 * (block + 1)]) % 100 + 1  # type: ignore[method-assign]

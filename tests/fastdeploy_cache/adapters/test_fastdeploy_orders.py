@@ -113,7 +113,7 @@ def test_a_preempted_task_is_counted_once_and_keeps_no_outputs_where_they_are_of
         task.output_token_ids = outputs
         manager.request_match_blocks(task, 4)
         task.block_tables = task.block_tables[:0] + manager.allocate_gpu_blocks(4)
-        task.block_tables = manager.cache.lookup(manager._tasks["a"].request).block_ids + task.block_tables
+        task.block_tables = manager.cache.blocks.lookup(manager._tasks["a"].request).block_ids + task.block_tables
         manager.update_cache_blocks(task, 4, task.num_total_tokens)
         give_up_v1(manager, task)
     assert len(manager.node_map) == 2

@@ -50,7 +50,7 @@ class HeadKernel(Kernel):
         """Of each rank, layer and part: the block's [heads, tokens, elements], and what each head holds."""
         base = self._value(tokens, block)
         for rank in range(self.manager.cache.config.transfer.tp_size):
-            for layer, parts in enumerate(self.manager.cache.kv_views(rank)):
+            for layer, parts in enumerate(self.manager.cache.ranks.kv_views(rank)):
                 for part, name in enumerate(("key", "value")):
                     heads = parts[name][block_id]
                     numbers = np.arange(rank * len(heads), (rank + 1) * len(heads))
@@ -78,7 +78,7 @@ def new() -> Iterator[New]:
     while made:  # pytest keeps `make`, and so the list, until after the check for leaks
         manager = made.pop()
         manager.cache.check_invariants()
-        gpu = manager.cache.tier_stats()
+        gpu = manager.cache.blocks.view.tier_stats()
         held.append(gpu.num_private + gpu.num_callers + gpu.num_in_flight + gpu.num_protected)
         manager.close()
     assert not any(held)
@@ -105,7 +105,7 @@ def prefill(manager: PrefixCacheManager, task: Task, first_token: int = 0, chunk
         manager.begin_step(task, end, step)
         kernel.compute(tokens, task.block_tables, first, end)
         for rank in range(cache.config.transfer.tp_size):
-            cache.step_progress(rank).mark(step, 2)
+            cache.peers.step_progress(rank).mark(step, 2)
         manager.update_cache_blocks(task, 4, end)
 
 
@@ -202,7 +202,7 @@ def test_a_task_that_leaves_decode_holds_nothing(new: New) -> None:
         if computes_first:
             prefill(sender, task)
             assert receive.wait(SECONDS), receive.error
-            assert receiver.cache.tier_stats().num_protected == 5
+            assert receiver.cache.blocks.view.tier_stats().num_protected == 5
         receiver.cancel_receive(other)
         assert receive.wait(SECONDS) == computes_first
         give_up_v1(sender, task)
@@ -247,10 +247,10 @@ def test_processes_without_kv_arrays_are_not_waited_for(new: New) -> None:
     layout = manager.cache.config.rank_layout()
     assert layout is not None
     with contextlib.closing(KVMemory.create(layout, 16)) as kv:
-        manager.cache.attach_kv(0, kv.handle())
-        assert manager.cache.wait_for_peers(SECONDS)
+        manager.cache.ranks.attach_kv(0, kv.handle())
+        assert manager.cache.peers.wait_ready(SECONDS)
         assert [process.poll() for process in processes] == [None]
-        manager.cache.kv_lost(0)
+        manager.cache.ranks.kv_lost(0)
 
 
 @pytest.mark.parametrize("link", ["nixl", "mooncake"])

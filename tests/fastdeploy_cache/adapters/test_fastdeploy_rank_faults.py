@@ -67,7 +67,7 @@ def test_16_a_torn_store_is_a_miss_and_every_read_is_answered(tmp_path: Path) ->
     store = {"kind": "file", "folder": str(tmp_path), "weights_id": "w", "admission": "all", "capacity_bytes": 10**7}
     manager = with_cpu(16, 16, storage=store)
     serve_v1(manager, Task("a", PROMPT), [1], Kernel(manager))
-    assert manager.cache.flush_storage(10)
+    assert manager.cache.storage.flush(10)
     manager.close()
     for slab in tmp_path.rglob("*slab*"):
         if slab.is_file():
@@ -109,7 +109,7 @@ def test_17_18_a_dying_rank_answers_every_request() -> None:
     for thread in threads:
         thread.join(20)
     assert len(answers) == 8 and set(answers) <= {0, 20}
-    assert manager.cache.wait_for_ranks(10)
+    assert manager.cache.ranks.wait_ready(10)
     manager.cache.check_invariants()
     manager.close()
 

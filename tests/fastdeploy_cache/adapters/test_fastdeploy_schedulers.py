@@ -77,7 +77,7 @@ def test_workers_of_the_v0_scheduler_bring_arrays_for_all_blocks(monkeypatch: py
     layout = manager.cache.config.rank_layout()
     assert layout is not None
     with closing(KVMemory.create(layout, 16)) as arrays:
-        manager.cache.attach_kv(0, arrays.handle())
+        manager.cache.ranks.attach_kv(0, arrays.handle())
         kernel = Kernel(manager)
         assert [serve_v0(manager, Task(name, PROMPT), [1, 2], kernel)[0] for name in "ab"] == [0, 20]
         push_out(manager)

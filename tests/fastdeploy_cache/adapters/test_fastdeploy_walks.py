@@ -84,7 +84,7 @@ def test_random_schedulers_over_ranks_and_a_store(tmp_path: Path, seed: int) -> 
             if step % 5 == 0:
                 engine.check()
         engine.finish()
-        manager.cache.flush_storage(10)
+        manager.cache.storage.flush(10)
         engine.check()
         storage = manager.cache.stats().storage
         assert storage is not None and storage.num_written_blocks > 5 and engine.seen["hit"] > 5

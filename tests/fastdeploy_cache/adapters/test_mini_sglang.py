@@ -44,14 +44,14 @@ def fixture_new_cache() -> Iterator[NewCache]:
 def insert(cache: RadixPrefixCache, tokens: list[int]) -> RadixCacheHandle:
     """Compute what is not cached of a sequence, and cache it."""
     found = cache.match_prefix(tokens).cuda_handle.get_matched_indices()
-    pages = cache.manager.take((len(tokens) - len(found)) // cache.page_size)
+    pages = cache.manager.blocks.allocate((len(tokens) - len(found)) // cache.page_size)
     num_tokens = len(found) + len(pages) * cache.page_size
     return cache.insert_prefix(tokens[:num_tokens], [*found, *slots_of(pages, cache.page_size)]).handle
 
 
 def nodes(cache: RadixPrefixCache) -> set[tuple[int, tuple[int, ...]]]:
     """Every node: pages before it, and its tokens."""
-    return {(view.first_block, tuple(view.token_ids.tolist())) for view in cache.manager.runs()}
+    return {(view.first_block, tuple(view.token_ids.tolist())) for view in cache.manager.blocks.view.runs()}
 
 
 # -- nodes
@@ -111,7 +111,7 @@ def test_matching_is_no_request_in_the_statistics(new_cache: NewCache) -> None:
     before = cache.manager.stats()
     cache.match_prefix([1, 2])
     assert cache.manager.stats() == before
-    assert all(view.num_uses == 1 for view in cache.manager.runs())
+    assert all(view.num_uses == 1 for view in cache.manager.blocks.view.runs())
 
 
 # -- insert
@@ -120,43 +120,43 @@ def test_matching_is_no_request_in_the_statistics(new_cache: NewCache) -> None:
 def test_insert_takes_whole_pages(new_cache: NewCache) -> None:
     """Tokens behind the last whole page are not cached; the page they lie in stays the caller's."""
     cache = new_cache(8, 4)
-    slots = slots_of(cache.manager.take(3), 4)
+    slots = slots_of(cache.manager.blocks.allocate(3), 4)
     cached_len, handle = cache.insert_prefix(list(range(10)), slots[:10])
     assert (cached_len, handle.cached_len) == (0, 8)
     assert handle.get_matched_indices().tolist() == list(range(8))
     assert cache.size_info == (8, 0)
     assert cache.match_prefix(list(range(7))).cuda_handle.cached_len == 4
-    cache.manager.give_back([2])
+    cache.manager.blocks.free([2])
 
 
 def test_insert_says_what_was_cached(new_cache: NewCache) -> None:
     """Duplicates stay the caller's, over exactly the tokens between its match and `cached_len`."""
     cache = new_cache()
     first = insert(cache, [1, 2, 3])
-    assert cache.manager.take(4) == [3, 4, 5, 6]
+    assert cache.manager.blocks.allocate(4) == [3, 4, 5, 6]
     cached_len, handle = cache.insert_prefix([1, 2, 3, 4], [0, 3, 4, 5])  # matched 1 token, then computed 3
     assert (cached_len, handle.cached_len) == (3, 4)
     assert handle.get_matched_indices().tolist() == [*first.get_matched_indices(), 5]
-    cache.manager.give_back([3, 4, 6])  # they were not taken from us
+    cache.manager.blocks.free([3, 4, 6])  # they were not taken from us
     with pytest.raises(BlockOwnerError):
-        cache.manager.give_back([5])
+        cache.manager.blocks.free([5])
 
 
 def test_insert_beside_another_user_of_the_manager(new_cache: NewCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """What another thread caches between looking and inserting is a duplicate as well."""
     cache, request = new_cache(), Request(request_id="other", prompt_token_ids=[1, 2])
-    assert cache.manager.take(5) == [0, 1, 2, 3, 4]
-    look = cache.manager.lookup
+    assert cache.manager.blocks.allocate(5) == [0, 1, 2, 3, 4]
+    look = cache.manager.blocks.lookup
 
     def look_then_be_late(*arguments: Any, **named: Any) -> Any:
         found = look(*arguments, **named)
-        cache.manager.insert(request, [3, 4])
+        cache.manager.blocks.insert(request, [3, 4])
         return found
 
     monkeypatch.setattr(cache.manager, "lookup", look_then_be_late)
     cached_len, handle = cache.insert_prefix([1, 2, 3], [0, 1, 2])
     assert (cached_len, handle.get_matched_indices().tolist()) == (2, [3, 4, 2])
-    cache.manager.give_back([0, 1])
+    cache.manager.blocks.free([0, 1])
 
 
 def test_over_a_cpu_tier(new_cache: NewCache) -> None:
@@ -164,10 +164,10 @@ def test_over_a_cpu_tier(new_cache: NewCache) -> None:
     cache = new_cache(8, 1, num_cpu_blocks=8, cpu_write_policy="write_through")
     insert(cache, [1, 2, 3])
     assert cache.manager.wait_for_transfers(5)
-    cache.manager.give_back(cache.evict(2).tolist())
+    cache.manager.blocks.free(cache.evict(2).tolist())
     assert cache.match_prefix([1, 2, 3]).cuda_handle.cached_len == 0
     request = Request(request_id="native", prompt_token_ids=[1, 2, 3])
-    assert cache.manager.lookup(request).num_cpu_blocks == 3
+    assert cache.manager.blocks.lookup(request).num_cpu_blocks == 3
     handle = insert(cache, [1, 2, 3, 4])
     assert handle.cached_len == 4 and cache.match_prefix([1, 2, 3]).cuda_handle.page_ids == handle.page_ids[:3]
 
@@ -175,7 +175,7 @@ def test_over_a_cpu_tier(new_cache: NewCache) -> None:
 def test_a_refused_insert_changes_nothing(new_cache: NewCache) -> None:
     """Slots that are no pages, too few, or not the caller's: the tree is as before."""
     cache = new_cache(8, 2)
-    assert cache.manager.take(3) == [0, 1, 2]
+    assert cache.manager.blocks.allocate(3) == [0, 1, 2]
     refused: list[Any] = [[1, 2, 3, 4], [0, 1, 3, 2], [0, 1, 2], [[0, 1, 2, 3]], [0.0, 1.0, 2.0, 3.0], [-2, -1, 0, 1]]
     for slots in refused:
         with pytest.raises((RequestError, BlockOwnerError)):
@@ -183,7 +183,7 @@ def test_a_refused_insert_changes_nothing(new_cache: NewCache) -> None:
     with pytest.raises(BlockOwnerError):
         cache.insert_prefix([1, 2, 3, 4], [0, 1, 6, 7])
     assert nodes(cache) == set() and cache.manager.stats().gpu.num_callers == 3
-    cache.manager.give_back([0, 1, 2])
+    cache.manager.blocks.free([0, 1, 2])
 
 
 class Tensor:
@@ -207,7 +207,7 @@ def test_tokens_and_slots_of_many_types(new_cache: NewCache, kind: Any) -> None:
         return kind(values) if kind in (list, Tensor) else np.array(values, kind)
 
     cache = new_cache()
-    slots = cache.manager.take(3)
+    slots = cache.manager.blocks.allocate(3)
     cache.insert_prefix(given([7, 8, 9]), given(slots))
     found = cache.match_prefix(given([7, 8, 5])).cuda_handle.get_matched_indices()
     assert found.dtype == np.int32 and found.tolist() == [0, 1]
@@ -217,7 +217,7 @@ def test_tokens_and_slots_of_many_types(new_cache: NewCache, kind: Any) -> None:
 def test_nothing_keeps_the_callers_arrays(new_cache: NewCache) -> None:
     """Tokens and slots are copied: a caller's large array may change or go, and so may what was handed out."""
     cache = new_cache()
-    cache.manager.take(4)
+    cache.manager.blocks.allocate(4)
     tokens, slots = np.arange(1000, dtype=np.int32), np.arange(1000, dtype=np.int32)
     handle = cache.insert_prefix(tokens[:4], slots[:4]).handle
     tokens[:] = slots[:] = 77
@@ -272,7 +272,7 @@ def test_a_handle_is_safe_only_when_locked(new_cache: NewCache) -> None:
     with pytest.raises(RequestError, match="match again"):
         cache.lock_handle(handle)
     assert cache.size_info == (2, 0)
-    cache.manager.give_back(gone.tolist())
+    cache.manager.blocks.free(gone.tolist())
 
 
 # -- evict
@@ -323,11 +323,11 @@ def test_reset_forgets_all_but_what_is_locked(new_cache: NewCache) -> None:
     insert(cache, [3])
     cache.reset()
     assert nodes(cache) == set() and cache.size_info == (0, 2) and not cache.is_cached(handle)
-    assert cache.manager.free_block_ids() == [2, 3]
+    assert cache.manager.blocks.view.free_block_ids() == [2, 3]
     with pytest.raises(RequestError, match="match again"):
         cache.lock_handle(handle)
     cache.lock_handle(handle, unlock=True)
-    assert cache.manager.free_block_ids() == [0, 1, 2, 3]
+    assert cache.manager.blocks.view.free_block_ids() == [0, 1, 2, 3]
     cache.check_integrity()
 
 

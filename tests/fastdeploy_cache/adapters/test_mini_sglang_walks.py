@@ -174,11 +174,11 @@ class PrefixWalk:
         num_new = len(keys) - len(known)
         if num_new > tree.sizes()[0] + len(tree.free):
             with pytest.raises(OutOfBlocksError):
-                self.manager.take(num_new)
+                self.manager.blocks.allocate(num_new)
             self.counts["refused"] += 1
         else:
             ids = known + tree.take(num_new)
-            assert self.manager.take(num_new) == ids[len(known) :]
+            assert self.manager.blocks.allocate(num_new) == ids[len(known) :]
             tree.insert(keys, ids)
             cached_len, new = cache.insert_prefix(tokens_of(keys), slots_of(ids, self.size))
             assert (cached_len, new.cached_len) == (len(known) * self.size, len(keys) * self.size)
@@ -193,11 +193,11 @@ class PrefixWalk:
         if len(keys) > len(self.tree.free):
             return
         ids = self.tree.take(len(keys))
-        assert self.manager.take(len(keys)) == ids
+        assert self.manager.blocks.allocate(len(keys)) == ids
         num_known = self.tree.insert(keys, ids)
         cached_len, _ = self.cache.insert_prefix(tokens_of(keys), slots_of(ids, self.size))
         assert cached_len == num_known * self.size
-        self.manager.give_back(ids[:num_known])
+        self.manager.blocks.free(ids[:num_known])
         self.tree.free |= set(ids[:num_known])
         self.counts["known"] += num_known
 
@@ -229,16 +229,18 @@ class PrefixWalk:
             return
         gone = self.tree.evict(num_pages, whole=True)
         assert self.cache.evict(num_tokens).tolist() == slots_of(gone, self.size).tolist()
-        self.manager.give_back(gone)
+        self.manager.blocks.free(gone)
         self.tree.free |= set(gone)
         self.counts["evicted"] += len(gone)
 
     def check(self) -> None:
         """All is as in the plain tree."""
         self.cache.check_integrity()
-        assert self.manager.free_block_ids() == sorted(self.tree.free)
+        assert self.manager.blocks.view.free_block_ids() == sorted(self.tree.free)
         assert self.cache.size_info == tuple(n * self.size for n in self.tree.sizes())
-        runs = {(v.first_block, tuple(v.token_ids.tolist()), tuple(v.block_ids)) for v in self.manager.runs()}
+        runs = {
+            (v.first_block, tuple(v.token_ids.tolist()), tuple(v.block_ids)) for v in self.manager.blocks.view.runs()
+        }
         assert runs == {(len(n.above()), tuple(tokens_of(n.keys)), tuple(n.ids)) for n in self.tree.nodes()}
 
 

@@ -300,11 +300,11 @@ def test_prefetch_from_a_real_store(policy: str, tmp_path: object) -> None:
     writer = start()
     slots = writer.token_to_kv_pool_allocator.alloc(48)
     assert slots is not None
-    for parts in writer.manager.kv_views(0):
+    for parts in writer.manager.ranks.kv_views(0):
         for array in parts.values():
             array[: len(slots) // 4] = np.arange(1, len(slots) // 4 + 1).reshape(-1, 1, 1, 1)
     writer.insert(tokens, slots)
-    assert writer.manager.flush_storage(10)
+    assert writer.manager.storage.flush(10)
     writer.manager.close()
     reader = start()
     reader.prefetch_from_storage("r", reader.root_node, tokens)
@@ -316,7 +316,7 @@ def test_prefetch_from_a_real_store(policy: str, tmp_path: object) -> None:
         assert match.host_hit_length == 48
         loaded, _ = reader.init_load_back(match.last_host_node, match.host_hit_length)
         assert len(loaded) == 48
-        for parts in reader.manager.kv_views(0):
+        for parts in reader.manager.ranks.kv_views(0):
             for array in parts.values():
                 assert [int(array[page].flat[0]) for page in loaded[::4] // 4] == list(range(1, 13))
     reader.manager.close()
@@ -327,9 +327,9 @@ def test_hits_are_counted_when_inserted_not_when_matched(one: Scheduler) -> None
     one.serve([1, 2, 3, 4], [5])
     for _ in range(10):
         one.cache.match_prefix([1, 2, 3, 4])
-    assert {run.num_uses for run in one.manager.runs()} == {1}
+    assert {run.num_uses for run in one.manager.blocks.view.runs()} == {1}
     one.serve([1, 2, 3, 4], [5])
-    assert {run.num_uses for run in one.manager.runs()} == {2}
+    assert {run.num_uses for run in one.manager.blocks.view.runs()} == {2}
 
 
 @pytest.mark.parametrize(

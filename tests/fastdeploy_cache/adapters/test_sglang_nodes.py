@@ -103,7 +103,7 @@ def test_a_walk_meets_every_place_of_a_waiting_request(seed: int) -> None:
         cache.loading_check()
     waiting = list[Node]()
     for _ in range(8):
-        scheduler.manager.evict(choose.randint(0, 5))
+        scheduler.manager.blocks.evict(choose.randint(0, 5))
         match = cache.match_prefix(choose.choice(texts)[: choose.randint(2, 40)])
         waiting = [node for node in waiting if not node.evicted]
         waiting.append(match.last_device_node)

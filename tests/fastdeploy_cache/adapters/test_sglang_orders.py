@@ -100,7 +100,7 @@ def test_requests_from_before_a_change_are_not_cached_and_end(change: str, page_
     else:
         getattr(scheduler.manager, change)()
     if change == "sleep":
-        scheduler.manager.wake()
+        scheduler.manager.life.wake()
     scheduler.cache.cache_unfinished_req(reqs[2])
     for req in reqs:
         scheduler.cache.cache_finished_req(req)

@@ -121,7 +121,7 @@ def block_words(cache: PrefixCacheManager, block_id: int, tp_size: int) -> list[
     return [
         array[block_id].view(np.uint16)
         for rank in range(tp_size)
-        for parts in cache.kv_views(rank)
+        for parts in cache.ranks.kv_views(rank)
         for array in parts.values()
     ]
 
@@ -168,7 +168,7 @@ def test_a_rank_that_fails_is_a_miss(number: signal.Signals) -> None:
         copied = cache.copy_slot([1, 2], 1, rank_slots)
         assert manager.wait_for_transfers(0.0), "none is in flight"
         assert copied == 0 and cache.find([1, 2]) == (2, 0, 1)
-        assert manager.wait_for_ranks(30.0)
+        assert manager.ranks.wait_ready(30.0)
         assert cache.copy_slot([1, 2], 1, rank_slots) == 2
         manager.check_invariants()
 
@@ -176,10 +176,10 @@ def test_a_rank_that_fails_is_a_miss(number: signal.Signals) -> None:
 def test_slots_need_the_first_blocks() -> None:
     """Blocks that others have are not slots; what was taken is given back. Slots beyond the end are refused."""
     with PrefixCacheManager(new_config(1, num_gpu=6, num_cpu=0, kind="inline")) as manager:
-        taken = manager.take(1)
+        taken = manager.blocks.allocate(1)
         with pytest.raises(RequestError, match="first"):
             RankSlots(manager, 2, 2)
-        manager.give_back(taken)
+        manager.blocks.free(taken)
         with pytest.raises(ConfigError):
             RankSlots(manager, 0, 2)
         assert manager.stats().gpu.num_free == 6

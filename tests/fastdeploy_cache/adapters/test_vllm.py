@@ -241,7 +241,7 @@ def test_what_is_below_is_loaded_before_it_is_reported() -> None:
         assert kv.block_pool.get_cached_block(first) is not None
         serve(kv, asks("b", [50] * 16))  # takes all four blocks
         assert kv.block_pool.get_cached_block(first) is None, "it is in the CPU tier only"
-        client = kv.manager._client
+        client = kv.manager._movement.client
         assert isinstance(client, SimulatedClient)
         client.auto = seconds > 0  # else the load is still on its way
         request = asks("c", [*range(9)])

@@ -100,8 +100,8 @@ def test_hashes_are_the_caches_own() -> None:
     tokens = [*range(10, 21)]
     config = CacheConfig(block_size=SIZE, num_gpu_blocks=8, num_cpu_blocks=0, transfer_client="inline")
     with PrefixCacheManager(config) as cache:
-        cache.insert(Request(request_id="a", prompt_token_ids=tokens), cache.take(2))
-        (run,) = cache.runs()
+        cache.blocks.insert(Request(request_id="a", prompt_token_ids=tokens), cache.blocks.allocate(2))
+        (run,) = cache.blocks.view.runs()
     hashes = hash_request_tokens(SIZE, tokens)
     assert [h.hash_value for h in hashes] == run.hashes and len(hashes) == 2
     assert hashes[1].token_ids == (14, 15, 16, 17)

@@ -106,12 +106,12 @@ def test_a_cached_prompt_uses_no_more_blocks_than_in_vllm(num_tokens: int, is_on
     """There, a prompt takes as many blocks as it fills, cached whole or not: a pool of just these serves it again."""
     num_blocks = -(-num_tokens // SIZE)
     kv = view(num_blocks, 16, config={"recompute_last_token": recompute})
-    client = kv.manager._client
+    client = kv.manager._movement.client
     assert isinstance(client, SimulatedClient)
     serve(kv, asks("a", [*range(num_tokens)]))
     client.land_all()
     if not is_on_gpu:
-        kv.manager.evict(num_blocks)
+        kv.manager.blocks.evict(num_blocks)
     request = asks("b", [*range(num_tokens)])
     blocks, num_computed = kv.get_computed_blocks(request)
     new = kv.allocate_slots(request, num_tokens - num_computed, blocks)
@@ -147,7 +147,9 @@ def test_random_engines(
     engine.finish()
     if policy == "lru" and not num_cpu:
         order = ids(kv.block_pool.free_block_queue.get_all_free_blocks())
-        assert [kv.manager.take(1)[0] for _ in order] == order, "the queue is not the order in which blocks go"
+        assert [kv.manager.blocks.allocate(1)[0] for _ in order] == order, (
+            "the queue is not the order in which blocks go"
+        )
     kv.manager.close()
 
 

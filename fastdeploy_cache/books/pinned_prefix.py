@@ -31,6 +31,3 @@ class PinnedPrefix:
         """The pin, once: it keeps nothing any more."""
         pin, self._pin, self.num_blocks = self._pin, None, 0
         return pin
-
-
-Pinned = dict[Pin, PinnedPrefix]

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES, BlockHasher
 from fastdeploy_cache.books.block_pool import CALLER, FREE, REQUEST, RUN, TASK, BlockPool, Owner
 from fastdeploy_cache.books.prefix_tree import PrefixTree
-from fastdeploy_cache.books.run import CPU, GPU, BlockCopy, Pin, Run, Segment, Tier, Transfer
+from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
+from fastdeploy_cache.books.transfer import Segment, Transfer
 from fastdeploy_cache.requests.active_request import ActiveRequest
 
 
-def check(
-    tree: PrefixTree,
-    requests: Sequence[ActiveRequest],
-    transfers: Sequence[Transfer],
-    *,
-    storage_ids: Sequence[int] = (),
-    pins: Sequence[Pin] = (),
-    ahead: Mapping[Transfer, int] = MappingProxyType({}),
-    peer_ids: Sequence[int] = (),
-    waiting: Sequence[Transfer] = (),
-) -> None:
-    """Raise `AssertionError` naming the first broken promise. `storage_ids`: CPU blocks that storage fills now;
-    `peer_ids`: GPU blocks that other instances fill or read; `pins`: of adapters' callers and of peers; `ahead`: of
-    callers; `waiting`: loads that receives wait for, once for each."""
-    runs = list(tree.runs())
-    _check_pins(runs, requests, transfers, pins)
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What rooms hold of the books.
+
+    Attributes:
+        cpu_ids: CPU blocks that storage fills now.
+        gpu_ids: GPU blocks that other instances fill or read.
+        pins: of callers and of peers.
+        ahead: how often callers use the destinations of a load before it has ended.
+        waiting: loads that receives wait for, once for each.
+    """
+
+    requests: Sequence[ActiveRequest]
+    transfers: Sequence[Transfer]
+    cpu_ids: Sequence[int]
+    gpu_ids: Sequence[int]
+    pins: Sequence[Pin]
+    ahead: Mapping[Transfer, int]
+    waiting: Sequence[Transfer]
+
+
+def check(tree: PrefixTree, held: Held) -> None:
+    """Raise `AssertionError` naming the first broken promise."""
+    runs, requests, transfers = list(tree.runs()), held.requests, held.transfers
+    _check_pins(runs, requests, transfers, held.pins)
     for tier in Tier:
-        held_ids = peer_ids if tier is GPU else storage_ids
+        held_ids = held.gpu_ids if tier is GPU else held.cpu_ids
         _check_owners(tree.pools[tier], tier, runs, requests, transfers, held_ids=held_ids)
         protected = sum(run.num_in(tier, run.num_held) for run in runs)
         assert tree.residency.num_protected[tier] == protected, (tier, "protected", protected)
@@ -39,8 +49,8 @@ def check(
     for active in requests:
         _check_request(active)
     for transfer in transfers:
-        num_ahead = sum(transfer in active.ahead for active in requests) + ahead.get(transfer, 0)
-        num_waiting = sum(transfer in active.loads for active in requests) + list(waiting).count(transfer)
+        num_ahead = sum(transfer in active.ahead for active in requests) + held.ahead.get(transfer, 0)
+        num_waiting = sum(transfer in active.loads for active in requests) + list(held.waiting).count(transfer)
         assert (transfer.num_ahead, transfer.num_waiting) == (num_ahead, num_waiting), "waiters of a load miscounted"
         is_held = num_ahead or transfer.is_quarantined or not transfer.done.is_set()
         assert is_held, "an ended task is still held"
@@ -60,12 +70,10 @@ def _check_owners(
         FREE: list(pool.free_ids()),
         RUN: [i for run in runs for i in run.ids[tier]],
         REQUEST: [i for active in requests for i in active.private_ids()] if tier is GPU else [],
-        TASK: [i for t in transfers if t.tier is tier for s in t.segments for i in s.ids],
+        TASK: [i for t in transfers if t.tier is tier and t.cargo is not None for i in t.cargo.ids],
         CALLER: pool.ids_of(CALLER),
     }
-    owned[TASK] += [i for t in transfers if t.tier is tier and t.caller is not None for i in t.caller.ids]
     if tier is GPU:
-        owned[TASK] += [i for copy in _copies(transfers) for i in copy.ids]
         owned[TASK] += [i for transfer in transfers for i in transfer.kept_ids]
     owned[TASK] += held_ids
     owned[TASK] += pool.deferred_ids
@@ -80,10 +88,8 @@ def _check_pins(
     runs: Iterable[Run], requests: Iterable[ActiveRequest], transfers: Iterable[Transfer], pins: Iterable[Pin]
 ) -> None:
     """Each pin hangs on its run once, and what is held follows from the pins."""
-    listed: list[Pin] = [segment for transfer in transfers for segment in transfer.segments]
-    listed += [pin for transfer in transfers if transfer.caller is not None for pin in transfer.caller.pins]
+    listed: list[Pin] = [pin for t in transfers if t.cargo is not None for pin in t.cargo.pins]
     listed += pins
-    listed += [copy.source for copy in _copies(transfers)]
     listed += [active.pin for active in requests if active.pin is not None]
     hanging = [pin for run in runs for pin in run.pins]
     assert len(listed) == len(hanging) and set(listed) == set(hanging), (
@@ -98,10 +104,6 @@ def _check_pins(
         assert run.num_held_children == num_held_children, "held children miscounted"
         held = run.num_blocks if num_held_children else max((pin.end for pin in run.pins), default=0)
         assert run.num_held == held, f"{run.num_held} blocks held by count, {held} by pins"
-
-
-def _copies(transfers: Iterable[Transfer]) -> list[BlockCopy]:
-    return [transfer.copy for transfer in transfers if transfer.copy is not None and not transfer.done.is_set()]
 
 
 def _check_shape(tree: PrefixTree, run: Run) -> None:
@@ -139,7 +141,7 @@ def _check_request(active: ActiveRequest) -> None:
     *above, last = active.pin.run.path()
     depth = sum(run.num_blocks for run in above) + active.pin.end
     assert depth == active.num_pinned_blocks, f"pin at depth {depth}, noted {active.num_pinned_blocks}"
-    if active.settled and active.epoch >= 0:
+    if active.is_settled and not active.is_detached:
         in_tree = [i for run in (*above, last) for i in run.ids[GPU]][:depth]
         assert len(in_tree) == depth, "settled on blocks off the GPU"
         own = active.block_ids[: active.num_committed_blocks]

@@ -1,0 +1,256 @@
+"""The books: what is cached, where and whose, the lock around them, and the turns that are taken under it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from fastdeploy_cache.books.block_pool import BlockPool, Owner
+from fastdeploy_cache.books.changes import Change, Forgotten, RoomCame
+from fastdeploy_cache.books.mishaps import Mishaps
+from fastdeploy_cache.books.path import gpu_ids
+from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
+from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.residency import Residency
+from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
+from fastdeploy_cache.errors import ClosedError, LifeCycleError
+from fastdeploy_cache.ipc.event_log import event_log
+
+logger = event_log(__name__)
+
+MAX_ROUNDS = 16  # of settling in one turn, and of turns after one that did not come to rest
+
+C = TypeVar("C", bound=Change)
+
+
+class Outlet(Protocol):
+    """What hands over, without the lock, what was decided on under it."""
+
+    @property
+    def queued(self) -> deque[Any]:
+        """What waits to be handed over."""
+        ...
+
+    def hand_over(self) -> None: ...
+
+
+class Books:
+    """The tree, the pools and who is in them. `with books:` is a turn.
+
+    A turn takes the lock. On leaving it, still under the lock, every room hears of what has changed (`changes.py`), and
+    of what follows from that, until nothing changes any more. Then the lock goes, and everything that was decided is
+    handed over: tasks to the processes, and calls to whoever waits. So no verb has to remember to, and one that raises
+    hands over, too.
+
+    Turns never nest. What a room raises while it settles costs that room's work; it is logged and counted, and never
+    fails the verb. Threads wait, and callers are called, between turns only.
+    """
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self.tree = tree
+        self.pinned: dict[Pin, PinnedPrefix] = {}  # by callers that have no request
+        self.weights_id: str | None = None  # of what is cached, as far as a store or a peer has told
+        self.is_closed = False
+        self.asleep: frozenset[Tier] = frozenset()  # tiers that have no memory now
+        self._lock = threading.Lock()
+        self._thread: int | None = None  # whose turn it is
+        self._changes: deque[Change] = deque()
+        self._listeners: dict[type[Change], list[Callable[[Any], None]]] = {}
+        self._outlets: tuple[Outlet, ...] = ()
+        self._calls: deque[Callable[[], object]] = deque()
+        self._waiters: set[object] = set()  # for CPU blocks
+        self._num_room = -1  # CPU blocks that could be had when this was last looked at
+
+    @property
+    def pools(self) -> tuple[BlockPool, BlockPool]:
+        """By tier."""
+        return self.tree.pools
+
+    @property
+    def residency(self) -> Residency:
+        """Which blocks of each run are where."""
+        return self.tree.residency
+
+    @property
+    def mishaps(self) -> Mishaps:
+        """What has failed and was done without."""
+        return self.tree.mishaps
+
+    # -- the turn
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._thread == me:  # nobody else can have written our own number: no lock is needed to read it
+            raise RuntimeError("a turn is taken inside another one of the same thread; leave that one first")
+        self._lock.acquire()
+        self._thread = me
+
+    def __exit__(self, *_: object) -> None:
+        is_at_rest = True
+        try:
+            if self._changes or self._waiters:
+                is_at_rest = self._settle()
+        finally:
+            self._thread = None
+            self._lock.release()
+        for outlet in self._outlets:
+            if outlet.queued:
+                outlet.hand_over()
+        if self._calls:
+            self._make_calls()
+        if not is_at_rest:
+            self._take_more_turns()
+
+    def _settle(self) -> bool:
+        """Let every room hear of what has changed, and of what changes by that; whether it has come to an end."""
+        for _ in range(MAX_ROUNDS):
+            if self._waiters:
+                self._look_for_room()
+            if not self._changes:
+                return True
+            changes, self._changes = self._changes, deque()
+            for change in changes:
+                for hear in self._listeners.get(type(change), ()):
+                    self.mishaps.contain("settling", functools.partial(hear, change))
+                if change.pin is not None:
+                    self.tree.unpin(change.pin)
+        if self._changes:
+            self.mishaps.count("settling", f"rooms still change each other after {MAX_ROUNDS} rounds")
+        return not self._changes
+
+    def _look_for_room(self) -> None:
+        num_room = self.residency.num_available(CPU)
+        if num_room != self._num_room:
+            self._num_room = num_room
+            self.note(RoomCame())
+
+    def _take_more_turns(self) -> None:
+        """The last turn did not come to rest. Others get the lock in between; what is left then is the next turn's."""
+        is_at_rest = False
+        for _ in range(MAX_ROUNDS):
+            if is_at_rest:
+                return
+            with self._lock:
+                is_at_rest = self._settle()
+            for outlet in self._outlets:
+                outlet.hand_over()
+            self._make_calls()
+
+    def _make_calls(self) -> None:
+        while self._calls:
+            try:
+                call = self._calls.popleft()
+            except IndexError:  # another thread took it
+                return
+            self.mishaps.contain("callback", call)
+
+    # -- what rooms give and hear; all of it in a turn, but for `add_outlet` while rooms are built
+
+    def listen(self, change: type[C], hear: Callable[[C], None]) -> None:
+        """Have `hear` called with each such change, under the lock, at the end of the turn in which it happened."""
+        self._listeners.setdefault(change, []).append(hear)
+
+    def ignore(self, change: type[C], hear: Callable[[C], None]) -> None:
+        """The reverse of `listen`."""
+        listeners = [each for each in self._listeners[change] if each != hear]
+        self._listeners[change] = listeners
+        if not listeners:
+            del self._listeners[change]
+
+    def hears(self, change: type[Change]) -> bool:
+        """Whether any room listens to such changes: else nobody needs to note them."""
+        return change in self._listeners
+
+    def note(self, change: Change) -> None:
+        """A change has happened. Where nobody listens to its kind it is forgotten."""
+        if type(change) in self._listeners:
+            if change.pin is not None:
+                self.tree.pin(change.pin)
+            self._changes.append(change)
+
+    def await_room(self, waiter: object, is_waiting: bool) -> None:
+        """Whether this one waits for CPU blocks: then `RoomCame` is noted whenever their number has changed."""
+        (self._waiters.add if is_waiting else self._waiters.discard)(waiter)
+
+    def call_later(self, call: Callable[[], object]) -> None:
+        """Make this call when the lock has been given back. What it raises is counted as a failed callback."""
+        self._calls.append(call)
+
+    def add_outlet(self, outlet: Outlet) -> None:
+        """Let this one hand over after each turn, behind those that were added before."""
+        self._outlets = (*self._outlets, outlet)
+
+    def remove_outlet(self, outlet: Outlet) -> None:
+        """The reverse of `add_outlet`."""
+        self._outlets = tuple([each for each in self._outlets if each is not outlet])
+
+    # -- whether the cache may be used
+
+    def close(self) -> None:
+        """From now on every verb raises `ClosedError`."""
+        self.is_closed = True
+
+    def fall_asleep(self, tiers: frozenset[Tier]) -> None:
+        """These tiers have no memory from now on; all others have."""
+        self.asleep = tiers
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` once the manager is closed."""
+        if self.is_closed:
+            raise ClosedError("the cache manager is closed; make a new one")
+
+    def check_awake(self) -> None:
+        """Raise `LifeCycleError` where the GPU has no memory now, `ClosedError` once the manager is closed."""
+        self.check_open()
+        if GPU in self.asleep:
+            raise LifeCycleError("the cache is asleep; wake it before its GPU blocks are used")
+
+    # -- whose KV it is
+
+    def forget(self, weights_id: str | None) -> None:
+        """Nothing that is cached counts any more. `weights_id`: what is cached from now on is of these weights."""
+        self.tree.reset()
+        self.weights_id = weights_id or self.weights_id
+        self.note(Forgotten(weights_id=weights_id))
+        logger.info("event=reset epoch=%d", self.tree.epoch)
+
+    def follow_weights(self, weights_id: str) -> None:
+        """What is cached from now on is of these weights: what is of others is forgotten."""
+        if self.weights_id not in {None, weights_id}:
+            self.forget(weights_id)
+        self.weights_id = weights_id
+
+    # -- blocks
+
+    def take(self, num_blocks: int, tier: Tier, owner: Owner) -> array[int]:
+        """So many blocks for an owner, lowest ids first, after what the policy names has been evicted for them.
+
+        The caller has checked `Residency.num_available`.
+        """
+        pool = self.tree.pools[tier]
+        if num_blocks > pool.num_free:
+            self.tree.residency.evict(tier, num_blocks - pool.num_free)
+        return pool.allocate(num_blocks, owner)
+
+    def pin_prefix(self, path: list[Run], num_blocks: int) -> PinnedPrefix:
+        """Keep the first blocks of a path where they are, for a caller, until `unpin_prefix`."""
+        ids = gpu_ids(path, num_blocks).tolist()  # first: it may need memory
+        pin = self.tree.move_pin(None, *self.tree.place(path, num_blocks))
+        pinned = PinnedPrefix(pin, num_blocks, ids)
+        if pin is not None:
+            self.pinned[pin] = pinned
+        return pinned
+
+    def unpin_prefix(self, pinned: PinnedPrefix) -> int:
+        """The reverse; doing it again does nothing. Returns how many blocks of its last run are not held any more."""
+        pin = pinned.end()
+        if pin is None:
+            return 0
+        del self.pinned[pin]
+        num_held = pin.run.num_held
+        self.tree.unpin(pin)
+        return max(0, num_held - pin.run.num_held)

@@ -1,0 +1,57 @@
+"""What a caller holds of a copy that is on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
+from fastdeploy_cache.books.transfer import Transfer, wait_done
+
+
+class CallerTransfer:
+    """A copy on its way, of `num_blocks` blocks; of none, it has ended well. Any thread."""
+
+    __slots__ = ("_transfers", "num_blocks", "task_ids")
+
+    def __init__(self, transfers: Sequence[Transfer], num_blocks: int) -> None:
+        self._transfers = tuple(transfers)
+        self.num_blocks = num_blocks
+        self.task_ids = tuple([transfer.task_id for transfer in transfers])  # for `LayerProgress.wait_layer`
+
+    @property
+    def done(self) -> bool:
+        """Every rank has answered, or is gone."""
+        return all(transfer.done.is_set() for transfer in self._transfers)
+
+    @property
+    def succeeded(self) -> bool:
+        """Every rank has copied all of it."""
+        return self.done and all(transfer.succeeded for transfer in self._transfers)
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until it has ended; whether all ranks succeeded in time. Every task ends at its own deadline."""
+        wait_done(self._transfers, timeout_seconds)
+        return self.succeeded
+
+
+class CallerLoad(CallerTransfer):
+    """A load into the tree: `block_ids` is where the blocks that are not on the GPU yet are coming to."""
+
+    __slots__ = ("_pinned", "block_ids", "generation")
+
+    def __init__(
+        self,
+        transfers: Sequence[Transfer],
+        block_ids: Sequence[int],
+        pinned: PinnedPrefix | None,
+        generation: int,
+    ) -> None:
+        super().__init__(transfers, len(block_ids))
+        self.block_ids = list(block_ids)
+        self.generation = generation  # of the cache, when it began
+        self._pinned = pinned
+
+    def end(self) -> tuple[Sequence[Transfer], PinnedPrefix | None]:
+        """What it holds ahead of its end, once."""
+        pinned, self._pinned = self._pinned, None
+        return (self._transfers if pinned is not None else ()), pinned

@@ -1,0 +1,124 @@
+"""What a transfer moves, and to whom it belongs when it has ended. All of it under the lock. See `Cargo`."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from fastdeploy_cache.books.block_pool import REQUEST, TASK
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Copied
+from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
+from fastdeploy_cache.books.transfer import Transfer
+
+
+class Landings:
+    """Blocks of runs on their way to the other tier, which join their runs there."""
+
+    def __init__(self, books: Books, transfer: Transfer, num_landed: list[int]) -> None:
+        """`num_landed`: by tier, blocks that have joined it; counted on."""
+        self._books, self._transfer, self._num_landed = books, transfer, num_landed
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return [block_id for segment in self._transfer.segments for block_id in segment.ids]
+
+    @property
+    def pins(self) -> Sequence[Pin]:
+        return self._transfer.segments
+
+    def num_freed(self, held: dict[Run, int]) -> int:
+        transfer, num_freed = self._transfer, 0
+        for segment in transfer.segments:
+            num_ids = len(segment.ids)
+            if transfer.cancelled or (transfer.tier is GPU and segment.run.epoch != self._books.tree.epoch):
+                num_freed += 0 if transfer.num_ahead else num_ids  # it, or its successor, joins nothing
+            elif transfer.tier is GPU:
+                # blocks that were computed meanwhile send the load's ids home; the others join the run
+                num_superseded = max(0, min(segment.end, segment.run.num_gpu) - segment.start)
+                joined_from = max(segment.start + num_superseded, held.get(segment.run, 0))
+                num_home = 0 if transfer.num_ahead else num_superseded
+                num_freed += num_home + max(0, segment.end - joined_from)
+        return num_freed
+
+    def end(self, succeeded: bool) -> None:
+        """Segment by segment, each forgotten only when it has landed."""
+        transfer, books = self._transfer, self._books
+        while transfer.segments:
+            segment = transfer.segments[0]
+            num_joined = books.tree.land(segment, succeeded)
+            del transfer.segments[0]
+            self._num_landed[transfer.tier] += num_joined
+            num_left = len(segment.ids) - num_joined
+            if num_left:
+                self._send_home(segment.ids[:num_left])
+            transfer.num_lost += num_left
+            if num_joined and transfer.tier is CPU and books.hears(Copied):
+                books.note(Copied(Pin(segment.run, segment.run.cpu_end), num_blocks=num_joined))
+
+    def _send_home(self, ids: array[int]) -> None:
+        """Ids that no run took. Where a request already reads them they stay with the task: given out again, they would
+        be overwritten under a step that is running."""
+        if self._transfer.num_ahead:
+            self._transfer.kept_ids += ids
+        else:
+            self._books.pools[self._transfer.tier].free(ids, TASK)
+
+
+class OneBlock:
+    """A cached GPU block on its way into another GPU block, which its request may write."""
+
+    def __init__(self, books: Books, source: Pin, block_ids: array[int]) -> None:
+        """`source` ends behind the block; `block_ids` is the one destination."""
+        self._books, self._source = books, source
+        self.block_ids = block_ids
+        self.is_wanted = True  # until the request has settled without it
+        self.has_landed = False
+        self._has_ended = False
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return () if self._has_ended else self.block_ids
+
+    @property
+    def pins(self) -> Sequence[Pin]:
+        return () if self._has_ended else (self._source,)
+
+    def num_freed(self, held: dict[Run, int]) -> int:  # noqa: ARG002 (see `Cargo`)
+        return 0 if self.is_wanted else len(self.block_ids)
+
+    def end(self, succeeded: bool) -> None:
+        """The block is its request's, if that still waits for it."""
+        self._has_ended = True
+        self._books.tree.unpin(self._source)
+        if succeeded and self.is_wanted:
+            self._books.pools[GPU].hand_over(self.block_ids, TASK, REQUEST)
+            self.has_landed = True
+        else:
+            self._books.pools[GPU].free(self.block_ids, TASK)
+
+
+class CallersBlocks:
+    """Blocks on their way from or into blocks of a caller, or into the CPU tier on its behalf."""
+
+    def __init__(self, books: Books, ids: array[int], pins: Sequence[Pin], give: Callable[[bool], None]) -> None:
+        """`ids`: in the transfer's tier, the task's until it has ended. `pins`: on what it reads, or continues.
+        `give` gives the ids away when all ranks have answered, well or not."""
+        self._books, self._give = books, give
+        self.ids: array[int] = ids
+        self.pins: list[Pin] = list(pins)
+        self.unwanted: set[int] = set()  # of the ids, those that their caller has given back meanwhile
+
+    def num_freed(self, held: dict[Run, int]) -> int:  # noqa: ARG002 (see `Cargo`)
+        return 0
+
+    def end(self, succeeded: bool) -> None:
+        while self.pins:
+            self._books.tree.unpin(self.pins[-1])
+            self.pins.pop()
+        self.give(succeeded)
+
+    def give(self, succeeded: bool) -> None:
+        """The ids go to whom they belong now. Where the task could not be sent at all, this is all there is to do."""
+        self._give(succeeded)
+        self.ids = array("i")

@@ -1,0 +1,30 @@
+"""All that moves bytes between the tiers, put together."""
+
+from __future__ import annotations
+
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.movement.block_mover import BlockMover
+from fastdeploy_cache.movement.copy_down import CopyDown
+from fastdeploy_cache.movement.loader import Loader
+from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
+from fastdeploy_cache.transfer_manager.client import TransferClient
+
+
+class Movement:
+    """The mover, the policies that start it, and the client whose processes do the work. Under the lock."""
+
+    def __init__(self, config: CacheConfig, books: Books, client: TransferClient) -> None:
+        self.client = client
+        self.speeds = LoadOrCompute(
+            config.load_policy, config.prefill_tokens_per_second, config.block_bytes(), config.block_size
+        )
+        self.mover = BlockMover(books, client, config.transfer.task_timeout_seconds)
+        self.copy_down = CopyDown(config, books, self.mover)
+        self.loader = Loader(config, books, self.mover, self.copy_down, self.speeds)
+
+    def be_quiet(self, quiet: bool) -> None:
+        """From now on start nothing; or go on, first of all with what should be copied down."""
+        self.mover.be_quiet(quiet)
+        if not quiet:
+            self.copy_down.look_ahead()

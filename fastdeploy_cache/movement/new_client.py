@@ -1,0 +1,26 @@
+"""The client that the configuration asks for."""
+
+from __future__ import annotations
+
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.transfer_manager.client import InlineClient, TransferClient
+from fastdeploy_cache.transfer_manager.rank.client import RankClient
+from fastdeploy_cache.transfer_manager.storage.file_place import check_place
+
+
+def new_client(config: CacheConfig) -> TransferClient:
+    """Rank processes where there is a tier below the GPU to serve, or arrays on a GPU; else the in-process client.
+
+    Raises:
+        StorageRefusedError: the folder of the configured store cannot be used: no memory is taken for it.
+        NotEnoughMemoryError: the pools do not fit.
+    """
+    check_place(config.storage)
+    layout, (num_gpu_blocks, num_cpu_blocks) = config.rank_layout(), config.pool_sizes()
+    transfer = config.transfer
+    needs_ranks = num_cpu_blocks or transfer.owner_of_kv != "engine"
+    if config.transfer_client == "processes" and needs_ranks:
+        assert layout is not None
+        return RankClient(transfer, layout, num_gpu_blocks, num_cpu_blocks)
+    own_kv = transfer.owner_of_kv != "worker"
+    return InlineClient(layout, num_gpu_blocks, num_cpu_blocks, transfer.tp_size, own_kv)

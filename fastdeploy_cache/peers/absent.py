@@ -1,0 +1,81 @@
+"""What stands where a cache has no other instances: nothing is sent, and nothing is received."""
+
+from __future__ import annotations
+
+from array import array
+
+from fastdeploy_cache.books.run import Pin
+from fastdeploy_cache.books.transfer import Transfer
+from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.peers.transfers import Send
+from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.transfer_manager.client import RankStatus
+from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
+
+
+class NoTransfers:
+    """See `PeerSends` and `PeerReceives`."""
+
+    pins: tuple[Pin, ...] = ()
+    held_ids: tuple[int, ...] = ()
+    loads: tuple[Transfer, ...] = ()
+
+    def __len__(self) -> int:
+        return 0
+
+    def step(self, active: ActiveRequest, num_tokens: int, step: int) -> None:
+        """Nobody reads it."""
+
+    def committed(self, active: ActiveRequest) -> None:
+        """Nobody reads it."""
+
+    def released(self, active: ActiveRequest) -> array[int]:  # noqa: ARG002 (see `PeerSends`)
+        """No block stays."""
+        return array("i")
+
+    def cancel(self, send: Send) -> None:
+        """It is another cache's."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing has come."""
+
+
+class NoRoad:
+    """See `LinkRoad`, of which this has what is asked of any cache."""
+
+    def __init__(self) -> None:
+        self.sends = self.receives = NoTransfers()
+
+    def be_quiet(self, quiet: bool) -> None:
+        """Nothing is on its way."""
+
+    def cancel_all(self, text: str) -> None:
+        """Nothing is on its way."""
+
+    def wait_settled(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (see `LinkRoad`)
+        """Nothing is on its way."""
+        return True
+
+    def start(self) -> None:
+        """There are no processes."""
+
+    def close(self) -> None:
+        """There are no processes."""
+
+    def step_progress(self, rank: int) -> StepProgress:  # noqa: ARG002 (see `LinkRoad`)
+        """Nobody reads layers."""
+        raise ConfigError("this cache sends no layers; give its configuration a table 'peer' with a link")
+
+    def wait_ready(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (see `LinkRoad`)
+        """There are no processes to wait for."""
+        return True
+
+    def statuses(self) -> list[RankStatus]:
+        """There are no processes."""
+        return []
+
+    def attach_kv(self, rank: int) -> None:
+        """No process reads KV arrays."""
+
+    def lose_kv(self, rank: int) -> None:
+        """No process reads KV arrays."""

@@ -1,0 +1,207 @@
+"""Other instances: offers of what is computed here, and receives of what they offer. `cache.peers`."""
+
+from __future__ import annotations
+
+import operator
+
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Forgotten
+from fastdeploy_cache.books.prefix_tree import BlockKeys
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.errors import PeerError, PeerRefusedError, RequestError
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.movement.movement import Movement
+from fastdeploy_cache.peers.absent import NoRoad
+from fastdeploy_cache.peers.link_road import OTHERS
+from fastdeploy_cache.peers.opening import Road, open_road
+from fastdeploy_cache.peers.transfers import Receive, Send
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.requests.requests import Requests
+from fastdeploy_cache.storage.storage import Storage
+from fastdeploy_cache.transfer_manager.client import RankStatus
+from fastdeploy_cache.transfer_manager.peer.client import PeerClient
+from fastdeploy_cache.transfer_manager.peer.offer import Offer
+from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
+from fastdeploy_cache.transfer_manager.task import Direction
+
+logger = event_log(__name__)
+
+
+class Peers:
+    """Prefill and decode apart. Any thread; each verb is a turn of its own."""
+
+    def __init__(self, config: CacheConfig, books: Books, requests: Requests, metrics: CacheMetrics) -> None:
+        self._config, self._books, self._requests, self._metrics = config, books, requests, metrics
+        self.road: Road | NoRoad = NoRoad()
+        books.listen(Forgotten, self._on_forgotten)
+
+    def open(self, movement: Movement, storage: Storage, client: PeerClient | None) -> None:
+        """Start what the configuration asks for. `client` replaces the peer processes (tests, simulation).
+
+        Raises:
+            PeerRefusedError: the link's settings, or the group's secret, are wrong.
+        """
+        self.road = open_road(
+            self._config, self._books, movement, self._requests, storage, metrics=self._metrics, client=client
+        )
+        self.road.start()
+
+    # -- the side that has computed
+
+    def offer(self, request: Request) -> Send:
+        """Offer the full blocks of a matched request's tokens to another instance, whose `receive` takes `Send.offer`.
+
+        Hand it over at once: each block can be read as soon as it is computed. (With `peer.link` "storage": once the
+        send is `done`.) What the match found is; the rest is with each `commit`, or layer by layer where `begin_step`
+        has announced the step. All of it has to be committed before `release`, or the send fails; released or not, the
+        blocks stay until it has ended.
+
+        Raises:
+            PeerRefusedError: this instance only receives.
+            PeerError: not now: too many sends, ranks that are down, a cache that is paused.
+            RequestError: no full block, or it is offered already.
+            UnknownRequestError: not matched, or released already.
+        """
+        matcher = self._requests.matcher
+        with self._books:
+            road, active = self._road_for("offer", "decode"), self._requests.active(request)
+            num_blocks = road.num_offered(request)
+            if not num_blocks or request.request_id in road.sends:
+                why = "is offered already" if num_blocks else f"has {request.num_tokens} tokens, no full block"
+                raise RequestError(f"offer of request {request.request_id!r}, which {why}")
+            matcher.settle(active)
+            if active.is_detached or matcher.is_stale(active) or matcher.is_lost(active):
+                what = f"request {request.request_id!r} is older than a reset, or holds other blocks than are cached"
+                raise PeerError(f"{what}; release and match it again")
+            self._check_room(road, Direction.SEND)
+            return road.offer(active, num_blocks)
+
+    def begin_step(self, request: Request, num_computed_tokens: int, step: int) -> None:
+        """Before a step: it computes the offered request's tokens up to `num_computed_tokens`, and the workers mark its
+        layers under the number `step` (`StepProgress.mark`).
+
+        Numbers rise; each is for one step. Only for requests that are offered, and only to send earlier: `commit`
+        tells the same at the end of the step.
+
+        Raises:
+            RequestError: more tokens than the request's blocks hold, or a number that is over.
+            UnknownRequestError: not matched, or released already.
+        """
+        num_tokens, step = operator.index(num_computed_tokens), operator.index(step)
+        with self._books:
+            active = self._requests.active(request)
+            num_held = len(active.block_ids) * self._config.block_size
+            if not 0 <= num_tokens <= num_held or step < 0:
+                what = f"step {step} of request {request.request_id!r} computes {num_tokens} tokens"
+                raise RequestError(f"{what}; its blocks hold {num_held}")
+            self.road.sends.step(active, num_tokens, step)
+
+    def cancel_send(self, send: Send) -> None:
+        """Nobody is to read it any more. It ends once every rank knows; blocks of a released request go home then."""
+        with self._books:
+            self.road.sends.cancel(send)
+
+    def step_progress(self, rank: int) -> StepProgress:
+        """For the model worker of a rank: where it marks the layers that it has computed.
+
+        Raises:
+            ConfigError: no such rank, or no link that moves single layers.
+        """
+        self._config.check_rank(rank)
+        return self.road.step_progress(rank)
+
+    def wait_ready(self, timeout_seconds: float) -> bool:
+        """Wait until every peer process is ready, after one has died, too; False when the time is over first.
+
+        True where there are none: without a table `peer`, and through storage.
+        """
+        return self.road.wait_ready(timeout_seconds)
+
+    def statuses(self) -> list[RankStatus]:
+        """One entry for each peer process; none where there are none."""
+        return self.road.statuses()
+
+    # -- the side that has not
+
+    def receive(self, request: Request, offer: bytes) -> Receive:
+        """Bring what another instance offers of the request's tokens to the GPU; returns at once.
+
+        Call it when the request is queued, and `match` it once it is `done`: then what came is found. What is cached
+        here is not sent. Without success nothing has changed, and the request is computed here, or given up. Room is
+        taken at once. `cancel_receive` where no `match` follows.
+
+        Raises:
+            PeerRefusedError: an offer that is none, is for another prompt, or of an instance that does not fit this
+                one; or this instance only computes. Trying again will not help.
+            PeerError: not now: too many receives, ranks that are down, a cache that is paused.
+            PromptTooLongError: it can never fit.
+            OutOfBlocksError: no room now; the offer stays good until its own deadline.
+            RequestError: it is matched or being received already.
+        """
+        opened = self._open_offer(offer)
+        try:
+            keys = BlockKeys(request.tokens, request.extra_keys(self._config.block_size))
+            road = self._road_for("receive", "prefill")
+            road.offers.check(request, keys.extras, opened)  # hashes the prompt: not under the lock
+            return road.receive(request, keys, opened, lambda: self._check_may_receive(road, request, opened))
+        except PeerRefusedError:
+            self._metrics.record_peer("receive", opened.source.name, 0, 0.0, "refused")
+            logger.warning("event=receive_refused request=%s peer=%s", request.request_id, opened.source.name)
+            raise
+
+    def check_offer(self, request: Request, offer: bytes) -> None:
+        """Whether an offer is for this request at all, before the request is queued: `receive` checks it again.
+
+        Raises:
+            PeerRefusedError: it is none of this instance's group, was changed, or is for another prompt; or this
+                instance takes none.
+        """
+        road = self._road_for("receive", "prefill")
+        road.offers.check_prompt(request, request.extra_keys(self._config.block_size), self._open_offer(offer))
+
+    def cancel_receive(self, request: Request) -> None:
+        """The request has gone without being matched: what has come may be evicted, what has not need not come."""
+        if not isinstance(self.road, NoRoad):
+            self.road.cancel_receive(request)
+
+    # -- steps
+
+    def _open_offer(self, offer: bytes) -> Offer:
+        try:
+            return self._road_for("receive", "prefill").offers.open(offer)
+        except PeerRefusedError as error:  # whose it is cannot be known: what it says is anybody's
+            self._metrics.record_peer("receive", OTHERS, 0, 0.0, "refused")
+            logger.warning("event=offer_refused error=%r", str(error))
+            raise
+
+    def _road_for(self, verb: str, wrong_role: str) -> Road:
+        self._books.check_open()
+        if isinstance(self.road, NoRoad):
+            raise PeerRefusedError(f"{verb}: this cache has no other instances; give its configuration a table 'peer'")
+        if self._config.role == wrong_role:
+            raise PeerRefusedError(f"{verb}: the role of this instance is {wrong_role!r}")
+        return self.road
+
+    def _check_may_receive(self, road: Road, request: Request, offer: Offer) -> None:
+        """Under the lock."""
+        self._books.check_open()
+        road.offers.check_fits(offer)  # again: the weights may have changed meanwhile
+        self._requests.check_new(request)
+        if request.request_id in road.receives:
+            raise RequestError(f"request {request.request_id!r} is matched, or being received, already")
+        self._check_room(road, Direction.RECEIVE)
+
+    def _check_room(self, road: Road, direction: Direction) -> None:
+        num_open = len(road.sends if direction is Direction.SEND else road.receives)
+        assert self._config.peer is not None
+        if road.is_quiet:
+            raise PeerError(f"{direction.value}: the cache is not running; try again when it is")
+        if num_open >= self._config.peer.max_transfers:
+            raise PeerError(f"{direction.value}: {num_open} are under way, as many as peer.max_transfers allows")
+        road.check_room(direction)
+
+    def _on_forgotten(self, forgotten: Forgotten) -> None:
+        self.road.cancel_all("the cache was reset")
+        if not isinstance(self.road, NoRoad) and forgotten.weights_id is not None:
+            self.road.offers.rename_weights(forgotten.weights_id)

@@ -1,0 +1,52 @@
+"""Queued requests: what no tier here has of them is fetched from storage before they are matched."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from fastdeploy_cache.books.block_hash import root_hash
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.path import hash_at
+from fastdeploy_cache.books.prefix_tree import BlockKeys
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.match import Prefetch
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.requests.matcher import Matcher
+from fastdeploy_cache.storage.storage import Storage
+
+
+class Prefetches:
+    """See `PrefixCacheManager.prefetch`. Any thread; each call is one turn or two."""
+
+    def __init__(
+        self, config: CacheConfig, books: Books, matcher: Matcher, storage: Storage, matched: Container[str]
+    ) -> None:
+        """`matched`: the ids of the requests that are matched now."""
+        self._config, self._books, self._matcher = config, books, matcher
+        self._storage, self._matched = storage, matched
+
+    def begin(self, request: Request) -> Prefetch:
+        """Look at what is cached, and fetch the rest where that is worth it."""
+        size, books = self._config.block_size, self._books
+        keys = BlockKeys(request.tokens, request.extra_keys(size))
+        with books:  # it may send a probe
+            books.check_open()
+            found = self._matcher.look(request, keys)
+            first = (found.num_gpu_tokens + found.num_cpu_tokens) // size
+            num_missing = (request.num_tokens - 1) // size - first
+            reads, epoch = self._storage.reads, books.tree.epoch
+            if not (self._config.enable_prefix_caching and reads.wants(num_missing)):
+                return found
+            path, _ = books.tree.find(request.namespace, keys, first)
+            parent_hash = hash_at(path, first) or root_hash(request.namespace, size)
+        prefetch = self._storage.new_prefetch(request, keys, first, parent_hash, epoch)  # hashes: not under the lock
+        with books:
+            if request.request_id in self._matched or self._storage.reads is not reads:  # a match, a detach was faster
+                return found
+            reads.start(prefetch)
+        return found.with_fetch(prefetch)
+
+    def end(self, request: Request) -> None:
+        """The request has gone without being matched: what has not come yet is not wanted."""
+        with self._books:
+            self._storage.reads.forget(request.request_id)

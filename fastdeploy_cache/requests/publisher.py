@@ -1,0 +1,109 @@
+"""What a request gives to the cache: the blocks that it computed, and the note that it used them. Under the lock."""
+
+from __future__ import annotations
+
+import time
+
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Used
+from fastdeploy_cache.books.run import Pin
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.movement.movement import Movement
+from fastdeploy_cache.policies.eviction import Asked
+from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.matcher import Matcher
+from fastdeploy_cache.storage.storage import Storage
+
+
+class Publisher:
+    """What `commit`, `write_to_storage` and `release` do with the blocks of a request."""
+
+    def __init__(self, config: CacheConfig, books: Books, movement: Movement, matcher: Matcher) -> None:
+        self._config, self._books, self._tree = config, books, books.tree
+        self._matcher, self._copy_down, self._speeds = matcher, movement.copy_down, movement.speeds
+
+    def commit(self, active: ActiveRequest, num_computed_tokens: int) -> None:
+        """The first so many tokens are computed and accepted: their full blocks become findable."""
+        self._note_prefill(active, num_computed_tokens)
+        num_blocks = self._num_cacheable(active)
+        if num_blocks > active.num_committed_blocks and self._config.enable_prefix_caching and self.may(active):
+            self._publish(active, num_blocks)
+
+    def may(self, active: ActiveRequest) -> bool:
+        """Whether what it computes continues something that is cached."""
+        return active.is_settled and not active.is_detached and not self._matcher.is_stale(active)
+
+    def write(self, active: ActiveRequest, storage: Storage) -> None:
+        """Write what is committed to storage now, whatever the policies say."""
+        if not storage.is_attached or not self.may(active):
+            return
+        num_blocks = min(self._num_cacheable(active), len(active.block_ids))
+        if num_blocks > active.num_committed_blocks:
+            self._publish(active, num_blocks)
+        if active.pin is not None:
+            storage.write(active.pin.run.path())
+
+    def _num_cacheable(self, active: ActiveRequest) -> int:
+        """Full blocks of what is computed that may be published."""
+        num_tokens = active.num_computed_tokens
+        if not self._config.cache_outputs:
+            num_tokens = min(num_tokens, active.request.num_prompt_tokens)
+        return num_tokens // self._config.block_size
+
+    def _note_prefill(self, active: ActiveRequest, num_computed_tokens: int) -> None:
+        now, num_matched = time.monotonic(), active.num_matched_tokens(self._config.block_size)
+        before = max(active.num_computed_tokens, num_matched)
+        if active.stepped_at:
+            self._speeds.note_prefill(num_computed_tokens - before, now - active.stepped_at)
+        active.num_computed_tokens, active.stepped_at = num_computed_tokens, now
+
+    def _publish(self, active: ActiveRequest, num_blocks: int) -> None:
+        """Put the blocks up to `num_blocks` into the tree, and copy down when there is enough to copy."""
+        tree, start, pin = self._tree, active.num_committed_blocks, active.pin
+        ids = active.block_ids[start:num_blocks]
+        if pin is None or not tree.grow(pin, active.keys, start, ids):
+            at = (pin.run, pin.end) if pin is not None else (tree.root(active.request.namespace), 0)
+            done = tree.insert(at, active.keys, start, ids, active.duplicates)
+            active.pin = pin = tree.move_pin(pin, done.run, done.end)
+            active.duplicates = done.duplicates
+            num_blocks = start + done.num_blocks
+        active.num_pinned_blocks = active.num_committed_blocks = num_blocks
+        assert pin is not None
+        if active.request.priority is not None:
+            pin.run.usage.store_priority = active.request.priority
+        self._copy_down.committed(pin.run)
+
+    def release(self, active: ActiveRequest) -> int:
+        """Note the use, copy the rest down, take the pin back; returns how many blocks could not be copied."""
+        self._matcher.end_prefetch(active)
+        pin, num_skipped = active.pin, 0
+        if pin is None:
+            return 0
+        try:
+            if active.is_admitted and not active.is_detached and not self._matcher.is_stale(active):
+                num_skipped = self._note_use(active, pin)
+        except MemoryError:  # it is not counted, and the request goes all the same
+            self._books.mishaps.note("policy")
+        num_held = pin.run.num_held
+        self._tree.unpin(pin)
+        self._copy_down.moved(num_held - pin.run.num_held)
+        return num_skipped
+
+    def _note_use(self, active: ActiveRequest, pin: Pin) -> int:
+        tree, request = self._tree, active.request
+        if pin.end == pin.run.num_held < pin.run.num_blocks:  # what is behind, and nobody uses now, keeps its age
+            tree.split(pin.run, pin.end)
+        path = pin.run.path()
+        if request.used:
+            tree.policy.touch(path)
+        else:
+            request.used = True
+            tree.policy.use(path, request, Asked(active.num_asked_blocks, active.num_found_blocks))
+        path = pin.run.path()  # the policy may have cut it
+        if request.priority is not None:
+            for run in path:
+                run.usage.store_priority = request.priority
+        num_skipped = self._copy_down.released(path)
+        if self._books.hears(Used):
+            self._books.note(Used(Pin(pin.run, pin.end), has_uncopied=num_skipped > 0))
+        return num_skipped

@@ -1,0 +1,154 @@
+"""The requests that are matched now."""
+
+from __future__ import annotations
+
+import functools
+import time
+from array import array
+from collections.abc import Iterator
+
+from fastdeploy_cache.books.block_pool import REQUEST
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.prefix_tree import BlockKeys
+from fastdeploy_cache.books.run import GPU
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.errors import OutOfBlocksError, PromptTooLongError, RequestError, UnknownRequestError
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.movement.movement import Movement
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.requests.active_request import ActiveRequest, Phase
+from fastdeploy_cache.requests.matcher import Matcher
+from fastdeploy_cache.requests.prefetches import Prefetches
+from fastdeploy_cache.requests.publisher import Publisher
+from fastdeploy_cache.requests.runs_ahead import RunsAhead
+from fastdeploy_cache.storage.prefetch import Fetched
+from fastdeploy_cache.storage.storage import Storage
+
+
+class Requests:
+    """Each from match to release, by its id. Under the lock."""
+
+    def __init__(
+        self, config: CacheConfig, books: Books, movement: Movement, storage: Storage, metrics: CacheMetrics
+    ) -> None:
+        self.books = books
+        self.matcher = Matcher(config, books, movement, storage)
+        self.ahead = RunsAhead(self.matcher, movement.mover)
+        self.publisher = Publisher(config, books, movement, self.matcher)
+        self._config, self._mover, self._metrics = config, movement.mover, metrics
+        self._requests: dict[str, ActiveRequest] = {}
+        self.prefetches = Prefetches(config, books, self.matcher, storage, self._requests)
+        books.listen(Fetched, self._on_fetched)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[ActiveRequest]:
+        return iter(self._requests.values())
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def active(self, request: Request) -> ActiveRequest:
+        """What is kept of a matched request. Raises `UnknownRequestError`, or `ClosedError`."""
+        active = self._requests.get(request.request_id)
+        if self.books.is_closed or active is None or active.request is not request:
+            self.books.check_open()
+            raise UnknownRequestError(f"request {request.request_id!r} is not matched or was released; match it first")
+        return active
+
+    def check_new(self, request: Request) -> None:
+        """Raise `RequestError` where it is matched already, `PromptTooLongError` where it can never fit."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request {request.request_id!r} is matched already; release it first")
+        num_blocks = -(-request.num_tokens // self._config.block_size)
+        if num_blocks > self.books.pools[GPU].num_blocks:
+            raise PromptTooLongError(
+                f"request {request.request_id!r} has {request.num_tokens} tokens, {num_blocks} blocks; the GPU pool "
+                f"has {self.books.pools[GPU].num_blocks}: shorten it or raise num_gpu_blocks"
+            )
+
+    # -- one by one
+
+    def begin(self, request: Request) -> ActiveRequest:
+        """Find its prefix. Where this raises, the request holds nothing and may be matched again."""
+        self.check_new(request)
+        keys = BlockKeys(request.tokens, request.extra_keys(self._config.block_size))
+        active = ActiveRequest(request, keys, self.books.tree.generation)
+        self._requests[request.request_id] = active
+        try:
+            if self._config.enable_prefix_caching and GPU not in self.books.asleep:
+                self.matcher.find_with_storage(active)
+        except BaseException:
+            self.abandon(active)
+            raise
+        return active
+
+    def abandon(self, active: ActiveRequest) -> None:
+        """Its match has failed half way: it holds nothing, and may be matched again."""
+        del self._requests[active.request.request_id]
+        self.matcher.abandon(active)
+
+    def allocate(self, active: ActiveRequest, num_blocks: int, *, ahead_of_loads: bool) -> array[int]:
+        """See `PrefixCacheManager.allocate`."""
+        missing = num_blocks - self.books.residency.num_available(GPU)
+        if missing > 0:
+            raise OutOfBlocksError(missing, self.num_coming())
+        if active.phase is Phase.WAITING:
+            if ahead_of_loads:
+                self.ahead.begin(active)
+            else:
+                self.matcher.settle(active)
+        ids = self.books.take(num_blocks, GPU, REQUEST)
+        try:
+            active.block_ids += ids
+        except BaseException:  # no memory for a longer table: the blocks are nobody's else
+            self.books.pools[GPU].free(ids, REQUEST)
+            raise
+        self.admit(active)
+        active.stepped_at = time.monotonic()
+        return ids
+
+    def num_coming(self) -> int:
+        """GPU blocks that are held only by copies in flight."""
+        return self._mover.num_coming([active.pin for active in self if active.pin is not None])
+
+    def admit(self, active: ActiveRequest) -> None:
+        """Count a request once, when it is first admitted: not while it waits, nor when it returns from preemption."""
+        request, size = active.request, self._config.block_size
+        if active.is_admitted:
+            return
+        active.is_admitted = True
+        if request.counted:
+            return
+        request.counted = True
+        num_gpu = min(active.num_gpu_blocks, active.num_matched_blocks)
+        num_gpu_tokens = num_gpu * size + active.num_copied_tokens
+        num_storage = active.num_storage_blocks(num_gpu, active.num_matched_blocks)
+        num_cpu = active.num_matched_blocks - num_gpu - num_storage
+        hit_tokens = (num_gpu_tokens, num_cpu * size, num_storage * size)
+        record = functools.partial(self._metrics.record_request, request.num_tokens, hit_tokens)
+        self.books.mishaps.ask("metrics", record, None)
+
+    def end(self, active: ActiveRequest) -> array[int]:
+        """The request goes; returns the blocks that are its own, which are the caller's to free."""
+        if active.is_ahead:
+            self.ahead.end(active, arrived=False)
+        self.matcher.settle(active)
+        private_ids = active.private_ids()
+        del self._requests[active.request.request_id]  # after what may lack memory: a failed release can be repeated
+        return private_ids
+
+    # -- all of them
+
+    def settle_all(self) -> None:
+        """The bytes of a tier are about to go: fix every match at what is there, with nothing in flight."""
+        for active in self:
+            self.matcher.settle(active)
+            if active.is_ahead and not all(transfer.succeeded for transfer in active.ahead):
+                self.ahead.end(active, arrived=False)
+
+    def _on_fetched(self, fetched: Fetched) -> None:
+        active = self._requests.get(fetched.prefetch.request_id)
+        if active is not None and active.prefetch is fetched.prefetch:
+            self.matcher.grow(active)

@@ -1,0 +1,65 @@
+"""Requests that use blocks before the loads that bring them have ended. Under the lock."""
+
+from __future__ import annotations
+
+from array import array
+
+from fastdeploy_cache.books.path import coming_ids
+from fastdeploy_cache.books.transfer import Transfer
+from fastdeploy_cache.movement.block_mover import BlockMover
+from fastdeploy_cache.requests.active_request import ActiveRequest, Phase
+from fastdeploy_cache.requests.matcher import Matcher
+
+
+class RunsAhead:
+    """See `PrefixCacheManager.allocate` with `ahead_of_loads`, and `confirm`."""
+
+    def __init__(self, matcher: Matcher, mover: BlockMover) -> None:
+        self._matcher, self._mover = matcher, mover
+
+    def coming(self, active: ActiveRequest) -> tuple[array[int], list[Transfer]]:
+        """The ids of the pinned blocks behind the readable ones, and the loads that bring them.
+
+        Some may be on the GPU already: in front of the rest of an image.
+        """
+        if active.is_ahead:
+            return active.block_ids[active.num_readable_blocks : active.num_matched_blocks], active.ahead
+        readable, path = self._matcher.arrived(active)
+        return coming_ids(path, len(readable), active.num_pinned_blocks)
+
+    def begin(self, active: ActiveRequest) -> None:
+        """Let the request use the blocks that are coming as if they were there; nothing is published until they are."""
+        (ids, _), (coming, transfers) = self._matcher.arrived(active), self.coming(active)
+        if active.copy is not None or not coming or len(ids) + len(coming) < active.num_pinned_blocks:
+            self._matcher.show(active, is_final=True)  # the caller looks again after this
+            return
+        self._matcher.end_prefetch(active)
+        active.ahead = transfers
+        for transfer in transfers:
+            self._mover.use_ahead(transfer)
+        active.block_ids, active.num_readable_blocks = ids + coming, len(ids)
+        active.num_matched_blocks = active.num_committed_blocks = len(active.block_ids)
+        active.enter(Phase.AHEAD)
+
+    def end(self, active: ActiveRequest, arrived: bool) -> None:
+        """Decide what has become of the request that ran ahead: settled for good, or void.
+
+        `arrived`: nobody has used a layer that was not in.
+        """
+        matcher = self._matcher
+        came = arrived and all(transfer.succeeded for transfer in active.ahead) and not matcher.is_lost(active)
+        ids, path = matcher.arrived(active)
+        matcher.stop_waiting(active)
+        active.enter(Phase.SETTLED if came else Phase.VOID)
+        if came and len(ids) == active.num_pinned_blocks:
+            return
+        active.is_detached = True
+        if not came:
+            active.num_matched_blocks = active.num_readable_blocks
+        matcher.cut(active, path, len(ids))
+
+    def leave(self, active: ActiveRequest) -> None:
+        """The request uses no block of its loads any more."""
+        for transfer in active.ahead:
+            self._mover.end_ahead(transfer)
+        active.ahead = []

@@ -1,0 +1,57 @@
+"""What stands where no store is attached: it has nothing, wants nothing and waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.storage.prefetch import StoragePrefetch
+
+
+class NoReads:
+    """See `StorageReads`."""
+
+    def wants(self, num_missing_blocks: int) -> bool:  # noqa: ARG002 (see `StorageReads`)
+        """There is nobody to ask."""
+        return False
+
+    def start(self, prefetch: StoragePrefetch) -> None:
+        """Nothing comes: see `wants`."""
+        prefetch.done.set()
+
+    def of(self, request_id: str) -> StoragePrefetch | None:  # noqa: ARG002 (see `StorageReads`)
+        """Nothing is being fetched."""
+        return None
+
+    take = of
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is being fetched."""
+
+    def follow(self, prefetch: StoragePrefetch) -> None:
+        """A prefetch of a store that was detached has ended."""
+
+    def revoke(self, prefetch: StoragePrefetch) -> None:
+        """It has ended with its store."""
+
+
+class NoTier:
+    """See `StorageTier`."""
+
+    def __init__(self) -> None:
+        self.reads = NoReads()
+        self.held_ids: Sequence[int] = ()
+        self.is_idle = True
+
+    def write(self, path: Sequence[Run]) -> None:
+        """There is nothing to write to."""
+
+    def be_quiet(self, quiet: bool) -> None:
+        """It is."""
+
+    def wait_settled(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (see `StorageTier`)
+        """Nothing is on its way."""
+        return True
+
+    def stats(self) -> None:
+        """There is nothing to count."""

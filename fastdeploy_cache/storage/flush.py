@@ -1,0 +1,74 @@
+"""Writing all that is cached to storage, and asking whether it is there: before a planned end."""
+
+from __future__ import annotations
+
+import time
+
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.run import CPU, Run
+from fastdeploy_cache.books.transfer import wait_done
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.movement.movement import Movement
+from fastdeploy_cache.storage.tier import StorageTier
+
+logger = event_log(__name__)
+
+
+class Flush:
+    """One round of it, by a deadline of the monotonic clock. Not under the lock."""
+
+    def __init__(self, books: Books, movement: Movement, tier: StorageTier) -> None:
+        self._books, self._movement, self._tier = books, movement, tier
+
+    def run(self, deadline: float) -> bool:
+        """See `Storage.flush`. What is on the GPU only goes through the CPU tier, in as many rounds as that takes."""
+        num_before: int | None = None
+        while True:
+            with self._books:
+                if not self._tier.is_attached or not self._tier.link.client.available:
+                    return False
+                self._tier.write_out.write(self._unstored_runs())
+            if not self._tier.writes.wait_drained(deadline - time.monotonic()):
+                return False
+            with self._books:
+                # only now: copies make room for themselves among what is written
+                runs = self._unstored_runs()
+                num_left = sum(run.num_blocks - run.num_stored for run in runs)
+                if not runs:
+                    break
+                if num_before is not None and num_left >= num_before:
+                    return False
+                num_before = num_left
+                self._copy(runs)
+                copies = list(self._movement.mover.in_flight.values())
+            if not wait_done(copies, deadline - time.monotonic()):
+                return False
+        return self._is_all_there(deadline)
+
+    def _copy(self, runs: list[Run]) -> None:
+        """Copy down what there is room for."""
+        num_room = self._books.residency.num_available(CPU)
+        for run in runs:
+            if num_room > 0:
+                num_room -= max(0, run.num_gpu - run.num_stored)
+                self._movement.copy_down.store((run,), unstored=True)
+
+    def _is_all_there(self, deadline: float) -> bool:
+        """Ask the store for all that is cached: it may have dropped what it took."""
+        audits = self._tier.audits
+        with self._books:
+            if not self._tier.is_attached:
+                return False
+            audit = audits.start()
+        audit.done.wait(max(0.0, deadline - time.monotonic()))
+        with self._books:
+            if not audit.done.is_set():
+                audits.give_up(audit)
+            is_whole = audits.is_whole(audit) and not self._unstored_runs()
+        if audit.num_missing:
+            logger.warning("event=storage_dropped blocks=%d of=%d", audit.num_missing, sum(audit.num_asked.values()))
+        return is_whole
+
+    def _unstored_runs(self) -> list[Run]:
+        tree = self._books.tree
+        return [run for run in tree.runs() if run.epoch == tree.epoch and run.num_stored < run.num_blocks]

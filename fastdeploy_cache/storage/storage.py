@@ -1,0 +1,206 @@
+"""Storage, as an engine attaches it: `cache.storage`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from threading import RLock
+
+from fastdeploy_cache.books.block_hash import BlockHasher
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.prefix_tree import BlockKeys
+from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.errors import ClosedError, ConfigError
+from fastdeploy_cache.movement.movement import Movement
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.stats import StorageTierStats
+from fastdeploy_cache.storage.absent import NoReads, NoTier
+from fastdeploy_cache.storage.flush import Flush
+from fastdeploy_cache.storage.prefetch import StoragePrefetch
+from fastdeploy_cache.storage.reads import StorageReads
+from fastdeploy_cache.storage.tier import StorageTier
+from fastdeploy_cache.transfer_manager.storage.client import StorageClient, StorageProcesses
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+
+_FOREVER_SECONDS = 1e9
+
+
+class Storage:
+    """The store below the CPU tier, if there is one. Any thread, but for what is marked as under the lock."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        books: Books,
+        movement: Movement,
+    ) -> None:
+        self.renaming = RLock()  # one attach, detach or change of weights at a time; the last does both others
+        self._config, self._books, self._movement = config, books, movement
+        self._tier: StorageTier | NoTier = NoTier()
+        self._detached: list[StorageTier] = []  # whose last answers are still to come
+        self._given: StorageConfig | None = None  # the settings of a store whose processes we start
+        self._is_attaching = False
+
+    # -- verbs
+
+    def attach(self, storage: StorageConfig, *, client: StorageClient | None = None) -> None:
+        """Open a store below the CPU tier; one that cannot be reached yet is tried again and again.
+
+        With other weights than those of the store before, everything that is cached is forgotten, as by `reset`.
+        `client` replaces the storage processes (tests, simulation).
+
+        Raises:
+            ConfigError: there is one already, no layout, or no CPU block to go through.
+            StorageRefusedError: its settings are wrong.
+        """
+        with self.renaming:  # a detach beside it would find nothing yet, and return before the store is there
+            with self._books:
+                self._books.check_open()
+                if self.is_attached or self._is_attaching:  # by a callback of the store that is opening
+                    raise ConfigError("a store is attached; detach_storage first")
+                self._is_attaching = True
+            try:
+                self._attach(storage, client)
+            finally:
+                self._is_attaching = False
+
+    def _attach(self, storage: StorageConfig, client: StorageClient | None) -> None:
+        config, layout = self._config, self._config.rank_layout()
+        if not config.pool_sizes()[1] or (layout is None and client is None):
+            raise ConfigError("storage goes through the CPU tier and needs a layout; give the cache num_cpu_blocks")
+        self._given = storage if client is None else None
+        if client is None:
+            assert layout is not None
+            segments = self._movement.client.cpu_segments()
+            client = StorageProcesses(
+                storage, config.transfer, layout=layout, block_size=config.block_size, segments=segments
+            )
+        tier = StorageTier(config, storage, self._books, client, self._movement)
+        try:
+            client.start(tier.on_result, tier.on_ready)
+        except BaseException:
+            tier.link.close()
+            raise
+        try:
+            with self._books:
+                self._books.check_open()
+                self._books.follow_weights(storage.weights_id)
+                self._tier = tier
+                tier.attach()
+                tier.be_quiet(self._movement.mover.is_quiet)
+        except ClosedError:
+            client.stop()
+            tier.link.close()
+            raise
+
+    def detach(self) -> None:
+        """End the storage processes; what is on its way is answered as failed. Safe without a store."""
+        with self.renaming:
+            self._given = None
+            self._detach()
+
+    def detach_for(self, storage: StorageConfig) -> None:
+        """Detach, to be attached with other settings next. Where that fails, `settings` are these all the same."""
+        with self.renaming:
+            self._given = storage
+            self._detach()
+
+    def _detach(self) -> None:
+        with self._books:
+            tier, self._tier = self._tier, NoTier()
+            if isinstance(tier, NoTier):
+                return
+            tier.detach()
+            self._detached.append(tier)
+        tier.link.client.stop()
+        with self._books:  # the last answers are in: hand over what they led to
+            self._detached.remove(tier)
+        tier.close()
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Write all that is cached to storage and wait for it: before a planned end. True when storage has it all.
+
+        What is on the GPU only goes through the CPU tier, in as many rounds as that takes. An admission filter decides
+        as ever. Then storage is asked for every block: it may have dropped what it took, for later blocks or on a full
+        disk; what is missing so is written by the next flush. False: no store, one that fails, declines or drops, or
+        the time is over.
+        """
+        deadline, tier = time.monotonic() + timeout_seconds, self._tier
+        if isinstance(tier, NoTier):
+            return False
+        return Flush(self._books, self._movement, tier).run(deadline)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is a store, whether or not it works now."""
+        return isinstance(self._tier, StorageTier)
+
+    # -- for the other rooms, under the lock
+
+    @property
+    def settings(self) -> StorageConfig | None:
+        """Of a store whose processes are ours to start again; None without one."""
+        return self._given
+
+    @property
+    def reads(self) -> StorageReads | NoReads:
+        """What is looked up and fetched."""
+        return self._tier.reads
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is on its way, and nothing queued."""
+        return self._tier.is_idle
+
+    @property
+    def held_ids(self) -> list[int]:
+        """CPU blocks that tasks of storage own, of stores that were detached, too."""
+        return [block_id for tier in (*self._detached, self._tier) for block_id in tier.held_ids]
+
+    def write(self, path: Sequence[Run]) -> None:
+        """Write these runs now, whatever the policies say; what is on the GPU only is copied down for it."""
+        self._tier.write(path)
+
+    def be_quiet(self, quiet: bool) -> None:
+        """Start nothing more, and answer who waits; or go on."""
+        self._tier.be_quiet(quiet)
+
+    def stats(self) -> StorageTierStats | None:
+        """How it goes; None where no store is attached."""
+        return self._tier.stats()
+
+    # -- for the other rooms, not under the lock
+
+    def wait_settled(self, timeout_seconds: float) -> bool:
+        """Wait until nothing is on its way, after `be_quiet`; False when the time is over first."""
+        return self._tier.wait_settled(timeout_seconds)
+
+    def new_prefetch(
+        self, request: Request, keys: BlockKeys, first: int, parent_hash: bytes, epoch: int
+    ) -> StoragePrefetch:
+        """Of the request's blocks from `first` on, as the tree was in `epoch`. Hashes them."""
+        num_blocks = (request.num_tokens - 1) // self._config.block_size - first
+        hashes = BlockHasher(self._config.block_size).extend(parent_hash, keys.tokens, first, num_blocks, keys.extras)
+        return StoragePrefetch(
+            request_id=request.request_id,
+            namespace=request.namespace,
+            keys=keys,
+            first=first,
+            hashes=hashes,
+            epoch=epoch,
+            deadline=time.monotonic() + self._patience(num_blocks),
+            priority=request.priority,
+        )
+
+    def _patience(self, num_blocks: int) -> float:
+        """Seconds that a request may wait for so many blocks from storage."""
+        config = self._config
+        if config.prefetch_policy == "best_effort":
+            return 0.0
+        if config.prefetch_policy == "wait_complete":
+            return _FOREVER_SECONDS  # every task has a deadline, and after it an answer
+        num_tokens = num_blocks * config.block_size
+        seconds = config.prefetch_timeout_seconds + config.prefetch_seconds_per_1024_tokens * num_tokens / 1024
+        worth = self._movement.speeds.patience_seconds(num_blocks)
+        return seconds if worth is None else min(seconds, worth)
