@@ -40,7 +40,7 @@ class Story:
 
     def check(self, live: LiveRequest) -> None:
         """What the cache files the request's tokens by is what its caller computes them into."""
-        active = self.model.cache._requests[live.request.request_id]
+        active = self.model.cache._requests.active(live.request)
         assert active.block_ids.tolist() == live.table, "the cache's table is not its caller's"
         self.model.cache.check_invariants()
 
@@ -102,9 +102,8 @@ def play(story: Story, landings: tuple[int, ...], look: str, error: str | None) 
         model.settle(live)
     seen = live.match.num_tokens
     story.land(landings[1])
-    had_more = (
-        len(model.cache._requests.matcher._arrived(model.cache._requests[live.request.request_id])[0]) * SIZE > seen
-    )
+    requests = model.cache._requests
+    had_more = len(requests.matcher.arrived(requests.active(live.request))[0]) * SIZE > seen
     assert model.allocate(live, -(-len(story.tokens) // SIZE) - len(live.match.block_ids))
     story.check(live)
     story.land(landings[2])

@@ -165,9 +165,7 @@ def test_a_store_of_other_weights_ends_transfers(pair: Pair) -> None:
     live = a.must_match(TEXT)
     assert a.allocate(live, 11)
     with pytest.raises(PeerRefusedError, match="'v', this one 'w'"):
-        b.cache.peers.receive(
-            Request(request_id="b", prompt_token_ids=TEXT), a.cache.peers.offer(live.request).peers.offer
-        )
+        b.cache.peers.receive(Request(request_id="b", prompt_token_ids=TEXT), a.cache.peers.offer(live.request).offer)
 
 
 def test_weights_that_change_while_a_receive_is_checked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +173,7 @@ def test_weights_that_change_while_a_receive_is_checked(pair: Pair, monkeypatch:
     a, b = pair.a, pair.b
     live = a.must_match(TEXT)
     assert a.allocate(live, 11)
-    offer = a.cache.peers.offer(live.request).peers.offer
+    offer = a.cache.peers.offer(live.request).offer
     peers = b.cache.peers.road
     assert peers is not None
     check = peers.offers.check
@@ -259,7 +257,7 @@ def test_a_prompt_that_can_never_fit_is_no_shortage() -> None:
     assert pair.a.allocate(live, 11)
     with pytest.raises(PromptTooLongError):
         small.cache.peers.receive(
-            Request(request_id="b", prompt_token_ids=TEXT), pair.a.cache.peers.offer(live.request).peers.offer
+            Request(request_id="b", prompt_token_ids=TEXT), pair.a.cache.peers.offer(live.request).offer
         )
 
 
@@ -312,7 +310,7 @@ def test_a_true_offer_for_another_prompt_is_refused(group: Pair) -> None:
     """Replayed with other tokens, or in another namespace."""
     live = group.a.must_match(TEXT)
     assert group.a.allocate(live, 11)
-    offer = group.a.cache.peers.offer(live.request).peers.offer
+    offer = group.a.cache.peers.offer(live.request).offer
     others = [{"prompt_token_ids": [6 - t for t in TEXT]}, {"prompt_token_ids": TEXT, "namespace": "salt"}]
     for other in others:
         request = Request(request_id="b", **other)

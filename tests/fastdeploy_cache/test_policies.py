@@ -348,9 +348,9 @@ def test_no_policy_keeps_evicted_runs_alive(policy: str, by_lru: bool) -> None:
     """Long churn with hints that last a day: the runs that are alive are about those that are cached."""
     cache = Cache(policy, 64)
     if policy == "reuse":
-        cache.manager._tree.policy.chosen._by_lru = lambda: by_lru  # type: ignore[attr-defined]
+        cache.manager._books.tree.policy.chosen._by_lru = lambda: by_lru  # type: ignore[attr-defined]
         if not by_lru:
-            cache.manager._tree.policy.chosen.history._rebuild(0.0)  # type: ignore[attr-defined]
+            cache.manager._books.tree.policy.chosen.history._rebuild(0.0)  # type: ignore[attr-defined]
     gc.collect()
     before = sum(isinstance(each, Run) for each in gc.get_objects())
     for i in range(2000):

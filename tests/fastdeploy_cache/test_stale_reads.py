@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from fastdeploy_cache.books.block_pool import TASK
+from fastdeploy_cache.books.path import Part
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.books.transfer import Segment, Transfer
-from fastdeploy_cache.movement.block_mover import BlockMover, Part
+from fastdeploy_cache.movement.block_mover import BlockMover
+from fastdeploy_cache.movement.cargo import Landings
 from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.matcher import Matcher
+from fastdeploy_cache.requests.publisher import Publisher
 from tests.rigs.cache_model import CacheModel
 
 A, B, C, NEW = ([base + i for i in range(200)] for base in (1000, 2000, 3000, 4000))
@@ -54,12 +57,12 @@ def stores_of_what_is_not_computed() -> CacheModel:
 
 def break_commit(patch: Patch) -> None:
     """All blocks that a request holds are published with the first commit."""
-    publish = Matcher.publish
+    publish = Publisher._publish
 
-    def too_much(self: Matcher, active: ActiveRequest, num_blocks: int) -> None:
+    def too_much(self: Publisher, active: ActiveRequest, num_blocks: int) -> None:
         publish(self, active, max(num_blocks, min(len(active.block_ids), active.request.num_tokens)))
 
-    patch.setattr(Matcher, "publish", too_much)
+    patch.setattr(Publisher, "_publish", too_much)
 
 
 def reads_of_a_load_in_flight() -> CacheModel:
@@ -141,10 +144,10 @@ def reads_ahead_of_a_superseded_load() -> CacheModel:
 def break_ahead(patch: Patch) -> None:
     """Ids that no run took go home when the load lands, whoever uses them."""
 
-    def free(self: BlockMover, transfer: Transfer, ids: array[int]) -> None:
-        self._tree.pools[transfer.tier].free(ids, TASK)
+    def free(self: Landings, ids: array[int]) -> None:
+        self._books.pools[self._transfer.tier].free(ids, TASK)
 
-    patch.setattr(BlockMover, "_send_home", free)
+    patch.setattr(Landings, "_send_home", free)
 
 
 def writes_behind_a_whole_hit() -> CacheModel:
@@ -167,7 +170,7 @@ def break_copy(patch: Patch) -> None:
     def without_copy(self: Matcher, active: ActiveRequest, ids: array[int]) -> None:
         copy, num_before = active.copy, len(ids)
         settle_at(self, active, ids)
-        if copy is not None and copy.landed:
+        if copy is not None and copy.has_landed:
             path = self._tree.find(active.request.namespace, active.keys, num_before + 1)[0]
             active.block_ids[-1] = [i for run in path for i in run.ids[0]][num_before]
 

@@ -18,7 +18,7 @@ SECONDS = 10.0
 
 def tier_of(rig: Rig) -> StorageTier:
     tier = rig.model.cache.storage._tier
-    assert tier is not None
+    assert isinstance(tier, StorageTier)
     return tier
 
 
@@ -76,8 +76,8 @@ def test_a_probe_tells_of_both_sides() -> None:
     link = tier_of(rig).link
     rig.store.probes_write = False
     for _ in range(3):
-        link.probe()
-        link.submit()
+        with rig.model.cache._books:
+            link.probe()
         rig.store.land_all()
     assert (link.reading.state, link.writing.state) == (BreakerState.CLOSED, BreakerState.OPEN)
     rig.finish()
@@ -254,7 +254,7 @@ def test_two_changes_of_weights_come_one_after_the_other() -> None:
     """Side by side, the store of the one would be attached while the books have been forgotten for the other."""
     rig = Rig()
     cache = rig.model.cache
-    cache._reopen = STORE
+    cache.storage._given = STORE
     steps: list[str] = []
     second = threading.Thread(target=lambda: cache.reset(weights_id="w3"))
 

@@ -39,8 +39,8 @@ def in_cold_zone(model: CacheModel) -> set[Block]:
 
 def look_ahead(model: CacheModel) -> None:
     """What every few moved blocks lead to."""
-    model.cache._movement.copy_down.look_ahead()
-    model.cache._submit()
+    with model.cache._books:
+        model.cache._movement.copy_down.look_ahead()
 
 
 def write_back(policy: str = "lru", num_gpu: int = 40, num_cpu: int = 100, **settings: object) -> CacheModel:

@@ -12,6 +12,7 @@ import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
 from fastdeploy_cache import ranks as rank_access
+from fastdeploy_cache.books.generations import Reason
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.config import WRITE_POLICIES
 from tests.faults.test_storage_processes import file_storage
@@ -92,7 +93,7 @@ def test_a_story_finds_blocks_of_arrays_that_are_gone(monkeypatch: pytest.Monkey
     """The rig's own check: a cache that still finds what lay in a dead rank's arrays does not get through a story."""
 
     def forget_nothing(tree: PrefixTree) -> None:
-        tree.num_kv_losses += 1
+        tree.generations.begin(Reason.GPU_LOST)
 
     monkeypatch.setattr(rank_access, "drop_gpu", forget_nothing)
     with PrefixCacheManager(chaos_config(0, kv_owner="transfer")) as cache, pytest.raises(WrongBytesError):

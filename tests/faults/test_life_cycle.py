@@ -227,7 +227,7 @@ def test_100_random_changes_among_traffic() -> None:
                 if verb == "sleep":
                     cache.life.sleep(20, tiers=choose.choice([("gpu",), ("cpu",), ("gpu", "cpu")]))
                 else:
-                    getattr(cache, verb)(timeout_seconds=20)
+                    getattr(cache.life, verb)(timeout_seconds=20)
                 num_done[verb] += 1
             except LifeCycleError as refused:
                 if "it has to be" not in str(refused) or cache.life.status is not before:
@@ -306,7 +306,7 @@ def test_what_a_caller_computed_before_is_not_cached_afterwards(verb: str) -> No
         if verb == "kv_lost":
             cache.ranks._forget_gpu(0, has_kv=None)
         else:
-            getattr(cache, verb)()
+            getattr(cache.life, verb)()
         if verb == "sleep":
             cache.life.wake()
         assert cache.blocks.insert(names, ids).duplicate_ids == ids

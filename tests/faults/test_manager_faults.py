@@ -73,20 +73,20 @@ def test_ids_of_a_hung_load_are_not_used_before_the_rank_is_gone() -> None:
         victim = pids(cache._movement.client)[0]
         with watched(victim) as pidfd:
             seen: list[tuple[bool, int]] = []
-            finish = cache._movement.mover.finish
+            finish = cache._movement.mover._finish
 
-            def note(result: TransferResult) -> int:
+            def note(result: TransferResult) -> None:
                 seen.append((is_gone(pidfd), cache._books.pools[0].count(Owner.TASK)))
-                return finish(result)
+                finish(result)
 
-            cache._movement.mover.finish = note  # type: ignore[method-assign]
+            cache._movement.mover._finish = note  # type: ignore[method-assign]
             stopped(victim)
             request = Request(request_id="hung", prompt_token_ids=PROMPT)
             cache.match(request)
             cache.release(request)  # the request goes, the task and its ids stay
             assert cache.stats().gpu.num_in_flight == 5
             assert cache.wait_for_transfers(SECONDS)
-            cache._movement.mover.finish = finish  # type: ignore[method-assign]
+            cache._movement.mover._finish = finish  # type: ignore[method-assign]
         assert seen == [(True, 5)], "the old rank was gone when the ids were still the task's"
         assert cache.stats().gpu.num_in_flight == 0
         assert cache._movement.client.wait_ready(SECONDS) and pids(cache._movement.client)[0] != victim

@@ -172,7 +172,7 @@ def test_back_pressure(rig: Rig) -> None:
     decode.receive("a", TOKENS, offer)
     assert prefill.wait_send("a")[0]
     request, *_ = prefill._requests["b"]
-    assert prefill.cache.peers.offer(request).peers.offer
+    assert prefill.cache.peers.offer(request).offer
     prefill.release("b")
     prefill.release("a")
 

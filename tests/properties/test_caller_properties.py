@@ -85,10 +85,10 @@ class Caller:
         done = cache.blocks.insert(request, ids, first_block=first, pin=with_pin, used=self.choose.random() < 0.7)
         if not self.are_current(ids):
             assert done.duplicate_ids == ids and done.num_blocks == first, "what may have gone was cached"
-        elif done.num_blocks < first + len(ids) and GPU not in cache._life.asleep:
+        elif done.num_blocks < first + len(ids) and GPU not in cache._books.asleep:
             self.model.committed |= set(contents[: done.num_blocks])  # memory ran out between two runs
             assert set(done.duplicate_ids) >= set(ids[done.num_blocks - first :]), "what is not cached is the caller's"
-        elif ids and GPU not in cache._life.asleep:
+        elif ids and GPU not in cache._books.asleep:
             assert done.duplicate_ids == ids[: len(done.duplicate_ids)], "what is cached is a prefix"
             assert len(done.duplicate_ids) == min(len(ids), max(0, len(found.block_ids) - first))
             self.model.committed |= set(contents[: first + len(ids)])
@@ -211,7 +211,7 @@ class Caller:
         client.land_all()
         self.end_copies()  # what has come may be gone afterwards
         client.auto = True
-        before, asleep = cache.life.status, cache._life.asleep
+        before, asleep = cache.life.status, cache._books.asleep
         verb = self.choose.choice(["pause", "resume", "sleep", "wake", "clear", "update"])
         try:
             if verb == "sleep":
@@ -229,7 +229,7 @@ class Caller:
                 }[verb]()
         except LifeCycleError:
             assert before is LifeCycleStatus.ASLEEP or verb == "wake"
-            assert (cache.life.status, cache._life.asleep) == (before, asleep)
+            assert (cache.life.status, cache._books.asleep) == (before, asleep)
         else:
             if verb in ("clear", "update"):
                 model.epoch += 1

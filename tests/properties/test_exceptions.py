@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager
+from fastdeploy_cache.callers.blocks import Blocks
+from fastdeploy_cache.callers.copies import BlockCopies
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.policies.eviction import EvictionPolicy, LeastRecentlyUsed, Priority
 from fastdeploy_cache.policies.reuse import Reuse
+from fastdeploy_cache.ranks import Ranks
 from fastdeploy_cache.requests.loads import MatchLoads
-from fastdeploy_cache.storage.access import StorageAccess
+from fastdeploy_cache.storage.storage import Storage
 from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
 from tests.properties.test_caller_properties import STEPS, new_caller, take_step
@@ -34,8 +37,13 @@ OPERATIONS = (
 )  # fmt: skip
 NUM_STEPS = 160
 VERBS = (
-    "match", "allocate", "commit", "release", "prefetch", "end_prefetch", "write_to_storage", "reset", "kv_lost",
-    "take", "give_back", "evict_runs", "insert", "pin", "unpin", "lookup", "load", "end_load", "swap_out", "swap_in",
+    (PrefixCacheManager, ("match", "allocate", "commit", "release", "prefetch", "end_prefetch", "write_to_storage",
+                          "reset")),
+    (Ranks, ("kv_lost",)),
+    (Storage, ("flush",)),
+    (Blocks, ("allocate", "free", "evict_runs", "insert", "pin", "unpin", "lookup")),
+    (BlockCopies, ("load", "end_load", "swap_out", "swap_in")),
+    (MatchLoads, ("poll", "wait")),
 )  # fmt: skip
 PASSED_ON = {"kv_lost", "flush"}  # what reaches their callers may come from the client: they ask exactly that
 CALLERS = ("a caller", "another caller")  # each the seed of a story
@@ -69,11 +77,9 @@ def tracer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracer]:
     outside |= methods("metric", CacheMetrics, CacheMetrics)
     outside[tick.__code__] = Site("clock", "clock", "tick")
     follows = Tracer(outside)
-    for verb in VERBS:
-        monkeypatch.setattr(PrefixCacheManager, verb, traced(follows, getattr(PrefixCacheManager, verb)))
-    monkeypatch.setattr(StorageAccess, "flush_storage", traced(follows, StorageAccess.flush_storage))
-    for look in ("poll", "wait"):
-        monkeypatch.setattr(MatchLoads, look, traced(follows, getattr(MatchLoads, look)))
+    for part, verbs in VERBS:
+        for verb in verbs:
+            monkeypatch.setattr(part, verb, traced(follows, getattr(part, verb)))
     for answers in (SimulatedClient, SimulatedStorage):
         monkeypatch.setattr(answers, "_answer", traced(follows, answers._answer))
     root = logging.getLogger("fastdeploy_cache")

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager
+from fastdeploy_cache.books.generations import Reason
 from fastdeploy_cache.books.run import CPU, GPU
 from fastdeploy_cache.errors import LayoutError
 from tests.faults.test_storage_processes import drained
@@ -68,7 +69,7 @@ class KVBytes:
 
     def refresh(self) -> None:
         """Map the arrays as they are now; none of any rank where one has none."""
-        self._num_losses = self.cache._books.tree.num_kv_losses
+        self._generation = self.cache.blocks.generation
         try:
             self.views = [self.cache.ranks.kv_views(rank) for rank in range(self.cache.config.transfer.tp_size)]
         except LayoutError:
@@ -77,7 +78,7 @@ class KVBytes:
     @property
     def are_lost(self) -> bool:
         """Whether arrays have come or gone since the last `refresh`: all that is on the GPU is void."""
-        return self.cache._books.tree.num_kv_losses != self._num_losses
+        return self.cache._books.tree.generations.has_had(Reason.GPU_LOST, self._generation)
 
     def write(self, prompt: Prompt, end: int) -> None:
         """The model computes up to a token."""

@@ -29,7 +29,7 @@ from fastdeploy_cache import (
     TransferConfig,
 )
 from fastdeploy_cache.errors import CacheError
-from fastdeploy_cache.peers.link_road import PeerTier
+from fastdeploy_cache.peers.link_road import LinkRoad
 
 BLOCK_SIZE = 4
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=6, head_dim=4, dtype="float16")
@@ -119,7 +119,7 @@ class Instance:
         """Until the first blocks of a receive have come, which nothing announces."""
         tokens = list(memoryview(self.receives[name][1].tokens).cast("i"))
         tier, deadline = self.cache.peers.road, time.monotonic() + SECONDS
-        assert isinstance(tier, PeerTier)
+        assert isinstance(tier, LinkRoad)
         ids = next(each.ids for each in tier.receives._by_task.values() if each.receive is self.receives[name][0])
         for block in range(num_blocks):
             prefix = tokens[: (block + 1) * BLOCK_SIZE]

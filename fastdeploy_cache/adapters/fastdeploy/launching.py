@@ -268,7 +268,7 @@ class Launching:
         tags = settings.pop("tags", None)
         try:
             if tags is None or "kv_cache" in (tags.split(",") if isinstance(tags, str) else tags):
-                getattr(self.cache, native)(**settings)
+                getattr(self.cache.life, native)(**settings)
         except (ConfigError, LayoutError) as error:
             return 400, f"{verb}: {error}"
         except CacheError as error:

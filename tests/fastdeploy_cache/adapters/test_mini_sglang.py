@@ -153,7 +153,7 @@ def test_insert_beside_another_user_of_the_manager(new_cache: NewCache, monkeypa
         cache.manager.blocks.insert(request, [3, 4])
         return found
 
-    monkeypatch.setattr(cache.manager, "lookup", look_then_be_late)
+    monkeypatch.setattr(cache.manager.blocks, "lookup", look_then_be_late)
     cached_len, handle = cache.insert_prefix([1, 2, 3], [0, 1, 2])
     assert (cached_len, handle.get_matched_indices().tolist()) == (2, [3, 4, 2])
     cache.manager.blocks.free([0, 1])

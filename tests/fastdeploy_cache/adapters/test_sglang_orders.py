@@ -98,7 +98,7 @@ def test_requests_from_before_a_change_are_not_cached_and_end(change: str, page_
     if change == "reset":
         scheduler.cache.reset()
     else:
-        getattr(scheduler.manager, change)()
+        getattr(scheduler.manager.life, change)()
     if change == "sleep":
         scheduler.manager.life.wake()
     scheduler.cache.cache_unfinished_req(reqs[2])
