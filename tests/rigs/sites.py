@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import fastdeploy_cache
 
 PACKAGE = Path(fastdeploy_cache.__file__).parent
+ROOMS = ("books", "policies", "movement", "requests", "storage", "peers", "callers")
 # Growth in proportion to blocks: of ids, tokens, hashes and the heaps of free ids and leaves.
 GROWING = {"extend", "heappush"}
 GROWN = {"ids", "block_ids", "tokens", "hashes", "duplicates", "sources", "kept_ids", "new", "evicted"}
@@ -62,7 +63,7 @@ def _kind(node: ast.AST) -> str | None:
 def lines() -> frozenset[Site]:
     """Every line of the manager's own modules (adapters stand above them) that asks for memory by blocks, or logs."""
     found = set[Site]()
-    for path in (*PACKAGE.glob("*.py"), *(PACKAGE / "policies").glob("*.py")):
+    for path in (path for room in ("", *ROOMS) for path in (PACKAGE / room).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             kind = _kind(node)
             if kind is not None:
