@@ -58,7 +58,7 @@ class LifeCycle:
     status         what verbs do
     =============  ==================================================================================================
     paused         all but moving: what is on the GPU is found, what is below is not loaded, nothing is copied down
-    asleep (gpu)   nothing is found, `allocate` and `take` raise `LifeCycleError`; requests from before are void
+    asleep (gpu)   nothing is found, `allocate` raises `LifeCycleError`; requests from before are void
     asleep (cpu)   as paused, over the GPU alone
     =============  ==================================================================================================
     """
@@ -107,7 +107,7 @@ class LifeCycle:
         """Forget what is in these tiers and give their memory back; returns how many bytes.
 
         What the other tier has stays cached. KV arrays that a worker owns are the worker's to free; on a GPU the
-        ranks' host memory is pinned and is kept. `flush_storage` first, to find it all again.
+        ranks' host memory is pinned and is kept. Flush the storage first, to find it all again.
 
         Raises:
             ConfigError: an unknown tier.

@@ -79,12 +79,7 @@ class PrefixCacheManager:
         """
         self.config = config
         client = client if client is not None else new_client(config)  # first: it refuses what does not fit
-        self.metrics = CacheMetrics(
-            tp_size=config.transfer.tp_size,
-            data_parallel_id=config.transfer.data_parallel_id,
-            window_seconds=config.hit_rate_window_seconds,
-            clock=clock,
-        )
+        self.metrics = _new_metrics(config, clock)
         num_gpu_blocks, num_cpu_blocks = config.pool_sizes()
         pools = (BlockPool("GPU", num_gpu_blocks), BlockPool("CPU", num_cpu_blocks))
         self._books = books = Books(PrefixTree(config.block_size, pools, policy or _new_policy(config, clock)))
@@ -380,6 +375,15 @@ class PrefixCacheManager:
 
     def _record(self, record: Callable[[], None]) -> None:
         self._books.call_later(functools.partial(self._books.mishaps.contain, "metrics", record))
+
+
+def _new_metrics(config: CacheConfig, clock: Callable[[], float]) -> CacheMetrics:
+    return CacheMetrics(
+        tp_size=config.transfer.tp_size,
+        data_parallel_id=config.transfer.data_parallel_id,
+        window_seconds=config.hit_rate_window_seconds,
+        clock=clock,
+    )
 
 
 def _new_policy(config: CacheConfig, clock: Callable[[], float]) -> EvictionPolicy:

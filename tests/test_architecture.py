@@ -230,7 +230,6 @@ def test_broad_except_only_at_the_boundaries() -> None:
     assert found == {
         "transfer_manager/process/lanes.py",
         "transfer_manager/process/io_thread.py",
-        "fastdeploy_cache/requests/loads.py",
         "fastdeploy_cache/books/mishaps.py",
         "fastdeploy_cache/policies/guarded.py",
         "launch/server/control.py",

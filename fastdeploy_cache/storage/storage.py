@@ -58,7 +58,7 @@ class Storage:
             with self._books:
                 self._books.check_open()
                 if self.is_attached or self._is_attaching:  # by a callback of the store that is opening
-                    raise ConfigError("a store is attached; detach_storage first")
+                    raise ConfigError("a store is attached; detach it first")
                 self._is_attaching = True
             try:
                 self._attach(storage, client)

@@ -177,7 +177,7 @@ def test_attaching_is_one_at_a_time_and_before_the_end() -> None:
 
     class Slow(SimulatedStorage):
         def start(self, on_result: object, on_ready: object) -> None:
-            with pytest.raises(ConfigError, match="detach_storage first"):
+            with pytest.raises(ConfigError, match="detach it first"):
                 cache.storage.attach(STORE, client=inside)
             refused.append(True)
             super().start(on_result, on_ready)  # type: ignore[arg-type]

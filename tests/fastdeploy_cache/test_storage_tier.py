@@ -234,7 +234,7 @@ def test_a_store_slower_than_computing_is_not_asked() -> None:
 def test_a_store_is_attached_once_and_detached_at_any_time() -> None:
     """What is on its way ends as failed, blocks go home, and the cache goes on without."""
     rig = Rig(stored(A))
-    with pytest.raises(ConfigError, match="detach_storage first"):
+    with pytest.raises(ConfigError, match="detach it first"):
         rig.model.cache.storage.attach(STORE, client=rig.store)
     rig.prefetch(A)
     rig.store.land()

@@ -136,7 +136,7 @@ class RadixPrefixCache:
         """The KV of these tokens lies in these slots: their whole pages are cached now, and evictable until locked.
 
         What was cached before keeps the slots that it had; of the rest the caller's pages become the cache's. Pages
-        are had from `manager.take`. With `lock` the handle is locked in the same step: the request goes on, and does
+        are had from `manager.blocks.allocate`. With `lock` the handle is locked in the same step: the request goes on, and does
         not count as a use yet.
 
         Raises:
@@ -171,7 +171,7 @@ class RadixPrefixCache:
         """Evict `size` tokens or more: whole nodes, those used longest ago first.
 
         Returns their slots, of each node from its first token on; the pages are the caller's now
-        (`manager.give_back`).
+        (`manager.blocks.free`).
 
         Raises:
             OutOfBlocksError: more than can be evicted (an assertion in the original); nothing was changed.
