@@ -29,6 +29,7 @@ from fastdeploy_cache.policies import new_policy
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.ranks import Ranks
 from fastdeploy_cache.request import Request
+from fastdeploy_cache.requests.active_request import WAITING
 from fastdeploy_cache.requests.invariants import Held, check
 from fastdeploy_cache.requests.loads import MatchLoads
 from fastdeploy_cache.requests.requests import Requests
@@ -195,11 +196,13 @@ class PrefixCacheManager:
         requests = self._requests
         with self._books:
             active = requests.active(request)
-            requests.matcher.settle(active)
+            if active.phase is WAITING:
+                requests.matcher.settle(active)
             num_held = len(active.block_ids) * self.config.block_size
             if not 0 <= num_computed_tokens <= min(request.num_tokens, num_held):
                 active.refuse_commit(num_computed_tokens, num_held)
-            requests.admit(active)
+            if not active.is_admitted:
+                requests.admit(active)
             requests.publisher.commit(active, num_computed_tokens)
             self.peers.road.sends.committed(active)
 

@@ -7,15 +7,14 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, Protocol, TypeVar
 
-from fastdeploy_cache.books.block_pool import BlockPool, Owner
+from fastdeploy_cache.books.block_pool import Owner
 from fastdeploy_cache.books.changes import Change, Forgotten, RoomCame
-from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.path import gpu_ids
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.prefix_tree import PrefixTree
-from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
 from fastdeploy_cache.errors import ClosedError, LifeCycleError
 from fastdeploy_cache.ipc.event_log import event_log
@@ -52,6 +51,7 @@ class Books:
 
     def __init__(self, tree: PrefixTree) -> None:
         self.tree = tree
+        self.pools, self.residency, self.mishaps = tree.pools, tree.residency, tree.mishaps
         self.pinned: dict[Pin, PinnedPrefix] = {}  # by callers that have no request
         self.weights_id: str | None = None  # of what is cached, as far as a store or a peer has told
         self.is_closed = False
@@ -65,25 +65,10 @@ class Books:
         self._waiters: set[object] = set()  # for CPU blocks
         self._num_room = -1  # CPU blocks that could be had when this was last looked at
 
-    @property
-    def pools(self) -> tuple[BlockPool, BlockPool]:
-        """By tier."""
-        return self.tree.pools
-
-    @property
-    def residency(self) -> Residency:
-        """Which blocks of each run are where."""
-        return self.tree.residency
-
-    @property
-    def mishaps(self) -> Mishaps:
-        """What has failed and was done without."""
-        return self.tree.mishaps
-
     # -- the turn
 
     def __enter__(self) -> None:
-        me = threading.get_ident()
+        me = get_ident()
         if self._thread == me:  # nobody else can have written our own number: no lock is needed to read it
             raise RuntimeError("a turn is taken inside another one of the same thread; leave that one first")
         self._lock.acquire()

@@ -14,17 +14,21 @@ class Reason(Enum):
 
 
 class Generations:
-    """Whoever keeps a number of `current` can ask later what has happened since. Under the lock."""
+    """Whoever keeps a number of `current` can ask later what has happened since. Under the lock.
+
+    Attributes:
+        current: raised each time.
+        last_reset: the generation that the last reset has begun; 0 before the first.
+        last_gpu_loss: likewise of the last loss of the bytes on the GPU.
+    """
 
     def __init__(self) -> None:
-        self.current = 0
-        self._last = dict.fromkeys(Reason, 0)  # the generation that began last for that reason
+        self.current = self.last_reset = self.last_gpu_loss = 0
 
     def begin(self, reason: Reason) -> None:
         """What was noted under an earlier number is of the past, for this reason."""
         self.current += 1
-        self._last[reason] = self.current
-
-    def has_had(self, reason: Reason, since: int) -> bool:
-        """Whether a generation has begun for this reason after number `since`."""
-        return self._last[reason] > since
+        if reason is Reason.RESET:
+            self.last_reset = self.current
+        elif reason is Reason.GPU_LOST:
+            self.last_gpu_loss = self.current

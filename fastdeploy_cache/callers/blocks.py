@@ -145,7 +145,8 @@ class Blocks:
             self._books.pools[GPU].hand_over(ids, CALLER, REQUEST)
             if not self._own.are_current(ids):
                 active.is_detached = True
-            self._requests.admit(active)
+            if not active.is_admitted:
+                self._requests.admit(active)
 
     # -- prefixes
 

@@ -10,7 +10,6 @@ from fastdeploy_cache.books.arrivals import insert_copies
 from fastdeploy_cache.books.block_pool import CALLER, TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Copied
-from fastdeploy_cache.books.generations import Reason
 from fastdeploy_cache.books.path import Part, coming_and_cold, coming_ids, gpu_ids
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.prefix_tree import BlockKeys
@@ -166,7 +165,7 @@ class BlockCopies:
         """
         load.wait(timeout_seconds)
         with self._books:
-            came = load.succeeded and not self._tree.generations.has_had(Reason.GPU_LOST, load.generation)
+            came = load.succeeded and self._tree.generations.last_gpu_loss <= load.generation
             transfers, pinned = load.end()
             if pinned is not None:  # others may have computed the same meanwhile: then theirs are the cached ones
                 ids = self._pinned_ids(pinned)

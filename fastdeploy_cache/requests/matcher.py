@@ -7,7 +7,6 @@ from array import array
 
 from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.generations import Reason
 from fastdeploy_cache.books.path import coming_and_cold, gpu_ids
 from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.books.run import GPU, Run
@@ -16,7 +15,7 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.requests.active_request import ActiveRequest, Phase
+from fastdeploy_cache.requests.active_request import SETTLED, WAITING, ActiveRequest
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 from fastdeploy_cache.storage.storage import Storage
 from fastdeploy_cache.transfer_manager.task import Direction
@@ -59,7 +58,7 @@ class Matcher:
     def grow(self, active: ActiveRequest) -> None:
         """More of the prompt has come to the CPU tier: load it, while the rest is still being read."""
         request, tree = active.request, self._tree
-        if active.phase is not Phase.WAITING or self.is_stale(active) or active.num_unloaded_blocks:
+        if active.phase is not WAITING or self.is_stale(active) or active.num_unloaded_blocks:
             self.end_prefetch(active)
             return
         path, num_found = tree.find(request.namespace, active.keys, active.num_asked_blocks)
@@ -144,11 +143,11 @@ class Matcher:
 
     def is_stale(self, active: ActiveRequest) -> bool:
         """Whether the cache was reset, for whatever reason, since the request was matched: it publishes nothing."""
-        return self._tree.generations.has_had(Reason.RESET, active.generation)
+        return self._tree.generations.last_reset > active.generation
 
     def is_lost(self, active: ActiveRequest) -> bool:
         """Whether the GPU's bytes have gone since the request was matched."""
-        return self._tree.generations.has_had(Reason.GPU_LOST, active.generation)
+        return self._tree.generations.last_gpu_loss > active.generation
 
     def arrived(self, active: ActiveRequest) -> tuple[array[int], list[Run]]:
         """Of the pinned blocks those that may be read, and the pinned path."""
@@ -163,7 +162,7 @@ class Matcher:
         The match settles here when nothing is coming any more, or where `is_final`.
         """
         is_fetching = self.is_fetching(active)
-        if active.phase is Phase.WAITING:
+        if active.phase is WAITING:
             active.num_shown_blocks = 0 if self.is_lost(active) else len(self.arrived(active)[0])
             active.shows_copy = active.copy is not None and active.copy.has_landed
             if is_final or not (is_fetching or any(not transfer.done.is_set() for transfer in active.loads)):
@@ -206,7 +205,7 @@ class Matcher:
         saw: a block more in front of them, and what it computes would be filed one block off. Of a request that runs
         ahead `RunsAhead.end` decides.
         """
-        if active.phase is not Phase.WAITING:
+        if active.phase is not WAITING:
             return
         self.end_prefetch(active)
         ids, path = self.arrived(active)
@@ -217,7 +216,7 @@ class Matcher:
 
     def _settle_at(self, active: ActiveRequest, ids: array[int]) -> None:
         self.stop_waiting(active)
-        active.enter(Phase.SETTLED)
+        active.enter(SETTLED)
         active.block_ids = ids
         active.num_matched_blocks = active.num_committed_blocks = len(ids)
         copy, active.copy = active.copy, None

@@ -10,7 +10,7 @@ from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.policies.eviction import Asked
-from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.active_request import SETTLED, ActiveRequest
 from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.storage.storage import Storage
 
@@ -19,19 +19,21 @@ class Publisher:
     """What `commit`, `write_to_storage` and `release` do with the blocks of a request."""
 
     def __init__(self, config: CacheConfig, books: Books, movement: Movement, matcher: Matcher) -> None:
-        self._config, self._books, self._tree = config, books, books.tree
+        self._size, self._cache_outputs = config.block_size, config.cache_outputs
+        self._enabled = config.enable_prefix_caching
+        self._books, self._tree = books, books.tree
         self._matcher, self._copy_down, self._speeds = matcher, movement.copy_down, movement.speeds
 
     def commit(self, active: ActiveRequest, num_computed_tokens: int) -> None:
         """The first so many tokens are computed and accepted: their full blocks become findable."""
         self._note_prefill(active, num_computed_tokens)
         num_blocks = self._num_cacheable(active)
-        if num_blocks > active.num_committed_blocks and self._config.enable_prefix_caching and self.may(active):
+        if num_blocks > active.num_committed_blocks and self._enabled and self.may(active):
             self._publish(active, num_blocks)
 
     def may(self, active: ActiveRequest) -> bool:
         """Whether what it computes continues something that is cached."""
-        return active.is_settled and not active.is_detached and not self._matcher.is_stale(active)
+        return active.phase is SETTLED and not active.is_detached and not self._matcher.is_stale(active)
 
     def write(self, active: ActiveRequest, storage: Storage) -> None:
         """Write what is committed to storage now, whatever the policies say."""
@@ -46,12 +48,12 @@ class Publisher:
     def _num_cacheable(self, active: ActiveRequest) -> int:
         """Full blocks of what is computed that may be published."""
         num_tokens = active.num_computed_tokens
-        if not self._config.cache_outputs:
+        if not self._cache_outputs:
             num_tokens = min(num_tokens, active.request.num_prompt_tokens)
-        return num_tokens // self._config.block_size
+        return num_tokens // self._size
 
     def _note_prefill(self, active: ActiveRequest, num_computed_tokens: int) -> None:
-        now, num_matched = time.monotonic(), active.num_matched_tokens(self._config.block_size)
+        now, num_matched = time.monotonic(), active.num_matched_tokens(self._size)
         before = max(active.num_computed_tokens, num_matched)
         if active.stepped_at:
             self._speeds.note_prefill(num_computed_tokens - before, now - active.stepped_at)

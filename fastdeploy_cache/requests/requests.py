@@ -16,7 +16,7 @@ from fastdeploy_cache.errors import OutOfBlocksError, PromptTooLongError, Reques
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.requests.active_request import ActiveRequest, Phase
+from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest
 from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.requests.prefetches import Prefetches
 from fastdeploy_cache.requests.publisher import Publisher
@@ -94,7 +94,7 @@ class Requests:
         missing = num_blocks - self.books.residency.num_available(GPU)
         if missing > 0:
             raise OutOfBlocksError(missing, self.num_coming())
-        if active.phase is Phase.WAITING:
+        if active.phase is WAITING:
             if ahead_of_loads:
                 self.ahead.begin(active)
             else:
@@ -105,7 +105,8 @@ class Requests:
         except BaseException:  # no memory for a longer table: the blocks are nobody's else
             self.books.pools[GPU].free(ids, REQUEST)
             raise
-        self.admit(active)
+        if not active.is_admitted:
+            self.admit(active)
         active.stepped_at = time.monotonic()
         return ids
 
@@ -115,10 +116,7 @@ class Requests:
 
     def admit(self, active: ActiveRequest) -> None:
         """Count a request once, when it is first admitted: not while it waits, nor when it returns from preemption."""
-        request, size = active.request, self._config.block_size
-        if active.is_admitted:
-            return
-        active.is_admitted = True
+        request, size, active.is_admitted = active.request, self._config.block_size, True
         if request.counted:
             return
         request.counted = True

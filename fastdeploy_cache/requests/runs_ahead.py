@@ -7,7 +7,7 @@ from array import array
 from fastdeploy_cache.books.path import coming_ids
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.movement.block_mover import BlockMover
-from fastdeploy_cache.requests.active_request import ActiveRequest, Phase
+from fastdeploy_cache.requests.active_request import AHEAD, SETTLED, VOID, ActiveRequest
 from fastdeploy_cache.requests.matcher import Matcher
 
 
@@ -39,7 +39,7 @@ class RunsAhead:
             self._mover.use_ahead(transfer)
         active.block_ids, active.num_readable_blocks = ids + coming, len(ids)
         active.num_matched_blocks = active.num_committed_blocks = len(active.block_ids)
-        active.enter(Phase.AHEAD)
+        active.enter(AHEAD)
 
     def end(self, active: ActiveRequest, arrived: bool) -> None:
         """Decide what has become of the request that ran ahead: settled for good, or void.
@@ -50,7 +50,7 @@ class RunsAhead:
         came = arrived and all(transfer.succeeded for transfer in active.ahead) and not matcher.is_lost(active)
         ids, path = matcher.arrived(active)
         matcher.stop_waiting(active)
-        active.enter(Phase.SETTLED if came else Phase.VOID)
+        active.enter(SETTLED if came else VOID)
         if came and len(ids) == active.num_pinned_blocks:
             return
         active.is_detached = True

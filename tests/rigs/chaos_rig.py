@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager
-from fastdeploy_cache.books.generations import Reason
 from fastdeploy_cache.books.run import CPU, GPU
 from fastdeploy_cache.errors import LayoutError
 from tests.faults.test_storage_processes import drained
@@ -78,7 +77,7 @@ class KVBytes:
     @property
     def are_lost(self) -> bool:
         """Whether arrays have come or gone since the last `refresh`: all that is on the GPU is void."""
-        return self.cache._books.tree.generations.has_had(Reason.GPU_LOST, self._generation)
+        return self.cache._books.tree.generations.last_gpu_loss > self._generation
 
     def write(self, prompt: Prompt, end: int) -> None:
         """The model computes up to a token."""

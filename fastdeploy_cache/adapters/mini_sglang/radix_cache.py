@@ -136,8 +136,8 @@ class RadixPrefixCache:
         """The KV of these tokens lies in these slots: their whole pages are cached now, and evictable until locked.
 
         What was cached before keeps the slots that it had; of the rest the caller's pages become the cache's. Pages
-        are had from `manager.blocks.allocate`. With `lock` the handle is locked in the same step: the request goes on, and does
-        not count as a use yet.
+        are had from `manager.blocks.allocate`. With `lock` the handle is locked in the same step: the request goes on,
+        and does not count as a use yet.
 
         Raises:
             RequestError: not as many slots as tokens, or slots that are no pages.
