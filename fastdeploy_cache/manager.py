@@ -90,7 +90,7 @@ class PrefixCacheManager:
         self._requests = requests = Requests(config, books, movement, storage, self.metrics)
         self.blocks = Blocks(config, books, movement, requests)
         books.listen(TaskEnded, self._on_task_ended)
-        books.listen(StorageTaskEnded, lambda ended: self._record_task(ended.result))
+        books.listen(StorageTaskEnded, self._on_task_ended)
         self._exporters: list[MetricsExporter] = []
         self.peers = Peers(config, books, requests, self.metrics)
         self.ranks = Ranks(config, books, movement, self.peers, on_kv_lost)
@@ -362,22 +362,21 @@ class PrefixCacheManager:
 
     # -- what is recorded; the metrics are told after the turn, as they have a lock of their own
 
-    def _on_task_ended(self, ended: TaskEnded) -> None:
-        self._record_skipped(ended.num_lost)
-        self._record_task(ended.result)
+    def _on_task_ended(self, ended: TaskEnded | StorageTaskEnded) -> None:
+        self._books.call_later(functools.partial(self._record_task, ended.result))
+        if isinstance(ended, TaskEnded):
+            self._record_skipped(ended.num_lost)
 
     def _record_task(self, result: TransferResult) -> None:
         """What each rank has moved."""
         for r in result.ranks:
             sums = result.task.direction.value, r.rank, r.num_bytes, r.seconds, r.error is not None
-            self._record(functools.partial(self.metrics.record_swap, *sums))
+            self._books.mishaps.contain("metrics", functools.partial(self.metrics.record_swap, *sums))
 
     def _record_skipped(self, num_blocks: int) -> None:
         if num_blocks:
-            self._record(functools.partial(self.metrics.record_skipped_writes, num_blocks))
-
-    def _record(self, record: Callable[[], None]) -> None:
-        self._books.call_later(functools.partial(self._books.mishaps.contain, "metrics", record))
+            record = functools.partial(self.metrics.record_skipped_writes, num_blocks)
+            self._books.call_later(functools.partial(self._books.mishaps.contain, "metrics", record))
 
 
 def _new_metrics(config: CacheConfig, clock: Callable[[], float]) -> CacheMetrics:

@@ -230,6 +230,7 @@ def test_broad_except_only_at_the_boundaries() -> None:
     assert found == {
         "transfer_manager/process/lanes.py",
         "transfer_manager/process/io_thread.py",
+        "fastdeploy_cache/books/books.py",
         "fastdeploy_cache/books/mishaps.py",
         "fastdeploy_cache/policies/guarded.py",
         "launch/server/control.py",

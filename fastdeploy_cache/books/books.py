@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from array import array
 from collections import deque
@@ -74,14 +73,8 @@ class Books:
         self._lock.acquire()
         self._thread = me
 
-    def __exit__(self, *_: object) -> None:
-        is_at_rest = True
-        try:
-            if self._changes or self._waiters:
-                is_at_rest = self._settle()
-        finally:
-            self._thread = None
-            self._lock.release()
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        is_at_rest = self._settle_and_leave() if self._changes or self._waiters else self._leave()
         for outlet in self._outlets:
             if outlet.queued:
                 outlet.hand_over()
@@ -89,6 +82,19 @@ class Books:
             self._make_calls()
         if not is_at_rest:
             self._take_more_turns()
+
+    def _leave(self) -> bool:
+        """Give the lock back."""
+        self._thread = None
+        self._lock.release()
+        return True
+
+    def _settle_and_leave(self) -> bool:
+        """Whether settling has come to an end."""
+        try:
+            return self._settle()
+        finally:
+            self._leave()
 
     def _settle(self) -> bool:
         """Let every room hear of what has changed, and of what changes by that; whether it has come to an end."""
@@ -100,7 +106,10 @@ class Books:
             changes, self._changes = self._changes, deque()
             for change in changes:
                 for hear in self._listeners.get(type(change), ()):
-                    self.mishaps.contain("settling", functools.partial(hear, change))
+                    try:
+                        hear(change)
+                    except Exception:  # a room's fault costs that room's work, and not the verb
+                        self.mishaps.note("settling")
                 if change.pin is not None:
                     self.tree.unpin(change.pin)
         if self._changes:
@@ -119,8 +128,9 @@ class Books:
         for _ in range(MAX_ROUNDS):
             if is_at_rest:
                 return
-            with self._lock:
-                is_at_rest = self._settle()
+            self._lock.acquire()
+            self._thread = get_ident()
+            is_at_rest = self._settle_and_leave()
             for outlet in self._outlets:
                 outlet.hand_over()
             self._make_calls()

@@ -11,33 +11,33 @@ from dataclasses import dataclass
 from fastdeploy_cache.books.run import Pin
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Change:
     """Something that has happened. `pin`, where there is one, keeps its run until all have heard of it."""
 
     pin: Pin | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Copied(Change):
     """The run of `pin` has `num_blocks` more blocks in the CPU tier."""
 
     num_blocks: int
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Used(Change):
     """The path down to `pin` was used. `has_uncopied`: the CPU tier has no room for all of it at a time."""
 
     has_uncopied: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class RoomCame(Change):
     """More or fewer CPU blocks can be had than after the last turn, or somebody began to wait for some."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Forgotten(Change):
     """Nothing that was cached counts any more; what is cached from now on is of `weights_id`, where that is known."""
 

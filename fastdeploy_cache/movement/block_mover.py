@@ -15,7 +15,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Change
 from fastdeploy_cache.books.path import Part
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
-from fastdeploy_cache.books.transfer import Cargo, Segment, Transfer
+from fastdeploy_cache.books.transfer import Segment, Transfer
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.cargo import CallersBlocks, Landings, OneBlock
 from fastdeploy_cache.movement.outbox import Outbox
@@ -25,7 +25,7 @@ from fastdeploy_cache.transfer_manager.task import SWAPS, Direction, TransferRes
 logger = event_log(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class TaskEnded(Change):
     """Every rank has answered a task that moves blocks on the GPU or between the tiers."""
 
@@ -82,11 +82,12 @@ class BlockMover:
 
     def copy(self, run: Run, block: int, num_tokens: int) -> tuple[Transfer, OneBlock]:
         """Start copying the first tokens of one block of a run into a free GPU block; there is one."""
-        sources = run.ids[GPU][block : block + 1]
         ids = self._books.take(1, GPU, TASK)
         try:
-            cargo = OneBlock(self._books, Pin(run, block + 1), ids)
-            transfer = self._send(Direction.COPY, sources, ids, cargo, num_tokens)
+            transfer, cargo = self._new_transfer(GPU), OneBlock(self._books, Pin(run, block + 1), ids)
+            transfer.cargo = cargo
+            source_ids = run.ids[GPU][block : block + 1]
+            self._send(transfer, self._new_task(transfer, Direction.COPY, source_ids, ids, num_tokens))
         except BaseException:
             self._books.pools[GPU].free(ids, TASK)
             raise
@@ -97,7 +98,10 @@ class BlockMover:
     ) -> Transfer:
         """Start a copy from or into blocks that are no run's. The destinations are the task's already; where this
         raises they stay so, and are the caller's to give back."""
-        return self._send(direction, sources, cargo.ids, cargo, num_tokens)
+        transfer = self._new_transfer(CPU if direction is Direction.SWAP_OUT else GPU)
+        transfer.cargo = cargo
+        self._send(transfer, self._new_task(transfer, direction, sources, cargo.ids, num_tokens))
+        return transfer
 
     def barrier(self, direction: Direction) -> Transfer:
         """An empty task: it ends when every rank's lane has done what came before it."""
@@ -112,28 +116,32 @@ class BlockMover:
             sources += run.ids[CPU if tier is GPU else GPU][start : start + num_blocks]
         destinations = self._tree.pools[tier].allocate(len(sources), TASK)
         try:
+            transfer, position = self._new_transfer(tier), 0
+            for run, first, num_blocks in parts:
+                ids = destinations[position : position + num_blocks]
+                transfer.segments.append(Segment(transfer, run, first, ids))
+                position += num_blocks
+            transfer.cargo = Landings(self._books, transfer, self.num_landed)
             direction = Direction.SWAP_IN if tier is GPU else Direction.SWAP_OUT
-            self._send(direction, sources, destinations, parts)
+            self._send(transfer, self._new_task(transfer, direction, sources, destinations))
         except BaseException:
             self._tree.pools[tier].free(destinations, TASK)
             raise
 
-    def _send(
+    def _new_transfer(self, tier: Tier) -> Transfer:
+        transfer = Transfer(self._next_task_id, tier)
+        self._next_task_id += 1
+        return transfer
+
+    def _new_task(
         self,
+        transfer: Transfer,
         direction: Direction,
         sources: array[int],
         destinations: array[int],
-        cargo: Cargo | Sequence[Part],
         num_tokens: int | None = None,
-    ) -> Transfer:
-        """A task that goes out after this turn, and what it moves; on failure nothing has happened.
-
-        Its pins keep what it reads.
-        """
-        transfer = Transfer(self._next_task_id, CPU if direction is Direction.SWAP_OUT else GPU)
-        self._next_task_id += 1
-        transfer.cargo = self._land_at(transfer, cargo, destinations) if isinstance(cargo, Sequence) else cargo
-        task = TransferTask(
+    ) -> TransferTask:
+        return TransferTask(
             task_id=transfer.task_id,
             direction=direction,
             source_ids=np.frombuffer(sources, np.int32),
@@ -141,6 +149,10 @@ class BlockMover:
             deadline=time.monotonic() + self._timeout_seconds,
             num_tokens=num_tokens,
         )
+
+    def _send(self, transfer: Transfer, task: TransferTask) -> None:
+        """It goes out after this turn; pins keep what it reads. On failure nothing has happened."""
+        assert transfer.cargo is not None
         pinned: list[Pin] = []
         try:
             for pin in transfer.cargo.pins:
@@ -153,14 +165,6 @@ class BlockMover:
             for pin in pinned:
                 self._tree.unpin(pin)
             raise
-        return transfer
-
-    def _land_at(self, transfer: Transfer, parts: Sequence[Part], ids: array[int]) -> Landings:
-        position = 0
-        for run, first, num_blocks in parts:
-            transfer.segments.append(Segment(transfer, run, first, ids[position : position + num_blocks]))
-            position += num_blocks
-        return Landings(self._books, transfer, self.num_landed)
 
     # -- waiting
 
@@ -214,8 +218,8 @@ class BlockMover:
             return
         assert transfer.cargo is not None
         transfer.succeeded = result.error is None
-        is_store = transfer.tier is CPU and bool(transfer.segments)
-        self.num_storing -= len(transfer.cargo.ids) if is_store else 0
+        if transfer.tier is CPU:
+            self.num_storing -= sum([len(segment.ids) for segment in transfer.segments])
         if not self._books.mishaps.contain("landing", functools.partial(transfer.cargo.end, transfer.succeeded)):
             transfer.succeeded, transfer.is_quarantined = False, True
         if not transfer.kept_ids and not transfer.is_quarantined:

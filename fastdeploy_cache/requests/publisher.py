@@ -28,16 +28,16 @@ class Publisher:
         """The first so many tokens are computed and accepted: their full blocks become findable."""
         self._note_prefill(active, num_computed_tokens)
         num_blocks = self._num_cacheable(active)
-        if num_blocks > active.num_committed_blocks and self._enabled and self.may(active):
+        if num_blocks > active.num_committed_blocks and self._enabled and self._may(active):
             self._publish(active, num_blocks)
 
-    def may(self, active: ActiveRequest) -> bool:
+    def _may(self, active: ActiveRequest) -> bool:
         """Whether what it computes continues something that is cached."""
         return active.phase is SETTLED and not active.is_detached and not self._matcher.is_stale(active)
 
     def write(self, active: ActiveRequest, storage: Storage) -> None:
         """Write what is committed to storage now, whatever the policies say."""
-        if not storage.is_attached or not self.may(active):
+        if not storage.is_attached or not self._may(active):
             return
         num_blocks = min(self._num_cacheable(active), len(active.block_ids))
         if num_blocks > active.num_committed_blocks:

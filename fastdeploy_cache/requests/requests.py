@@ -52,7 +52,7 @@ class Requests:
     def active(self, request: Request) -> ActiveRequest:
         """What is kept of a matched request. Raises `UnknownRequestError`, or `ClosedError`."""
         active = self._requests.get(request.request_id)
-        if self.books.is_closed or active is None or active.request is not request:
+        if active is None or active.request is not request or self.books.is_closed:
             self.books.check_open()
             raise UnknownRequestError(f"request {request.request_id!r} is not matched or was released; match it first")
         return active

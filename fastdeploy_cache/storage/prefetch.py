@@ -95,20 +95,20 @@ class StoragePrefetch:
         return not self.done.is_set() and not self.revoked and now < self.deadline
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Fetched(Change):
     """A piece of a prefetch that a match follows has joined the CPU tier."""
 
     prefetch: StoragePrefetch
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class StorageTaskEnded(Change):
     """Every rank has answered a task of storage. Noted behind what it brought, so that matches grow first."""
 
     result: TransferResult
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class StorageWentIdle(Change):
     """Nothing is on its way to the store any more, or from it, and nothing is queued."""

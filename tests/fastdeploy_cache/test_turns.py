@@ -23,7 +23,7 @@ B = list(range(500, 525))  # six full blocks of four and one token
 SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Rang(Change):
     """A change of this test's."""
 
