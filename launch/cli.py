@@ -244,7 +244,7 @@ def control(
     scale_blocks: Annotated[str, typer.Option(help="Pool sizes of the scale workload.")] = "10000,100000,1000000",
 ) -> None:
     """What the engine's thread pays: match, allocate, commit, release, eviction, bytes. Status 1: a figure missed."""
-    from fastdeploy_cache.launch.bench.command import bench_control as run
+    from fastdeploy_cache.launch.bench.control_command import bench_control as run
 
     raise typer.Exit(0 if run(trace, trace_block_size, json, repeats, scale_blocks) else 1)
 

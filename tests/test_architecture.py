@@ -81,11 +81,6 @@ HOMES = {
     "typer": {"launch/cli.py", "launch/storage/command.py"},
     "rich": {
         "launch/conventions/command.py",
-        "launch/bench/command.py",
-        "launch/bench/peer_command.py",
-        "launch/bench/reach.py",
-        "launch/bench/storage_command.py",
-        "launch/bench/transfer_command.py",
         "launch/demo/command.py",
         "launch/demo/report.py",
         "launch/findings.py",

@@ -207,12 +207,10 @@ def bandwidth(config: StorageConfig, folder: Path, object_bytes: int, total_byte
         plain.close()
         store.close()
     total = num * object_bytes
-    speeds = [total / _median(column) for rows in (times[1:], durable[1:]) for column in zip(*rows, strict=True)]
-    return Row(object_bytes, *speeds, *(_median(column) for column in zip(*ones, strict=True)))
-
-
-def _median(column: tuple[float, ...]) -> float:
-    return statistics.median(column)
+    speeds = [
+        total / statistics.median(column) for rows in (times[1:], durable[1:]) for column in zip(*rows, strict=True)
+    ]
+    return Row(object_bytes, *speeds, *(statistics.median(column) for column in zip(*ones, strict=True)))
 
 
 def _write_in_bursts(store: Store, plain: PlainFile, hashes: list[bytes]) -> tuple[float, float]:
