@@ -37,19 +37,6 @@ def demo(
 
 
 @app.command()
-def conventions(
-    ranks: Ranks = 1,
-    gpu_blocks: Annotated[int, typer.Option(min=64, help="Blocks of 16 tokens on the GPU; 256 evict nothing.")] = 64,
-    new_tokens: Annotated[int, typer.Option(min=1, max=80, help="Tokens of each answer.")] = 12,
-    json: Annotated[Path | None, typer.Option(help="Also write the facts to this file.")] = None,
-) -> None:
-    """Play the demo's conversations through every adapter, and compare answers and hits."""
-    from fastdeploy_cache.launch.conventions.command import conventions as run
-
-    raise typer.Exit(0 if run(ranks, gpu_blocks, new_tokens, json) else 1)
-
-
-@app.command()
 def serve(
     config: Annotated[Path | None, typer.Option(help="TOML file; see docs/configuration.md.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Short for --set transfer.tp_size=N: 1 or 3.")] = None,

@@ -80,7 +80,6 @@ HOMES = {
     "tokenizers": {"launch/reference_engine/tokenizer.py"},
     "typer": {"launch/cli.py", "launch/storage/command.py"},
     "rich": {
-        "launch/conventions/command.py",
         "launch/demo/command.py",
         "launch/demo/report.py",
         "launch/findings.py",
