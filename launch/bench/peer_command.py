@@ -10,7 +10,7 @@ from fastdeploy_cache.errors import LaunchError, NotEnoughMemoryError
 from fastdeploy_cache.ipc.memory_limit import available_memory_bytes
 from fastdeploy_cache.launch.bench.peer import Overlap, link_rows, overlap, smallest_receive_seconds
 from fastdeploy_cache.launch.bench.peer_memory import LinkMissingError
-from fastdeploy_cache.launch.bench.report import Figure, Report, at_least, at_most
+from fastdeploy_cache.launch.bench.report import Figure, Report, at_least, at_most, size
 from fastdeploy_cache.transfer_manager.peer import KINDS
 
 _GB, _MIB = 1e9, 2**20
@@ -67,16 +67,16 @@ def _run_link(report: Report, kind: str, memory_bytes: int, repeats: int) -> lis
         floor = Figure(_FLOORS[kind], row.floor / _GB, "GB/s")
         of_floor = of_each = None
         if row.piece_bytes == promised_bytes:
-            name = f"{kind}, pieces of {_size(row.piece_bytes)}: of"
+            name = f"{kind}, pieces of {size(row.piece_bytes)}: of"
             of_floor, of_each = at_least(f"{name} {floor.name}", limit), at_least(f"{name} each plainly", limit)
-        lines[_size(row.piece_bytes)] = [
+        lines[size(row.piece_bytes)] = [
             Figure("pieces", row.num_pieces),
             floor,
             Figure("link", row.link / _GB, "GB/s", floor, of_floor),
             Figure("receive", row.receive / _GB, "GB/s", floor),
         ]
         if row.each is not None:
-            lines[_size(row.piece_bytes)] += [
+            lines[size(row.piece_bytes)] += [
                 Figure("each plainly", row.each / _GB, "GB/s"),
                 Figure("link of each plainly", row.link / row.each, promise=of_each),
             ]
@@ -84,10 +84,6 @@ def _run_link(report: Report, kind: str, memory_bytes: int, repeats: int) -> lis
     names = ("floor", "link", "receive", "each")
     fields = {name: f"{name}_bytes_per_second" for name in names}
     return [{fields.get(n, n): value for n, value in row._asdict().items() if value is not None} for row in rows]
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes // _MIB} MiB" if num_bytes >= _MIB else f"{num_bytes // 2**10} KiB"
 
 
 def _show_overlaps(report: Report, overlaps: dict[str, Overlap], smallest: dict[str, float]) -> None:

@@ -129,6 +129,11 @@ class Report:
         return all(entry["ok"] for entry in self._reach)
 
 
+def size(num_bytes: int) -> str:
+    """Whole KiB or MiB."""
+    return f"{num_bytes // 2**20} MiB" if num_bytes >= 2**20 else f"{num_bytes // 2**10} KiB"
+
+
 def _cells(figures: Sequence[Figure]) -> dict[tuple[str, str, str], str]:
     """What a line of a table shows, by figure, heading and unit."""
     cells = {}

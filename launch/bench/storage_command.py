@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.bench.report import Figure, Report, at_least, at_most
+from fastdeploy_cache.launch.bench.report import Figure, Report, at_least, at_most, size
 from fastdeploy_cache.launch.bench.storage import bandwidth, hung_store, reopen_seconds
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 
@@ -83,15 +83,15 @@ def _stores(wanted: StorageBench, folder: Path) -> list[StorageConfig]:
 
 def _run_store(report: Report, config: StorageConfig, folder: Path, wanted: StorageBench) -> list[dict[str, float]]:
     rows, lines = [], {}
-    for size in _SIZES:
-        own = folder / f"store-{size}"  # a folder's capacity is that of all its key spaces
+    for num_bytes in _SIZES:
+        own = folder / f"store-{num_bytes}"  # a folder's capacity is that of all its key spaces
         chosen = dataclasses.replace(config, folder=str(own)) if config.kind == "file" else config
-        measured = bandwidth(chosen, folder, size, wanted.memory_mib * 2**20, wanted.repeats)._asdict()
+        measured = bandwidth(chosen, folder, num_bytes, wanted.memory_mib * 2**20, wanted.repeats)._asdict()
         shutil.rmtree(own, ignore_errors=True)
         row = {name: value for name, value in measured.items() if not math.isnan(value)}
         rows.append(row)
-        name = f"{size // 2**10} KiB" if size < 2**20 else f"{size // 2**20} MiB"
-        is_promised = config.kind == "file" and size >= _PROMISED_FROM_BYTES
+        name = size(num_bytes)
+        is_promised = config.kind == "file" and num_bytes >= _PROMISED_FROM_BYTES
         lines[name] = list[Figure]()
         for what in ("write", "read", "durable"):
             if what not in row:
