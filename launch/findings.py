@@ -1,4 +1,4 @@
-"""Where a program's findings go: a console and tables for people, JSON for programs."""
+"""Where a program's findings go: a console, tables and progress for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fastdeploy_cache.errors import LaunchError
@@ -50,6 +51,12 @@ def table_of(columns: Sequence[str], *, words: Collection[str] = (), is_narrow: 
         else:
             table.add_column(column, justify="right", no_wrap=True)
     return table
+
+
+def progress_on(console: Console, *, is_transient: bool = False) -> Progress:
+    """Bars that say what is done, how much of how much, and for how long. Transient ones are gone at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=is_transient)
 
 
 def write_json(file: Path | None, found: dict[str, Any]) -> None:

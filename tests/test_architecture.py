@@ -78,7 +78,7 @@ HOMES = {
     "cuda": {"transfer_manager/device/cuda_driver.py"},
     "gguf": {"launch/reference_engine/gguf_file.py"},
     "tokenizers": {"launch/reference_engine/tokenizer.py"},
-    "typer": {"launch/cli.py", "launch/storage/command.py"},
+    "typer": {"launch/cli.py", "launch/storage/cli.py"},
     "rich": {
         "launch/demo/command.py",
         "launch/demo/report.py",
@@ -86,7 +86,7 @@ HOMES = {
         "launch/simulator/command.py",
         "launch/simulator/report.py",
         "launch/storage/report.py",
-        "launch/storage/tasks.py",
+        "launch/storage/command.py",
     },
     "matplotlib": {"launch/simulator/plot.py"},
 }

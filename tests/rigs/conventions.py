@@ -11,6 +11,7 @@ import numpy as np
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, TransferConfig
 from fastdeploy_cache.launch.demo.conversations import Conversation
+from fastdeploy_cache.launch.demo.scenario import prompt_of
 from fastdeploy_cache.launch.reference_engine.model import Llama, SequenceChunk
 from fastdeploy_cache.launch.reference_engine.serving import cpu_shard, layout_of
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
@@ -134,7 +135,7 @@ def play(
     answers, num_prompt_tokens = list[Answer](), 0
     for turn in range(num_turns):
         for number, conversation in enumerate(conversations):
-            prompt = _prompt(tokenizer, conversation, turn, histories[number])
+            prompt = prompt_of(tokenizer, conversation, turn, histories[number])
             answers.append(answer(calls, model, prompt.tolist(), num_new_tokens))
             histories[number] = np.concatenate([prompt, np.array(answers[-1].token_ids, np.int32)])
             num_prompt_tokens += len(prompt)
@@ -156,10 +157,3 @@ def answer(calls: Calls, model: Model, prompt: Sequence[int], num_new_tokens: in
         tokens.append(token)
     calls.end(tokens)
     return Answer(tuple(tokens[len(prompt) :]), num_hit)
-
-
-def _prompt(tokenizer: ChatTokenizer, conversation: Conversation, turn: int, history: np.ndarray) -> np.ndarray:
-    if turn:
-        return tokenizer.extend_chat(history, conversation.turns[turn])
-    said = [("system", conversation.system), ("user", conversation.turns[0])]
-    return tokenizer.encode_chat([{"role": role, "content": content} for role, content in said])
