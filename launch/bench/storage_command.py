@@ -54,8 +54,8 @@ def bench_storage(wanted: StorageBench, json_file: Path | None) -> bool:
         if wanted.reopen_gb:
             report.facts["reopen"] = _run_reopen(report, folder / "reopen", wanted.reopen_gb)
         if wanted.with_model:
-            report.facts["model"] = _run_model(report, folder / "model")
-    report.facts["hung"] = _run_hung(report, max(3, 2 * wanted.repeats))
+            _run_model(report, folder / "model")
+    _run_hung(report, max(3, 2 * wanted.repeats))
     return report.end()
 
 
@@ -120,7 +120,7 @@ def _run_reopen(report: Report, folder: Path, gigabytes: float) -> dict[str, flo
     return {"gigabytes": gigabytes, "seconds": seconds, "num_objects": num_objects}
 
 
-def _run_hung(report: Report, num_requests: int) -> dict[str, float]:
+def _run_hung(report: Report, num_requests: int) -> None:
     result = hung_store(num_requests, _HUNG_DEADLINE_SECONDS)
     late_ms, cpu_ms = (result.worst_seconds - result.deadline_seconds) * 1e3, result.worst_cpu_seconds * 1e3
     cpu_limit = at_most("hung store: processor time of a request's thread, ms", 50.0)
@@ -129,10 +129,9 @@ def _run_hung(report: Report, num_requests: int) -> dict[str, float]:
         Figure("most processor time", cpu_ms, "ms", promise=cpu_limit),
         Figure("latest after that", late_ms, "ms", promise=at_most("hung store: later than the deadline, ms", 50.0)),
     )
-    return result._asdict()
 
 
-def _run_model(report: Report, folder: Path) -> dict[str, float]:
+def _run_model(report: Report, folder: Path) -> None:
     from fastdeploy_cache.launch.bench.storage_model import load_or_compute
 
     times = load_or_compute(folder)
@@ -142,4 +141,3 @@ def _run_model(report: Report, folder: Path) -> dict[str, float]:
         Figure("from disk by a new engine", times["loaded_seconds"] * 1e3, "ms"),
         Figure("of the prompt from disk", times["num_loaded_tokens"], "tokens"),
     )
-    return times
