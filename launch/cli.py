@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fastdeploy_cache.launch.storage.command import storage_app
+from fastdeploy_cache.launch.storage.cli import storage_app
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -34,19 +34,6 @@ def demo(
     from fastdeploy_cache.launch.demo.command import demo as run
 
     raise typer.Exit(0 if run(ranks, new_tokens, json, log_dir, kill) else 1)
-
-
-@app.command()
-def conventions(
-    ranks: Ranks = 1,
-    gpu_blocks: Annotated[int, typer.Option(min=64, help="Blocks of 16 tokens on the GPU; 256 evict nothing.")] = 64,
-    new_tokens: Annotated[int, typer.Option(min=1, max=80, help="Tokens of each answer.")] = 12,
-    json: Annotated[Path | None, typer.Option(help="Also write the facts to this file.")] = None,
-) -> None:
-    """Play the demo's conversations through every adapter, and compare answers and hits."""
-    from fastdeploy_cache.launch.conventions.command import conventions as run
-
-    raise typer.Exit(0 if run(ranks, gpu_blocks, new_tokens, json) else 1)
 
 
 @app.command()
@@ -244,7 +231,7 @@ def control(
     scale_blocks: Annotated[str, typer.Option(help="Pool sizes of the scale workload.")] = "10000,100000,1000000",
 ) -> None:
     """What the engine's thread pays: match, allocate, commit, release, eviction, bytes. Status 1: a figure missed."""
-    from fastdeploy_cache.launch.bench.command import bench_control as run
+    from fastdeploy_cache.launch.bench.control_command import bench_control as run
 
     raise typer.Exit(0 if run(trace, trace_block_size, json, repeats, scale_blocks) else 1)
 

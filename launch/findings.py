@@ -1,13 +1,17 @@
-"""Where a program's findings go: a console for people, JSON for programs."""
+"""Where a program's findings go: a console, tables and progress for people, JSON for programs."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from fastdeploy_cache.errors import LaunchError
 
@@ -33,6 +37,26 @@ def console_beside(file: Path | None, width: int) -> Console:
     console = Console(highlight=False, stderr=file == STANDARD_OUTPUT)
     console.width = max(console.width, width)
     return console
+
+
+def table_of(columns: Sequence[str], *, words: Collection[str] = (), is_narrow: bool = False) -> Table:
+    """A table whose columns hold numbers, which are never broken, but for those named in `words`.
+
+    A narrow one has no lines between its columns.
+    """
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 0)) if is_narrow else Table()
+    for column in columns:
+        if column in words:
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def progress_on(console: Console, *, is_transient: bool = False) -> Progress:
+    """Bars that say what is done, how much of how much, and for how long. Transient ones are gone at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=is_transient)
 
 
 def write_json(file: Path | None, found: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 from time import perf_counter_ns
-from typing import Any
 
 import numpy as np
 
@@ -161,8 +160,3 @@ def match_over_edges(num_edges: int, block_size: int = 64, repeats: int = 41) ->
         spent["match"].append(matched - started)
         spent["compare"].append(compared - matched)
     return {name: statistics.median(times) / 1000 for name, times in spent.items()}
-
-
-def row(found: dict[str, Any]) -> dict[str, float]:
-    """Rounded for a report."""
-    return {name: round(value, 3) for name, value in found.items()}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
-from fastdeploy_cache.transfer_manager.storage.base import Blocks, Segment, StorageStats, Written
+from fastdeploy_cache.transfer_manager.storage.base import Segment, StorageStats
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
 _A_DAY_SECONDS = 86400.0
@@ -20,33 +20,11 @@ class HungStore:
     def __init__(self, options: Mapping[str, Any], space: KeySpace, segment: Segment) -> None:
         """Opens at once."""
 
-    def _hang(self) -> None:
+    def _hang(self, _: object) -> NoReturn:
         threading.Event().wait(_A_DAY_SECONDS)
+        raise TimeoutError
 
-    def count_leading(self, blocks: Blocks) -> int:  # noqa: ARG002
-        """Hangs."""
-        self._hang()
-        return 0
-
-    def read(self, blocks: Blocks) -> int:  # noqa: ARG002
-        """Hangs."""
-        self._hang()
-        return 0
-
-    def write(self, blocks: Blocks) -> Written:  # noqa: ARG002
-        """Hangs."""
-        self._hang()
-        return Written(0, 0)
-
-    def remove(self, hashes: Sequence[bytes]) -> int:  # noqa: ARG002
-        """Hangs."""
-        self._hang()
-        return 0
-
-    def clear(self, weights_id: str) -> int:  # noqa: ARG002
-        """Hangs."""
-        self._hang()
-        return 0
+    count_leading = read = write = remove = clear = _hang
 
     def stats(self) -> StorageStats:
         """Nothing is known."""

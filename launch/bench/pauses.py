@@ -6,7 +6,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from time import thread_time_ns
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -119,8 +119,3 @@ def _prompts(pool: Pool, num_more: int) -> Iterator[Tokens]:
         yield prompt(number)
     for number in range(num_prompts, num_prompts + num_more):
         yield prompt(number)
-
-
-def row(found: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Rounded for a report."""
-    return {verb: {name: round(value, 1) for name, value in values.items()} for verb, values in found.items()}

@@ -6,15 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from fastdeploy_cache.errors import LaunchError, NotEnoughMemoryError
 from fastdeploy_cache.ipc.memory_limit import available_memory_bytes
-from fastdeploy_cache.launch.bench.machine import describe_machine
-from fastdeploy_cache.launch.bench.peer import Overlap, Row, link_rows, overlap, smallest_receive_seconds
+from fastdeploy_cache.launch.bench.peer import Overlap, link_rows, overlap, smallest_receive_seconds
 from fastdeploy_cache.launch.bench.peer_memory import LinkMissingError
-from fastdeploy_cache.launch.bench.reach import Reach, add_at_least, add_at_most, show_reach, table_of
-from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
+from fastdeploy_cache.launch.bench.report import Figure, Report, at_least, at_most, size
 from fastdeploy_cache.transfer_manager.peer import KINDS
 
 _GB, _MIB = 1e9, 2**20
@@ -25,40 +21,33 @@ _NO_GPU = "GPU memory is not measured: the KV arrays of this benchmark are in ho
 
 
 def bench_peer(json_file: Path | None, repeats: int, memory_mib: int, kinds: Sequence[str]) -> bool:
-    """Run everything over these links, print it, write it; whether every figure was reached.
+    """Run everything over these links, print it, write it; whether every promise was kept.
 
     Raises:
         LaunchError: no such link, a folder that does not exist, or a process that fails.
         NotEnoughMemoryError: about eight times `memory_mib` are not there.
     """
-    check_target(json_file)
     if unknown := set(kinds) - set(KINDS):
         raise LaunchError(f"--link {unknown.pop()}; use {', '.join(KINDS)}")
     _check_memory(memory_mib)
-    console = console_beside(json_file, 110)
-    reach: Reach = []
+    report = Report(json_file)
+    report.note(_NO_GPU)
     links: dict[str, Any] = {}
     missing = {"gpu": _NO_GPU}
-    found: dict[str, Any] = {"machine": describe_machine(), "links": links, "not_measured": missing, "reach": reach}
-    console.print(found["machine"]["text"])
-    console.print(_NO_GPU)
+    report.facts |= {"links": links, "not_measured": missing}
     for kind in kinds:
         try:
-            links[kind] = {"rows": _run_link(console, kind, memory_mib * _MIB, repeats, reach)}
+            links[kind] = {"rows": _run_link(report, kind, memory_mib * _MIB, repeats)}
         except LinkMissingError as error:
             missing[kind] = str(error)
-            console.print(f"{kind} is not measured: {error}")
+            report.note(f"{kind} is not measured: {error}")
     overlaps = {kind: overlap(kind, memory_mib * _MIB, repeats) for kind in links}
-    smallest = {kind: smallest_receive_seconds(kind, repeats) for kind in links}
-    _show_overlaps(console, overlaps, smallest, reach)
-    for kind, link in links.items():
-        row = overlaps[kind]
+    for kind, row in overlaps.items():
         described = row._asdict() | {"num_layers_behind": row.num_layers_behind}
-        link |= {"overlap": described, "smallest_receive_seconds": smallest[kind]}
-    show_reach(console, reach)
-    console.print("docs/benchmark.md says what each figure is.")
-    write_json(json_file, found)
-    return all(entry["ok"] for entry in reach)
+        links[kind] |= {"overlap": described, "smallest_receive_seconds": smallest_receive_seconds(kind, repeats)}
+    if links:
+        _show_overlaps(report, overlaps, {kind: link["smallest_receive_seconds"] for kind, link in links.items()})
+    return report.end()
 
 
 def _check_memory(memory_mib: int) -> None:
@@ -71,61 +60,48 @@ def _check_memory(memory_mib: int) -> None:
         )
 
 
-def _run_link(console: Console, kind: str, memory_bytes: int, repeats: int, reach: Reach) -> list[dict[str, float]]:
-    floor = _FLOORS[kind]
-    also = ("each plainly",) if kind == "shm" else ()
-    columns = ("pieces of", "pieces", floor, "link", "of it", "receive", "of it", *also)
-    table = table_of(f"{kind}: GB/s of a link, and of a whole receive", columns)
-    rows = link_rows(kind, memory_bytes, repeats)
+def _run_link(report: Report, kind: str, memory_bytes: int, repeats: int) -> list[dict[str, float]]:
+    rows, lines = link_rows(kind, memory_bytes, repeats), {}
     promised_bytes, limit = _PROMISED[kind]
     for row in rows:
-        table.add_row(*_cells(row))
+        floor = Figure(_FLOORS[kind], row.floor / _GB, "GB/s")
+        of_floor = of_each = None
         if row.piece_bytes == promised_bytes:
-            name = f"{kind}, pieces of {_size(row.piece_bytes)}: of"
-            add_at_least(reach, f"{name} {floor}", row.link / row.floor, limit)
-            if row.each is not None:
-                add_at_least(reach, f"{name} each plainly", row.link / row.each, limit)
-    console.print(table)
+            name = f"{kind}, pieces of {size(row.piece_bytes)}: of"
+            of_floor, of_each = at_least(f"{name} {floor.name}", limit), at_least(f"{name} each plainly", limit)
+        lines[size(row.piece_bytes)] = [
+            Figure("pieces", row.num_pieces),
+            floor,
+            Figure("link", row.link / _GB, "GB/s", floor, of_floor),
+            Figure("receive", row.receive / _GB, "GB/s", floor),
+        ]
+        if row.each is not None:
+            lines[size(row.piece_bytes)] += [
+                Figure("each plainly", row.each / _GB, "GB/s"),
+                Figure("link of each plainly", row.link / row.each, promise=of_each),
+            ]
+    report.table(f"{kind}, a link and a whole receive", lines, label="pieces of")
     names = ("floor", "link", "receive", "each")
     fields = {name: f"{name}_bytes_per_second" for name in names}
     return [{fields.get(n, n): value for n, value in row._asdict().items() if value is not None} for row in rows]
 
 
-def _cells(row: Row) -> list[str]:
-    shares = [cell for speed in (row.link, row.receive) for cell in (f"{speed / _GB:.2f}", f"{speed / row.floor:.2f}")]
-    each = [f"{row.each / _GB:.2f}"] if row.each is not None else []
-    return [_size(row.piece_bytes), str(row.num_pieces), f"{row.floor / _GB:.2f}", *shares, *each]
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes // _MIB} MiB" if num_bytes >= _MIB else f"{num_bytes // 2**10} KiB"
-
-
-def _show_overlaps(console: Console, overlaps: dict[str, Overlap], smallest: dict[str, float], reach: Reach) -> None:
-    sizes = next(iter(overlaps.values()))
-    title = (
-        f"A prompt of {sizes.num_layers} layers of {sizes.layer_bytes / _MIB:.1f} MiB, sent while it is computed; ms"
-    )
-    table = table_of(
-        title,
-        (
-            "link",
-            "a layer is computed in",
-            "last layer to visible",
-            "last layer alone",
-            "of it",
-            "layers behind",
-            "whole",
-            "32 KiB",
-        ),
-    )
+def _show_overlaps(report: Report, overlaps: dict[str, Overlap], smallest: dict[str, float]) -> None:
+    lines = {}
     for kind, row in overlaps.items():
-        ratio = row.visible / row.alone
-        times = (row.layer_seconds, row.visible, row.alone, row.whole, smallest[kind])
-        layer, visible, alone, whole, least = (f"{seconds * 1e3:.1f}" for seconds in times)
-        shares = f"{ratio:.2f}", f"{row.num_layers_behind:.1f}"
-        table.add_row(kind, layer, visible, alone, *shares, whole, least)
-        add_at_most(reach, f"{kind}: visible after the last layer / last layer alone", ratio, 1.2)
+        whole = Figure("whole", row.whole * 1e3, "ms")
         # without it, a sender that begins with the last layer would be as late in both, and in time
-        add_at_most(reach, f"{kind}: last layer alone / whole", row.alone / row.whole, 0.5)
-    console.print(table)
+        promise = at_most(f"{kind}: last layer alone / whole", 0.5)
+        alone = Figure("last layer alone", row.alone * 1e3, "ms", whole, promise)
+        promise = at_most(f"{kind}: visible after the last layer / last layer alone", 1.2)
+        lines[kind] = [
+            Figure("a layer is computed in", row.layer_seconds * 1e3, "ms"),
+            Figure("last layer to visible", row.visible * 1e3, "ms", alone, promise),
+            alone,
+            Figure("layers behind", row.num_layers_behind),
+            whole,
+            Figure("32 KiB", smallest[kind] * 1e3, "ms"),
+        ]
+    sizes = next(iter(overlaps.values()))
+    about = f"{sizes.num_layers} layers of {sizes.layer_bytes / _MIB:.1f} MiB"
+    report.table("A prompt that is sent while it is computed", lines, about=about, label="link")

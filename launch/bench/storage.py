@@ -110,9 +110,9 @@ class PlainFile:
     """As many bytes, by positioned calls on as many threads, without names or checksums: the floor."""
 
     def __init__(self, folder: Path, object_bytes: int, num_objects: int, num_threads: int) -> None:
-        self._path = folder / "plain"
+        self.path = folder / "plain"
         self._size, self._num, self._start = object_bytes, num_objects, 0
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._threads = ThreadPoolExecutor(num_threads)
 
     def renew(self) -> None:
@@ -131,10 +131,6 @@ class PlainFile:
         """The same for reading."""
         return self._each(which, lambda i: os.preadv(self._fd, [blocks[i].data], self._start + i * self._size))
 
-    def sync(self) -> float:
-        """Seconds until it is on the disk."""
-        return synced([self._path])
-
     def read_one(self, block: np.ndarray, index: int) -> float:
         """Seconds for one block."""
         started = time.perf_counter()
@@ -151,7 +147,7 @@ class PlainFile:
         """Remove it."""
         self._threads.shutdown()
         os.close(self._fd)
-        self._path.unlink()
+        self.path.unlink()
 
 
 def synced(files: Sequence[Path]) -> float:
@@ -207,12 +203,10 @@ def bandwidth(config: StorageConfig, folder: Path, object_bytes: int, total_byte
         plain.close()
         store.close()
     total = num * object_bytes
-    speeds = [total / _median(column) for rows in (times[1:], durable[1:]) for column in zip(*rows, strict=True)]
-    return Row(object_bytes, *speeds, *(_median(column) for column in zip(*ones, strict=True)))
-
-
-def _median(column: tuple[float, ...]) -> float:
-    return statistics.median(column)
+    speeds = [
+        total / statistics.median(column) for rows in (times[1:], durable[1:]) for column in zip(*rows, strict=True)
+    ]
+    return Row(object_bytes, *speeds, *(statistics.median(column) for column in zip(*ones, strict=True)))
 
 
 def _write_in_bursts(store: Store, plain: PlainFile, hashes: list[bytes]) -> tuple[float, float]:
@@ -233,7 +227,7 @@ def _write_durably(folder: Path, store: Store, plain: PlainFile, hashes: list[by
     """Seconds until all is on the disk."""
     plain.renew()
     os.sync()
-    plain_seconds = plain.write(store.blocks, range(len(hashes))) + plain.sync()
+    plain_seconds = plain.write(store.blocks, range(len(hashes))) + synced([plain.path])
     os.sync()
     seconds = store.run(Direction.WRITE, hashes)
     seconds += synced([path for path in folder.rglob("*") if path.is_file()])

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -119,6 +119,12 @@ class Ranks:
         self.wait()
         return time.perf_counter() - started
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.stop()
+
     def pids(self) -> list[int]:
         """Of the rank processes."""
         return [status.pid for status in self.client.statuses() if status.pid is not None]
@@ -139,12 +145,12 @@ def bandwidth(case: Case, num_ranks: int, counts: Sequence[int], memory_bytes: i
     num_kv_heads = case.layout.num_kv_heads * num_ranks
     whole = case.layout if num_ranks == 1 else dataclasses.replace(case.layout, num_kv_heads=num_kv_heads)
     num_pool = max(2, memory_bytes // layout.block_bytes)
-    ranks = Ranks(num_ranks, whole.for_rank(num_ranks, case.block_size), num_pool, num_pool)
     source, target = (SharedArray.create(name, num_ranks * num_pool * layout.block_bytes) for name in ("a", "b"))
     rng, found = np.random.default_rng(1), []
     try:
         views = [array.view(np.uint8, (num_ranks, num_pool * layout.block_bytes)) for array in (source, target)]
-        with concurrent.futures.ThreadPoolExecutor(num_ranks) as threads:
+        threads = concurrent.futures.ThreadPoolExecutor(num_ranks)
+        with threads, Ranks(num_ranks, whole.for_rank(num_ranks, case.block_size), num_pool, num_pool) as ranks:
             for num_blocks in [count for count in counts if count <= num_pool // 2] or [num_pool // 2]:
                 gpu, cpu = (rng.permutation(num_pool)[:num_blocks].tolist() for _ in range(2))
                 plain_copy = _plain_copy(threads, views, num_blocks * layout.block_bytes)
@@ -155,9 +161,7 @@ def bandwidth(case: Case, num_ranks: int, counts: Sequence[int], memory_bytes: i
                 num_bytes = num_ranks * num_blocks * layout.block_bytes
                 speeds = [num_bytes / statistics.median(column) for column in zip(*times[1:], strict=True)]
                 found.append(Bandwidth(num_blocks, *speeds))
-            del views
     finally:
-        ranks.client.stop()
         source.close()
         target.close()
     return found
@@ -187,9 +191,8 @@ def first_and_last_layer(num_blocks: int, repeats: int) -> dict[str, float]:
     """Seconds from submission of an 8B model's load until its first layer is in, and until its last one is."""
     case = CASES[-1]
     layout = case.layout.for_rank(1, case.block_size)
-    ranks = Ranks(1, layout, num_blocks, num_blocks)
-    progress, times = ranks.client.layer_progress(0), []
-    try:
+    with Ranks(1, layout, num_blocks, num_blocks) as ranks:
+        progress, times = ranks.client.layer_progress(0), []
         for _ in range(repeats + 1):
             started = time.perf_counter()
             load = ranks.start_task(Direction.SWAP_IN, range(num_blocks), range(num_blocks))
@@ -199,8 +202,6 @@ def first_and_last_layer(num_blocks: int, repeats: int) -> dict[str, float]:
                 row.append(time.perf_counter() - started)
             ranks.wait()
             times.append(row)
-    finally:
-        ranks.client.stop()
     first, last = (statistics.median(column) for column in zip(*times[1:], strict=True))
     return {"first layer": first, "last layer": last}
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from fastdeploy_cache.ipc.codec import encode
 from fastdeploy_cache.launch.bench import ping_pong
-from fastdeploy_cache.launch.bench.machine import describe_machine
-from fastdeploy_cache.launch.bench.reach import Reach, add_at_least, add_at_most, show_reach, table_of
+from fastdeploy_cache.launch.bench.report import Figure, Report, at_least, at_most
 from fastdeploy_cache.launch.bench.transfer import (
     CASES,
     Case,
@@ -23,7 +24,6 @@ from fastdeploy_cache.launch.bench.transfer import (
     idle_cpu,
     own_bytes,
 )
-from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.task import Direction, SwapMessage, TransferTask
 
@@ -34,108 +34,88 @@ _SMALL = KVLayout(num_layers=4, num_kv_heads=4, head_dim=64)
 
 
 def bench_transfer(json_file: Path | None, repeats: int, memory_mib: int, idle_seconds: float) -> bool:
-    """Run everything, print it, write it; whether every figure was reached.
+    """Run everything, print it, write it; whether every promise was kept.
 
     Raises:
         LaunchError: a folder that does not exist.
         NotEnoughMemoryError: `memory_mib` for each of four pools are not there.
     """
-    check_target(json_file)
-    console = console_beside(json_file, 110)
-    reach: Reach = []
-    found: dict[str, Any] = {"machine": describe_machine(), "reach": reach}
-    console.print(found["machine"]["text"])
+    report = Report(json_file)
     cases = [(case, 1) for case in CASES] + [(CASES[1], 2), (CASES[-1], 2), (CASES[-1], 4)]
-    found["bandwidth"] = [
-        _run_case(console, case, n, memory_bytes=memory_mib * 2**20, repeats=repeats, reach=reach) for case, n in cases
-    ]
-    found["round_trip_us"] = _run_round_trips(console, max(50, 100 * repeats), reach)
-    found["ranks"] = _run_life(console, idle_seconds, reach)
-    found["load"] = _run_layers(console, memory_mib // 8, repeats)
-    show_reach(console, reach)
-    console.print("docs/benchmark.md says what each figure is.")
-    write_json(json_file, found)
-    return all(entry["ok"] for entry in reach)
+    report.facts["bandwidth"] = [_run_case(report, case, n, memory_mib * 2**20, repeats) for case, n in cases]
+    report.facts["round_trip_us"] = _run_round_trips(report, max(50, 100 * repeats))
+    report.facts["ranks"] = _run_life(report, idle_seconds)
+    report.facts["load"] = _run_layers(report, memory_mib // 8, repeats)
+    return report.end()
 
 
-def _run_case(
-    console: Console, case: Case, num_ranks: int, *, memory_bytes: int, repeats: int, reach: Reach
-) -> dict[str, Any]:
-    title = f"{case.name}; {num_ranks} rank{'s' * (num_ranks > 1)}. GiB/s of all ranks, from submission to answer"
-    table = table_of(title, ("blocks", "plain copy", "swap out", "of plain", "swap in", "of plain"))
-    rows = bandwidth(case, num_ranks, _COUNTS, memory_bytes, repeats)
+def _run_case(report: Report, case: Case, num_ranks: int, memory_bytes: int, repeats: int) -> dict[str, Any]:
+    rows, lines = bandwidth(case, num_ranks, _COUNTS, memory_bytes, repeats), {}
     for row in rows:
-        shares = [speed / row.plain for speed in (row.swap_out, row.swap_in)]
-        cells = [row.swap_out, shares[0], row.swap_in, shares[1]]
-        table.add_row(str(row.num_blocks), f"{row.plain / _GIB:.1f}", *_speeds_and_shares(cells))
-    console.print(table)
-    if case.promised is not None and num_ranks <= _MAX_PROMISED_RANKS:
-        best = rows[-1]  # where the round trip weighs least
-        for name, speed in (("swap out", best.swap_out), ("swap in", best.swap_in)):
-            add_at_least(reach, f"{name}, {case.name}, {num_ranks}: of plain copy", speed / best.plain, case.promised)
+        plain = Figure("plain copy", row.plain / _GIB, "GiB/s")
+        lines[str(row.num_blocks)] = [plain]
+        for way, speed in (("swap out", row.swap_out), ("swap in", row.swap_in)):
+            promise = None
+            if (
+                case.promised and num_ranks <= _MAX_PROMISED_RANKS and row is rows[-1]
+            ):  # where a round trip weighs least
+                promise = at_least(f"{way}, {case.name}, {num_ranks}: of plain copy", case.promised)
+            lines[str(row.num_blocks)].append(Figure(way, speed / _GIB, "GiB/s", plain, promise))
+    name = f"{case.name}; {num_ranks} rank{'s' * (num_ranks > 1)}"
+    report.table(name, lines, about="of all ranks, from submission to answer", label="blocks")
     columns = ("num_blocks", "plain_bytes_per_second", "swap_out_bytes_per_second", "swap_in_bytes_per_second")
     return {"case": case.name, "ranks": num_ranks, "rows": [dict(zip(columns, row, strict=True)) for row in rows]}
 
 
-def _speeds_and_shares(cells: list[float]) -> list[str]:
-    return [f"{cells[0] / _GIB:.1f}", f"{cells[1]:.2f}", f"{cells[2] / _GIB:.1f}", f"{cells[3]:.2f}"]
-
-
-def _run_round_trips(console: Console, num_trips: int, reach: Reach) -> dict[str, float]:
+def _run_round_trips(report: Report, num_trips: int) -> dict[str, float]:
     """Empty swaps beside bare ping-pongs of a message of the same size, interleaved."""
     ids = np.empty(0, np.int32)
     task = TransferTask(
         task_id=1, direction=Direction.SWAP_OUT, source_ids=ids, destination_ids=ids, deadline=time.monotonic()
     )
     message = encode(SwapMessage.of(task, 1))
-    started = {n: Ranks(n, _SMALL.for_rank(n, 16), 4, 4) for n in (1, 2, 4)}
     content = {"task_id": 1, "direction": "swap_out", "source_ids": [], "destination_ids": [], "deadline": 1.0}
-    times: dict[str, list[float]] = {}
-    try:
-        with ping_pong.zeromq(message) as zeromq, ping_pong.manager_queue(content) as manager:
-            for _ in range(num_trips):
-                for num_ranks, ranks in started.items():
-                    name = f"empty swap, {num_ranks} rank{'s' * (num_ranks > 1)}"
-                    times.setdefault(name, []).append(ranks.run(Direction.SWAP_OUT, (), ()))
-                times.setdefault("ZeroMQ ping-pong", []).append(zeromq())
-                times.setdefault("multiprocessing manager queue", []).append(manager())
-    finally:
-        for ranks in started.values():
-            ranks.client.stop()
+    with contextlib.ExitStack() as opened:
+        ranks = {n: opened.enter_context(Ranks(n, _SMALL.for_rank(n, 16), 4, 4)) for n in (1, 2, 4)}
+        trips: dict[str, Callable[[], float]] = {
+            f"empty swap, {n} rank{'s' * (n > 1)}": partial(each.run, Direction.SWAP_OUT, (), ())
+            for n, each in ranks.items()
+        }
+        trips["ZeroMQ ping-pong"] = opened.enter_context(ping_pong.zeromq(message))
+        trips["multiprocessing manager queue"] = opened.enter_context(ping_pong.manager_queue(content))
+        rounds = [[trip() for trip in trips.values()] for _ in range(num_trips)]
+    times = dict(zip(trips, zip(*rounds, strict=True), strict=True))
     medians = {name: statistics.median(seconds) * 1e6 for name, seconds in times.items()}
-    table = table_of(f"Round trips of {len(message)} bytes; microseconds", ("", "median", "90 %", "of ZeroMQ"))
-    for name, seconds in times.items():
-        high = statistics.quantiles(seconds, n=10)[-1] * 1e6
-        table.add_row(name, f"{medians[name]:.0f}", f"{high:.0f}", f"{medians[name] / medians['ZeroMQ ping-pong']:.2f}")
-    console.print(table)
-    ratio = medians["empty swap, 1 rank"] / medians["ZeroMQ ping-pong"]
-    add_at_most(reach, "empty swap with 1 rank / ZeroMQ ping-pong", ratio, 3.0)
+    bare = Figure("ZeroMQ", medians["ZeroMQ ping-pong"], "us")
+    promises = {"empty swap, 1 rank": at_most("empty swap with 1 rank / ZeroMQ ping-pong", 3.0)}
+    lines = {
+        name: [
+            Figure("median", medians[name], "us", bare, promises.get(name)),
+            Figure("90 %", statistics.quantiles(seconds, n=10)[-1] * 1e6, "us"),
+        ]
+        for name, seconds in times.items()
+    }
+    report.table("Round trips", lines, about=f"messages of {len(message)} bytes")
     return medians
 
 
-def _run_life(console: Console, idle_seconds: float, reach: Reach) -> dict[str, float]:
-    two = Ranks(2, _SMALL.for_rank(2, 16), 4, 4)
-    two.client.stop()
-    four = Ranks(4, _SMALL.for_rank(4, 16), 4, 4)
-    try:
-        share = idle_cpu(four, idle_seconds)
-        memory = max(own_bytes(pid) for pid in four.pids())
-    finally:
-        four.client.stop()
-    console.print(
-        f"Start of 2 ranks {two.start_seconds:.2f} s; at rest 1 engine and 4 ranks use {share:.2%} of a core; an idle "
-        f"rank has {memory / 2**20:.0f} MiB beyond its segments"
+def _run_life(report: Report, idle_seconds: float) -> dict[str, float]:
+    with Ranks(2, _SMALL.for_rank(2, 16), 4, 4) as two:
+        start_seconds = two.start_seconds
+    with Ranks(4, _SMALL.for_rank(4, 16), 4, 4) as four:
+        share, memory = idle_cpu(four, idle_seconds), max(own_bytes(pid) for pid in four.pids())
+    cpu, kept = "idle CPU of 1 engine and 4 ranks", "memory of an idle rank beyond its segments"
+    report.line(
+        "Ranks",
+        Figure("start of 2 ranks", start_seconds, "s", promise=at_most("start of 2 ranks, s", 2.0)),
+        Figure(cpu, share * 100, "% of a core", promise=at_most(f"{cpu}, % of a core", 1.0)),
+        Figure(kept, memory / 1e6, "MB", promise=at_most(f"{kept}, MB", 60.0)),
     )
-    add_at_most(reach, "start of 2 ranks, s", two.start_seconds, 2.0)
-    add_at_most(reach, "idle CPU of 1 engine and 4 ranks, % of a core", share * 100, 1.0)
-    add_at_most(reach, "memory of an idle rank beyond its segments, MB", memory / 1e6, 60.0)
-    return {"start_seconds": two.start_seconds, "idle_share_of_core": share, "idle_rank_bytes": float(memory)}
+    return {"start_seconds": start_seconds, "idle_share_of_core": share, "idle_rank_bytes": float(memory)}
 
 
-def _run_layers(console: Console, num_blocks: int, repeats: int) -> dict[str, float]:
+def _run_layers(report: Report, num_blocks: int, repeats: int) -> dict[str, float]:
     times = first_and_last_layer(num_blocks, repeats)
-    console.print(
-        f"Load of {num_blocks} blocks of an 8B model, 32 layers: the first layer is in after "
-        f"{times['first layer'] * 1e3:.1f} ms, the last after {times['last layer'] * 1e3:.1f} ms"
-    )
+    figures = (Figure(f"{layer} is in after", seconds * 1e3, "ms") for layer, seconds in times.items())
+    report.line(f"Load of {num_blocks} blocks of an 8B model, 32 layers", *figures)
     return times

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fastdeploy_cache import CacheConfig, StorageConfig, TransferConfig
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.demo.conversations import CONVERSATIONS
 from fastdeploy_cache.launch.demo.report import BLOCK_TOKENS, facts, show
 from fastdeploy_cache.launch.demo.scenario import Played, play, play_again
-from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
+from fastdeploy_cache.launch.findings import check_target, console_beside, progress_on, write_json
 from fastdeploy_cache.launch.reference_engine.serving import layout_of
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, load_model_files
@@ -54,8 +53,7 @@ def _run(
     """With the cache; the last turns again, after a restart; all with the cache off."""
     num_turns, tokenizer = len(CONVERSATIONS[0].turns), ChatTokenizer(files)
     plain_config = dataclasses.replace(config, enable_prefix_caching=False, num_cpu_blocks=None, storage=None)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with progress_on(console) as progress:
 
         def bar(title: str, num_turns: int) -> Callable[[], None]:
             task = progress.add_task(title, total=len(CONVERSATIONS) * num_turns)

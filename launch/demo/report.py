@@ -6,9 +6,9 @@ import statistics
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from fastdeploy_cache.launch.demo.scenario import Answer, Played
+from fastdeploy_cache.launch.findings import table_of
 
 BLOCK_TOKENS = 16
 KINDS = ("cold", "GPU hit", "CPU hit", "storage hit")
@@ -67,9 +67,8 @@ def _checks(cached: Played, again: Played, kinds: dict[str, Any], different: lis
 
 def show(console: Console, found: dict[str, Any]) -> None:
     """Print the facts."""
-    table = Table(title="Median time to first token (TTFT), from its match", title_justify="left")
-    for column in ("", "requests", "tokens", "reused", "TTFT", "cache off", "faster"):
-        table.add_column(column, justify="left" if not column else "right")
+    console.print("Median time to first token (TTFT), from its match")
+    table = table_of(("", "requests", "tokens", "reused", "TTFT", "cache off", "faster"), words=("",))
     for kind, row in found["kinds"].items():
         with_cache = row["median_seconds_to_first_token"]
         without = row["median_seconds_to_first_token_cache_off"]

@@ -90,7 +90,7 @@ def play(
     with running_engine(files, config, max_running=2) as engine:
         for turn in range(num_turns):
             prompts = [
-                _prompt(tokenizer, c, turn, history) for c, history in zip(conversations, histories, strict=True)
+                prompt_of(tokenizer, c, turn, history) for c, history in zip(conversations, histories, strict=True)
             ]
             if turn == num_turns - 1 and kill_rank is not None:
                 _kill(engine, kill_rank)
@@ -139,7 +139,8 @@ def _ended(engine: Engine, answers: list[Answer], prompts: Sequence[np.ndarray],
     )
 
 
-def _prompt(tokenizer: ChatTokenizer, conversation: Conversation, turn: int, history: np.ndarray) -> np.ndarray:
+def prompt_of(tokenizer: ChatTokenizer, conversation: Conversation, turn: int, history: np.ndarray) -> np.ndarray:
+    """All of a conversation up to this turn's question; `history` is its last prompt with the answer to it."""
     if turn:
         return tokenizer.extend_chat(history, conversation.turns[turn])
     return tokenizer.encode_chat(

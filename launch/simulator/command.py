@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fastdeploy_cache.config import WRITE_POLICIES
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
+from fastdeploy_cache.launch.findings import check_target, console_beside, progress_on, write_json
 from fastdeploy_cache.launch.simulator.bound import Clairvoyant, infinite_hit_rate
 from fastdeploy_cache.launch.simulator.plot import PLOT_SUFFIXES, draw
 from fastdeploy_cache.launch.simulator.replay import Replay, Replayed
@@ -68,9 +67,8 @@ def _replay_all(
     replays: list[tuple[int, int, str | Clairvoyant]] = [(*size, policy) for size in sizes for policy in policies]
     if options.bound:
         replays += [(size, 0, Clairvoyant(trace, size)) for size in sorted({gpu + cpu for gpu, cpu in sizes})]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results, clairvoyant = list[Replayed](), dict[int, float]()
-    with Progress(*columns, console=console, transient=True) as progress:
+    with progress_on(console, is_transient=True) as progress:
         bar = progress.add_task("requests", total=len(replays) * len(trace.requests))
         for gpu, cpu, policy in replays:
             clairvoyant_policy = policy if isinstance(policy, Clairvoyant) else None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
+
+from fastdeploy_cache.launch.findings import table_of
 
 
 def show(console: Console, found: dict[str, Any]) -> None:
@@ -22,10 +22,8 @@ def show(console: Console, found: dict[str, Any]) -> None:
             f"Hash ids stand for all but {found['unnamed_tokens'] / found['tokens']:.0%} of the tokens, which count as "
             "misses: is --trace-block-size right?"
         )
-    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 0))
     columns = ("GPU blocks", "CPU blocks", "policy", "hit", "GPU hit", "CPU hit", "evicted", "to CPU", "to GPU")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "policy" else "right")
+    table = table_of(columns, words=("policy",), is_narrow=True)
     for row in found["results"]:
         rates = (row[f"{tier}token_hit_rate"] for tier in ("", "gpu_", "cpu_"))
         table.add_row(

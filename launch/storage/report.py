@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from fastdeploy_cache.launch.findings import table_of
 from fastdeploy_cache.transfer_manager.storage.admin import Checked, Space, SpaceSummary
 
 Facts = dict[str, Any]  # None: not known. Sizes are in bytes, times in seconds since the epoch
@@ -120,7 +121,7 @@ def size(num_bytes: float | None) -> str:
 
 def weights_table(rows: Sequence[Facts]) -> Table:
     """A line for each weights."""
-    table = _table("weights", "ranks", numbers=("spaces", "objects", "bytes", "open"))
+    table = table_of(("weights", "ranks", "spaces", "objects", "bytes", "open"), words=("weights", "ranks"))
     for row in rows:
         ranks = ", ".join(f"{len(group['ranks'])} of {group['tp_size']}" for group in row["ranks"])
         counts = (str(row["spaces"]), f"{row['objects']:,}", size(row["bytes"]), _open(row))
@@ -137,18 +138,9 @@ def _open(row: Facts) -> str:
 
 def checked_table(rows: Sequence[Facts]) -> Table:
     """A line for each space."""
-    table = _table("weights", "rank", numbers=("objects", "damaged", "gone"))
+    table = table_of(("weights", "rank", "objects", "damaged", "gone"), words=("weights", "rank"))
     for row in rows:
         table.add_row(Text(weights(row)), rank(row), *(f"{row[name]:,}" for name in ("objects", "damaged", "gone")))
-    return table
-
-
-def _table(*names: str, numbers: Sequence[str]) -> Table:
-    table = Table()
-    for name in names:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

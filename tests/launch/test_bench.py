@@ -90,3 +90,10 @@ def test_the_program_writes_every_promised_figure(tmp_path: Path) -> None:
     assert all(entry["ok"] == (entry["value"] <= entry["limit"]) for entry in found["reach"])
     assert result.exit_code == (0 if all(entry["ok"] for entry in found["reach"]) else 1)
     assert found["machine"]["num_cores"] >= 1
+    figures = {(figure["table"], figure["line"], figure["name"]): figure for figure in found["figures"]}
+    assert len(figures) == len(found["figures"]), "a run of another version finds each by these three names"
+    assert all(figures["long, block 64", name, "all"]["value"] > 0 for name in ("lru", "lru + CPU tier", "reuse"))
+    chat_at_64 = figures["chat, block 64", "lru", "all"]
+    chain = figures["chat, block 64, floors", "", "chain"]["value"]
+    assert chat_at_64["ratio"] == pytest.approx(chat_at_64["value"] / chain)
+    assert round(chat_at_64["ratio"], 3) == reach["chat, block 64: request / SHA-256 chain"]["value"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -11,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from fastdeploy_cache.launch.bench.reach import Reach, add_at_least, add_at_most, show_reach
+from fastdeploy_cache.launch.bench.report import Figure, Report, at_least, at_most
 from fastdeploy_cache.launch.bench.transfer import CASES
 from tests.launch.test_cli import CLI
 
@@ -133,15 +131,15 @@ def test_sizes_that_measure_nothing_are_refused(options: list[str]) -> None:
     assert result.returncode == 2 and options[0] in result.stderr
 
 
-def test_verdicts_of_figures_on_either_side_of_their_limit() -> None:
+def test_verdicts_of_figures_on_either_side_of_their_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """At most and at least, met, met exactly and missed; each is shown with its verdict."""
-    reach: Reach = []
+    report = Report(tmp_path / "found.json")
     for value in (1.0, 2.0, 3.0):
-        add_at_most(reach, "low", value, 2.0)
-        add_at_least(reach, "high", value, 2.0)
+        low = Figure("low", value, promise=at_most("low", 2.0))
+        report.line(f"both at {value}", low, Figure("high", value, promise=at_least("high", 2.0)))
+    assert not report.end()
+    reach = json.loads((tmp_path / "found.json").read_text())["reach"]
     assert [entry["ok"] for entry in reach] == [True, False, True, True, False, True]
     assert all(is_consistent(entry) for entry in reach)
-    output = io.StringIO()
-    show_reach(Console(width=100, file=output), reach)
-    text = output.getvalue()
+    text = capsys.readouterr().out
     assert text.count("missed") == 2 and text.count(" ok ") == 4

@@ -35,7 +35,7 @@ class Native:
         self._request.append_output(tokens[self._request.num_tokens :])
         self.cache.commit(self._request, num_computed)
 
-    def end(self, tokens: list[int]) -> None:  # noqa: ARG002
+    def end(self, tokens: list[int]) -> None:
         self.cache.release(self._request)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class FastDeployV0:
         self._task.block_tables = common + own
         return len(common) * self.token_granularity
 
-    def blocks(self, num_tokens: int) -> Sequence[int]:  # noqa: ARG002
+    def blocks(self, num_tokens: int) -> Sequence[int]:
         return self._task.block_tables
 
     def computed(self, tokens: list[int], num_computed: int) -> None:

@@ -140,7 +140,7 @@ class ContiguousSlots:
         self._slot = slot
         return self._index.copy_slot(prompt[:-1], slot, self._slots)
 
-    def blocks(self, num_tokens: int) -> Sequence[int]:  # noqa: ARG002
+    def blocks(self, num_tokens: int) -> Sequence[int]:
         return self._slots.block_ids(self._slot)
 
     def computed(self, tokens: list[int], num_computed: int) -> None:

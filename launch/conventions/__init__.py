@@ -1,1 +1,0 @@
-"""The reference model under the calling conventions of several engines."""
