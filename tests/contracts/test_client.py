@@ -19,9 +19,9 @@ from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import Direction
-from tests.faults.conftest import pids
 from tests.rigs.answers import SECONDS, Answers, task
 from tests.rigs.kv_worker import digest, kv_worker, layer_bytes
+from tests.rigs.process_ends import pids
 from tests.rigs.stopping import stopped
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=8, dtype="float16")

@@ -16,9 +16,9 @@ import pytest
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.errors import IPCError, LayoutError, RankStartError
 from fastdeploy_cache.transfer_manager.client import KVArrays
-from tests.faults.conftest import SECONDS, pids
 from tests.rigs.faulty_engine import BLOCK_SIZE, LAYOUT, Engine, new_config
 from tests.rigs.kv_worker import KVWorker, digest, kv_worker, layer_bytes
+from tests.rigs.process_ends import SECONDS, pids
 from tests.rigs.stopping import stopped
 
 NUM_GPU, NUM_CPU = 8, 60

@@ -12,9 +12,9 @@ import pytest
 
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
-from tests.faults.conftest import pids
 from tests.rigs.answers import SECONDS, Answers, task
 from tests.rigs.big_client import ALL, arrays, big_client, clear, fill
+from tests.rigs.process_ends import pids
 from tests.rigs.stopping import stopped
 
 OUT, IN, COPY = Direction.SWAP_OUT, Direction.SWAP_IN, Direction.COPY

@@ -14,7 +14,7 @@ from fastdeploy_cache.launch.bench.control import PHASES, chain_floor, match_ove
 from fastdeploy_cache.launch.bench.scale import FullCache, eviction_cost
 from fastdeploy_cache.launch.bench.workloads import Scale, chat, long, recorded
 from fastdeploy_cache.launch.cli import app
-from tests.launch.test_simulator import line, write
+from tests.rigs.traces import line, write
 
 
 def test_workloads_are_what_they_say() -> None:

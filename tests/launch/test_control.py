@@ -21,7 +21,7 @@ from fastdeploy_cache.launch.server import control as control_module
 from fastdeploy_cache.launch.server.control import ControlServer
 from fastdeploy_cache.launch.server.control_client import ask
 from fastdeploy_cache.launch.server.control_socket import connected
-from tests.launch.test_serve import CLI
+from tests.rigs.command_line import CLI
 
 KILLED = """
 import os, signal, sys

@@ -19,8 +19,8 @@ from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
 from fastdeploy_cache.transfer_manager.device.strips import load_steps
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import Direction, TransferTask
-from tests.faults.conftest import SECONDS, pids
-from tests.launch.test_engine import EOS, SIZE, VOCABULARY, expected, finish, next_token
+from tests.rigs.echo_engine import EOS, SIZE, VOCABULARY, expected, finish, next_token
+from tests.rigs.process_ends import SECONDS, pids
 from tests.rigs.stopping import stopped
 
 NUM_LAYERS, NUM_GPU, NUM_CPU = 3, 24, 80

@@ -13,8 +13,8 @@ from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.adapters.slots.copies import RankSlots
 from fastdeploy_cache.adapters.slots.prefix_cache import SlotPrefixCache
 from fastdeploy_cache.errors import CacheError, ConfigError, RequestError
-from tests.fastdeploy_cache.adapters.test_slots import NOTHING, filled, serve
 from tests.rigs.faulty_engine import BLOCK_SIZE, new_config
+from tests.rigs.slot_cache import NOTHING, filled, serve
 
 
 def arrays(num_slots: int = 3) -> tuple[np.ndarray, np.ndarray]:
