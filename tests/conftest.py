@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+pytest_plugins = ("tests.rigs.fast_door",)
 pytest.register_assert_rewrite("tests.rigs")  # before anything of it is imported: its assertions show their values
+
+
+def pytest_collection_finish() -> None:
+    """What was loaded so far stays until the end: no later look for garbage has to go over it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,8 @@ from tests.rigs.chaos_drivers import NativeDriver
 from tests.rigs.chaos_faults import RankFaults, StorageFaults, Workers
 from tests.rigs.chaos_rig import Story, WrongBytesError, moved
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def broken_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,8 @@ from tests.rigs.fastdeploy_engine import SUFFIX, launch
 from tests.rigs.fastdeploy_engine import new_config as fastdeploy_config
 from tests.rigs.faulty_engine import BLOCK_SIZE
 
+pytestmark = pytest.mark.processes
+
 NUM_STEPS = 200
 HOW_PATIENT = [SECONDS, 0.02]  # by seed: for loads, of engines that say so once. The second may come away empty
 

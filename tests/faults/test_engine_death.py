@@ -17,6 +17,8 @@ from tests.rigs.leaks import shm_files
 from tests.rigs.process_ends import SECONDS, wait_exit, watched
 from tests.rigs.stopping import stopped
 
+pytestmark = pytest.mark.processes
+
 GONE_WITHIN_SECONDS = 3.0  # the promise
 
 

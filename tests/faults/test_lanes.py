@@ -17,6 +17,8 @@ from tests.rigs.big_client import ALL, arrays, big_client, clear, fill
 from tests.rigs.process_ends import pids
 from tests.rigs.stopping import stopped
 
+pytestmark = pytest.mark.processes
+
 OUT, IN, COPY = Direction.SWAP_OUT, Direction.SWAP_IN, Direction.COPY
 LONG = 1000.0
 

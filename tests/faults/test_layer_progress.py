@@ -16,6 +16,8 @@ from tests.rigs.kv_worker import KVWorker, digest, kv_worker, layer_bytes
 from tests.rigs.process_ends import pids
 from tests.rigs.stopping import stopped
 
+pytestmark = pytest.mark.processes
+
 OUT, IN = Direction.SWAP_OUT, Direction.SWAP_IN
 LONG = 1000.0  # the waiters' own deadline: nobody here sees it
 NOTHING_CAME = [False] * NUM_LAYERS

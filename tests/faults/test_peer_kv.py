@@ -15,6 +15,8 @@ from fastdeploy_cache.errors import PeerError
 from tests.rigs.instance import BLOCK_SIZE, LAYOUT, SECONDS, Instance, new_config
 from tests.rigs.peer_instances import NONE_HELD, TOKENS, Rig
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:

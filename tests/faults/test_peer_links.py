@@ -22,6 +22,8 @@ from tests.rigs.instance import BLOCK_SIZE, LAYOUT, Instance, new_config
 from tests.rigs.peer_instances import NONE_HELD, NUM_BLOCKS, TOKENS, Rig
 from tests.rigs.storage_servers import ValkeyServer, free_port, missing
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:

@@ -16,6 +16,8 @@ from fastdeploy_cache.errors import OutOfBlocksError, PeerError, PeerRefusedErro
 from tests.rigs.instance import BLOCK_SIZE, LAYOUT, SECONDS
 from tests.rigs.peer_instances import NONE_HELD, NUM_BLOCKS, TOKENS, Rig
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:

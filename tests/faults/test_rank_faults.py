@@ -25,6 +25,8 @@ from tests.rigs.big_client import ALL, big_client
 from tests.rigs.process_ends import SECONDS, is_gone, pids, wait_exit, watched
 from tests.rigs.stopping import stopped
 
+pytestmark = pytest.mark.processes
+
 NewClient = Callable[..., tuple[RankClient, Answers]]
 OUT, IN = Direction.SWAP_OUT, Direction.SWAP_IN
 

@@ -18,6 +18,8 @@ from tests.rigs.storage_hearing import LONG, Heard, asked, names, serve
 from tests.rigs.storage_servers import free_port
 from tests.rigs.storage_trouble import Eventually, InTrouble, breaker, metric, prompt, spoiled, stored
 
+pytestmark = pytest.mark.processes
+
 SHORT = {"prefetch_policy": "timeout", "prefetch_timeout_seconds": 0.1, "prefetch_seconds_per_1024_tokens": 0.0}
 
 

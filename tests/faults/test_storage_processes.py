@@ -18,6 +18,8 @@ from tests.rigs.faulty_engine import BLOCK_SIZE, Engine, new_config
 from tests.rigs.storage_engine import PROMPT, SECONDS, drained, fetched, file_storage, storage_config
 from tests.rigs.storage_servers import free_port
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize(("tp_size", "num_cpu"), [(1, 16), (2, 16), (2, 0)])
 def test_a_new_engine_finds_what_the_last_one_computed(tmp_path: Path, tp_size: int, num_cpu: int) -> None:

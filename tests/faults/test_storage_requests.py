@@ -15,6 +15,8 @@ from tests.rigs.storage_engine import SECONDS, drained, fetched, storage_config
 from tests.rigs.storage_hearing import BRANCH, LONG, TURN, Heard, asked, names, serve
 from tests.rigs.storage_trouble import Eventually, InTrouble, metric, prompt, spoiled, stored
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_store_of_ones_own_hears_priority_and_tokens(tmp_path: Path, tp_size: int) -> None:

@@ -15,6 +15,8 @@ from fastdeploy_cache import PrefixCacheManager, Request
 from tests.rigs.storage_engine import drained, file_storage, storage_config
 from tests.rigs.storage_trouble import Eventually, InTrouble, breaker, metric, prompt, spoiled, stored
 
+pytestmark = pytest.mark.processes
+
 WRITING = ("open", "write", "allocate", "sync", "rename")
 
 

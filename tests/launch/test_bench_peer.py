@@ -24,6 +24,8 @@ from tests.rigs.command_line import CLI
 from tests.rigs.storage_servers import missing
 from tests.rigs.verdicts import is_consistent
 
+pytestmark = pytest.mark.processes
+
 TINY = ["--repeats", "1", "--memory-mib", "16", "--link", "shm"]
 ROOT = Path(__file__).parents[2]
 

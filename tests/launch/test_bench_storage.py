@@ -13,6 +13,8 @@ from tests.rigs.command_line import CLI
 from tests.rigs.storage_servers import ValkeyServer
 from tests.rigs.verdicts import is_consistent
 
+pytestmark = pytest.mark.processes
+
 TINY = ["--repeats", "1", "--memory-mib", "16", "--reopen-gb", "0.02", "--no-model"]
 
 

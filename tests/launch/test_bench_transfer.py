@@ -18,6 +18,8 @@ from fastdeploy_cache.launch.bench.transfer import CASES
 from tests.rigs.command_line import CLI
 from tests.rigs.verdicts import is_consistent
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 TINY = ["--repeats", "1", "--memory-mib", "16", "--idle-seconds", "0.5"]
 

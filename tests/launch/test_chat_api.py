@@ -20,6 +20,8 @@ from fastdeploy_cache.launch.server import chat_api
 from fastdeploy_cache.launch.server.chat_api import ChatApi, ChatRequest, Message, NotWantedError, TextPart
 from tests.rigs.integer_instance import PROMPT, SECONDS, Instance, instances, prefill
 
+pytestmark = pytest.mark.processes
+
 CHAT = ChatRequest(messages=[Message("user", "hello")], max_tokens=4)
 
 

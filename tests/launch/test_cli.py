@@ -13,6 +13,8 @@ from fastdeploy_cache.transfer_manager.peer.signature import load_secret
 from tests.rigs.command_line import CLI
 from tests.rigs.reference_model import needs_model
 
+pytestmark = pytest.mark.processes
+
 
 def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=timeout, check=False)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from fastdeploy_cache.launch.conventions.command import BLOCK_TOKENS, Played, new_config, new_conventions, play
 from fastdeploy_cache.launch.demo.conversations import CONVERSATIONS
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
 from tests.rigs.reference_model import needs_model
 
-pytestmark = needs_model
+pytestmark = [pytest.mark.processes, needs_model]
 SUFFIX = f"conventions{os.getpid()}"
 NUM_NEW_TOKENS = 3
 

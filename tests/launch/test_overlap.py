@@ -23,6 +23,8 @@ from tests.rigs.echo_engine import EOS, SIZE, VOCABULARY, expected, finish, next
 from tests.rigs.process_ends import SECONDS, pids
 from tests.rigs.stopping import stopped
 
+pytestmark = pytest.mark.processes
+
 NUM_LAYERS, NUM_GPU, NUM_CPU = 3, 24, 80
 LAYOUT = KVLayout(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=4096, dtype="float32")
 

@@ -17,6 +17,8 @@ from fastdeploy_cache.peers.transfers import Send
 from tests.rigs.echo_engine import SIZE, VOCABULARY, expected
 from tests.rigs.integer_instance import NUM_LAYERS, PROMPT, SECONDS, Instance, instances, prefill
 
+pytestmark = pytest.mark.processes
+
 LONG = [token % VOCABULARY for token in range(301)]  # more than one step
 
 

@@ -27,7 +27,7 @@ from tests.rigs.command_line import CLI
 from tests.rigs.reference_model import needs_model
 from tests.rigs.server_process import Server
 
-pytestmark = needs_model
+pytestmark = [pytest.mark.processes, needs_model]
 SECONDS = 120.0
 BLOCK_BYTES = 16 * 30 * 2 * 3 * 64 * 4  # 16 tokens, 30 layers, keys and values, 3 heads of 64 floats
 SYSTEM = {"role": "system", "content": "You answer in one short sentence. " * 6}

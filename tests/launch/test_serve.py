@@ -18,7 +18,7 @@ from tests.rigs.command_line import CLI
 from tests.rigs.reference_model import needs_model
 from tests.rigs.server_process import CHAT, Server
 
-pytestmark = needs_model
+pytestmark = [pytest.mark.processes, needs_model]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from tests.rigs.places import MooncakePlace, ValkeyPlace
 from tests.rigs.storage_engine import PROMPT, drained, file_storage, storage_config
 from tests.rigs.storage_servers import MooncakeLender, MooncakeMaster, ValkeyServer, free_port
 
+pytestmark = pytest.mark.processes
+
 ODD_ID = "[red]odd\x1b[2J\n 重み"
 
 

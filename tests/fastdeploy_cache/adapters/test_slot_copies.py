@@ -126,6 +126,7 @@ def block_words(cache: PrefixCacheManager, block_id: int, tp_size: int) -> list[
     ]
 
 
+@pytest.mark.processes
 def test_ranks_copy_a_slot_byte_for_byte() -> None:
     """Whole blocks and the first tokens of the last one, in every layer, part and rank; the rest is untouched."""
     length = 2 * BLOCK_SIZE + 3
@@ -153,6 +154,7 @@ def test_ranks_copy_a_slot_byte_for_byte() -> None:
         assert manager.stats().gpu.num_free == 16
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_fails_is_a_miss(number: signal.Signals) -> None:
     """Dead or stuck: nothing was copied, nobody writes to the target any more, and later copies succeed."""

@@ -272,6 +272,7 @@ def test_a_reset_forgets_all_slots() -> None:
     assert cache.num_tokens == 0
 
 
+@pytest.mark.processes
 def test_the_sample_prints_what_it_says() -> None:
     """The sample of docs/adapters/slots.md runs as it stands."""
     (sample,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
