@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.rigs.leaks import child_pids, handles, shm_files
+pytest_plugins = ("tests.rigs.fast_door",)
+pytest.register_assert_rewrite("tests.rigs")  # before anything of it is imported: its assertions show their values
+
+
+def pytest_collection_finish() -> None:
+    """What was loaded so far stays until the end: no later look for garbage has to go over it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves processes, descriptors or /dev/shm files; `leaks_allowed` names the exceptions."""
+    from tests.rigs.leaks import child_pids, handles, shm_files
+
     if "leaks_allowed" in request.keywords:
         yield
         return
@@ -31,3 +40,16 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         gc.collect()  # not before: it takes longer than most tests
         time.sleep(0.05)  # a closed socket's descriptor goes in another thread
     assert not any(left), f"left behind: processes {left[0]}, handles {left[1]}, /dev/shm {left[2]}"
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    """Look until a condition holds; for what no descriptor, event or futex tells."""
+
+    def look(condition: Callable[[], object], timeout_seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{condition} did not come to hold"
+            time.sleep(0.01)
+
+    return look

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,9 +99,19 @@ def files(*packages: str) -> list[Path]:
     return [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """What a file imports. Modules of ours are named by where they lie: `fastdeploy_cache.ipc.codec` is `ipc.codec`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    return frozenset(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (by_place(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -108,6 +119,7 @@ def imports(path: Path) -> Iterator[str]:
             yield from {by_place(f"{node.module}.{alias.name}", str(node.module)) for alias in node.names}
 
 
+@functools.cache
 def by_place(module: str, otherwise: str = "") -> str:
     """The name by the folder that a module lies in. `from package import name` may name a module, or what is in one."""
     for name in (module, otherwise or module):
@@ -173,7 +185,7 @@ def test_the_core_imports_no_framework_by_itself() -> None:
     """Paddle, PyTorch and NVIDIA's bindings are imported nowhere when a module is, only inside the functions that need
     them."""
     for path in files(*PACKAGES):
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         at_import = {
             alias.name if isinstance(node, ast.Import) else str(node.module)
             for node in tree.body
@@ -188,7 +200,7 @@ def test_files_and_functions_stay_short() -> None:
     for path in files(*PACKAGES, "tests"):
         text = path.read_text()
         assert len(text.splitlines()) <= MAX_FILE_LINES, name(path)
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 num_lines = (node.end_lineno or 0) - node.lineno + 1
                 assert num_lines <= MAX_FUNCTION_LINES, f"{name(path)}: {node.name} has {num_lines} lines"
@@ -203,7 +215,7 @@ def test_no_module_is_a_drawer() -> None:
 def test_forbidden_ways() -> None:
     """No pickle, no shell=True, no bare except anywhere in the product."""
     for path in files(*PACKAGES):
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         used = {module.partition(".")[0] for module in imports(path)}
         allowed = {"multiprocessing"} if name(path) == "launch/bench/ping_pong.py" else set()  # a benchmark's baseline
         assert not ({"pickle", "marshal", "shelve", "multiprocessing"} & used) - allowed, name(path)
@@ -218,7 +230,7 @@ def test_broad_except_only_at_the_boundaries() -> None:
     found = {
         name(path)
         for path in files(*PACKAGES)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name) and node.type.id == "Exception"
     }
     assert found == {
@@ -234,6 +246,19 @@ def test_broad_except_only_at_the_boundaries() -> None:
 def test_every_test_says_what_it_shows() -> None:
     """Each test function has a docstring of one line or more."""
     for path in files("tests"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 assert ast.get_docstring(node), f"{name(path)}: {node.name} has no docstring"
+
+
+def test_what_tests_share_lies_in_rigs() -> None:
+    """No test module and no conftest is imported by anything, and no rig is a test."""
+    for path in files("tests"):
+        for module in imports(path):
+            names = module.split(".")
+            assert not [each for each in names if each == "conftest" or each.startswith("test_")], (
+                f"{name(path)} imports {module}: move what they share to tests/rigs"
+            )
+    for path in files("tests/rigs"):
+        tests = [n.name for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef) and n.name[:5] == "test_"]
+        assert not tests and not path.stem.startswith("test_"), f"{name(path)} has tests"

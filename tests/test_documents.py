@@ -34,6 +34,7 @@ def blocks(document: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
+@pytest.mark.processes
 def test_the_readme_sample_prints_a_hit_rate() -> None:
     """The first sample runs as it stands, hits, and prints what its comment says."""
     sample = blocks("README.md", "python")[0]
@@ -51,6 +52,7 @@ def test_the_readme_configuration_is_valid() -> None:
     assert names["config"].pool_sizes() == (100, 400)  # type: ignore[attr-defined]
 
 
+@pytest.mark.processes
 def test_the_layout_sample_prints_what_it_says() -> None:
     """The first sample of docs/data_plane.md runs, and its comments hold."""
     sample = blocks("docs/data_plane.md", "python")[0]
@@ -59,6 +61,7 @@ def test_the_layout_sample_prints_what_it_says() -> None:
     assert result.stdout.splitlines() == promised
 
 
+@pytest.mark.processes
 def test_the_storage_sample_hits_from_disk(tmp_path: Path) -> None:
     """The sample of docs/storage.md runs as it stands, and prints what its last lines say."""
     sample = blocks("docs/storage.md", "python")[0]
@@ -69,6 +72,7 @@ def test_the_storage_sample_hits_from_disk(tmp_path: Path) -> None:
     assert result.stdout.splitlines() == re.findall(r"^# (.*)", sample, re.MULTILINE)
 
 
+@pytest.mark.processes
 def test_the_sample_of_an_own_store_works(tmp_path: Path) -> None:
     """Saved as a module and named in the first sample's configuration it hits, too, and drops a damaged object."""
     first, own = blocks("docs/storage.md", "python")
@@ -83,6 +87,7 @@ def test_the_sample_of_an_own_store_works(tmp_path: Path) -> None:
     assert run().stdout.splitlines()[0] == "first engine: 0 tokens from disk"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("page", ["adapters/fastdeploy", "adapters/sglang", "adapter_verbs", "prefill_decode"])
 def test_the_samples_of_pages_print_what_they_say(page: str) -> None:
     """The first sample of such a page runs as it stands; the other adapters' own tests do the same."""

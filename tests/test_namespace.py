@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parent.parent
 BESIDE = ("ipc", "launch", "metrics", "transfer_manager")
 IMPORT_ALL = """

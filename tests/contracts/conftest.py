@@ -32,7 +32,12 @@ def mooncake_cluster() -> Iterator[tuple[MooncakeMaster, MooncakeLender]]:
 
 
 # Mooncake's client leaves sockets and event descriptors behind when it is closed
-KINDS = ["memory", "file", "valkey", pytest.param("mooncake", marks=pytest.mark.leaks_allowed)]
+KINDS = [
+    "memory",
+    "file",
+    pytest.param("valkey", marks=pytest.mark.processes),
+    pytest.param("mooncake", marks=[pytest.mark.processes, pytest.mark.leaks_allowed]),
+]
 
 
 @pytest.fixture(scope="session", params=KINDS)

@@ -19,9 +19,9 @@ from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import Direction
-from tests.faults.conftest import pids
 from tests.rigs.answers import SECONDS, Answers, task
 from tests.rigs.kv_worker import digest, kv_worker, layer_bytes
+from tests.rigs.process_ends import pids
 from tests.rigs.stopping import stopped
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=8, dtype="float16")
@@ -36,10 +36,14 @@ def new_client(kind: str, tp_size: int, num_gpu: int = NUM_GPU) -> TransferClien
     return RankClient(TransferConfig(tp_size=tp_size), layout, num_gpu, NUM_CPU)
 
 
-KINDS = [("inline", 1), ("inline", 2), ("ranks", 1), ("ranks", 2)]
+KINDS = [
+    pytest.param((kind, tp_size), marks=[pytest.mark.processes] * (kind == "ranks"), id=f"{kind}-tp{tp_size}")
+    for kind in ("inline", "ranks")
+    for tp_size in (1, 2)
+]
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]}-tp{kind[1]}")
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> tuple[str, int]:
     """Which client, and how many ranks."""
     return request.param
@@ -271,6 +275,7 @@ def test_a_cancel_after_the_end_changes_nothing(
     assert [result.task.task_id for result in answers.now()] == [1, 2]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_task_cancelled_before_a_rank_began_it_copies_nothing(tp_size: int) -> None:
     """Of stopped ranks: every direction's task is answered as failed, once; its neighbours in the queue are done."""
@@ -310,6 +315,7 @@ def test_there_is_room_while_the_client_is_ready(client: TransferClient, answers
     assert not any(client.has_room(direction) for direction in Direction)
 
 
+@pytest.mark.processes
 def test_a_full_direction_does_not_close_the_other_one() -> None:
     """Room is counted by lane: stores fill theirs, loads and copies share the other; it comes back with the answers."""
     layout, answers = LAYOUT.for_rank(1, BLOCK_SIZE), Answers()
@@ -331,6 +337,7 @@ def test_a_full_direction_does_not_close_the_other_one() -> None:
         client.stop()
 
 
+@pytest.mark.processes
 def test_another_process_opens_the_arrays_by_their_handle(
     client: TransferClient, answers: Answers, kind: tuple[str, int]
 ) -> None:

@@ -18,6 +18,8 @@ from fastdeploy_cache.transfer_manager.peer.link import LinkError, Pieces, open_
 from tests.rigs.link_rig import MIB, SECONDS, Rig, changed, error_of, pieces
 from tests.rigs.storage_servers import missing
 
+pytestmark = pytest.mark.processes
+
 SOON = 1.0  # seconds of reads that are to be late
 
 # Over its shared memory UCX reads without the peer, as shm does; over TCP it is what it is between hosts.

@@ -22,7 +22,7 @@ from tests.rigs.storage_servers import MooncakeLender, MooncakeMaster, free_port
 SPACE = KeySpace(weights_id="tests", layout="bytes", object_bytes=300_000, block_size=4, rank=0, tp_size=1)
 Opener = Callable[..., tuple[Storage, Prompt]]
 # Mooncake's client leaves sockets and event descriptors behind when it is closed
-pytestmark = pytest.mark.leaks_allowed
+pytestmark = [pytest.mark.processes, pytest.mark.leaks_allowed]
 
 
 @pytest.fixture

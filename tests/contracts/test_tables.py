@@ -23,6 +23,7 @@ class Story:
 
     def __init__(self, model: CacheModel, tokens: list[int], store: SimulatedStorage | None = None) -> None:
         self.model, self.tokens, self.store = model, tokens, store
+        self.has_more: list[bool] = []  # after each landing: whether anything is still on its way
 
     def match(self) -> LiveRequest:
         """The request, prefetched where there is a store."""
@@ -37,6 +38,7 @@ class Story:
                 self.model.client.land(error)
             elif self.store is not None and self.store.tasks:
                 self.store.land(error)
+        self.has_more.append(bool(self.model.client.tasks or (self.store is not None and self.store.tasks)))
 
     def check(self, live: LiveRequest) -> None:
         """What the cache files the request's tokens by is what its caller computes them into."""
@@ -125,10 +127,13 @@ def test_every_interleaving_of_landings(new_story: Callable[[], Story], look: st
 
     A block more in the cache's table than in its caller's, and all that is computed is filed one block off.
     """
-    num_unseen = 0
+    num_unseen, spent = 0, set[tuple[int, ...]]()
     for landings in itertools.product((0, 1, 2, 9), repeat=4):
+        if any((*landings[:gap], fewer) in spent for gap in range(4) for fewer in range(landings[gap])):
+            continue  # the same story: after fewer landings in that gap nothing was on its way any more
         story = new_story()
         num_unseen += play(story, landings, look, error)
+        spent |= {landings[: gap + 1] for gap in range(4) if not story.has_more[gap]}
         while story.model.client.tasks or (story.store is not None and story.store.tasks):
             story.land(1)
         story.model.finish()

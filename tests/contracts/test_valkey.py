@@ -19,6 +19,8 @@ from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 from tests.rigs.places import Prompt
 from tests.rigs.storage_servers import TlsRelay, ValkeyServer, free_port
 
+pytestmark = pytest.mark.processes
+
 SPACE = KeySpace(weights_id="tests", layout="bytes", object_bytes=5000, block_size=4, rank=0, tp_size=1)
 Opener = Callable[..., tuple[Storage, Prompt]]
 SOMEONE = ["--user", "someone", "on", ">other:secret", "~*", "&*", "+@all"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from fastdeploy_cache.books.block_hash import BlockHasher, root_hash
 from fastdeploy_cache.request import Request
@@ -65,6 +66,7 @@ def test_names_differ_by_namespace_and_block_size() -> None:
     assert len({root_hash(namespace, size) for namespace in ("", "a", "b") for size in (1, 4, 64)}) == 9
 
 
+@pytest.mark.processes
 def test_other_processes_agree() -> None:
     """No environment variable or hash seed changes a name."""
     code = (

@@ -38,6 +38,7 @@ def scrape(url: str) -> dict[tuple[str, str], float]:
     }
 
 
+@pytest.mark.processes
 def test_two_groups_share_a_host_and_an_endpoint() -> None:
     """Own ranks, pools and prefixes; one page with both, told apart by their label."""
     caches = [PrefixCacheManager(new_config(2, num_gpu=8, num_cpu=8, data_parallel_id=dp)) for dp in range(2)]
@@ -68,6 +69,7 @@ with PrefixCacheManager(config) as cache:
 """
 
 
+@pytest.mark.processes
 def test_engines_in_several_processes_share_an_endpoint() -> None:
     """The other process's page is part of this one's; where it has gone, that shows, and the rest stays."""
     other = subprocess.Popen(

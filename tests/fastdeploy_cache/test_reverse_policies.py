@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.fastdeploy_cache.test_policies import Cache
+from tests.rigs.policy_cache import Cache
 
 
 def test_mru_takes_what_was_used_last() -> None:

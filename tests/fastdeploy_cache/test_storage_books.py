@@ -10,8 +10,8 @@ from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request, StorageCo
 from fastdeploy_cache.errors import ClosedError, ConfigError
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.storage.tier import StorageTier
-from tests.fastdeploy_cache.test_storage_tier import STORE, A, Rig, stored
 from tests.rigs.simulated_storage import SimulatedStorage
+from tests.rigs.storage_rig import STORE, A, Rig, stored
 
 SECONDS = 10.0
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from fastdeploy_cache.transfer_manager.task import Direction
-from tests.fastdeploy_cache.test_storage_tier import A, Rig
 from tests.rigs.simulated_storage import SimulatedStorage
+from tests.rigs.storage_rig import A, Rig
 
 SECONDS = 10.0
 B = [*A[:20], *range(500, 521)]  # half of it is A's

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
-from tests.ipc.conftest import eventually  # noqa: F401 (a fixture here too)
 from tests.rigs.answers import Answers
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=6, head_dim=4, dtype="float16")
 NUM_GPU, NUM_CPU, BLOCK_SIZE = 16, 24, 4
-SECONDS = 30.0
 
 
 @pytest.fixture
@@ -55,34 +48,3 @@ def rank_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     return replace
-
-
-def pids(client: TransferClient) -> list[int]:
-    """The pid of every rank, all of which are up."""
-    found = [status.pid for status in client.statuses()]
-    assert all(found)
-    return [pid for pid in found if pid is not None]
-
-
-@contextlib.contextmanager
-def watched(pid: int) -> Iterator[int]:
-    """A pid descriptor: it stays with this very process, whoever gets its number later."""
-    pidfd = os.pidfd_open(pid)
-    try:
-        yield pidfd
-    finally:
-        os.close(pidfd)
-
-
-def is_gone(pidfd: int) -> bool:
-    """Reaped: not even a zombie is left."""
-    try:
-        signal.pidfd_send_signal(pidfd, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def wait_exit(pidfd: int, seconds: float = SECONDS) -> bool:
-    """Wait for the process to end (it may still be a zombie)."""
-    return bool(select.select([pidfd], [], [], seconds)[0])

@@ -16,8 +16,8 @@ from fastdeploy_cache.adapters.mini_sglang import radix_cache as mini_sglang
 from fastdeploy_cache.adapters.sglang import radix_cache as sglang
 from fastdeploy_cache.config import WRITE_POLICIES
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
-from tests.faults.test_chaos import IMPATIENT_STORE, NUM_CPU, NUM_GPU, PATIENT, SEEDS, TP_SIZE, chaos_config
 from tests.rigs.chaos_block_tables import BlockPool, FastDeployV0, FastDeployV1
+from tests.rigs.chaos_config import IMPATIENT_STORE, NUM_CPU, NUM_GPU, PATIENT, SEEDS, TP_SIZE, chaos_config
 from tests.rigs.chaos_faults import RankFaults, StorageFaults
 from tests.rigs.chaos_rig import SECONDS, Driver, Story, moved
 from tests.rigs.chaos_token_slots import ContiguousSlots, MiniSGLang, SGLang
@@ -25,6 +25,8 @@ from tests.rigs.chaos_vllm_connector import VLLMConnector
 from tests.rigs.fastdeploy_engine import SUFFIX, launch
 from tests.rigs.fastdeploy_engine import new_config as fastdeploy_config
 from tests.rigs.faulty_engine import BLOCK_SIZE
+
+pytestmark = pytest.mark.processes
 
 NUM_STEPS = 200
 HOW_PATIENT = [SECONDS, 0.02]  # by seed: for loads, of engines that say so once. The second may come away empty

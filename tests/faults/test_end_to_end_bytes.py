@@ -9,6 +9,8 @@ import pytest
 from fastdeploy_cache import PrefixCacheManager
 from tests.rigs.faulty_engine import BLOCK_SIZE, Engine, new_config
 
+pytestmark = pytest.mark.processes
+
 PROMPT = list(range(100, 100 + 6 * BLOCK_SIZE + 1))
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import SECONDS, wait_exit, watched
 from tests.rigs.leaks import shm_files
+from tests.rigs.process_ends import SECONDS, wait_exit, watched
 from tests.rigs.stopping import stopped
+
+pytestmark = pytest.mark.processes
 
 GONE_WITHIN_SECONDS = 3.0  # the promise
 

@@ -16,11 +16,12 @@ import pytest
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.errors import IPCError, LayoutError, RankStartError
 from fastdeploy_cache.transfer_manager.client import KVArrays
-from tests.faults.conftest import SECONDS, pids
 from tests.rigs.faulty_engine import BLOCK_SIZE, LAYOUT, Engine, new_config
 from tests.rigs.kv_worker import KVWorker, digest, kv_worker, layer_bytes
+from tests.rigs.process_ends import SECONDS, pids
 from tests.rigs.stopping import stopped
 
+pytestmark = pytest.mark.processes
 NUM_GPU, NUM_CPU = 8, 60
 PROMPT = list(range(100, 100 + 5 * BLOCK_SIZE + 1))
 FILLERS = [[1000 * other + i for i in range(8 * BLOCK_SIZE)] for other in range(1, 4)]

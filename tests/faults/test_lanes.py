@@ -12,10 +12,12 @@ import pytest
 
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
-from tests.faults.conftest import pids
 from tests.rigs.answers import SECONDS, Answers, task
 from tests.rigs.big_client import ALL, arrays, big_client, clear, fill
+from tests.rigs.process_ends import pids
 from tests.rigs.stopping import stopped
+
+pytestmark = pytest.mark.processes
 
 OUT, IN, COPY = Direction.SWAP_OUT, Direction.SWAP_IN, Direction.COPY
 LONG = 1000.0

@@ -10,11 +10,13 @@ import pytest
 
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import Direction
-from tests.faults.conftest import pids
 from tests.rigs.answers import task
 from tests.rigs.big_client import ALL, BLOCK_SIZE, LAYOUT, NUM_CPU, NUM_GPU, NUM_LAYERS, big_client, clear, fill
 from tests.rigs.kv_worker import KVWorker, digest, kv_worker, layer_bytes
+from tests.rigs.process_ends import pids
 from tests.rigs.stopping import stopped
+
+pytestmark = pytest.mark.processes
 
 OUT, IN = Direction.SWAP_OUT, Direction.SWAP_IN
 LONG = 1000.0  # the waiters' own deadline: nobody here sees it

@@ -18,6 +18,8 @@ from fastdeploy_cache.ipc import shared_array
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 from tests.rigs.faulty_engine import BLOCK_SIZE, Engine, new_config
 
+pytestmark = pytest.mark.processes
+
 PROMPT = list(range(100, 100 + 6 * BLOCK_SIZE + 1))
 
 

@@ -13,9 +13,11 @@ from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.books.block_pool import Owner
 from fastdeploy_cache.errors import RankStartError
 from fastdeploy_cache.transfer_manager.task import TransferResult
-from tests.faults.conftest import SECONDS, is_gone, pids, wait_exit, watched
 from tests.rigs.faulty_engine import BLOCK_SIZE, Engine, new_config
+from tests.rigs.process_ends import SECONDS, is_gone, pids, wait_exit, watched
 from tests.rigs.stopping import stopped
+
+pytestmark = pytest.mark.processes
 
 PROMPT = list(range(100, 100 + 5 * BLOCK_SIZE + 1))
 FILLERS = [[1000 * other + i for i in range(8 * BLOCK_SIZE)] for other in range(1, 4)]

@@ -15,6 +15,8 @@ from tests.rigs.peer_relay import relayed
 from tests.rigs.peer_rig import NUM_LAYERS, Pair, look, pair_of
 from tests.rigs.stopping import stopped
 
+pytestmark = pytest.mark.processes
+
 SOURCES, BLOCKS = (3, 9, 4, 17), (20, 1, 7, 8)
 STAGES = range(NUM_LAYERS + 1)
 LARGE = KVLayout(num_layers=8, num_kv_heads=4, head_dim=2048)  # a block is 1 MiB

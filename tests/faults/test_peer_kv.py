@@ -12,8 +12,10 @@ import pytest
 
 from fastdeploy_cache import KVMemory, PrefixCacheManager
 from fastdeploy_cache.errors import PeerError
-from tests.faults.test_peers import NONE_HELD, TOKENS, Rig
 from tests.rigs.instance import BLOCK_SIZE, LAYOUT, SECONDS, Instance, new_config
+from tests.rigs.peer_instances import NONE_HELD, TOKENS, Rig
+
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture

@@ -18,9 +18,11 @@ import pytest
 from fastdeploy_cache import PrefixCacheManager, StorageConfig
 from fastdeploy_cache.errors import ConfigError, LayoutError, PeerRefusedError
 from fastdeploy_cache.ipc.peer_channel import make_keys
-from tests.faults.test_peers import NONE_HELD, NUM_BLOCKS, TOKENS, Rig
 from tests.rigs.instance import BLOCK_SIZE, LAYOUT, Instance, new_config
+from tests.rigs.peer_instances import NONE_HELD, NUM_BLOCKS, TOKENS, Rig
 from tests.rigs.storage_servers import ValkeyServer, free_port, missing
+
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture

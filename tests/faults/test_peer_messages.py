@@ -23,6 +23,8 @@ from fastdeploy_cache.transfer_manager.task import Direction
 from tests.rigs.peer_relay import Message, relayed
 from tests.rigs.peer_rig import NUM_LAYERS, SECONDS, Pair, pair_of
 
+pytestmark = pytest.mark.processes
+
 SOURCES, BLOCKS = (3, 9, 4, 17, 0, 12), (20, 1, 7, 8, 22, 5)
 EARLY = Why("failed", "its blocks are needed")
 

@@ -16,6 +16,8 @@ from fastdeploy_cache.transfer_manager.peer.messages import Why
 from tests.rigs.peer_rig import LAYOUT, NUM_LAYERS, SECONDS, Pair, look, pair_of
 from tests.rigs.storage_servers import free_port, missing
 
+pytestmark = pytest.mark.processes
+
 SOURCES, BLOCKS = (3, 9, 4, 17, 0, 12), (20, 1, 7, 8, 22, 5)
 FAILED = Why("failed", "the model fell over at layer 2")
 STAGES = range(NUM_LAYERS + 1)  # layers of the second half that are computed

@@ -25,6 +25,8 @@ from fastdeploy_cache.transfer_manager.peer.messages import (
 from tests.rigs.peer_relay import Message, relayed
 from tests.rigs.peer_rig import BLOCK_SIZE, LAYOUT, NUM_BLOCKS, NUM_LAYERS, Pair, look, pair_of
 
+pytestmark = pytest.mark.processes
+
 SOURCES, BLOCKS = (3, 9, 4, 17), (20, 1, 7, 8)
 GONE = Why("gone", "this test is over")
 

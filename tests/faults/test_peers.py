@@ -7,36 +7,16 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import pytest
 
-from fastdeploy_cache import PrefixCacheManager, Request
+from fastdeploy_cache import Request
 from fastdeploy_cache.errors import OutOfBlocksError, PeerError, PeerRefusedError, RequestError
-from tests.rigs.instance import BLOCK_SIZE, LAYOUT, SECONDS, Instance, InstanceProcess, new_config
+from tests.rigs.instance import BLOCK_SIZE, LAYOUT, SECONDS
+from tests.rigs.peer_instances import NONE_HELD, NUM_BLOCKS, TOKENS, Rig
 
-NUM_BLOCKS = 9
-TOKENS = list(range(100, 100 + NUM_BLOCKS * BLOCK_SIZE + 2))
-NONE_HELD = [0, 0, 0]
-
-
-class Rig:
-    """Instances that are closed at the end."""
-
-    def __init__(self, opened: ExitStack) -> None:
-        self._opened = opened
-
-    def here(self, role: str, **settings: Any) -> Instance:
-        """In this process."""
-        config = new_config(role=role, **settings)
-        return Instance(self._opened.enter_context(PrefixCacheManager(config)))
-
-    def apart(self, role: str, **settings: Any) -> InstanceProcess:
-        """In a process of its own."""
-        process = InstanceProcess(role=role, **settings)
-        self._opened.callback(process.close)
-        return process
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture

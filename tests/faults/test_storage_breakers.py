@@ -12,11 +12,13 @@ import pytest
 from fastdeploy_cache import PrefixCacheManager, Request, StorageConfig
 from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
 from fastdeploy_cache.transfer_manager.storage.file_journal import JOURNAL_NAME, read_journal
-from tests.faults.test_storage_processes import SECONDS, drained, file_storage, storage_config
-from tests.faults.test_storage_requests import LONG, Heard, asked, names, serve
-from tests.faults.test_storage_trouble import Eventually, InTrouble, breaker, metric, prompt, spoiled, stored
 from tests.rigs.faulty_engine import BLOCK_SIZE, Engine
+from tests.rigs.storage_engine import SECONDS, drained, file_storage, storage_config
+from tests.rigs.storage_hearing import LONG, Heard, asked, names, serve
 from tests.rigs.storage_servers import free_port
+from tests.rigs.storage_trouble import Eventually, InTrouble, breaker, metric, prompt, spoiled, stored
+
+pytestmark = pytest.mark.processes
 
 SHORT = {"prefetch_policy": "timeout", "prefetch_timeout_seconds": 0.1, "prefetch_seconds_per_1024_tokens": 0.0}
 

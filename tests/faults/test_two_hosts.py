@@ -21,9 +21,11 @@ from typing import Any
 
 import pytest
 
-from tests.faults.conftest import SECONDS, wait_exit, watched
 from tests.rigs.faulty_engine import BLOCK_SIZE
+from tests.rigs.process_ends import SECONDS, wait_exit, watched
 from tests.rigs.storage_servers import MooncakeMaster
+
+pytestmark = pytest.mark.processes
 
 NUM_BLOCKS = 24  # two tasks, one of 16 blocks and one of the rest
 NUM_TOKENS = NUM_BLOCKS * BLOCK_SIZE

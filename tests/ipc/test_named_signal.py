@@ -82,6 +82,7 @@ def names(suffix: str) -> list[str]:
     return [path.name for path in FOLDER.iterdir() if path.name.endswith(suffix)]
 
 
+@pytest.mark.processes
 def test_a_program_that_knows_the_name_sees_the_words(suffix: str) -> None:
     """Python's own SharedMemory and an int32 array on it read our stores, and we read theirs."""
     with NamedSignal.create("status", suffix, 3) as mine:
@@ -122,6 +123,7 @@ def test_an_attached_one_leaves_the_name(suffix: str) -> None:
         assert mine.words.tolist() == [0, 4, 0]
 
 
+@pytest.mark.processes
 def test_a_live_creator_is_not_displaced(suffix: str) -> None:
     """A second creator is refused with the file's name and what to do, in this process and in another; nothing
     changes."""
@@ -133,6 +135,7 @@ def test_a_live_creator_is_not_displaced(suffix: str) -> None:
         NamedSignal.create("status", suffix, 3)
 
 
+@pytest.mark.processes
 def test_what_a_killed_creator_left_is_taken_over(suffix: str) -> None:
     """After kill -9 the name is still there; the next creator replaces it, with words of 0 and its own size."""
     with holder("create", suffix) as process:
@@ -144,6 +147,7 @@ def test_what_a_killed_creator_left_is_taken_over(suffix: str) -> None:
     assert not names(suffix)
 
 
+@pytest.mark.processes
 def test_who_is_attached_holds_the_name_as_well(suffix: str) -> None:
     """The creator is killed while a worker is attached: no new creator before that one has gone."""
     with holder("create", suffix) as creator, holder("attach", suffix) as worker:
@@ -328,6 +332,7 @@ def test_close_does_not_remove_somebody_elses_file(suffix: str) -> None:
         assert names(suffix)
 
 
+@pytest.mark.processes
 def test_set_wakes_a_waiter_in_another_process(suffix: str) -> None:
     """`wait_change` in a child returns the negative value that is set here."""
     with NamedSignal.create("status", suffix, 3) as mine:

@@ -101,6 +101,7 @@ def test_an_empty_segment_exists_but_has_no_views() -> None:
     array.close()
 
 
+@pytest.mark.processes
 def test_two_processes_share_through_the_descriptor() -> None:
     """What one process writes the other reads, in both directions, through nothing but the inherited descriptor."""
     array = SharedArray.create("shared", 64)
@@ -111,6 +112,7 @@ def test_two_processes_share_through_the_descriptor() -> None:
     array.close()
 
 
+@pytest.mark.processes
 def test_descriptor_is_not_inherited_unasked() -> None:
     """A child process that was not given the descriptor by name does not have it."""
     array = SharedArray.create("private", 64)

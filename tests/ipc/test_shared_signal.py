@@ -41,6 +41,7 @@ def test_words_are_independent_and_32_bits_wide(array: SharedArray) -> None:
     assert [signal.get(word) for word in range(4)] == [0, 5, 0, 2**32 - 1]
 
 
+@pytest.mark.processes
 def test_a_store_wakes_a_waiter_in_another_process(array: SharedArray) -> None:
     """A process asleep on a word returns with the value that this process stores; earlier stores do not end it."""
     signal = SharedSignal(array, 4)

@@ -14,7 +14,7 @@ from fastdeploy_cache.launch.bench.control import PHASES, chain_floor, match_ove
 from fastdeploy_cache.launch.bench.scale import FullCache, eviction_cost
 from fastdeploy_cache.launch.bench.workloads import Scale, chat, long, recorded
 from fastdeploy_cache.launch.cli import app
-from tests.launch.test_simulator import line, write
+from tests.rigs.traces import line, write
 
 
 def test_workloads_are_what_they_say() -> None:
@@ -66,6 +66,7 @@ def test_the_edges_and_the_evictions_are_there() -> None:
     assert full.cache.stats().gpu.num_evicted >= 10 * 64 - 5 * 64
 
 
+@pytest.mark.processes
 def test_the_program_writes_every_promised_figure(tmp_path: Path) -> None:
     """A small run of the whole: names, values and limits of all figures; the exit status is their verdict."""
     trace = write(tmp_path / "t", [line(i, [1, 2, 10 + i], 12 * 128) for i in range(30)])

@@ -20,9 +20,11 @@ from fastdeploy_cache.launch.bench.peer_library import open_library
 from fastdeploy_cache.launch.bench.peer_memory import LinkedMemory, LinkMissingError, Way, scattered
 from fastdeploy_cache.transfer_manager.peer import KINDS
 from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
-from tests.launch.test_bench_transfer import is_consistent
-from tests.launch.test_cli import CLI
+from tests.rigs.command_line import CLI
 from tests.rigs.storage_servers import missing
+from tests.rigs.verdicts import is_consistent
+
+pytestmark = pytest.mark.processes
 
 TINY = ["--repeats", "1", "--memory-mib", "16", "--link", "shm"]
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.launch.test_bench_transfer import is_consistent
-from tests.launch.test_cli import CLI
+from tests.rigs.command_line import CLI
 from tests.rigs.storage_servers import ValkeyServer
+from tests.rigs.verdicts import is_consistent
+
+pytestmark = pytest.mark.processes
 
 TINY = ["--repeats", "1", "--memory-mib", "16", "--reopen-gb", "0.02", "--no-model"]
 

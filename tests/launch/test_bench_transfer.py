@@ -13,11 +13,13 @@ import pytest
 
 from fastdeploy_cache.launch.bench.report import Figure, Report, at_least, at_most
 from fastdeploy_cache.launch.bench.transfer import CASES
-from tests.launch.test_cli import CLI
+from tests.rigs.command_line import CLI
+from tests.rigs.verdicts import is_consistent
+
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--repeats", "1", "--memory-mib", "16", "--idle-seconds", "0.5"]
-_ROUNDING = 0.0005  # `value` has three decimals, the verdict is that of the exact one
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -43,14 +45,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Run:
     result = run(*TINY, "--json", str(path))
     assert result.returncode in (0, 1) and path.exists(), result.stderr
     return Run(result.returncode, result.stdout, json.loads(path.read_text()))
-
-
-def is_consistent(entry: dict[str, Any]) -> bool:
-    """Whether an entry's verdict follows from value and limit, its name saying which way."""
-    value, limit = entry["value"], entry["limit"]
-    if abs(value - limit) <= _ROUNDING:
-        return True
-    return bool(entry["ok"] == (value > limit if entry["name"].endswith("at least") else value < limit))
 
 
 def test_every_promised_figure_has_a_verdict_that_follows(tiny: Run) -> None:

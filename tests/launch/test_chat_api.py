@@ -18,7 +18,9 @@ from fastdeploy_cache.launch.reference_engine.generation import (
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.server import chat_api
 from fastdeploy_cache.launch.server.chat_api import ChatApi, ChatRequest, Message, NotWantedError, TextPart
-from tests.launch.test_prefill_decode import PROMPT, SECONDS, Instance, instances, prefill
+from tests.rigs.integer_instance import PROMPT, SECONDS, Instance, instances, prefill
+
+pytestmark = pytest.mark.processes
 
 CHAT = ChatRequest(messages=[Message("user", "hello")], max_tokens=4)
 

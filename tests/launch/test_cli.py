@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fastdeploy_cache.ipc.peer_channel import load_keys
 from fastdeploy_cache.transfer_manager.peer.signature import load_secret
+from tests.rigs.command_line import CLI
 from tests.rigs.reference_model import needs_model
 
-CLI = [sys.executable, "-c", "from fastdeploy_cache.launch.cli import main; main()"]
+pytestmark = pytest.mark.processes
 
 
 def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:

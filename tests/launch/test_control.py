@@ -21,7 +21,7 @@ from fastdeploy_cache.launch.server import control as control_module
 from fastdeploy_cache.launch.server.control import ControlServer
 from fastdeploy_cache.launch.server.control_client import ask
 from fastdeploy_cache.launch.server.control_socket import connected
-from tests.launch.test_serve import CLI
+from tests.rigs.command_line import CLI
 
 KILLED = """
 import os, signal, sys
@@ -245,6 +245,7 @@ def test_a_live_server_is_not_displaced(stub: Stub, path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.processes
 def test_what_a_killed_server_left_is_replaced(path: Path) -> None:
     """Its socket file is still there, and nobody listens on it."""
     subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False, timeout=30)
@@ -292,6 +293,7 @@ def test_a_long_path_is_no_obstacle(tmp_path: Path) -> None:
 # -- the command
 
 
+@pytest.mark.processes
 def test_exit_statuses_of_the_command(stub: Stub, path: Path) -> None:
     """0 and the status; 1 and one line with the reason; 2 for wrong usage; 3 where no server is."""
     done = control(path, "sleep", "--tier", "gpu", "--timeout", "4")

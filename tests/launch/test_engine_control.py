@@ -16,7 +16,7 @@ from fastdeploy_cache.launch.reference_engine.generation import Generation, Gene
 from fastdeploy_cache.launch.server.engine_control import EngineControl
 from fastdeploy_cache.transfer_manager.client import InlineClient
 from fastdeploy_cache.transfer_manager.task import TransferTask
-from tests.launch.test_engine import VOCABULARY, LateClient, expected, finish, make
+from tests.rigs.echo_engine import VOCABULARY, LateClient, expected, finish, make
 
 VERBS = ("pause", "resume", "sleep", "sleep gpu", "sleep cpu", "wake", "clear", "update-weights")
 

@@ -19,9 +19,11 @@ from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
 from fastdeploy_cache.transfer_manager.device.strips import load_steps
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import Direction, TransferTask
-from tests.faults.conftest import SECONDS, pids
-from tests.launch.test_engine import EOS, SIZE, VOCABULARY, expected, finish, next_token
+from tests.rigs.echo_engine import EOS, SIZE, VOCABULARY, expected, finish, next_token
+from tests.rigs.process_ends import SECONDS, pids
 from tests.rigs.stopping import stopped
+
+pytestmark = pytest.mark.processes
 
 NUM_LAYERS, NUM_GPU, NUM_CPU = 3, 24, 80
 LAYOUT = KVLayout(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=4096, dtype="float32")

@@ -99,6 +99,7 @@ def test_shared_array_is_the_same_memory() -> None:
     assert tensor.numpy().tolist() == array.tolist() == [0.0, 5.0, 7.0, 0.0]
 
 
+@pytest.mark.processes
 @needs_model
 def test_paddle_starts_quietly() -> None:
     """Importing Paddle through us prints nothing and takes the asked number of threads."""

@@ -4,113 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
 
-from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Request, TransferConfig
+from fastdeploy_cache import Request
 from fastdeploy_cache.errors import PeerError
-from fastdeploy_cache.launch.reference_engine.engine import Engine
 from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
-from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
 from fastdeploy_cache.peers.transfers import Send
-from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
-from tests.launch.test_engine import EOS, SIZE, VOCABULARY, expected, next_token
+from tests.rigs.echo_engine import SIZE, VOCABULARY, expected
+from tests.rigs.integer_instance import NUM_LAYERS, PROMPT, SECONDS, Instance, instances, prefill
 
-NUM_LAYERS = 3
-SECONDS = 20.0
-PROMPT = list(range(1, 23))  # five full blocks and two tokens
+pytestmark = pytest.mark.processes
+
 LONG = [token % VOCABULARY for token in range(301)]  # more than one step
-
-
-class LayerModel:
-    """Keys and values of a token are the token and its layer, on all heads; what comes next depends on all of them."""
-
-    def __init__(self, cache: PrefixCacheManager) -> None:
-        self._views = [cache.ranks.kv_views(rank) for rank in range(cache.config.transfer.tp_size)]
-        self.num_computed_tokens = 0
-        self.on_layer: Callable[[int], None] = lambda _: None
-
-    def forward(self, chunks: Sequence[SequenceChunk], before_layer: Callable[[int], None]) -> np.ndarray:
-        contexts: list[set[tuple[int, ...]]] = [set() for _ in chunks]
-        self.num_computed_tokens += sum(len(chunk.token_ids) for chunk in chunks)
-        for layer in range(NUM_LAYERS):
-            before_layer(layer)
-            self.on_layer(layer)
-            for chunk, found in zip(chunks, contexts, strict=True):
-                positions = np.arange(chunk.end)
-                where = chunk.block_ids[positions // SIZE], positions % SIZE
-                new = where[0][chunk.start :], where[1][chunk.start :]
-                for views in self._views:
-                    for part, factor in (("key", 1), ("value", -1)):
-                        array = views[layer][part]
-                        array[new] = (factor * (chunk.token_ids + layer * VOCABULARY))[:, None, None]
-                        heads = factor * array[where][:, :, 0].astype(int) - layer * VOCABULARY
-                        found.update(tuple(heads[:, head]) for head in range(heads.shape[1]))
-        logits = np.zeros((len(chunks), VOCABULARY), np.float32)
-        for row, found in zip(logits, contexts, strict=True):
-            assert len(found) == 1, "ranks, heads or layers disagree"
-            row[next_token(found.pop())] = 1.0
-        return logits
-
-
-class Instance:
-    """A cache, its engine and the thread that runs it."""
-
-    def __init__(
-        self, role: str, tp_size: int, num_gpu: int = 100, *, max_running: int = 4, recompute: bool = True, **peer: Any
-    ):
-        config = CacheConfig(
-            block_size=SIZE,
-            num_gpu_blocks=num_gpu,
-            layout=KVLayout(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=1, dtype="float32"),
-            transfer=TransferConfig(tp_size=tp_size),
-            role=role,
-            peer=PeerConfig(weights_id="integers", name=role, silence_timeout_seconds=2.0, **peer),
-        )
-        self.cache = PrefixCacheManager(config)
-        self.model = LayerModel(self.cache)
-        self.engine = Engine(
-            self.cache,
-            self.model,
-            eos_token_id=EOS,
-            context_length=1000,
-            max_running=max_running,
-            recompute_not_received=recompute,
-        )
-        self._thread = threading.Thread(target=self.engine.run)
-        self._thread.start()
-
-    def close(self) -> None:
-        self.engine.stop()
-        self._thread.join(SECONDS)
-        assert not self._thread.is_alive()
-        self.cache.check_invariants()
-        assert self.cache.stats().num_requests == 0
-        self.cache.close()
-
-    def offer(self, prompt: Sequence[int]) -> tuple[Generation, bytes]:
-        generation = self.engine.submit_prefill(np.array(prompt))
-        return generation, generation.wait_send(SECONDS).offer
-
-    def num_bytes(self, direction: str) -> float:
-        name = "fastdeploy_cache_peer_bytes"
-        samples = [s for family in self.cache.metrics.collect() if family.name == name for s in family.samples]
-        return sum(sample.value for sample in samples if sample.labels["direction"] == direction)
-
-
-@contextmanager
-def instances(*wanted: Callable[[], Instance]) -> Iterator[list[Instance]]:
-    with ExitStack() as stack:
-        made = []
-        for make in wanted:
-            made.append(make())
-            stack.callback(made[-1].close)
-        yield made
 
 
 def all_tokens(generation: Generation) -> list[int]:
@@ -165,10 +74,6 @@ def wait_arrived(here: Instance, layer: int) -> None:
     while not keys.any():
         assert time.monotonic() < until
         time.sleep(0.005)
-
-
-def prefill() -> Instance:
-    return Instance("prefill", 1)
 
 
 def decode() -> Instance:

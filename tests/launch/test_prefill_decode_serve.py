@@ -23,10 +23,11 @@ from fastdeploy_cache.launch.server.router import Router
 from fastdeploy_cache.launch.server.upstream import Instances
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
 from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, make_secret
-from tests.launch.test_serve import CLI, Server
+from tests.rigs.command_line import CLI
 from tests.rigs.reference_model import needs_model
+from tests.rigs.server_process import Server
 
-pytestmark = needs_model
+pytestmark = [pytest.mark.processes, needs_model]
 SECONDS = 120.0
 BLOCK_BYTES = 16 * 30 * 2 * 3 * 64 * 4  # 16 tokens, 30 layers, keys and values, 3 heads of 64 floats
 SYSTEM = {"role": "system", "content": "You answer in one short sentence. " * 6}

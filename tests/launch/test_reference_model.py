@@ -87,6 +87,7 @@ def test_batched_sequences_do_not_mix(llama: Llama, tokenizer: ChatTokenizer, pr
     assert together.dtype == np.float32
 
 
+@pytest.mark.processes
 @needs_model
 def test_kv_is_visible_in_another_process(files: ModelFiles, prompt: np.ndarray) -> None:
     """KV goes straight into the given shared memory: a second mapping and a child process read it."""

@@ -23,7 +23,9 @@ from fastdeploy_cache.launch.server.json_http import JsonServer
 from fastdeploy_cache.launch.server.router import Router
 from fastdeploy_cache.launch.server.serve import _Handler, _Server
 from fastdeploy_cache.launch.server.upstream import Instances
-from tests.launch.test_prefill_decode import SECONDS, Instance, instances
+from tests.rigs.integer_instance import SECONDS, Instance, instances
+
+pytestmark = pytest.mark.processes
 
 CHAT, PREFILL = "/v1/chat/completions", "/v1/prefill"
 ROUTES = {

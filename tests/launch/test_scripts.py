@@ -22,7 +22,10 @@ from tests.rigs.storage_servers import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 IN_VENV = Path(sys.prefix) == ROOT / ".venv"
-pytestmark = pytest.mark.skipif(not IN_VENV, reason="the scripts use .venv; run the tests with ./launch/test.sh")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not IN_VENV, reason="the scripts use .venv; run the tests with ./launch/test.sh"),
+]
 
 
 @pytest.fixture
@@ -91,6 +94,17 @@ def test_arguments_that_a_script_does_not_know(
     assert any(argument in result.stdout + result.stderr for argument in arguments)
     assert bystander.poll() is None
     assert contents(Path(environment["FASTDEPLOY_CACHE_RUN_DIR"])) == before
+
+
+def test_the_fast_door_of_the_tests(environment: dict[str, str]) -> None:
+    """`test.sh --fast` finds no test in a module whose every test is over real ranks, and all of one of a leaf;
+    --help tells of it, and other arguments go on to pytest."""
+    collect = ("test.sh", "--fast", "-n", "0", "--collect-only")
+    none = run(*collect, "tests/faults/test_lanes.py", environment=environment)
+    assert none.returncode == 5 and "deselected" in none.stdout, none.stdout + none.stderr
+    some = run(*collect, "tests/ipc/test_codec.py", environment=environment)
+    assert some.returncode == 0 and "tests/ipc/test_codec.py::" in some.stdout, some.stdout + some.stderr
+    assert "--fast" in run("test.sh", "--help", environment=environment).stdout
 
 
 @pytest.fixture

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import select
 import signal
 import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,51 +14,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.rigs.command_line import CLI
 from tests.rigs.reference_model import needs_model
+from tests.rigs.server_process import CHAT, Server
 
-pytestmark = needs_model
-CLI = [sys.executable, "-c", "from fastdeploy_cache.launch.cli import main; main()"]
-CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12}
-
-
-class Server:
-    """A server process and where it listens."""
-
-    def __init__(self, log: Path, *arguments: str) -> None:
-        self.log = log
-        command = [*CLI, "serve", "--port", "0", "--metrics-port", "0", *arguments]
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.PIPE)
-        assert self.process.stderr is not None
-        text = ""
-        for line in self.process.stderr:  # ends with the process, at the latest
-            text += line.decode()
-            if found := re.search(r"event=serving url=(\S+) metrics=(\S+)", text):
-                self.url, self.metrics_url = found.groups()
-                return
-        raise AssertionError(f"the server ended: {text}")
-
-    def post(self, body: Any) -> tuple[int, bytes]:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        try:
-            with urllib.request.urlopen(f"{self.url}/v1/chat/completions", data, timeout=60) as answer:
-                return answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read()
-
-    def get(self, url: str) -> bytes:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            return answer.read()
-
-    def rank_pids(self) -> list[int]:
-        return [rank["pid"] for rank in json.loads(self.get(f"{self.url}/status"))["ranks"]]
-
-    def end(self, number: int) -> int:
-        self.process.send_signal(number)
-        assert self.process.stderr is not None
-        self.rest = self.process.stderr.read().decode()  # returns when the process and all its ranks have ended
-        self.process.stderr.close()
-        return self.process.wait(timeout=30)
+pytestmark = [pytest.mark.processes, needs_model]
 
 
 @pytest.fixture(scope="module")

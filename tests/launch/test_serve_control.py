@@ -12,10 +12,10 @@ import pytest
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.server.control_client import ask
-from tests.launch.test_serve import CHAT, Server
 from tests.rigs.reference_model import needs_model
+from tests.rigs.server_process import CHAT, Server
 
-pytestmark = needs_model
+pytestmark = [pytest.mark.processes, needs_model]
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,7 @@ from fastdeploy_cache.launch.cli import app
 from fastdeploy_cache.launch.simulator.bound import Clairvoyant, infinite_hit_rate
 from fastdeploy_cache.launch.simulator.replay import Replay
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceError, read_trace
-
-
-def line(seconds: float, ids: list[int], num_tokens: int | None = None, **more: object) -> str:
-    length = len(ids) * 4 if num_tokens is None else num_tokens
-    return json.dumps({"timestamp": seconds * 1000, "input_length": length, "hash_ids": ids, **more})
-
-
-def write(path: Path, lines: list[str]) -> Path:
-    path.write_text("\n".join(lines) + "\n")
-    return path
+from tests.rigs.traces import line, write
 
 
 def random_trace(path: Path, seed: int, num_requests: int = 200) -> Path:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager
-from tests.faults.test_storage_processes import PROMPT, drained, file_storage, storage_config
-from tests.launch.test_cli import CLI
+from tests.rigs.command_line import CLI
 from tests.rigs.faulty_engine import Engine
 from tests.rigs.file_rig import Rig, space_of
 from tests.rigs.places import MooncakePlace, ValkeyPlace
+from tests.rigs.storage_engine import PROMPT, drained, file_storage, storage_config
 from tests.rigs.storage_servers import MooncakeLender, MooncakeMaster, ValkeyServer, free_port
+
+pytestmark = pytest.mark.processes
 
 ODD_ID = "[red]odd\x1b[2J\n 重み"
 

@@ -25,11 +25,11 @@ from fastdeploy_cache.requests.loads import MatchLoads
 from fastdeploy_cache.storage.storage import Storage
 from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
-from tests.properties.test_caller_properties import STEPS, new_caller, take_step
-from tests.properties.test_storage_properties import Walk
+from tests.rigs.caller_walk import STEPS, new_caller, take_step
 from tests.rigs.simulated_client import SimulatedClient
 from tests.rigs.simulated_storage import SimulatedStorage
 from tests.rigs.sites import OutOfMemoryError, OutsideError, Site, Tracer, methods
+from tests.rigs.storage_walk import Walk
 
 OPERATIONS = (
     "prefetch", "match", "match", "serve", "serve", "rush", "rush", "finish", "finish", "land", "land", "land", "store",

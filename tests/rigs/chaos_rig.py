@@ -22,7 +22,7 @@ import pytest
 from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.books.run import CPU, GPU
 from fastdeploy_cache.errors import LayoutError
-from tests.faults.test_storage_processes import drained
+from tests.rigs.storage_engine import drained
 
 SECONDS = 30.0
 MAX_RUNNING = 3

@@ -14,9 +14,9 @@ from fastdeploy_cache.adapters.slots.copies import RankSlots
 from fastdeploy_cache.adapters.slots.pages import Slots, pages_of
 from fastdeploy_cache.adapters.slots.prefix_cache import SlotAllocator, SlotPrefixCache
 from fastdeploy_cache.errors import OutOfBlocksError
-from tests.faults.test_storage_processes import drained
 from tests.rigs.chaos_rig import SECONDS, Driver, Prompt
 from tests.rigs.sglang_engine import Req
+from tests.rigs.storage_engine import drained
 
 MOST_TOKENS = 64
 

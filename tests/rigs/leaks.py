@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -9,15 +10,19 @@ from pathlib import Path
 
 def child_pids() -> set[int]:
     """Processes whose parent is this one, zombies included."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == os.getpid():
-            found.add(int(stat.parent.name))
+    found, again = _children(), _children()
+    while found != again:  # the kernel may leave one out while another is being reaped
+        found, again = again, _children()
     return found
+
+
+def _children() -> set[int]:
+    """What each thread has started; the kernel lists it by thread."""
+    words = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            words += (thread / "children").read_text().split()
+    return set(map(int, words))
 
 
 def handles() -> dict[str, str]:
@@ -52,3 +57,8 @@ def _is_others(path: Path) -> bool:
         except OSError:
             continue
     return False
+
+
+def num_descriptors() -> int:
+    """Open descriptors of every kind, files included."""
+    return len(list(Path("/proc/self/fd").iterdir()))

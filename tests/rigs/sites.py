@@ -63,7 +63,9 @@ def _kind(node: ast.AST) -> str | None:
 def lines() -> frozenset[Site]:
     """Every line of the manager's own modules (adapters stand above them) that asks for memory by blocks, or logs."""
     found = set[Site]()
-    for path in (path for room in ("", *ROOMS) for path in (PACKAGE / room).glob("*.py")):
+    for path in PACKAGE.rglob("*.py"):
+        if "adapters" in path.relative_to(PACKAGE).parts:
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             kind = _kind(node)
             if kind is not None:
@@ -93,7 +95,7 @@ class Tracer(logging.Handler):
     def __init__(self, outside: Mapping[CodeType, Site]) -> None:
         super().__init__(logging.DEBUG)
         self._by_line = {(site.where, int(site.what)): site for site in lines()}
-        self._files = {site.where for site in self._by_line.values()}
+        self._grows: dict[CodeType, bool] = {}  # whether a line of it may ask for memory: only such are followed
         self._outside = outside
         self.hits: Counter[Site] = Counter()
         self.armed: tuple[Site, int] | None = None  # raise at its n-th hit, counted from 1
@@ -129,7 +131,14 @@ class Tracer(logging.Handler):
         site, caller = self._outside.get(frame.f_code), frame.f_back
         if site is not None and caller is not None and caller.f_code not in self._outside:  # else it calls itself
             self._hit(site)
-        return self._in_line if frame.f_code.co_filename in self._files else None
+        grows = self._grows.get(frame.f_code)
+        if grows is None:
+            grows = self._grows[frame.f_code] = self._may_grow(frame.f_code)
+        return self._in_line if grows else None
+
+    def _may_grow(self, code: CodeType) -> bool:
+        sites = (self._by_line.get((code.co_filename, line or 0)) for _, _, line in code.co_lines())
+        return any(site is not None and site.kind == "growth" for site in sites)
 
     def _in_line(self, frame: FrameType, event: str, value: Any) -> Any:
         if event == "line":

@@ -131,6 +131,7 @@ def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Cuda(0)
 
 
+@pytest.mark.processes
 def test_the_real_bindings_name_a_missing_driver() -> None:
     """With NVIDIA's own package on a machine without a driver: the same DeviceError, whatever they raise."""
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings are an extra, and not installed here")
@@ -162,6 +163,7 @@ MISSING = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("what", MISSING)
 def test_a_rank_without_a_gpu_fails_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """A real rank process: RankStartError with what is missing and how to get it, and no traceback before it."""

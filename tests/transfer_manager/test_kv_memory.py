@@ -109,6 +109,7 @@ def test_both_sides_of_a_handle_are_one_memory(name: str) -> None:
     theirs.close()
 
 
+@pytest.mark.processes
 def test_another_process_reads_and_writes_the_memory(kv: KVMemory) -> None:
     """A process that is given the handle's bytes reads what we wrote, and we read what it wrote."""
     numbers = number(kv)
@@ -118,6 +119,7 @@ def test_another_process_reads_and_writes_the_memory(kv: KVMemory) -> None:
     assert (kv.views()[2]["value"][5] == -7).all() and (kv.views()[2]["value"][4] == 0).all()
 
 
+@pytest.mark.processes
 def test_a_child_inherits_the_memory(kv: KVMemory) -> None:
     """With the descriptors passed on, the handle names no process: it is of the reader itself."""
     numbers = number(kv)
@@ -129,6 +131,7 @@ def test_a_child_inherits_the_memory(kv: KVMemory) -> None:
     assert (kv.views()[2]["value"][5] == -7).all()
 
 
+@pytest.mark.processes
 def test_memory_outlives_the_process_that_made_it() -> None:
     """Opened while it lived, its bytes stay; a handle that comes too late is an IPCError with its number."""
     process = child(MAKE_AND_WAIT)

@@ -46,6 +46,7 @@ def test_shared_memory_of_another_host_is_refused(shm: Rig) -> None:
     assert "far (boot other)" in str(error) and os.uname().nodename in str(error)
 
 
+@pytest.mark.processes
 def test_released_memory_reads_as_zeros_and_dropped_memory_is_gone(shm: Rig) -> None:
     """Pages that the owner gave back end nobody; descriptors that it closed cannot be connected to."""
     peer = shm.peer(MIB)
@@ -61,6 +62,7 @@ def test_released_memory_reads_as_zeros_and_dropped_memory_is_gone(shm: Rig) -> 
     link.read(there, pieces((0, 0, 0, 0, MIB)), SECONDS)  # the mapping lives on
 
 
+@pytest.mark.processes
 def test_a_dead_peers_memory_is_not_copied(shm: Rig) -> None:
     """Though it is still mapped."""
     peer = shm.peer(4096)
@@ -71,6 +73,7 @@ def test_a_dead_peers_memory_is_not_copied(shm: Rig) -> None:
     assert not local.any()
 
 
+@pytest.mark.processes
 def test_a_peer_that_dies_while_it_is_copied_from_is_gone(shm: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last writes may be missing from what was copied."""
     peer = shm.peer(4096)
@@ -80,6 +83,7 @@ def test_a_peer_that_dies_while_it_is_copied_from_is_gone(shm: Rig, monkeypatch:
     assert error_of(link.read, there, pieces((0, 0, 0, 0, 4096)), SECONDS).reason == "gone"
 
 
+@pytest.mark.processes
 def test_the_peers_memory_cannot_be_written(shm: Rig) -> None:
     """It is mapped for reading only."""
     peer = shm.peer(4096)
@@ -89,6 +93,7 @@ def test_the_peers_memory_cannot_be_written(shm: Rig) -> None:
         there.sources[0][0] = 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.processes
 def test_a_copy_past_its_deadline_is_late(shm: Rig) -> None:
     """Nothing of it comes later."""
     peer = shm.peer(MIB)

@@ -104,6 +104,7 @@ def test_v0_mark_computed_makes_visible_earlier_or_never(manager: PrefixCacheMan
     assert len(manager.node_map) == 2, "what was not marked was not published"
 
 
+@pytest.mark.processes
 def test_v0_and_v1_serve_the_same_bytes_over_real_ranks() -> None:
     """Both sequences over two ranks and a small GPU pool: every block read holds what it should, from both tiers."""
     choose = random.Random(3)
@@ -225,6 +226,7 @@ def test_more_arguments_than_are_known_are_not_looked_at(manager: PrefixCacheMan
     manager.release_block_ids(task)
 
 
+@pytest.mark.processes
 def test_swap_tasks_move_the_callers_blocks() -> None:
     """Explicit GPU and CPU ids: bytes go down, are overwritten, and come back; foreign blocks are refused."""
     manager = PrefixCacheManager(new_config(8, 8), 1)
@@ -244,6 +246,7 @@ def test_swap_tasks_move_the_callers_blocks() -> None:
     manager.close()
 
 
+@pytest.mark.processes
 def test_storage_brings_back_what_another_engine_wrote(tmp_path: Path) -> None:
     """write_cache_to_storage before release; a new engine matches it from storage, and reads tasks by token ids."""
     store = {"kind": "file", "folder": str(tmp_path), "weights_id": "w", "admission": "all", "capacity_bytes": 10**7}
@@ -275,6 +278,7 @@ def test_storage_brings_back_what_another_engine_wrote(tmp_path: Path) -> None:
     reader.close()
 
 
+@pytest.mark.processes
 def test_a_decode_instance_writes_without_a_match(tmp_path: Path) -> None:
     """write_cache_to_storage_decode: the blocks of a task that was never matched are found by another engine."""
     store = {"kind": "file", "folder": str(tmp_path), "weights_id": "w", "admission": "all", "capacity_bytes": 10**7}

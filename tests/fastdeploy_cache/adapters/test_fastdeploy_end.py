@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.rigs.fastdeploy_engine import SUFFIX
+
+pytestmark = pytest.mark.processes
 
 FOLDER = Path("/dev/shm")
 _ENGINE = """

@@ -112,6 +112,7 @@ def test_07_an_empty_prompt_is_refused_before_anything_is_taken(manager: PrefixC
     assert serve_v1(manager, Task("a", PROMPT), [1]) == 0
 
 
+@pytest.mark.processes
 def test_08_keys_depend_on_tokens_images_and_namespace_alone() -> None:
     """Lists, arrays of any type, strings made anew, another process: one key. Tenants part."""
     names = [str(b"img", "ascii"), "img"]
@@ -199,6 +200,7 @@ def test_15_answers_have_their_shape_in_every_state(manager: PrefixCacheManager)
     assert manager.control("wakeup", {"tags": ["kv_cache"]}) == (200, "running")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "layout",
     [
@@ -226,6 +228,7 @@ def test_20_21_every_part_and_layer_has_its_size_and_place(layout: KVLayout) -> 
     manager.close()
 
 
+@pytest.mark.processes
 def test_22_no_copy_reads_a_block_before_it_is_computed() -> None:
     """Nothing is copied down between allocation and update_cache_blocks."""
     manager = with_cpu(8, 8)

@@ -166,6 +166,7 @@ def test_blocks_from_before_a_change_are_never_found(verb: str) -> None:
     manager.close()
 
 
+@pytest.mark.processes
 def test_storage_tasks_with_other_keys_are_other_blocks() -> None:
     """Equal tokens, keys of two images: one is not the other, nor the plain prompt."""
     manager = with_cpu(16, 16)
@@ -185,6 +186,7 @@ def test_storage_tasks_with_other_keys_are_other_blocks() -> None:
     manager.close()
 
 
+@pytest.mark.processes
 def test_a_refused_change_of_weights_keeps_the_store(tmp_path: Path) -> None:
     """A wrong id is refused before anything is touched; the right one is taken afterwards."""
     store = {"kind": "file", "folder": str(tmp_path), "weights_id": "w", "capacity_bytes": 10**7}
@@ -196,6 +198,7 @@ def test_a_refused_change_of_weights_keeps_the_store(tmp_path: Path) -> None:
     manager.close()
 
 
+@pytest.mark.processes
 def test_a_new_size_with_a_store_and_a_new_launch(tmp_path: Path) -> None:
     """The old cache ends before the new one begins; handles see the new ranks; the same suffix is taken again."""
     store = {"kind": "file", "folder": str(tmp_path), "weights_id": "w", "capacity_bytes": 10**7}
@@ -215,6 +218,7 @@ def test_a_new_size_with_a_store_and_a_new_launch(tmp_path: Path) -> None:
     manager.close()
 
 
+@pytest.mark.processes
 def test_a_launch_that_fails_leaves_a_manager_without_ranks(tmp_path: Path) -> None:
     """The store's folder is a file: refused; the GPU tier goes on, and a later launch works."""
     folder = tmp_path / "store"

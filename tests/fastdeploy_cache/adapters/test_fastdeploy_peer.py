@@ -26,6 +26,8 @@ from fastdeploy_cache.ipc.peer_channel import make_keys
 from fastdeploy_cache.transfer_manager.kv.memory import KVMemory
 from tests.rigs.fastdeploy_engine import PROMPT, Kernel, Task, give_up_v1, launch, new_config
 
+pytestmark = pytest.mark.processes
+
 SECONDS = 20.0
 TP_SIZES = [(1, 1), (2, 2), (2, 1), (1, 2)]
 WEIGHTS = {"weights_id": "tiny-1"}

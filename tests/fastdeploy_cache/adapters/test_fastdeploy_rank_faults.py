@@ -26,6 +26,8 @@ from tests.rigs.fastdeploy_engine import (
     with_cpu,
 )
 
+pytestmark = pytest.mark.processes
+
 
 def test_10_11_a_hung_rank_stops_nobody_else_and_no_wait_is_endless() -> None:
     """One request waits for a load of a stopped rank: meanwhile another is served, and the first ends as a miss."""

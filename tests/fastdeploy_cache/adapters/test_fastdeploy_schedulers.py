@@ -64,6 +64,7 @@ def test_a_scheduler_that_the_platform_switches_off(monkeypatch: pytest.MonkeyPa
         pool_size(cache)
 
 
+@pytest.mark.processes
 def test_workers_of_the_v0_scheduler_bring_arrays_for_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """They use blocks behind the pool: arrays that end with it are refused, larger ones are attached and served."""
     monkeypatch.setenv(SWITCH, "0")
@@ -162,6 +163,7 @@ def test_every_role_serves_more_than_its_pool_holds(role: str, caching: bool) ->
     instance.manager.close()
 
 
+@pytest.mark.processes
 def test_without_prefix_caching_a_store_is_no_obstacle(tmp_path: Path) -> None:
     """A task that was never matched is written nowhere, and its blocks go home."""
     store = {"kind": "file", "folder": str(tmp_path), "weights_id": "w", "capacity_bytes": 10**7}

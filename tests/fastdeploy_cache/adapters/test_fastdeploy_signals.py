@@ -100,6 +100,7 @@ def test_a_second_manager_is_refused_although_the_words_are_the_engines() -> Non
         with_cpu(8, 0, transfer_client="inline").close()
 
 
+@pytest.mark.processes
 def test_a_fork_that_ends_first_takes_no_word_along() -> None:
     """A child without `exec` that runs to its end closes nothing of its parent's: names and locks are as before."""
     script = """

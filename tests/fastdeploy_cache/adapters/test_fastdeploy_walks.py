@@ -70,6 +70,7 @@ def test_random_schedulers(seed: int, num_gpu: int, num_cpu: int, outputs: bool,
         assert gpu.num_private == gpu.num_callers == 0, "something was left behind"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_schedulers_over_ranks_and_a_store(tmp_path: Path, seed: int) -> None:
     """The same with blocks that go to a rank's CPU tier and to a file store, and come back: what is written before it

@@ -369,6 +369,7 @@ def test_the_first_difference(a: list[int], b: list[int], position: int) -> None
     assert find_first_diff_pos(b, b) == len(b)
 
 
+@pytest.mark.processes
 def test_the_documented_sample_prints_what_it_says() -> None:
     """The sample of docs/adapters/mini_sglang.md runs as it stands."""
     (sample,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)

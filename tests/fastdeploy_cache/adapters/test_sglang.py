@@ -283,6 +283,7 @@ def test_prefetch_waits_as_its_policy_says() -> None:
     scheduler.close()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
 def test_prefetch_from_a_real_store(policy: str, tmp_path: object) -> None:
     """What one engine wrote to a folder, another prefetches, matches as host hit and loads back: the same bytes."""

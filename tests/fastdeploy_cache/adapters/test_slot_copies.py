@@ -13,8 +13,8 @@ from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.adapters.slots.copies import RankSlots
 from fastdeploy_cache.adapters.slots.prefix_cache import SlotPrefixCache
 from fastdeploy_cache.errors import CacheError, ConfigError, RequestError
-from tests.fastdeploy_cache.adapters.test_slots import NOTHING, filled, serve
 from tests.rigs.faulty_engine import BLOCK_SIZE, new_config
+from tests.rigs.slot_cache import NOTHING, filled, serve
 
 
 def arrays(num_slots: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -126,6 +126,7 @@ def block_words(cache: PrefixCacheManager, block_id: int, tp_size: int) -> list[
     ]
 
 
+@pytest.mark.processes
 def test_ranks_copy_a_slot_byte_for_byte() -> None:
     """Whole blocks and the first tokens of the last one, in every layer, part and rank; the rest is untouched."""
     length = 2 * BLOCK_SIZE + 3
@@ -153,6 +154,7 @@ def test_ranks_copy_a_slot_byte_for_byte() -> None:
         assert manager.stats().gpu.num_free == 16
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_fails_is_a_miss(number: signal.Signals) -> None:
     """Dead or stuck: nothing was copied, nobody writes to the target any more, and later copies succeed."""

@@ -12,24 +12,9 @@ import pytest
 
 from fastdeploy_cache.adapters.slots.prefix_cache import SlotAllocator, SlotPrefixCache
 from fastdeploy_cache.errors import BlockOwnerError, ConfigError, RequestError
+from tests.rigs.slot_cache import NOTHING, filled, serve
 
-NOTHING = (0, -1, 0)
 DOCUMENT = Path(__file__).parents[3] / "docs/adapters/slots.md"
-
-
-def filled(num_slots: int = 4, capacity: int = 1000) -> tuple[SlotAllocator, SlotPrefixCache]:
-    """An allocator and a cache that hears of it."""
-    slots = SlotAllocator(num_slots)
-    return slots, SlotPrefixCache(capacity, slots)
-
-
-def serve(slots: SlotAllocator, cache: SlotPrefixCache, tokens: list[int]) -> int:
-    """A whole request in a new slot, which is free again; nothing stays pinned."""
-    slot = slots.alloc()
-    cache.insert(tokens, slot, slots.version(slot))
-    cache.release(tokens)
-    slots.free(slot)
-    return slot
 
 
 # -- the allocator
@@ -287,6 +272,7 @@ def test_a_reset_forgets_all_slots() -> None:
     assert cache.num_tokens == 0
 
 
+@pytest.mark.processes
 def test_the_sample_prints_what_it_says() -> None:
     """The sample of docs/adapters/slots.md runs as it stands."""
     (sample,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)

@@ -291,6 +291,7 @@ def test_a_reset_is_refused_while_blocks_are_in_use(caplog: pytest.LogCaptureFix
 # -- document
 
 
+@pytest.mark.processes
 def test_nothing_of_vllm_is_needed() -> None:
     """The view imports neither vLLM nor a framework, whatever its own name is."""
     code = "import sys, fastdeploy_cache.adapters.vllm.manager; print({'vllm', 'torch'} & set(sys.modules))"
@@ -298,6 +299,7 @@ def test_nothing_of_vllm_is_needed() -> None:
     assert result.stdout.strip() == "set()"
 
 
+@pytest.mark.processes
 def test_the_sample_prints_what_it_says() -> None:
     """The sample of docs/adapters/vllm.md runs as it stands."""
     (sample,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)

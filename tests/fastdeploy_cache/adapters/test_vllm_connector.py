@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from fastdeploy_cache.adapters.vllm.connector import FastDeployCacheConnector
 from fastdeploy_cache.errors import ConfigError, LayoutError
-from tests.faults.conftest import SECONDS, pids
 from tests.rigs import vllm_rig
+from tests.rigs.process_ends import SECONDS, pids
 from tests.rigs.stopping import stopped
 from tests.rigs.vllm_rig import BLOCK_SIZE, Rig, expected_output
 

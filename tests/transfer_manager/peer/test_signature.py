@@ -16,7 +16,7 @@ from fastdeploy_cache.errors import PeerRefusedError
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.peer.offer import InstanceInfo, Offer
 from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, load_secret, make_secret
-from tests.transfer_manager.peer.test_offer import INFO, OFFER
+from tests.rigs.offers import INFO, OFFER
 
 SIGNER = OfferSigner(b"s" * 32)
 OTHER_VALUES: dict[str, Any] = {

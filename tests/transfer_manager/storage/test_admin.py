@@ -18,6 +18,8 @@ from fastdeploy_cache.transfer_manager.storage.keys import KeySpace, weights_dig
 from tests.rigs.places import NUM_BLOCKS, FilePlace, MooncakePlace, Place, ValkeyPlace
 from tests.rigs.storage_servers import MooncakeLender, MooncakeMaster, ValkeyServer, free_port
 
+pytestmark = pytest.mark.processes
+
 KINDS = ["file", "valkey", pytest.param("mooncake", marks=pytest.mark.leaks_allowed)]
 ODD_KEYS = ("other", "fdc1:", "fdc1:a:b:c", "fdc2:" + "0" * 32, "ü [x]?&=#\nfdc1:")
 

@@ -184,6 +184,7 @@ def test_eviction_amid_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert rig.there(1, 2) == []
 
 
+@pytest.mark.processes
 def test_kill_in_mid_write(tmp_path: Path) -> None:
     """A process is killed while it writes; what it had committed is there, and every object is whole."""
     program = f"""

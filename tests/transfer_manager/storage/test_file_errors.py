@@ -12,10 +12,7 @@ import pytest
 from fastdeploy_cache.errors import StorageError, StorageGoneError, StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage.file_commit import Commits
 from tests.rigs.file_rig import FailingDisk, Rig, space_of
-
-
-def num_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+from tests.rigs.leaks import num_descriptors
 
 
 def test_no_room_beside_spaces_in_use(tmp_path: Path) -> None:

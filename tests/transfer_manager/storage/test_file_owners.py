@@ -15,7 +15,7 @@ from fastdeploy_cache.errors import StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage import file_disk
 from fastdeploy_cache.transfer_manager.storage.file_admin import FileAdmin
 from tests.rigs.file_rig import Rig, space_of
-from tests.transfer_manager.storage.test_file_errors import num_descriptors
+from tests.rigs.leaks import num_descriptors
 
 FILES = ("space.json", "journal", "lock", "slab-00000")
 STRANGER = 65534
