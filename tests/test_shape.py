@@ -10,18 +10,18 @@ from tests.rigs.source_map import ROOT, SourceMap
 
 # Classes of ours that are made to be derived from, though they are none of the open kinds.
 PERMITTED_BASES = {
+    "fastdeploy_cache/books/changes.py: Change",  # a record
+    "fastdeploy_cache/books/run.py: Pin",  # a segment is one that also names what comes
+    "fastdeploy_cache/callers/transfers.py: CallerTransfer",
+    "fastdeploy_cache/peers/transfers.py: PeerTransfer",
     "fastdeploy_cache/policies/eviction.py: LeastRecentlyUsed",  # a policy differs from it in how it ranks
     "fastdeploy_cache/policies/eviction.py: _ForATime",
 }
 # Objects of other rooms, or of others than us, whose fields are theirs to be set.
 SET_FROM_OUTSIDE = {
     "fastdeploy_cache/adapters/fastdeploy/launching.py: Launching: self._their_config.cache_config",  # the engine's
-    "launch/conventions/by_slot.py: MiniSGLang: self._req.cached_len",  # as the engine's scheduler does
-    "launch/conventions/by_slot.py: MiniSGLang: self._req.device_len",
-    "launch/conventions/by_slot.py: MiniSGLang: self._req.input_ids",
-    "launch/conventions/by_slot.py: SGLang: self._req.fill_ids",
-    "launch/conventions/by_slot.py: SGLang: self._req.output_ids",
     "transfer_manager/device/cuda_driver.py: Cuda: self._attributes.srcAccessOrder",  # a structure of NVIDIA's
+    "launch/bench/report.py: Report: self._console.width",  # rich's own way
     "transfer_manager/peer/worker.py: PeerServer: self._signal.state",  # a word in shared memory, of this process
     "transfer_manager/process/lanes.py: LaneServer: self._signal.state",
 }

@@ -17,7 +17,7 @@ from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.policies.eviction import LeastRecentlyUsed
 from fastdeploy_cache.storage.tier import StorageTier
 from fastdeploy_cache.transfer_manager.task import Direction
-from tests.fastdeploy_cache.test_storage_tier import A, Rig, stored
+from tests.rigs.storage_rig import A, Rig, stored
 
 B = list(range(500, 525))  # six full blocks of four and one token
 SECONDS = 10.0

@@ -100,10 +100,8 @@ def test_blocks_swap_out_of_and_into_a_workers_arrays(tp_size: int) -> None:
         hit_from_cpu(cache, engine, workers)
         for worker in workers:
             worker.ask("write", 3, 77)
-        views = [
-            array[3].view(np.uint8) for r in range(tp_size) for v in cache.ranks.kv_views(r) for array in v.values()
-        ]
-        assert all((view == 77).all() for view in views), "it is the worker's own memory"
+        arrays = (array for r in range(tp_size) for v in cache.ranks.kv_views(r) for array in v.values())
+        assert all((array[3].view(np.uint8) == 77).all() for array in arrays), "it is the worker's own memory"
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 
-import pytest
-
-from fastdeploy_cache.launch.conventions.command import BLOCK_TOKENS, Played, new_config, new_conventions, play
 from fastdeploy_cache.launch.demo.conversations import CONVERSATIONS
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
@@ -18,8 +15,8 @@ from tests.rigs.conventions_by_block import Native
 from tests.rigs.reference_model import needs_model
 
 pytestmark = [pytest.mark.processes, needs_model]
-SUFFIX = f"conventions{os.getpid()}"
-NUM_NEW_TOKENS = 3
+NAMES = ["native", "FastDeploy v1", "FastDeploy v0", "vLLM block pool", "SGLang", "mini-sglang", "contiguous slots"]
+NUM_TURNS, NUM_NEW_TOKENS = 2, 3
 
 
 def played(files: ModelFiles, tokenizer: ChatTokenizer, num_gpu_blocks: int, *numbers: int) -> list[Played]:

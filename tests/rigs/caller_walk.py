@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from fastdeploy_cache.callers.pinned_prefix import PinnedPrefix
 
 from fastdeploy_cache import Request
 from fastdeploy_cache.books.block_hash import HASH_BYTES, BlockHasher, root_hash
 from fastdeploy_cache.books.block_pool import RUN
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.callers.copies import CallerLoad, CallerTransfer
-from fastdeploy_cache.callers.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.errors import BlockOwnerError, LifeCycleError, OutOfBlocksError, RequestError
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 from tests.rigs.cache_model import CacheModel, Prefix
@@ -45,44 +45,44 @@ class Caller:
 
     def born(self, ids: list[int]) -> None:
         """They are the caller's, or filled, from now on."""
-        self.generations.update(dict.fromkeys(ids, self.model.cache.generation))
+        self.generations.update(dict.fromkeys(ids, self.model.cache.blocks.generation))
 
     def are_current(self, ids: list[int]) -> bool:
-        return all(self.generations[i] == self.model.cache.generation for i in ids)
+        return all(self.generations[i] == self.model.cache.blocks.generation for i in ids)
 
     def take(self) -> None:
         room = self.model.cache.stats().gpu
         num_blocks = self.choose.randint(0, 6)
         try:
-            new = self.model.cache.take(num_blocks)
+            new = self.model.cache.blocks.allocate(num_blocks)
             self.born(new)
             self.ids += new
         except OutOfBlocksError as refused:
-            num_evictable = room.num_cached - room.num_protected - self.model.cache._pools[0].num_read_of(RUN)
+            num_evictable = room.num_cached - room.num_protected - self.model.cache._books.pools[0].num_read_of(RUN)
             assert refused.missing == num_blocks - room.num_free - max(0, num_evictable)  # noqa: PT017
         except LifeCycleError:
-            assert self.model.cache.life_cycle_status is not LifeCycleStatus.RUNNING
+            assert self.model.cache.life.status is not LifeCycleStatus.RUNNING
         assert len(set(self.ids)) == len(self.ids)
 
     def give_back(self) -> None:
         num_blocks = self.choose.randint(0, len(self.ids))
         gone = self.ids[:num_blocks]
-        self.model.cache.give_back(gone)
+        self.model.cache.blocks.free(gone)
         self.ids = self.ids[num_blocks:]
         if gone:
             with pytest.raises(BlockOwnerError):
-                self.model.cache.give_back([*self.ids, gone[0]])
+                self.model.cache.blocks.free([*self.ids, gone[0]])
 
     def insert(self) -> None:
         cache, request = self.model.cache, self.request()
-        found = cache.lookup(request, touch=False)
+        found = cache.blocks.lookup(request, touch=False)
         contents = self.prefixes(request)
         first = self.choose.randint(0, len(found.block_ids))
         ids = self.ids[: len(contents) - first]
         for block_id, content in zip(ids, contents[first:], strict=False):
             self.model.client.gpu[block_id] = content
         with_pin = self.choose.random() < 0.3
-        done = cache.insert(request, ids, first_block=first, pin=with_pin, used=self.choose.random() < 0.7)
+        done = cache.blocks.insert(request, ids, first_block=first, pin=with_pin, used=self.choose.random() < 0.7)
         if not self.are_current(ids):
             assert done.duplicate_ids == ids and done.num_blocks == first, "what may have gone was cached"
         elif done.num_blocks < first + len(ids) and GPU not in cache._life.asleep:
@@ -96,12 +96,12 @@ class Caller:
         if done.pinned is not None:
             self.pins.append((done.pinned, contents, self.model.epoch))
         with pytest.raises(RequestError):
-            cache.insert(request, [0] * (len(contents) + 1))
+            cache.blocks.insert(request, [0] * (len(contents) + 1))
 
     def pin(self) -> None:
         request = self.request()
         most = self.choose.choice([None, 1, 3])
-        pinned = self.model.cache.pin(request, most)
+        pinned = self.model.cache.blocks.pin(request, most)
         contents = self.prefixes(request)
         assert pinned.num_blocks <= (len(contents) if most is None else most)
         if pinned.num_blocks:
@@ -111,7 +111,7 @@ class Caller:
     def unpin(self) -> None:
         if self.pins:
             number = self.choose.randrange(len(self.pins))
-            self.model.cache.unpin(self.pins[number][0])
+            self.model.cache.blocks.unpin(self.pins[number][0])
             del self.pins[number]
 
     def check_pins(self) -> None:
@@ -124,14 +124,14 @@ class Caller:
     def look(self) -> None:
         """Hashes and runs of what is found are those of its tokens."""
         cache, request = self.model.cache, self.request()
-        found = cache.lookup(request, touch=self.choose.random() < 0.5, split=self.choose.random() < 0.5)
+        found = cache.blocks.lookup(request, touch=self.choose.random() < 0.5, split=self.choose.random() < 0.5)
         num_gpu, size, num_blocks = len(found.block_ids), self.model.size, request.num_tokens // self.model.size
         joined = BlockHasher(size).extend(root_hash("", size), request.tokens, 0, num_blocks)
         chain = [joined[start : start + HASH_BYTES] for start in range(0, len(joined), HASH_BYTES)]
         assert found.gpu_hash == (chain[num_gpu - 1] if num_gpu else b"")
         assert found.last_hash == (chain[found.num_blocks - 1] if found.num_blocks else b"")
         most = self.choose.choice([None, num_gpu])
-        runs = cache.runs_of(request, most)
+        runs = cache.blocks.view.runs_of(request, most)
         num_found = found.num_blocks if most is None else num_gpu
         assert [name for run in runs for name in run.hashes][:num_found] == chain[:num_found]
         ends = [run.first_block + len(run.hashes) for run in runs]
@@ -139,7 +139,7 @@ class Caller:
 
     def evict_runs(self) -> None:
         num_blocks = self.choose.randint(1, 3)
-        gone = self.model.cache.evict_runs(num_blocks)
+        gone = self.model.cache.blocks.evict_runs(num_blocks)
         assert len(set(gone)) == len(gone) and not set(gone) & set(self.ids)
         self.born(gone)
         self.ids += gone
@@ -148,10 +148,10 @@ class Caller:
     def load(self) -> None:
         request = self.request()
         ahead = self.choose.random() < 0.5
-        load = self.model.cache.load(request, ahead=ahead)
+        load = self.model.cache.blocks.copies.load(request, ahead=ahead)
         self.num_moved["load"] += load.num_blocks if load is not None else 0
         if load is not None and ahead:
-            first = len(self.model.cache.lookup(request, touch=False).block_ids)
+            first = len(self.model.cache.blocks.lookup(request, touch=False).block_ids)
             contents = self.prefixes(request)[first : first + load.num_blocks]
             self.loads.append((load, contents, self.model.epoch))
 
@@ -163,37 +163,39 @@ class Caller:
             if came and epoch == self.model.epoch:
                 assert [self.model.client.gpu[i] for i in load.block_ids] == contents, "wrong KV ahead of a load"
             assert not set(load.block_ids) & set(self.ids), "blocks that are used ahead were given out"
-            assert self.model.cache.end_load(load) <= came, "False, too, where the GPU's bytes have gone since"
+            assert self.model.cache.blocks.copies.end_load(load) <= came, (
+                "False, too, where the GPU's bytes have gone since"
+            )
             del self.loads[number]
 
     def swap_out(self) -> None:
         request, cache = self.request(), self.model.cache
         contents = self.prefixes(request)
-        first = self.choose.randint(0, cache.lookup(request).num_blocks)
+        first = self.choose.randint(0, cache.blocks.lookup(request).num_blocks)
         ids = self.ids[: len(contents) - first]
         for block_id, content in zip(ids, contents[first:], strict=False):
             self.model.client.gpu[block_id] = content
-        transfer = cache.swap_out(request, ids, first_block=first)
+        transfer = cache.blocks.copies.swap_out(request, ids, first_block=first)
         self.num_moved["out"] += transfer.num_blocks
         assert not transfer.num_blocks or self.are_current(ids)
         if transfer.num_blocks:
             self.model.committed |= set(contents[: first + len(ids)])
             self.ids = self.ids[len(ids) :]
             if self.choose.random() < 0.5:  # given back while they are being read
-                cache.give_back(ids)
+                cache.blocks.free(ids)
             else:
                 self.filling.append((transfer, ids, []))
 
     def swap_in(self) -> None:
         request, cache = self.request(), self.model.cache
-        first = self.choose.randint(0, cache.lookup(request).num_blocks)
+        first = self.choose.randint(0, cache.blocks.lookup(request).num_blocks)
         ids = self.ids[: self.choose.randint(0, 5)]
-        transfer = cache.swap_in(request, ids, first_block=first)
+        transfer = cache.blocks.copies.swap_in(request, ids, first_block=first)
         taken, self.ids = ids[: transfer.num_blocks], self.ids[transfer.num_blocks :]
         self.born(taken)
         self.num_moved["in"] += transfer.num_blocks
         if taken and self.choose.random() < 0.2:  # given back while they are being filled
-            cache.give_back(taken)
+            cache.blocks.free(taken)
             return
         self.filling.append((transfer, taken, self.prefixes(request)[first:]))
 
@@ -209,25 +211,25 @@ class Caller:
         client.land_all()
         self.end_copies()  # what has come may be gone afterwards
         client.auto = True
-        before, asleep = cache.life_cycle_status, cache._life.asleep
+        before, asleep = cache.life.status, cache._life.asleep
         verb = self.choose.choice(["pause", "resume", "sleep", "wake", "clear", "update"])
         try:
             if verb == "sleep":
                 tiers = self.choose.choice([("gpu",), ("cpu",), ("gpu", "cpu")])
-                cache.sleep(5, tiers=tiers)  # type: ignore[arg-type]
+                cache.life.sleep(5, tiers=tiers)  # type: ignore[arg-type]
                 if "gpu" in tiers:
                     model.epoch += 1
             else:
                 {
-                    "pause": cache.pause,
-                    "resume": cache.resume,
-                    "wake": cache.wake,
-                    "clear": cache.clear,
-                    "update": cache.update_weights,
+                    "pause": cache.life.pause,
+                    "resume": cache.life.resume,
+                    "wake": cache.life.wake,
+                    "clear": cache.life.clear,
+                    "update": cache.life.update_weights,
                 }[verb]()
         except LifeCycleError:
             assert before is LifeCycleStatus.ASLEEP or verb == "wake"
-            assert (cache.life_cycle_status, cache._life.asleep) == (before, asleep)
+            assert (cache.life.status, cache._life.asleep) == (before, asleep)
         else:
             if verb in ("clear", "update"):
                 model.epoch += 1
@@ -241,7 +243,7 @@ class Caller:
             self.end_load()
         while self.pins:
             self.unpin()
-        self.model.cache.give_back(self.ids)
+        self.model.cache.blocks.free(self.ids)
 
 
 STEPS = {
@@ -267,7 +269,7 @@ def new_caller(seed: int, **settings: Any) -> Caller:
 def take_step(caller: Caller, step: str) -> None:
     """One step of a story; then the books are checked."""
     model, choose = caller.model, caller.choose
-    running = model.cache.life_cycle_status is LifeCycleStatus.RUNNING
+    running = model.cache.life.status is LifeCycleStatus.RUNNING
     if step == "serve" and running:
         text = choose.choice(TEXTS)[: choose.randint(1, 48)]
         model.serve(text, stays=choose.random() < 0.3, patient=choose.random() < 0.5)

@@ -34,7 +34,7 @@ class EchoModel:
     """Its "key" of a token is the token; what comes next depends on every key that it finds in the blocks."""
 
     def __init__(self, cache: PrefixCacheManager) -> None:
-        self._keys = [cache.kv_views(rank)[0]["key"] for rank in range(cache.config.transfer.tp_size)]
+        self._keys = [cache.ranks.kv_views(rank)[0]["key"] for rank in range(cache.config.transfer.tp_size)]
         self.num_computed_tokens = 0
 
     def forward(self, chunks: Sequence[SequenceChunk], before_layer: Callable[[int], None]) -> np.ndarray:

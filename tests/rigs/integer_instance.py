@@ -25,7 +25,7 @@ class LayerModel:
     """Keys and values of a token are the token and its layer, on all heads; what comes next depends on all of them."""
 
     def __init__(self, cache: PrefixCacheManager) -> None:
-        self._views = [cache.kv_views(rank) for rank in range(cache.config.transfer.tp_size)]
+        self._views = [cache.ranks.kv_views(rank) for rank in range(cache.config.transfer.tp_size)]
         self.num_computed_tokens = 0
         self.on_layer: Callable[[int], None] = lambda _: None
 

@@ -33,9 +33,9 @@ def drained(cache: PrefixCacheManager) -> None:
     """Wait until nothing is being written."""
     deadline = time.monotonic() + SECONDS
     while True:
-        tier = cache._storage
+        tier = cache.storage._tier
         assert tier is not None and time.monotonic() < deadline
-        with cache._lock:
+        with cache._books:
             if tier.is_idle:
                 return
         time.sleep(0.005)

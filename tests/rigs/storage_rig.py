@@ -20,7 +20,7 @@ class Rig:
         settings = {"min_prefetch_tokens": 4, "load_policy": "always", "prefetch_policy": "wait_complete"} | settings
         self.model = CacheModel(4, num_gpu, num_cpu, **settings)  # type: ignore[arg-type]
         self.store = SimulatedStorage(self.model.client, objects)
-        self.model.cache.attach_storage(STORE, client=self.store)
+        self.model.cache.storage.attach(STORE, client=self.store)
         self.store.land_all()  # the probe
 
     def prefetch(self, tokens: list[int]) -> Request:

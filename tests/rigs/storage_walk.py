@@ -37,7 +37,7 @@ class Walk:
             **settings,
         )
         self.store = SimulatedStorage(self.model.client)
-        self.model.cache.attach_storage(STORE, client=self.store)
+        self.model.cache.storage.attach(STORE, client=self.store)
         self.queued: list[tuple[Request, list[int]]] = []
 
     def step(self, operation: str, number: int) -> None:
@@ -117,8 +117,8 @@ class Walk:
         for _ in range(3 if self.store.answers_at_once else 1):
             if self.store.answers_at_once:
                 self.land_all()
-            if self.model.cache.flush_storage(0.0) and not self.store.lies:
-                tree = self.model.cache._tree
+            if self.model.cache.storage.flush(0.0) and not self.store.lies:
+                tree = self.model.cache._books.tree
                 cached = [bytes(run.hashes) for run in tree.runs() if run.epoch == tree.epoch]
                 hashes = {run[i : i + 32] for run in cached for i in range(0, len(run), 32)}
                 assert hashes <= self.store.objects.keys()
@@ -164,9 +164,9 @@ class Walk:
 
     def do_reattach(self, number: int) -> None:
         if number % 4 == 0:
-            self.model.cache.detach_storage()
+            self.model.cache.storage.detach()
             self.store = SimulatedStorage(self.model.client, self.store.objects)
-            self.model.cache.attach_storage(STORE, client=self.store)
+            self.model.cache.storage.attach(STORE, client=self.store)
 
     def land_all(self) -> None:
         while self.store.tasks or self.model.client.tasks:
