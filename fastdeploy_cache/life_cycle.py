@@ -25,7 +25,7 @@ from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.storage.tier import StorageTier
 from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
 logger = event_log(__name__)
 
@@ -252,7 +252,7 @@ class LifeCycle:
         if not self._client.available:  # what is down moves nothing, and gets nothing to do
             return
         with self._lock:
-            barriers = [self._mover.barrier(direction) for direction in (Direction.SWAP_IN, Direction.SWAP_OUT)]
+            barriers = [self._mover.barrier(kind) for kind in (TaskKind.SWAP_IN, TaskKind.SWAP_OUT)]
         self._submit()
         if not wait_done(barriers, max(0.0, deadline - time.monotonic())):
             ranks = ", ".join(f"rank {s.rank} {'is ready' if s.up else 'is down'}" for s in self._client.statuses())

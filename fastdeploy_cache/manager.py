@@ -40,7 +40,7 @@ from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.tier import StorageTier
 from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.peer.client import PeerClient
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
 logger = event_log(__name__)
 
@@ -377,7 +377,7 @@ class PrefixCacheManager(Inspection, StorageAccess, LifeCycle, PeerAccess, Calle
             with self._lock:
                 num_lost, calls = self._mover.finish(result)
                 self._note_load(result)
-                if result.task.direction is Direction.SWAP_OUT:
+                if result.task.kind is TaskKind.SWAP_OUT:
                     self._copy_down.stored(result.error is None)
                 if self._storage is not None:
                     self._storage.reads.advance()

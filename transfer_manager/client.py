@@ -17,7 +17,7 @@ from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory, KVVi
 from fastdeploy_cache.transfer_manager.kv.tensors import local_segments
 from fastdeploy_cache.transfer_manager.rank.memory import create_rank_memory, release_pages, retake_pages
 from fastdeploy_cache.transfer_manager.rank.rank_signal import LayerProgress
-from fastdeploy_cache.transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import RankResult, TaskKind, TransferResult, TransferTask
 
 OnResult = Callable[[TransferResult], None]
 OnKVLost = Callable[[int], None]
@@ -65,8 +65,8 @@ class TransferClient(Protocol):
         """Whether every rank is ready, with its KV arrays."""
         ...
 
-    def has_room(self, direction: Direction) -> bool:
-        """Whether a task of this direction, submitted now, would start: the ranks are ready and the queue has room."""
+    def has_room(self, kind: TaskKind) -> bool:
+        """Whether a task of this kind, submitted now, would start: the ranks are ready and the queue has room."""
         ...
 
     def wait_ready(self, timeout_seconds: float) -> bool:
@@ -173,7 +173,7 @@ class InlineClient:
         elif device is not None:
             try:
                 num_bytes = device.copy(
-                    task.direction, task.source_ids, task.destination_ids, lambda _: None, task.num_tokens
+                    task.kind, task.source_ids, task.destination_ids, lambda _: None, task.num_tokens
                 )
             except DeviceError as failure:
                 error = f"{type(failure).__name__}: {failure}"
@@ -188,7 +188,7 @@ class InlineClient:
     def available(self) -> bool:
         return self._open and (self._layout is None or len(self._devices) == self._tp_size)
 
-    def has_room(self, direction: Direction) -> bool:  # noqa: ARG002
+    def has_room(self, kind: TaskKind) -> bool:  # noqa: ARG002
         return self.available
 
     def wait_ready(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (there is nothing to wait for)

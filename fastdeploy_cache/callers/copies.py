@@ -16,7 +16,7 @@ from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.movement.block_mover import Part
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.storage.prefetched import insert_copies
-from fastdeploy_cache.transfer_manager.task import SWAPS, Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
 
 class CallerTransfer:
@@ -82,12 +82,12 @@ class CallerCopies(CallerBlocks):
         source_ids: Sequence[int],
         destination_ids: Sequence[int],
         *,
-        direction: Direction = Direction.COPY,
+        kind: TaskKind = TaskKind.COPY,
         num_tokens: int | None = None,
         timeout_seconds: float | None = None,
     ) -> bool:
         """Copy blocks on every rank, both lists the caller's: within the GPU (of each the first `num_tokens` tokens),
-        or with `direction` from the CPU tier (`SWAP_IN`) or to it (`SWAP_OUT`).
+        or with `kind` from the CPU tier (`SWAP_IN`) or to it (`SWAP_OUT`).
 
         Waits; False where a rank failed or the time was over: what the destinations hold is unknown then.
 
@@ -97,22 +97,22 @@ class CallerCopies(CallerBlocks):
         sources, destinations = as_ids(source_ids), as_ids(destination_ids)
         if len(sources) != len(destinations):
             raise RequestError(f"copy of {len(sources)} blocks into {len(destinations)}; give as many")
-        if direction not in SWAPS:
-            raise RequestError(f"copy in direction {direction!r}; use Direction.COPY, SWAP_IN or SWAP_OUT")
+        if not kind.is_swap:
+            raise RequestError(f"copy of kind {kind!r}; use TaskKind.COPY, SWAP_IN or SWAP_OUT")
         if num_tokens is not None and not 1 <= operator.index(num_tokens) <= self.config.block_size:
             raise RequestError(f"copy of {num_tokens} tokens of each block; a block has {self.config.block_size}")
         with self._lock:
             self._check_open()
-            source_tier = CPU if direction is Direction.SWAP_IN else GPU
-            source, tier = self._pools[source_tier], CPU if direction is Direction.SWAP_OUT else GPU
+            source_tier = CPU if kind is TaskKind.SWAP_IN else GPU
+            source, tier = self._pools[source_tier], CPU if kind is TaskKind.SWAP_OUT else GPU
             source.check(sources, CALLER)
             self._pools[tier].check(destinations, CALLER)
-            if not sources or not self._mover.can(direction):
+            if not sources or not self._mover.can(kind):
                 return not sources
             source.begin_reading(sources)
             oldest = min(self._taken[source_tier].get(block_id, -1) for block_id in sources)
             copy = self._fill(destinations, tier, oldest, then=lambda: source.end_reading(sources))
-            transfer = self._mover.copy_for_caller(direction, sources, destinations, copy, num_tokens)
+            transfer = self._mover.copy_for_caller(kind, sources, destinations, copy, num_tokens)
         self._submit()
         seconds = self.config.transfer.task_timeout_seconds if timeout_seconds is None else timeout_seconds
         return CallerTransfer((transfer,), len(sources)).wait(seconds)
@@ -131,12 +131,12 @@ class CallerCopies(CallerBlocks):
             self._pools[GPU].check(ids, CALLER)
             path, num_found = self._find(request, first_block + len(ids))
             sources = _copies(path, first_block, num_found)
-            if not sources or not self._mover.can(Direction.SWAP_IN):
+            if not sources or not self._mover.can(TaskKind.SWAP_IN):
                 return CallerTransfer((), 0)
             destinations = ids[: len(sources)]
             copy = self._fill(destinations, GPU, self._tree.generation)
             copy.pins.append(self._pin_at(path, first_block + len(sources)))
-            transfer = self._mover.copy_for_caller(Direction.SWAP_IN, sources, destinations, copy)
+            transfer = self._mover.copy_for_caller(TaskKind.SWAP_IN, sources, destinations, copy)
             self._tree.policy.touch(path)
         self._submit()
         return CallerTransfer((transfer,), len(sources))
@@ -160,7 +160,7 @@ class CallerCopies(CallerBlocks):
             enabled = (
                 self.config.enable_prefix_caching and not self.is_gpu_asleep and self._are_current(ids, generation)
             )
-            if num_found < first_block or not num_new or not enabled or not self._mover.can(Direction.SWAP_OUT):
+            if num_found < first_block or not num_new or not enabled or not self._mover.can(TaskKind.SWAP_OUT):
                 return CallerTransfer((), 0)
             pins = [self._pin_at(path, num_found)] if num_found else []
             destinations = self._room_below(num_new, pins)
@@ -177,7 +177,7 @@ class CallerCopies(CallerBlocks):
                 self._end_cpu(destinations, sources)
 
             copy = CallerCopy(destinations, pins, end)
-            transfer = self._mover.copy_for_caller(Direction.SWAP_OUT, sources, destinations, copy)
+            transfer = self._mover.copy_for_caller(TaskKind.SWAP_OUT, sources, destinations, copy)
         self._submit()
         return CallerTransfer((transfer,), len(sources))
 

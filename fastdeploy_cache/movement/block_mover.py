@@ -14,7 +14,7 @@ from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, GPU, BlockCopy, CallerCopy, Pin, Run, Segment, Tier, Transfer
 from fastdeploy_cache.movement.outbox import Outbox
 from fastdeploy_cache.transfer_manager.client import TransferClient
-from fastdeploy_cache.transfer_manager.task import SWAPS, Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 
 def ignore_copied(run: Run, num_blocks: int) -> None:
@@ -49,16 +49,17 @@ class BlockMover:
         self.ranks_without_kv: set[int] = set()  # whose workers have not attached their KV arrays (again)
         self.num_storing = 0  # blocks on their way to the CPU tier
         self.num_landed = [0, 0]  # by destination: blocks that joined it since the start
-        self.num_refused = dict.fromkeys(SWAPS, 0)  # tasks that a full queue kept from starting
+        # tasks that a full queue kept from starting
+        self.num_refused = {kind: 0 for kind in TaskKind if kind.is_swap}
 
-    def can(self, direction: Direction) -> bool:
+    def can(self, kind: TaskKind) -> bool:
         """Whether a task can be started now; a full queue means "not now", and is counted."""
         if self.is_quiet or self.ranks_without_kv:
             return False
         client, mishaps = self._client, self._tree.mishaps
-        if mishaps.ask("client", lambda: client.has_room(direction), otherwise=False):
+        if mishaps.ask("client", lambda: client.has_room(kind), otherwise=False):
             return True
-        self.num_refused[direction] += mishaps.ask("client", lambda: client.available, otherwise=False)
+        self.num_refused[kind] += mishaps.ask("client", lambda: client.available, otherwise=False)
         return False
 
     def load(self, parts: Sequence[Part]) -> None:
@@ -75,28 +76,28 @@ class BlockMover:
         source, ids = Pin(run, block + 1), self._tree.pools[0].allocate(1, TASK)
         transfer = self._new_transfer(GPU)
         transfer.copy = BlockCopy(source, ids)
-        task = self._new_task(transfer, Direction.COPY, run.ids[0][block : block + 1], ids, num_tokens)
+        task = self._new_task(transfer, TaskKind.COPY, run.ids[0][block : block + 1], ids, num_tokens)
         self._send(transfer, task, (source,))
         return transfer
 
     def copy_for_caller(
         self,
-        direction: Direction,
+        kind: TaskKind,
         sources: array[int],
         destinations: array[int],
         copy: CallerCopy,
         num_tokens: int | None = None,
     ) -> Transfer:
         """Start a copy from or into blocks that are no run's; the destinations are the task's already."""
-        transfer = self._new_transfer(CPU if direction is Direction.SWAP_OUT else GPU)
+        transfer = self._new_transfer(CPU if kind is TaskKind.SWAP_OUT else GPU)
         transfer.caller = copy
-        self._send(transfer, self._new_task(transfer, direction, sources, destinations, num_tokens), copy.pins)
+        self._send(transfer, self._new_task(transfer, kind, sources, destinations, num_tokens), copy.pins)
         return transfer
 
-    def barrier(self, direction: Direction) -> Transfer:
+    def barrier(self, kind: TaskKind) -> Transfer:
         """An empty task: it ends when every rank's lane has done what came before it."""
         nothing = array("i")
-        return self.copy_for_caller(direction, nothing, nothing, CallerCopy(nothing, [], lambda _: None))
+        return self.copy_for_caller(kind, nothing, nothing, CallerCopy(nothing, [], lambda _: None))
 
     def _start(self, tier: Tier, parts: Sequence[Part]) -> None:
         """All of it or nothing."""
@@ -112,8 +113,8 @@ class BlockMover:
                 ids = destinations[position : position + num_blocks]
                 transfer.segments.append(Segment(transfer, run, first, ids))
                 position += num_blocks
-            direction = Direction.SWAP_IN if tier is GPU else Direction.SWAP_OUT
-            self._send(transfer, self._new_task(transfer, direction, sources, destinations), transfer.segments)
+            kind = TaskKind.SWAP_IN if tier is GPU else TaskKind.SWAP_OUT
+            self._send(transfer, self._new_task(transfer, kind, sources, destinations), transfer.segments)
         except BaseException:
             pool.free(destinations, TASK)
             raise
@@ -126,14 +127,14 @@ class BlockMover:
     def _new_task(
         self,
         transfer: Transfer,
-        direction: Direction,
+        kind: TaskKind,
         sources: array[int],
         destinations: array[int],
         num_tokens: int | None = None,
     ) -> TransferTask:
         return TransferTask(
             task_id=transfer.task_id,
-            direction=direction,
+            kind=kind,
             source_ids=np.frombuffer(sources, np.int32),
             destination_ids=np.frombuffer(destinations, np.int32),
             deadline=time.monotonic() + self._timeout_seconds,

@@ -33,7 +33,7 @@ from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 from fastdeploy_cache.transfer_manager.peer.offer import ID_BYTES, InstanceInfo, Offer
 from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
 from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, load_secret
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 logger = event_log(__name__)
 
@@ -77,7 +77,7 @@ class PeerAccess(RankAccess):
             if active.epoch != self._tree.epoch or self._matcher.is_lost(active):
                 what = f"request {request.request_id!r} is older than a reset, or holds other blocks than are cached"
                 raise PeerError(f"{what}; release and match it again")
-            self._check_room(peers, Direction.SEND)
+            self._check_room(peers, TaskKind.SEND)
             send = peers.offer(active, num_blocks)
         self._submit()
         return send
@@ -238,19 +238,19 @@ class PeerAccess(RankAccess):
         self._check_new(request)
         if request.request_id in self._requests or request.request_id in peers.receives:
             raise RequestError(f"request {request.request_id!r} is matched, or being received, already")
-        self._check_room(peers, Direction.RECEIVE)
+        self._check_room(peers, TaskKind.RECEIVE)
 
-    def _check_room(self, peers: PeerTier | StoredPeers, direction: Direction) -> None:
-        num_open = len(peers.sends if direction is Direction.SEND else peers.receives)
+    def _check_room(self, peers: PeerTier | StoredPeers, kind: TaskKind) -> None:
+        num_open = len(peers.sends if kind is TaskKind.SEND else peers.receives)
         if peers.is_quiet:
-            raise PeerError(f"{direction.value}: the cache is not running; try again when it is")
+            raise PeerError(f"{kind.value}: the cache is not running; try again when it is")
         if num_open >= peers.config.max_transfers:
-            raise PeerError(f"{direction.value}: {num_open} are under way, as many as peer.max_transfers allows")
-        if isinstance(peers, PeerTier) and not peers.client.has_room(direction):
+            raise PeerError(f"{kind.value}: {num_open} are under way, as many as peer.max_transfers allows")
+        if isinstance(peers, PeerTier) and not peers.client.has_room(kind):
             why = "too many tasks are under way" if peers.client.available else "not every peer process is ready"
-            raise PeerError(f"{direction.value}: {why}; try again")
+            raise PeerError(f"{kind.value}: {why}; try again")
         if isinstance(peers, StoredPeers) and self._storage is None:
-            raise PeerError(f"{direction.value}: no store is attached; attach_storage first")
+            raise PeerError(f"{kind.value}: no store is attached; attach_storage first")
 
     def _open_peers(self, client: PeerClient | None) -> None:
         """At the end of the constructor; nothing stays where it is refused."""
@@ -351,7 +351,7 @@ class PeerAccess(RankAccess):
         with self._lock:
             self._tree.mishaps.contain("landing", lambda: peers.finish(result))
         if result.error is not None:
-            kind = result.task.direction.value
+            kind = result.task.kind.value
             logger.info("event=peer_task_failed kind=%s task_id=%d error=%r", kind, result.task.task_id, result.error)
         self._submit()
 

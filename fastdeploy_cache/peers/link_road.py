@@ -26,7 +26,7 @@ from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 from fastdeploy_cache.transfer_manager.peer.messages import Detail
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
 from fastdeploy_cache.transfer_manager.peer.peer_signal import NUM_PEER_SLOTS
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import Lane, TaskKind, TransferResult, TransferTask
 
 OTHERS = "others"  # the label of all peers behind the first few: names come from outside
 _NO_IDS = np.empty(0, np.int32)
@@ -94,15 +94,15 @@ class PeerTier:
 
     def finish(self, result: TransferResult) -> None:
         """Every rank has answered a task."""
-        direction, why = result.task.direction, why_of(result)
+        kind, why = result.task.kind, why_of(result)
         try:
-            if direction is Direction.SEND:
+            if kind is TaskKind.SEND:
                 send = self.sends.ended(result.task.task_id)
                 self.calls.put(lambda: send.end(why))
                 self._record(result, why, next((r.peer for r in result.ranks if r.peer), ""))
-            elif direction is Direction.UPDATE_SEND:
+            elif kind is TaskKind.UPDATE_SEND:
                 self.sends.updated(result.task.task_id, is_lost=result.error is not None)
-            elif direction is Direction.RECEIVE:
+            elif kind is TaskKind.RECEIVE:
                 mine = self.receives.answered(result.task.task_id, why)
                 self.try_land(mine)
                 self._record(result, why, mine.source_name)
@@ -111,9 +111,9 @@ class PeerTier:
 
     def failing(self, task: TransferTask) -> None:
         """A rank has failed it: the others need not go on."""
-        if task.direction is Direction.SEND:
+        if task.kind is TaskKind.SEND:
             self.sends.failing(task.task_id)
-        elif task.direction is Direction.RECEIVE:
+        elif task.kind is TaskKind.RECEIVE:
             self.receives.failing(task.task_id)
 
     def try_land(self, mine: OpenReceive) -> None:
@@ -130,10 +130,10 @@ class PeerTier:
     def _record(self, result: TransferResult, why: tuple[str, str] | None, peer: str) -> None:
         num_bytes = sum(r.num_bytes for r in result.ranks)
         seconds = max((r.seconds for r in result.ranks), default=0.0)
-        reason, direction = why[0] if why is not None else None, result.task.direction.value
+        reason, kind = why[0] if why is not None else None, result.task.kind.value
         self._tree.mishaps.contain(
             "metrics",
-            lambda: self._metrics.record_peer(direction, self._label(peer), num_bytes, seconds, reason),
+            lambda: self._metrics.record_peer(kind, self._label(peer), num_bytes, seconds, reason),
         )
 
     def _label(self, name: str) -> str:
@@ -150,24 +150,24 @@ class PeerTier:
         if not len(self.sends) and not len(self.receives):
             self.settled.set()
 
-    def _put(self, direction: Direction, ids: array[int], detail: Detail) -> int:
+    def _put(self, kind: TaskKind, ids: array[int], detail: Detail) -> int:
         task_id, self._next_task_id = self._next_task_id, self._next_task_id + 1
         packed = np.frombuffer(ids, np.int32) if ids else _NO_IDS
-        is_send = direction in (Direction.SEND, Direction.UPDATE_SEND)
+        is_send = kind.lane is Lane.OUT
         self.outbox.put(
             TransferTask(
                 task_id=task_id,
-                direction=direction,
+                kind=kind,
                 source_ids=packed if is_send else _NO_IDS,
                 destination_ids=_NO_IDS if is_send else packed,
-                deadline=time.monotonic() + self._seconds(direction),
+                deadline=time.monotonic() + self._seconds(kind),
                 detail=detail.to_bytes(),
             )
         )
         self.settled.clear()
         return task_id
 
-    def _seconds(self, direction: Direction) -> float:
-        if direction is Direction.SEND:
+    def _seconds(self, kind: TaskKind) -> float:
+        if kind is TaskKind.SEND:
             return self.config.offer_timeout_seconds
-        return self.config.receive_timeout_seconds if direction is Direction.RECEIVE else self._timeout_seconds
+        return self.config.receive_timeout_seconds if kind is TaskKind.RECEIVE else self._timeout_seconds

@@ -20,7 +20,7 @@ from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 from fastdeploy_cache.storage.tier import StorageTier
 from fastdeploy_cache.storage.write_out import WriteOut
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
 
 class Matcher:
@@ -87,7 +87,7 @@ class Matcher:
         Where they do not fit, they would not fit as computed blocks either.
         """
         room = self._tree.residency.num_available(GPU)
-        if num_cold + num_rest > room or not self._mover.can(Direction.SWAP_IN):
+        if num_cold + num_rest > room or not self._mover.can(TaskKind.SWAP_IN):
             return False
         self._tree.residency.evict(GPU, max(0, num_cold - self._tree.pools[0].num_free))
         self._mover.load(parts)
@@ -108,7 +108,7 @@ class Matcher:
         if request.ends_inside_image(request.num_tokens - 1):
             return False
         whole, found = self._tree.find(request.namespace, active.keys, num_blocks)
-        if found < num_blocks or len(gpu_ids(whole, found)) < found or not self._mover.can(Direction.COPY):
+        if found < num_blocks or len(gpu_ids(whole, found)) < found or not self._mover.can(TaskKind.COPY):
             return False
         run, end = self._tree.place(whole, num_blocks)
         assert run is not None

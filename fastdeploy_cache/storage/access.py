@@ -31,7 +31,7 @@ from fastdeploy_cache.storage.write_out import WriteOut
 from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient, StorageProcesses
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
 logger = event_log(__name__)
 
@@ -220,7 +220,7 @@ class StorageAccess:
 
     def _note_load(self, result: TransferResult) -> None:
         """Under the lock: a task has ended."""
-        if result.task.direction is Direction.SWAP_IN and result.error is None:
+        if result.task.kind is TaskKind.SWAP_IN and result.error is None:
             slowest = max(r.seconds for r in result.ranks)
             self._speeds.cpu.note(max(r.num_bytes for r in result.ranks), slowest)
 
@@ -377,15 +377,15 @@ class StorageAccess:
                 self._peers.sends.check(tier)
         self._record_task(result)
         if result.error is not None:
-            logger.info("event=storage_task_failed kind=%s error=%r", result.task.direction.value, result.error)
+            logger.info("event=storage_task_failed kind=%s error=%r", result.task.kind.value, result.error)
         self._submit()
         tier.link.submit()
 
     def _record_task(self, result: TransferResult) -> None:
         """What each rank has moved."""
         for r in result.ranks:
-            sums = result.task.direction.value, r.rank, r.num_bytes, r.seconds, r.error is not None
-            self._tree.mishaps.contain("metrics", functools.partial(self.metrics.record_swap, *sums))
+            sums = result.task.kind.value, r.rank, r.num_bytes, r.seconds, r.error is not None
+            self._tree.mishaps.contain("metrics", functools.partial(self.metrics.record_task, *sums))
 
     def _active(self, request: Request) -> ActiveRequest:
         raise NotImplementedError

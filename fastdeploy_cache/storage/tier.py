@@ -11,7 +11,7 @@ from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import StorageLimits
 from fastdeploy_cache.storage.reads import StorageReads
 from fastdeploy_cache.storage.writes import StorageWrites
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
 
 class StorageTier:
@@ -71,10 +71,10 @@ class StorageTier:
     def finish(self, result: TransferResult) -> None:
         """All ranks have answered or are reaped."""
         try:
-            if result.task.direction is Direction.PROBE:
+            if result.task.kind is TaskKind.PROBE:
                 self.link.end_probe(result)
                 self.writes.pump()
-            elif result.task.direction is Direction.WRITE:
+            elif result.task.kind is TaskKind.WRITE:
                 self.writes.finish(result)
             elif self.audits.has_asked(result.task.task_id):
                 self.audits.finish(result)

@@ -25,7 +25,7 @@ from fastdeploy_cache.launch.bench.transfer import (
 )
 from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
-from fastdeploy_cache.transfer_manager.task import Direction, SwapMessage, TransferTask
+from fastdeploy_cache.transfer_manager.task import TaskKind, TaskMessage, TransferTask
 
 _GIB = 2**30
 _MAX_PROMISED_RANKS = 2  # more ranks than cores share them with the plain copies' threads
@@ -85,18 +85,18 @@ def _run_round_trips(console: Console, num_trips: int, reach: Reach) -> dict[str
     """Empty swaps beside bare ping-pongs of a message of the same size, interleaved."""
     ids = np.empty(0, np.int32)
     task = TransferTask(
-        task_id=1, direction=Direction.SWAP_OUT, source_ids=ids, destination_ids=ids, deadline=time.monotonic()
+        task_id=1, kind=TaskKind.SWAP_OUT, source_ids=ids, destination_ids=ids, deadline=time.monotonic()
     )
-    message = encode(SwapMessage.of(task, 1))
+    message = encode(TaskMessage.of(task, 1))
     started = {n: Ranks(n, _SMALL.for_rank(n, 16), 4, 4) for n in (1, 2, 4)}
-    content = {"task_id": 1, "direction": "swap_out", "source_ids": [], "destination_ids": [], "deadline": 1.0}
+    content = {"task_id": 1, "kind": "swap_out", "source_ids": [], "destination_ids": [], "deadline": 1.0}
     times: dict[str, list[float]] = {}
     try:
         with ping_pong.zeromq(message) as zeromq, ping_pong.manager_queue(content) as manager:
             for _ in range(num_trips):
                 for num_ranks, ranks in started.items():
                     name = f"empty swap, {num_ranks} rank{'s' * (num_ranks > 1)}"
-                    times.setdefault(name, []).append(ranks.run(Direction.SWAP_OUT, (), ()))
+                    times.setdefault(name, []).append(ranks.run(TaskKind.SWAP_OUT, (), ()))
                 times.setdefault("ZeroMQ ping-pong", []).append(zeromq())
                 times.setdefault("multiprocessing manager queue", []).append(manager())
     finally:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.fastdeploy_cache.test_storage_tier import A, Rig
 from tests.rigs.simulated_storage import SimulatedStorage
 
@@ -30,7 +30,7 @@ def lookups(store: SimulatedStorage) -> list[int]:
     submit = store.submit
 
     def note(task: object) -> None:
-        if task.direction is Direction.LOOKUP:  # type: ignore[attr-defined]
+        if task.kind is TaskKind.LOOKUP:  # type: ignore[attr-defined]
             asked.append(len(task.hashes) // 32)  # type: ignore[attr-defined]
         submit(task)  # type: ignore[arg-type]
 

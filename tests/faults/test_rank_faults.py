@@ -19,14 +19,14 @@ from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.process import io_thread as rank_io
 from fastdeploy_cache.transfer_manager.process.child import RankProcess
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 from tests.faults.conftest import SECONDS, is_gone, pids, wait_exit, watched
 from tests.rigs.answers import Answers, task
 from tests.rigs.big_client import ALL, big_client
 from tests.rigs.stopping import stopped
 
 NewClient = Callable[..., tuple[RankClient, Answers]]
-OUT, IN = Direction.SWAP_OUT, Direction.SWAP_IN
+OUT, IN = TaskKind.SWAP_OUT, TaskKind.SWAP_IN
 
 
 def arrays(client: RankClient, rank: int) -> list[np.ndarray]:

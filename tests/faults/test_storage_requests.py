@@ -24,8 +24,8 @@ BRANCH = [*LONG[: 3 * BLOCK_SIZE], *range(900, 900 + 4 * BLOCK_SIZE)]
 TURN = [*LONG, *range(700, 700 + 2 * BLOCK_SIZE)]
 
 
-def asked(cache: PrefixCacheManager, direction: str) -> int:
-    return metric(cache, "swaps_total", direction=direction, rank="0")
+def asked(cache: PrefixCacheManager, kind: str) -> int:
+    return metric(cache, "tasks_total", kind=kind, rank="0")
 
 
 def serve(cache: PrefixCacheManager, engine: Engine, request: Request, tokens: list[int]) -> Match:
@@ -222,5 +222,5 @@ def test_a_walk_through_all_faults(
             walk.serve_all()
             eventually(lambda: tier.link.client.available)
         trouble.comes_back(LONG)
-        assert metric(cache, "swap_failures_total", direction="lookup", rank="0")
+        assert metric(cache, "task_failures_total", kind="lookup", rank="0")
         eventually(lambda: cache.stats().cpu.num_in_flight == 0)

@@ -18,7 +18,7 @@ from fastdeploy_cache.launch.reference_engine.generation import Generation
 from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
 from fastdeploy_cache.transfer_manager.device.strips import load_steps
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
-from fastdeploy_cache.transfer_manager.task import Direction, TransferTask
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 from tests.faults.conftest import SECONDS, pids
 from tests.launch.test_engine import EOS, SIZE, VOCABULARY, expected, finish, next_token
 from tests.rigs.stopping import stopped
@@ -64,7 +64,7 @@ class FailingClient(RankClient):
     num_failed = 0
 
     def submit(self, task: TransferTask) -> None:
-        if task.direction is Direction.SWAP_IN and self.num_failed < self.num_to_fail:
+        if task.kind is TaskKind.SWAP_IN and self.num_failed < self.num_to_fail:
             self.num_failed += 1
             task = dataclasses.replace(task, source_ids=task.source_ids + NUM_CPU)
         super().submit(task)

@@ -18,7 +18,7 @@ from fastdeploy_cache.transfer_manager.peer.messages import (
     Why,
 )
 from fastdeploy_cache.transfer_manager.peer.sender import SendEnd, Sender
-from fastdeploy_cache.transfer_manager.task import Direction, SwapMessage, pack_ids, unpack_ids
+from fastdeploy_cache.transfer_manager.task import TaskKind, TaskMessage, pack_ids, unpack_ids
 
 OWNER, READER, OTHER = (bytes([n]) * 16 for n in (1, 2, 3))
 NUM_LAYERS, SILENCE, DEADLINE = 4, 5.0, 100.0
@@ -40,16 +40,16 @@ class Stage:
     def reader(self, rank: int = 0, receive: int = 1, instance: bytes = READER) -> ReaderKey:
         return ReaderKey(instance, receive, rank)
 
-    def _task(self, direction: Direction, ids: Sequence[int]) -> SwapMessage:
-        return SwapMessage(70, 1, direction, pack_ids(np.array(ids, np.int32)), b"", 0.0)
+    def _task(self, kind: TaskKind, ids: Sequence[int]) -> TaskMessage:
+        return TaskMessage(70, 1, kind, pack_ids(np.array(ids, np.int32)), b"", 0.0)
 
     def begin(self, *ids: int, complete: int = 0, step: int | None = None, now: float = 0.0) -> None:
         detail = SendDetail(number=7, num_blocks=4, num_complete=complete, step=step)
-        self.sender.begin(self._task(Direction.SEND, ids), detail, DEADLINE, now)
+        self.sender.begin(self._task(TaskKind.SEND, ids), detail, DEADLINE, now)
 
     def update(self, *ids: int, complete: int = 0, step: int | None = None, why: Why | None = None) -> None:
         detail = SendDetail(number=7, num_blocks=4, num_complete=complete, step=step, why=why)
-        self.sender.update(self._task(Direction.UPDATE_SEND, ids), detail)
+        self.sender.update(self._task(TaskKind.UPDATE_SEND, ids), detail)
 
     def subscribe(
         self, reader: ReaderKey, known: int = 0, now: float = 0.0, readers: int = 1, to: bytes = b"c"

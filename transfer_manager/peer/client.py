@@ -23,7 +23,7 @@ from fastdeploy_cache.transfer_manager.process.client import ProcessClient, conf
 from fastdeploy_cache.transfer_manager.process.io_thread import RankIO, ignore_failing
 from fastdeploy_cache.transfer_manager.rank.kv import RankKV
 from fastdeploy_cache.transfer_manager.rank.rank_signal import RankSignal
-from fastdeploy_cache.transfer_manager.task import Direction, PeerSetup, TransferTask
+from fastdeploy_cache.transfer_manager.task import PeerSetup, TaskKind, TransferTask
 
 logger = event_log(__name__)
 
@@ -56,7 +56,7 @@ class PeerClient(Protocol):
         """See `TransferClient`."""
         ...
 
-    def has_room(self, direction: Direction) -> bool:
+    def has_room(self, kind: TaskKind) -> bool:
         """See `TransferClient`."""
         ...
 

@@ -22,7 +22,7 @@ from fastdeploy_cache.transfer_manager.peer.messages import (
     Why,
 )
 from fastdeploy_cache.transfer_manager.peer.peer_signal import layers_done
-from fastdeploy_cache.transfer_manager.task import SwapMessage, pack_ids, unpack_ids
+from fastdeploy_cache.transfer_manager.task import TaskMessage, pack_ids, unpack_ids
 
 _MAX_REMEMBERED = 4096
 _MAX_EARLY = 1024
@@ -97,7 +97,7 @@ class Sender:
 
     # -- from the engine
 
-    def begin(self, task: SwapMessage, detail: SendDetail, deadline: float, now: float) -> None:
+    def begin(self, task: TaskMessage, detail: SendDetail, deadline: float, now: float) -> None:
         """SEND, which ends at that time of `time.monotonic` at the latest. Numbers rise."""
         number = self._last_number = detail.number
         self._sends[number] = _Send(task.task_id, detail.num_blocks, deadline)
@@ -107,12 +107,12 @@ class Sender:
         for key in [key for key in self._left if key[0] <= number]:
             self.leave(self._left.pop(key))
 
-    def update(self, task: SwapMessage, detail: SendDetail) -> None:
+    def update(self, task: TaskMessage, detail: SendDetail) -> None:
         """UPDATE_SEND; of a send that is over it says nothing new."""
         if detail.number in self._sends:
             self._extend(detail.number, task, detail)
 
-    def _extend(self, number: int, task: SwapMessage, detail: SendDetail) -> None:
+    def _extend(self, number: int, task: TaskMessage, detail: SendDetail) -> None:
         send = self._sends[number]
         send.ids += unpack_ids(task.source_ids).tolist()
         send.num_complete = detail.num_complete

@@ -42,13 +42,13 @@ from fastdeploy_cache.transfer_manager.peer.sender import Sender
 from fastdeploy_cache.transfer_manager.process.lanes import serve_process, start_heartbeat
 from fastdeploy_cache.transfer_manager.rank.rank_signal import RankSignal, RankState
 from fastdeploy_cache.transfer_manager.task import (
-    Direction,
     DoneMessage,
     Lane,
     PeerSetup,
     ReadyMessage,
     StopMessage,
-    SwapMessage,
+    TaskKind,
+    TaskMessage,
     ToRank,
     unpack_ids,
 )
@@ -171,26 +171,26 @@ class PeerServer:
 
     # -- tasks of the engine
 
-    def _do(self, lane: Lane, task: SwapMessage) -> None:
+    def _do(self, lane: Lane, task: TaskMessage) -> None:
         if task.incarnation != self._setup.incarnation:
             self._done(lane, task, Why("failed", f"task is for incarnation {task.incarnation}"))
-        elif task.direction is Direction.SEND:
+        elif task.kind is TaskKind.SEND:
             detail: SendDetail = decode(task.detail, SendDetail)
             self._sender.begin(task, detail, task.deadline - _ANSWER_SECONDS, time.monotonic())
-        elif task.direction is Direction.UPDATE_SEND:
+        elif task.kind is TaskKind.UPDATE_SEND:
             self._sender.update(task, decode(task.detail, SendDetail))
             self._done(lane, task)
-        elif task.direction is Direction.RECEIVE:
+        elif task.kind is TaskKind.RECEIVE:
             self._receive(task, decode(task.detail, ReceiveDetail))
-        elif task.direction is Direction.END_RECEIVE:
+        elif task.kind is TaskKind.END_RECEIVE:
             ended: EndReceiveDetail = decode(task.detail, EndReceiveDetail)
             if ended.receive_number in self._receives:
                 self._receives[ended.receive_number].cancel()
             self._done(lane, task)
         else:
-            self._done(lane, task, Why("failed", f"a peer process does not {task.direction.value}"))
+            self._done(lane, task, Why("failed", f"a peer process does not {task.kind.value}"))
 
-    def _done(self, lane: Lane, task: SwapMessage, why: Why | None = None) -> None:
+    def _done(self, lane: Lane, task: TaskMessage, why: Why | None = None) -> None:
         self._reply(lane, _Ended(task.task_id, why))
 
     def _reply(self, lane: Lane, ended: _Ended) -> None:
@@ -202,7 +202,7 @@ class PeerServer:
         )
         self._lanes[lane].put(encode(done))
 
-    def _receive(self, task: SwapMessage, detail: ReceiveDetail) -> None:
+    def _receive(self, task: TaskMessage, detail: ReceiveDetail) -> None:
         if (error := self._why_not(task, detail)) is not None:
             self._done(Lane.IN, task, Why("refused", error))
             return
@@ -228,7 +228,7 @@ class PeerServer:
 
         threading.Thread(target=run, name=f"receive-{detail.receive_number}", daemon=True).start()
 
-    def _why_not(self, task: SwapMessage, detail: ReceiveDetail) -> str | None:
+    def _why_not(self, task: TaskMessage, detail: ReceiveDetail) -> str | None:
         """What would be written elsewhere than into the task's blocks is refused before anything is read."""
         ids, num_blocks = unpack_ids(task.destination_ids), self._setup.num_gpu_blocks
         if detail.receive_number in self._receives:

@@ -12,7 +12,7 @@ from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.process.flights import failed
 from fastdeploy_cache.transfer_manager.process.io_thread import RankIO
 from fastdeploy_cache.transfer_manager.process.supervisor import Phase
-from fastdeploy_cache.transfer_manager.task import TO_WHO_IS_UP, Direction, TransferTask
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
 logger = event_log(__name__)
 
@@ -63,9 +63,9 @@ class ProcessClient:
         io = self._io
         assert io is not None, "submit before start"
         with io.lock:
-            accepted = self.has_room(task.direction) and io.take_slot(task)
+            accepted = self.has_room(task.kind) and io.take_slot(task)
             if accepted:
-                io.num_tasks[task.direction.lane] += 1
+                io.num_tasks[task.kind.lane] += 1
                 io.outbox.append(task)
         if accepted:
             io.wakeup.set()
@@ -77,12 +77,12 @@ class ProcessClient:
         """See `TransferClient`."""
         return self._io is not None and self._io.open and self._io.all_ready.is_set()
 
-    def has_room(self, direction: Direction) -> bool:
+    def has_room(self, kind: TaskKind) -> bool:
         """See `TransferClient`."""
         io = self._io
-        if io is None or not (self.available or (io.open and direction in TO_WHO_IS_UP)):
+        if io is None or not (self.available or (io.open and not kind.needs_all_ranks)):
             return False
-        return io.num_tasks[direction.lane] < self._config.max_tasks_in_flight
+        return io.num_tasks[kind.lane] < self._config.max_tasks_in_flight
 
     def wait_ready(self, timeout_seconds: float) -> bool:
         """See `TransferClient`."""

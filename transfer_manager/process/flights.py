@@ -51,7 +51,7 @@ class Flights:
         """The tasks that a rank may have begun: the oldest of each lane."""
         oldest: dict[Lane, int] = {}
         for flight in self.of_rank(rank):
-            oldest.setdefault(flight.task.direction.lane, flight.task.task_id)
+            oldest.setdefault(flight.task.kind.lane, flight.task.task_id)
         return set(oldest.values())
 
     def all(self) -> list[Flight]:
@@ -65,7 +65,7 @@ class Flights:
         if not self._in_order:
             flights.sort(key=lambda flight: flight.task.deadline)
         for flight in flights:
-            lane = flight.task.direction.lane
+            lane = flight.task.kind.lane
             for rank in flight.waiting:
                 if (rank, lane) not in found:
                     answered_at = self._answered_at.get((rank, lane), 0.0) if self._in_order else 0.0
@@ -77,7 +77,7 @@ class Flights:
         """Note one rank's answer; with the last one the task ends: its result."""
         if result.rank not in flight.waiting:
             return None
-        self._answered_at[result.rank, flight.task.direction.lane] = now
+        self._answered_at[result.rank, flight.task.kind.lane] = now
         flight.waiting.discard(result.rank)
         flight.results.append(result)
         if flight.waiting:

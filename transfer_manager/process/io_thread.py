@@ -20,15 +20,13 @@ from fastdeploy_cache.transfer_manager.process.supervisor import EXIT_REFUSED, P
 from fastdeploy_cache.transfer_manager.rank.kv import RankKV
 from fastdeploy_cache.transfer_manager.rank.rank_signal import NUM_SLOTS, RankSignal
 from fastdeploy_cache.transfer_manager.task import (
-    TO_WHO_IS_UP,
-    Direction,
     DoneMessage,
     FromRank,
     Lane,
     RankResult,
     ReadyMessage,
     StopMessage,
-    SwapMessage,
+    TaskMessage,
     TransferResult,
     TransferTask,
 )
@@ -107,7 +105,7 @@ class RankIO:
 
     def take_slot(self, task: TransferTask) -> bool:
         """Under the lock, before a load is sent: its progress word, unless a load that shares it is in flight."""
-        if task.direction is Direction.SWAP_IN:
+        if task.kind.shows_layers:
             slot = task.task_id % NUM_SLOTS
             if slot in self._busy_slots:
                 return False
@@ -118,7 +116,7 @@ class RankIO:
 
     def refused(self, task: TransferTask, error: str) -> TransferResult:
         """The end of a task that was accepted and that no rank has got: they write its progress never."""
-        if task.direction is Direction.SWAP_IN:
+        if task.kind.shows_layers:
             for memory in self.memory:
                 memory.signal.set_failed(task.task_id)
         return failed(task, self._config.tp_size, error)
@@ -254,14 +252,14 @@ class RankIO:
         """A rank is gone or never got the task: now the engine may write its words, and its waiters hear of it."""
         if not self.ranks[rank].is_usable:  # first: who hears of it and waits for the ranks must not find them ready
             self.all_ready.clear()
-        if flight.task.direction is Direction.SWAP_IN:
+        if flight.task.kind.shows_layers:
             self.memory[rank].signal.set_failed(flight.task.task_id)
         self._answer(flight, RankResult(rank=rank, error=error, was_tried=was_tried))
 
     def _finish(self, result: TransferResult) -> None:
         with self.lock:
-            self.num_tasks[result.task.direction.lane] -= 1
-            if result.task.direction is Direction.SWAP_IN:
+            self.num_tasks[result.task.kind.lane] -= 1
+            if result.task.kind.shows_layers:
                 self._busy_slots.discard(result.task.task_id % NUM_SLOTS)
         self._call_back(lambda: self._on_result(result))
 
@@ -314,7 +312,7 @@ class RankIO:
         for task in self._take_outbox():
             ranks = self.ranks
             if not self.all_ready.is_set():
-                ranks = [rank for rank in ranks if rank.is_usable] if task.direction in TO_WHO_IS_UP else []
+                ranks = [] if task.kind.needs_all_ranks else [rank for rank in ranks if rank.is_usable]
                 if not ranks:
                     self._finish(self.refused(task, "a rank is down"))
                     continue
@@ -322,7 +320,7 @@ class RankIO:
             for rank in ranks:
                 assert rank.queue is not None
                 try:
-                    rank.queue.put(encode(SwapMessage.of(task, rank.incarnation)), task.direction.lane)
+                    rank.queue.put(encode(TaskMessage.of(task, rank.incarnation)), task.kind.lane)
                 except IPCError as error:
                     if isinstance(error, QueueDisconnectedError):  # alive or not, it can never be reached again
                         rank.kill("its queue is disconnected")
@@ -356,7 +354,7 @@ class RankIO:
         """A rank stops when it has done what came before: of that, what it has not begun and nobody will use is
         cancelled. Seconds of queued copies would else stand before the stop, and it would be killed for being late."""
         for flight in self._flights.all():
-            if flight.task.direction is not Direction.WRITE:
+            if not flight.task.kind.outlives_engine:
                 for number in flight.waiting:
                     self.memory[number].signal.cancel(flight.task.task_id)
         for rank in self.ranks:

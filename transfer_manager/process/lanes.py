@@ -21,13 +21,12 @@ from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 from fastdeploy_cache.transfer_manager.process.supervisor import EXIT_REFUSED
 from fastdeploy_cache.transfer_manager.rank.rank_signal import RankSignal, RankState
 from fastdeploy_cache.transfer_manager.task import (
-    Direction,
     DoneMessage,
     Lane,
     ProcessSetup,
     ReadyMessage,
     StopMessage,
-    SwapMessage,
+    TaskMessage,
     ToRank,
 )
 
@@ -126,7 +125,7 @@ class Executor(Protocol):
         """Called once by the thread of each lane."""
         ...
 
-    def do(self, task: SwapMessage) -> Moved:
+    def do(self, task: TaskMessage) -> Moved:
         """One task; whatever it raises is that task's failure."""
         ...
 
@@ -178,7 +177,7 @@ class LaneServer:
             logger.exception("event=lane_failed lane=%s", lane.name)
             os._exit(1)  # one lane without the other serves nobody: the engine sees the death and starts anew
 
-    def _serve(self, task: SwapMessage) -> DoneMessage:
+    def _serve(self, task: TaskMessage) -> DoneMessage:
         started = time.monotonic()
         moved, error = Moved(0), self._refusal(task, started)
         was_tried = error is None
@@ -188,7 +187,7 @@ class LaneServer:
             except Exception as failure:  # the task boundary: any failure is this task's, never the process's
                 logger.exception("event=task_failed task_id=%d", task.task_id)
                 error = f"{type(failure).__name__}: {failure}"
-        if error is not None and task.direction is Direction.SWAP_IN:
+        if error is not None and task.kind.shows_layers:
             self._signal.set_failed(task.task_id)
         seconds = time.monotonic() - started if moved.seconds is None else moved.seconds
         logger.debug("event=task task_id=%d %s seconds=%.6f error=%s", task.task_id, moved, seconds, error)
@@ -203,7 +202,7 @@ class LaneServer:
             counts=moved.counts,
         )
 
-    def _refusal(self, task: SwapMessage, now: float) -> str | None:
+    def _refusal(self, task: TaskMessage, now: float) -> str | None:
         if task.incarnation != self._setup.incarnation:
             return f"task is for incarnation {task.incarnation}, this is {self._setup.incarnation}"
         if self._signal.is_cancelled(task.task_id):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastdeploy_cache.transfer_manager.device import open_device
 from fastdeploy_cache.transfer_manager.process.lanes import LaneServer, Moved, open_cpu_blocks, serve_process
 from fastdeploy_cache.transfer_manager.rank.rank_signal import RankSignal
-from fastdeploy_cache.transfer_manager.task import Direction, RankSetup, SwapMessage, unpack_ids
+from fastdeploy_cache.transfer_manager.task import RankSetup, TaskKind, TaskMessage, unpack_ids
 
 
 class CopyExecutor:
@@ -31,13 +31,13 @@ class CopyExecutor:
     def bind_thread(self) -> None:
         self._opened.device.bind_thread()
 
-    def do(self, task: SwapMessage) -> Moved:
+    def do(self, task: TaskMessage) -> Moved:
         def on_layer(num_layers: int) -> None:
-            if task.direction is Direction.SWAP_IN:
+            if task.kind is TaskKind.SWAP_IN:
                 self._signal.set_layers_done(task.task_id, num_layers)
 
         sources, destinations = unpack_ids(task.source_ids), unpack_ids(task.destination_ids)
-        return Moved(self._opened.device.copy(task.direction, sources, destinations, on_layer, task.num_tokens))
+        return Moved(self._opened.device.copy(task.kind, sources, destinations, on_layer, task.num_tokens))
 
     def close(self) -> None:
         self._opened.device.close()

@@ -22,7 +22,7 @@ from fastdeploy_cache.transfer_manager.rank.rank_signal import RankSignal
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.file_place import check_place
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
-from fastdeploy_cache.transfer_manager.task import Direction, StorageSetup, TransferTask
+from fastdeploy_cache.transfer_manager.task import StorageSetup, TaskKind, TransferTask
 
 logger = event_log(__name__)
 
@@ -48,7 +48,7 @@ class StorageClient(Protocol):
         """See `TransferClient`."""
         ...
 
-    def has_room(self, direction: Direction) -> bool:
+    def has_room(self, kind: TaskKind) -> bool:
         """See `TransferClient`."""
         ...
 

@@ -19,7 +19,7 @@ from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 from fastdeploy_cache.transfer_manager.process.lanes import LaneServer, Moved, open_cpu_blocks, serve_process
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks
-from fastdeploy_cache.transfer_manager.task import Direction, StorageSetup, SwapMessage, unpack_ids
+from fastdeploy_cache.transfer_manager.task import StorageSetup, TaskKind, TaskMessage, unpack_ids
 
 logger = logging.getLogger(__name__)
 
@@ -52,32 +52,32 @@ class StorageExecutor:
     def bind_thread(self) -> None:
         pass
 
-    def do(self, task: SwapMessage) -> Moved:
+    def do(self, task: TaskMessage) -> Moved:
         try:
             return self._do(task)
         except StorageGoneError:
             self.is_lost = True
             raise
 
-    def _do(self, task: SwapMessage) -> Moved:
-        store, direction = self._store, task.direction
-        if direction is Direction.LOOKUP:
+    def _do(self, task: TaskMessage) -> Moved:
+        store, kind = self._store, task.kind
+        if kind is TaskKind.LOOKUP:
             moved = Moved(0, store.count_leading(self._blocks(task, b"")))
-        elif direction is Direction.PREFETCH:
+        elif kind is TaskKind.PREFETCH:
             num_whole = store.read(self._blocks(task, task.destination_ids))
             moved = Moved(num_whole * self._size, num_whole)
-        elif direction is Direction.WRITE:
+        elif kind is TaskKind.WRITE:
             with self._one_writer:
                 written = store.write(self._blocks(task, task.source_ids))
             moved = Moved(written.num_bytes, written.num_leading)
-        elif direction is Direction.PROBE:
+        elif kind is TaskKind.PROBE:
             moved = self._probe(task)
         else:
-            raise StorageError(f"a storage process does not {direction.value}")
+            raise StorageError(f"a storage process does not {kind.value}")
         counts = {name: value for name, value in dataclasses.asdict(store.stats()).items() if value is not None}
         return moved._replace(counts=counts)
 
-    def _blocks(self, task: SwapMessage, packed_ids: bytes) -> Blocks:
+    def _blocks(self, task: TaskMessage, packed_ids: bytes) -> Blocks:
         hashes = [task.hashes[i : i + _HASH_BYTES] for i in range(0, len(task.hashes), _HASH_BYTES)]
         ids = unpack_ids(packed_ids).tolist()
         if packed_ids and (len(ids) != len(hashes) or not all(0 <= i < len(self._segment) for i in ids)):
@@ -90,7 +90,7 @@ class StorageExecutor:
             priority=task.priority,
         )
 
-    def _probe(self, task: SwapMessage) -> Moved:
+    def _probe(self, task: TaskMessage) -> Moved:
         """Look up, write, read and remove the blocks that the task lends; the seconds are those of reading.
 
         A store that fails to write can still be read: that is `num_blocks` 0, and no error.
