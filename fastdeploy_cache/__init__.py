@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
     from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
     from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
-    from fastdeploy_cache.transfer_manager.rank.rank_signal import LayerProgress
+    from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
     from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
     from fastdeploy_cache.transfer_manager.storage.weights import weights_id_of
     from fastdeploy_cache.transfer_manager.task import TaskKind
@@ -56,7 +56,7 @@ _HOMES = {
     "KVHandle": "transfer_manager.kv.memory",
     "KVLayout": "transfer_manager.kv.layout",
     "KVMemory": "transfer_manager.kv.memory",
-    "LayerProgress": "transfer_manager.rank.rank_signal",
+    "LayerProgress": "transfer_manager.rank.layer_progress",
     "Match": "match",
     "PeerConfig": "transfer_manager.peer.config",
     "Prefetch": "match",

@@ -19,7 +19,7 @@ from fastdeploy_cache.peers.store_road import StoredPeers
 from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.stats import CacheStats, TierStats
 from fastdeploy_cache.storage.tier import StorageTier
-from fastdeploy_cache.transfer_manager.client import TransferClient
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 
 
 class Inspection:

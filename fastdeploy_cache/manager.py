@@ -38,8 +38,8 @@ from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.loads import MatchLoads
 from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.tier import StorageTier
-from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.peer.client import PeerClient
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
 logger = event_log(__name__)

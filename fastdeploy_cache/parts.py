@@ -18,11 +18,12 @@ from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import StorageLimits
 from fastdeploy_cache.storage.tier import StorageTier
-from fastdeploy_cache.transfer_manager.client import InlineClient, TransferClient
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 from fastdeploy_cache.transfer_manager.peer.client import PeerProcesses
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
+from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.file_place import check_place

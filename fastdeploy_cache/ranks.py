@@ -12,9 +12,9 @@ from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.block_mover import BlockMover
 from fastdeploy_cache.requests.loads import call_user
-from fastdeploy_cache.transfer_manager.client import KVArrays, TransferClient
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVViews
-from fastdeploy_cache.transfer_manager.rank.rank_signal import LayerProgress
+from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
+from fastdeploy_cache.transfer_manager.rank.transfer_client import KVArrays, TransferClient
 
 logger = event_log(__name__)
 

@@ -1,22 +1,12 @@
-"""What the engine asks of the ranks and what they answer: in-process records and the messages on the wire.
-
-Wire format: msgpack (see `fastdeploy_cache.ipc.codec`); block ids are packed little-endian int32.
-"""
+"""What the engine asks of the ranks and what they answer. How it is said on the wire: `process.wire`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
-import msgspec
-import numpy as np
-
-from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
-from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
-from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
-
-Int32Array = np.ndarray[Any, np.dtype[np.int32]]
+from fastdeploy_cache.ipc.codec import Int32Array
 
 
 class Lane(IntEnum):
@@ -130,7 +120,7 @@ class TransferResult:
 
     @property
     def error(self) -> str | None:
-        """None when all ranks succeeded, else the first failure."""
+        """The first failure, or None when all ranks have succeeded."""
         return next((f"rank {r.rank}: {r.error}" for r in self.ranks if r.error is not None), None)
 
     @property
@@ -142,129 +132,3 @@ class TransferResult:
     def num_blocks(self) -> int:
         """Leading blocks that a task of storage came to on all ranks."""
         return min((r.num_blocks for r in self.ranks), default=0)
-
-
-class TaskMessage(msgspec.Struct, frozen=True, tag="task"):
-    """Engine to rank: one task."""
-
-    task_id: int
-    incarnation: int
-    kind: TaskKind
-    source_ids: bytes
-    destination_ids: bytes
-    deadline: float
-    num_tokens: int | None = None
-    hashes: bytes = b""
-    token_ids: bytes = b""
-    priority: float | None = None
-    detail: bytes = b""
-
-    @classmethod
-    def of(cls, task: TransferTask, incarnation: int) -> TaskMessage:
-        """The task for one incarnation of a rank."""
-        return cls(
-            task_id=task.task_id,
-            incarnation=incarnation,
-            kind=task.kind,
-            source_ids=pack_ids(task.source_ids),
-            destination_ids=pack_ids(task.destination_ids),
-            deadline=task.deadline,
-            num_tokens=task.num_tokens,
-            hashes=task.hashes,
-            token_ids=task.token_ids,
-            priority=task.priority,
-            detail=task.detail,
-        )
-
-
-class StopMessage(msgspec.Struct, frozen=True, tag="stop"):
-    """Engine to rank: end now."""
-
-
-class ReadyMessage(msgspec.Struct, frozen=True, tag="ready"):
-    """Rank to engine: attached, this lane waits for tasks. `kv` where the rank itself has made the KV arrays."""
-
-    incarnation: int
-    lane: Lane
-    kv: KVHandle | None = None
-    needs_token_ids: bool = False  # of a store
-
-
-class DoneMessage(msgspec.Struct, frozen=True, tag="done"):
-    """Rank to engine: the answer to a task."""
-
-    task_id: int
-    incarnation: int
-    num_bytes: int
-    num_blocks: int
-    seconds: float
-    error: str | None
-    was_tried: bool = True
-    counts: dict[str, int] | None = None
-    peer: str = ""
-
-
-ToRank = TaskMessage | StopMessage
-FromRank = ReadyMessage | DoneMessage
-
-
-class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process reads from its standard input before anything else; descriptors are inherited."""
-
-    rank: int
-    incarnation: int
-    engine_pid: int
-    queue_address: str
-    signal_fd: int
-    heartbeat_seconds: float
-    max_tasks_in_flight: int
-
-
-class RankSetup(ProcessSetup, frozen=True, kw_only=True):
-    """Of a rank's transfer process."""
-
-    num_cpu_blocks: int
-    cpu_fd: int
-    device: str
-    device_id: int
-    layout: RankLayout
-    num_gpu_blocks: int
-    kv: KVHandle | None  # None: the rank makes the KV arrays
-
-
-class StorageSetup(ProcessSetup, frozen=True, kw_only=True):
-    """Of a rank's storage process."""
-
-    num_cpu_blocks: int
-    cpu_fd: int
-    kind: str
-    options: dict[str, Any]
-    space: KeySpace
-    import_paths: list[str]  # where the engine finds its modules; a store of its own is found there
-
-
-class PeerSetup(ProcessSetup, frozen=True, kw_only=True):
-    """Of a rank's peer process."""
-
-    tp_size: int
-    layout: RankLayout
-    num_gpu_blocks: int
-    kv: KVHandle
-    instance_id: bytes
-    name: str
-    link: str
-    link_options: dict[str, Any]
-    address: str  # of its control socket
-    keys_folder: str | None
-    silence_seconds: float
-    peer_signal_fd: int
-
-
-def pack_ids(ids: Int32Array) -> bytes:
-    """Block ids as they go on the wire."""
-    return np.asarray(ids, dtype="<i4").tobytes()
-
-
-def unpack_ids(data: bytes) -> Int32Array:
-    """The ids in `data`, read-only."""
-    return np.frombuffer(data, dtype="<i4")

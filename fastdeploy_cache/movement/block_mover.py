@@ -13,7 +13,7 @@ from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, GPU, BlockCopy, CallerCopy, Pin, Run, Segment, Tier, Transfer
 from fastdeploy_cache.movement.outbox import Outbox
-from fastdeploy_cache.transfer_manager.client import TransferClient
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 

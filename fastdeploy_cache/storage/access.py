@@ -28,7 +28,7 @@ from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 from fastdeploy_cache.storage.tier import StorageTier
 from fastdeploy_cache.storage.write_out import WriteOut
-from fastdeploy_cache.transfer_manager.client import TransferClient
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient, StorageProcesses
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult

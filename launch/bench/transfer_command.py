@@ -25,7 +25,8 @@ from fastdeploy_cache.launch.bench.transfer import (
 )
 from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
-from fastdeploy_cache.transfer_manager.task import TaskKind, TaskMessage, TransferTask
+from fastdeploy_cache.transfer_manager.process.wire import TaskMessage
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
 _GIB = 2**30
 _MAX_PROMISED_RANKS = 2  # more ranks than cores share them with the plain copies' threads
@@ -87,7 +88,7 @@ def _run_round_trips(console: Console, num_trips: int, reach: Reach) -> dict[str
     task = TransferTask(
         task_id=1, kind=TaskKind.SWAP_OUT, source_ids=ids, destination_ids=ids, deadline=time.monotonic()
     )
-    message = encode(TaskMessage.of(task, 1))
+    message = encode(TaskMessage(1, task))
     started = {n: Ranks(n, _SMALL.for_rank(n, 16), 4, 4) for n in (1, 2, 4)}
     content = {"task_id": 1, "kind": "swap_out", "source_ids": [], "destination_ids": [], "deadline": 1.0}
     times: dict[str, list[float]] = {}

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache.errors import NotEnoughMemoryError
-from fastdeploy_cache.transfer_manager.client import InlineClient, TransferClient
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
+from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.faults.conftest import pids
 from tests.rigs.answers import SECONDS, Answers, task

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 from tests.ipc.conftest import eventually  # noqa: F401 (a fixture here too)
 from tests.rigs.answers import Answers
 

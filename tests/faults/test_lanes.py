@@ -123,11 +123,11 @@ def test_a_ranks_death_in_both_directions_answers_everything(
                 os.kill(victim, signal.SIGKILL)
 
         if not is_stopped:
-            client._io._on_result = answer_and_kill
+            client._processes.io.callbacks.on_result = answer_and_kill
         for number in range(120):
             client.submit(task(number, IN if number % 2 else OUT, ALL, ALL, LONG))
         if is_stopped:
-            eventually(lambda: [flight.waiting for flight in client._io._flights.all()] == [{1}] * 120)
+            eventually(lambda: [flight.waiting for flight in client._processes.io.tasks.flights.all()] == [{1}] * 120)
             os.kill(victim, signal.SIGKILL)
         results = answers.wait(120)
         assert sorted(order(answers)) == list(range(120))

@@ -16,7 +16,7 @@ from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.launch.reference_engine.engine import Engine
 from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationError
 from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
-from fastdeploy_cache.transfer_manager.client import InlineClient
+from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
 VOCABULARY, EOS, SIZE = 50, 0, 4

@@ -20,7 +20,7 @@ from fastdeploy_cache.policies.eviction import EvictionPolicy, LeastRecentlyUsed
 from fastdeploy_cache.policies.reuse import Reuse
 from fastdeploy_cache.requests.loads import MatchLoads
 from fastdeploy_cache.storage.access import StorageAccess
-from fastdeploy_cache.transfer_manager.client import TransferClient
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
 from tests.properties.test_caller_properties import STEPS, new_caller, take_step
 from tests.properties.test_storage_properties import Walk

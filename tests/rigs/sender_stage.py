@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fastdeploy_cache.ipc.codec import unpack_int32
 from fastdeploy_cache.transfer_manager.peer.messages import (
     Chunk,
     Confirm,
@@ -18,7 +19,7 @@ from fastdeploy_cache.transfer_manager.peer.messages import (
     Why,
 )
 from fastdeploy_cache.transfer_manager.peer.sender import SendEnd, Sender
-from fastdeploy_cache.transfer_manager.task import TaskKind, TaskMessage, pack_ids, unpack_ids
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
 OWNER, READER, OTHER = (bytes([n]) * 16 for n in (1, 2, 3))
 NUM_LAYERS, SILENCE, DEADLINE = 4, 5.0, 100.0
@@ -40,8 +41,9 @@ class Stage:
     def reader(self, rank: int = 0, receive: int = 1, instance: bytes = READER) -> ReaderKey:
         return ReaderKey(instance, receive, rank)
 
-    def _task(self, kind: TaskKind, ids: Sequence[int]) -> TaskMessage:
-        return TaskMessage(70, 1, kind, pack_ids(np.array(ids, np.int32)), b"", 0.0)
+    def _task(self, kind: TaskKind, ids: Sequence[int]) -> TransferTask:
+        source_ids, none = np.array(ids, np.int32), np.empty(0, np.int32)
+        return TransferTask(task_id=70, kind=kind, source_ids=source_ids, destination_ids=none, deadline=0.0)
 
     def begin(self, *ids: int, complete: int = 0, step: int | None = None, now: float = 0.0) -> None:
         detail = SendDetail(number=7, num_blocks=4, num_complete=complete, step=step)
@@ -81,7 +83,7 @@ class Stage:
 
 def said(state: SendState) -> tuple[int, list[int], int, tuple[Chunk, ...]]:
     assert state.why is None
-    return state.first_id, unpack_ids(state.block_ids).tolist(), state.num_complete, state.chunks
+    return state.first_id, unpack_int32(state.block_ids).tolist(), state.num_complete, state.chunks
 
 
 def reason(message: ToReader) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 
 from fastdeploy_cache.errors import LayoutError
-from fastdeploy_cache.transfer_manager.client import KVArrays, OnKVLost, OnResult, RankStatus, ignore_kv_lost
+from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVViews
-from fastdeploy_cache.transfer_manager.rank.rank_signal import LayerProgress
+from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
+from fastdeploy_cache.transfer_manager.rank.transfer_client import KVArrays, OnKVLost, ignore_kv_lost
 from fastdeploy_cache.transfer_manager.task import RankResult, TaskKind, TransferResult, TransferTask
 
 

@@ -12,13 +12,14 @@ from fastdeploy_cache.errors import DeviceError, LayoutError, RankStartError
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.device import cuda as cuda_module
 from fastdeploy_cache.transfer_manager.device import cuda_driver
+from fastdeploy_cache.transfer_manager.device.base import DeviceSetup
 from fastdeploy_cache.transfer_manager.device.cuda import CudaDevice, export_kv, open_cuda, open_segment
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, Place
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, SegmentHandle
 from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
-from fastdeploy_cache.transfer_manager.task import Lane, RankSetup, TaskKind
+from fastdeploy_cache.transfer_manager.task import Lane, TaskKind
 from tests.rigs.fake_cuda import FakeDriver, install
 
 NUM_GPU, NUM_CPU = 6, 7
@@ -65,23 +66,16 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> RecordingDriver:
     return fake
 
 
-def setup_of(kv: KVHandle | None, layout: object = LAYOUT, device_id: int = 0) -> RankSetup:
-    """What a rank is told."""
-    return RankSetup(
+def setup_of(kv: KVHandle | None, layout: object = LAYOUT, device_id: int = 0) -> DeviceSetup:
+    """What a rank is told of its device."""
+    return DeviceSetup(
         rank=0,
-        incarnation=1,
-        engine_pid=1,
-        queue_address="",
-        device="cuda",
+        kind="cuda",
         device_id=device_id,
         layout=layout,  # type: ignore[arg-type]
         num_gpu_blocks=NUM_GPU,
         num_cpu_blocks=NUM_CPU,
         kv=kv,
-        cpu_fd=-1,
-        signal_fd=-1,
-        heartbeat_seconds=1.0,
-        max_tasks_in_flight=1,
     )
 
 

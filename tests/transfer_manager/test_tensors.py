@@ -13,12 +13,12 @@ import pytest
 from fastdeploy_cache.errors import LayoutError
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle
-from fastdeploy_cache.transfer_manager.client import InlineClient
 from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
 from fastdeploy_cache.transfer_manager.kv.dlpack import MemoryArray
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, Place
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
 from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace, array_places, local_segments, shared_handle
+from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.answers import Answers, task
 

@@ -5,8 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from fastdeploy_cache.errors import DeviceError
-from fastdeploy_cache.transfer_manager.task import Int32Array, TaskKind
+from fastdeploy_cache.ipc.codec import Int32Array
+from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
+from fastdeploy_cache.transfer_manager.task import TaskKind
+
+
+class DeviceSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """Which device a rank opens, and the blocks that it moves."""
+
+    rank: int
+    kind: str
+    device_id: int
+    layout: RankLayout
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    kv: KVHandle | None  # None: the rank makes the KV arrays
 
 
 class Device(Protocol):

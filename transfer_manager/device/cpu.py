@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from fastdeploy_cache.ipc.codec import Int32Array
 from fastdeploy_cache.transfer_manager.device.base import check_ids
 from fastdeploy_cache.transfer_manager.device.strips import Step, Strip, leading_strips, load_steps, whole_step
 from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
-from fastdeploy_cache.transfer_manager.task import Int32Array, TaskKind
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _Pairs = list[tuple[Bytes, Bytes]]  # pieces on the device, the same inside the images: [blocks, rows, row bytes] each

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache.errors import DeviceError, LayoutError
-from fastdeploy_cache.transfer_manager.device.base import check_ids
+from fastdeploy_cache.ipc.codec import Int32Array
+from fastdeploy_cache.transfer_manager.device.base import DeviceSetup, check_ids
 from fastdeploy_cache.transfer_manager.device.cuda_driver import (
     KERNEL_ALIGNMENT,
     TABLE_PIECES,
@@ -24,7 +25,7 @@ from fastdeploy_cache.transfer_manager.device.strips import Strip, leading_strip
 from fastdeploy_cache.transfer_manager.kv.layout import Place, Places, RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, SegmentHandle
 from fastdeploy_cache.transfer_manager.kv.tensors import array_places
-from fastdeploy_cache.transfer_manager.task import Int32Array, Lane, RankSetup, TaskKind
+from fastdeploy_cache.transfer_manager.task import Lane, TaskKind
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ def _kernel_or_none(cuda: Cuda) -> CopyKernel | None:
         return None
 
 
-def open_cuda(setup: RankSetup, images: Bytes) -> tuple[CudaDevice, KVHandle | None]:
+def open_cuda(setup: DeviceSetup, images: Bytes) -> tuple[CudaDevice, KVHandle | None]:
     """A rank's device: the worker's KV arrays opened, or new ones made where the set-up names none.
 
     Raises:
@@ -234,7 +235,7 @@ def open_cuda(setup: RankSetup, images: Bytes) -> tuple[CudaDevice, KVHandle | N
     return _device(setup, cuda, bases, setup.kv.places, images), None
 
 
-def _device(setup: RankSetup, cuda: Cuda, bases: list[int], places: Places, images: Bytes) -> CudaDevice:
+def _device(setup: DeviceSetup, cuda: Cuda, bases: list[int], places: Places, images: Bytes) -> CudaDevice:
     return CudaDevice(
         setup.layout, cuda, bases=bases, places=places, images=images, num_gpu_blocks=setup.num_gpu_blocks
     )
@@ -264,7 +265,7 @@ def open_segment(cuda: Cuda, segment: SegmentHandle) -> int:
 
 
 def export_kv(layout: RankLayout, layers: Sequence[Mapping[str, Any]], device_id: int) -> KVHandle:
-    """In a worker: the handle of its KV arrays on the GPU, tensors of PyTorch or Paddle or `ArrayPlace`s.
+    """The handle of a worker's KV arrays on the GPU, which are tensors of PyTorch or Paddle, or `ArrayPlace`s.
 
     Several arrays inside one pooled allocation share its handle; each one's place is its offset there. The worker keeps
     the arrays until the engine has let them go (`kv_lost`, or its end).
