@@ -22,15 +22,14 @@ if TYPE_CHECKING:
     from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
     from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
     from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
-    from fastdeploy_cache.transfer_manager.rank.rank_signal import LayerProgress
+    from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
     from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
     from fastdeploy_cache.transfer_manager.storage.weights import weights_id_of
-    from fastdeploy_cache.transfer_manager.task import Direction
+    from fastdeploy_cache.transfer_manager.task import TaskKind
 
 __all__ = [
     "CacheConfig",
     "CacheStats",
-    "Direction",
     "KVHandle",
     "KVLayout",
     "KVMemory",
@@ -44,6 +43,7 @@ __all__ = [
     "Send",
     "StepProgress",
     "StorageConfig",
+    "TaskKind",
     "Tier",
     "TierStats",
     "TransferConfig",
@@ -53,11 +53,10 @@ __all__ = [
 _HOMES = {
     "CacheConfig": "config",
     "CacheStats": "stats",
-    "Direction": "transfer_manager.task",
     "KVHandle": "transfer_manager.kv.memory",
     "KVLayout": "transfer_manager.kv.layout",
     "KVMemory": "transfer_manager.kv.memory",
-    "LayerProgress": "transfer_manager.rank.rank_signal",
+    "LayerProgress": "transfer_manager.rank.layer_progress",
     "Match": "match",
     "PeerConfig": "transfer_manager.peer.config",
     "Prefetch": "match",
@@ -67,6 +66,7 @@ _HOMES = {
     "Send": "peers.transfers",
     "StepProgress": "transfer_manager.peer.peer_signal",
     "StorageConfig": "transfer_manager.storage.config",
+    "TaskKind": "transfer_manager.task",
     "Tier": "books.run",
     "TierStats": "stats",
     "TransferConfig": "transfer_manager.config",

@@ -14,7 +14,8 @@ from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.transfer_manager.client import KVArrays, RankStatus
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVViews
-from fastdeploy_cache.transfer_manager.rank.rank_signal import LayerProgress
+from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
+from fastdeploy_cache.transfer_manager.rank.transfer_client import KVArrays, TransferClient
 
 logger = event_log(__name__)
 

@@ -126,7 +126,7 @@ class CacheStats:
         return [(status.rank, status.up, status.num_restarts) for status in self.ranks]
 
     def refused_counts(self) -> list[tuple[str, int]]:
-        """Direction, tasks that a full queue kept from starting."""
+        """Kinds, and tasks of each that a full queue kept from starting."""
         return list(self.num_refused_transfers.items())
 
     def failure_counts(self) -> tuple[Mapping[str, int], int]:

@@ -15,7 +15,7 @@ class EventLog(logging.LoggerAdapter[logging.Logger]):
     """
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """As `logging.Logger.log`; what a filter or a handler raises costs this line and nothing else."""
+        """Log as `logging.Logger.log` does; what a filter or a handler raises costs this line and nothing else."""
         with contextlib.suppress(Exception):
             super().log(level, msg, *args, **{"stacklevel": 2, **kwargs})
 

@@ -40,7 +40,7 @@ class NamedSignal:
     """
 
     def __init__(self, path: Path, fd: int, num_words: int, is_creator: bool) -> None:
-        """For `create` and `attach`: owns `fd`, which is locked, from now on."""
+        """Take over `fd`, which is locked. Use `create` or `attach`."""
         self._path, self._is_creator = path, is_creator
         self._array = SharedArray(fd, num_words * _WORD_BYTES)
         self._signal = SharedSignal(self._array, num_words)
@@ -101,7 +101,7 @@ class NamedSignal:
 
     @classmethod
     def _try_create(cls, path: Path, num_words: int) -> Self | None:
-        """None where the name is taken."""
+        """Make the words, or return None where the name is taken."""
         fd = _new_file(path, num_words * _WORD_BYTES)
         try:
             _publish(fd, path)
@@ -115,7 +115,7 @@ class NamedSignal:
 
     @classmethod
     def _try_attach(cls, fd: int, path: Path, num_words: int) -> Self | None:
-        """None where the file is being removed, or has been replaced."""
+        """Open the words, or return None where the file is being removed, or has been replaced."""
         try:
             _check_size(fd, path, num_words)
             is_current = _lock(fd, fcntl.LOCK_SH) and _is_at(fd, path)
@@ -133,7 +133,7 @@ class NamedSignal:
         return self._words
 
     def set(self, index: int, value: int) -> None:
-        """Store `value` and wake who waits for it in `wait_change`, in any process."""
+        """Store `value` and wake all who wait in `wait_change`, in any process."""
         self._signal.set(index, value)
 
     def wait_change(self, index: int, seen: int, timeout_seconds: float) -> int:
@@ -148,7 +148,7 @@ class NamedSignal:
         return value
 
     def remove_name(self) -> None:
-        """Nobody finds the words by their name any more, whoever has made them; who has them goes on."""
+        """Remove the name, whoever has made the words. Nobody finds them any more; those who have them keep them."""
         fd = self._array.fd
         if fd >= 0 and _is_at(fd, self._path):  # not a file that came after somebody else removed ours
             self._path.unlink(missing_ok=True)
@@ -242,7 +242,7 @@ def _is_made_here(fd: int) -> bool:
 
 
 def _open(path: Path) -> int | None:
-    """None where there is no such file."""
+    """Open the file; None where there is none."""
     try:
         return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

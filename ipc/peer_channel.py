@@ -1,7 +1,7 @@
 """Control messages between instances: a listener that many connect to, over ZeroMQ.
 
 On one host the address is a socket in a private folder; over TCP both ends need CURVE keys, and know each other's
-beforehand. Messages may be lost where an end goes or does not read: whoever uses this asks again.
+beforehand. Messages are lost where an end is gone or does not read, so users of this ask again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LINGER_MILLISECONDS = 300
 
 
 class CurveKeys(NamedTuple):
-    """A host's own key pair, and the public keys of whom it talks to; Z85 texts."""
+    """A host's own key pair, and the public keys of those that it talks to, as Z85 texts."""
 
     public: bytes
     secret: bytes
@@ -55,7 +55,7 @@ def load_keys(folder: Path) -> CurveKeys:
     """What `make_keys` has made, and the `trusted/*.key` that have come from other hosts up to now.
 
     Raises:
-        IPCError: something is missing or unreadable, or others may read the secret.
+        IPCError: something is missing, unreadable or damaged, or others may read the secret.
     """
     path = folder / f"{_OWN}.key_secret"
     try:
@@ -63,11 +63,21 @@ def load_keys(folder: Path) -> CurveKeys:
             raise IPCError(f"{path} may be read by others; chmod 600 it")
         public, secret = zmq.auth.load_certificate(path)
         trusted = zmq.auth.load_certificates(folder / _TRUSTED)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, IndexError) as error:  # IndexError: a line of a key file that ends before its key
         raise IPCError(f"keys of {folder}: {error}; make them with `fastdeploy-cache peer-keys`") from error
     if secret is None:
         raise IPCError(f"{path} has no secret key; make new ones with `fastdeploy-cache peer-keys`")
+    if not _is_pair(public, secret):  # found out here, and not by handshakes that fail without a word
+        raise IPCError(f"{path} is damaged; make new keys with `fastdeploy-cache peer-keys`")
     return CurveKeys(public, secret, frozenset(trusted), str(folder))
+
+
+def _is_pair(public: bytes, secret: bytes) -> bool:
+    """Whether both are whole, and belong together."""
+    try:
+        return bool(zmq.curve_public(secret) == public)
+    except (ValueError, zmq.ZMQError):
+        return False
 
 
 def check_address(address: str, keys: CurveKeys | None) -> None:
@@ -81,7 +91,7 @@ def check_address(address: str, keys: CurveKeys | None) -> None:
 
 
 class PeerListener:
-    """Bound to an address; knows who connects by a name that it chose. One thread at a time."""
+    """The end that is bound to an address. It knows each connection by the name that it chose. One thread at a time."""
 
     def __init__(self, context: zmq.Context[Any], address: str, keys: CurveKeys | None, max_messages: int) -> None:
         """Raises `IPCError`: no keys for TCP, or the address cannot be had."""
@@ -103,7 +113,7 @@ class PeerListener:
             raise IPCError(f"cannot listen at {address}: {error}") from error
 
     def get_now(self) -> tuple[bytes, bytes] | None:
-        """Who, and the message; None when there is none."""
+        """The name of a sender and its message, or None when there is none."""
         try:
             name, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:

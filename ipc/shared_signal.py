@@ -49,7 +49,7 @@ class SharedSignal:
         return int(self._words[word])
 
     def store(self, word: int, value: int) -> None:
-        """Store `value` in a word that nobody waits on."""
+        """Store `value` in a word that nobody waits on. A waiter would not be woken, and sleep until its deadline."""
         self._words[word] = value & _MASK
 
     def set(self, word: int, value: int) -> None:
@@ -58,12 +58,16 @@ class SharedSignal:
         The store comes before the wake: a waiter that read the old value either sees the kernel refuse its sleep
         (the word no longer holds what it read) or is asleep already and is woken.
         """
+        # Woken first, a waiter would look, find the old value, and sleep on, and nobody would wake it again.
         self._words[word] = value & _MASK
         self._futex(word, _FUTEX_WAKE, _MAX_WAITERS, None)
 
     def wait(self, word: int, until: Callable[[int], bool], timeout_seconds: float) -> int | None:
         """Sleep until `until(value)` holds; the value, or None when the time is over first."""
         deadline = time.monotonic() + timeout_seconds
+        # Each sleep is on the value that was looked at. Set between the look and the sleep, the word holds another one,
+        # and the kernel, which compares under its own lock, lets nobody sleep: no wake-up falls into that gap. A wake
+        # may also come for nothing (a signal, or a value that decides nothing), so the look is repeated after each.
         while not until(value := self.get(word)):
             remaining = deadline - time.monotonic()
             if remaining <= 0:

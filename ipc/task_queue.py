@@ -25,7 +25,7 @@ class TaskQueue:
     """The engine's end: binds, knows the lanes of one peer, never blocks. One thread at a time."""
 
     def __init__(self, context: zmq.Context[Any], max_messages: int) -> None:
-        """Bind a ROUTER in a private directory; `max_messages` may wait in each lane and direction."""
+        """Bind a ROUTER in a private directory; `max_messages` may wait in each lane, each way."""
         self._names = [_name(lane) for lane in range(_MAX_LANES)]
         self._directory = PrivateDirectory()
         self.address = f"ipc://{self._directory.path}/queue"
@@ -34,7 +34,11 @@ class TaskQueue:
         except zmq.ZMQError as error:
             self.hide()
             raise IPCError(f"cannot make a socket: {error}; raise the limit of open files") from error
+        # Without it a message to a lane that has gone, or is full, would be dropped without a word, and the task behind
+        # it would wait for its deadline.
         self.socket.set(zmq.ROUTER_MANDATORY, 1)
+        # What a rank has not read when its queue closes is void: nobody is left to read it, and a close that lingered
+        # for it would hold up the engine's end.
         self.socket.set(zmq.LINGER, 0)
         self.socket.set_hwm(max_messages)
         try:
@@ -84,10 +88,11 @@ class RankQueue:
     """The rank's end of one lane: connects to the address that it was given. One thread at a time."""
 
     def __init__(self, address: str, max_messages: int, lane: int = 0) -> None:
+        # A context for each lane: its thread closes it at its own end, while the other lane may still send.
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.set(zmq.ROUTING_ID, _name(lane))
-        self.socket.set(zmq.LINGER, 1000)
+        self.socket.set(zmq.LINGER, 1000)  # or an answer that was put just before the end would be lost with it
         self.socket.set_hwm(max_messages)
         self.socket.connect(address)
 
@@ -117,7 +122,9 @@ class Wakeup:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.Lock()  # a late `set` must not write into whatever got the descriptor's number next
+        # Between `set`'s look at the descriptor and its write, another thread could close it and a third one open a
+        # file: it would get the same number, and the write would go there.
+        self._lock = threading.Lock()
 
     def set(self) -> None:
         """Make the poller return now or at its next wait; nothing once closed."""

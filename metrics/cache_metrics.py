@@ -19,8 +19,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from fastdeploy_cache.metrics.hit_rate import HitRateWindow
 
 TIERS = ("gpu", "cpu", "storage")
-SWAPS = ("swap_in", "swap_out", "copy")
-DIRECTIONS = (*SWAPS, "lookup", "prefetch", "write", "probe")  # the last four are of storage
+SWAP_KINDS = ("swap_in", "swap_out", "copy")
+TASK_KINDS = (*SWAP_KINDS, "lookup", "prefetch", "write", "probe")  # the last four are of storage
 EVICTION_KINDS = ("copy_kept", "dropped")
 STORAGE_OPERATIONS = ("read", "write")
 STORAGE_FATES = ("fetched", "unasked", "written", "skipped")
@@ -31,7 +31,7 @@ PEER_REASONS = ("gone", "late", "refused", "failed", "cancelled", "full")
 
 BlockCounts = Iterable[tuple[str, str, int]]  # tier, state, blocks
 EvictionCounts = Iterable[tuple[str, str, int]]  # tier, kind, blocks
-RefusedCounts = Iterable[tuple[str, int]]  # direction, tasks
+RefusedCounts = Iterable[tuple[str, int]]  # kind, tasks
 RankCounts = Iterable[tuple[int, bool, int]]  # rank, up, restarts
 FailureCounts = tuple[Mapping[str, int], int]  # by step, failures; quarantined blocks
 
@@ -54,7 +54,7 @@ class _PeerSums:
 
 
 @dataclass(slots=True)
-class _Swaps:
+class _TaskSums:
     num_tasks: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
@@ -84,9 +84,9 @@ class CacheMetrics:
         self._num_requests_hit = 0
         self._num_tokens = 0
         self._hit_tokens = (0,) * len(TIERS)
-        self._swaps: defaultdict[tuple[str, int], _Swaps] = defaultdict(_Swaps)
-        self._peers: defaultdict[tuple[str, str], _PeerSums] = defaultdict(_PeerSums)  # direction, peer
-        self._peer_failures: defaultdict[tuple[str, str, str], int] = defaultdict(int)  # direction, peer, reason
+        self._tasks: defaultdict[tuple[str, int], _TaskSums] = defaultdict(_TaskSums)
+        self._peers: defaultdict[tuple[str, str], _PeerSums] = defaultdict(_PeerSums)  # kind, peer
+        self._peer_failures: defaultdict[tuple[str, str, str], int] = defaultdict(int)  # kind, peer, reason
         self._layers_in_flight: Callable[[], Mapping[str, int]] = dict
         self._num_skipped_writes = 0
         self._blocks: Callable[[], BlockCounts] = tuple
@@ -126,10 +126,10 @@ class CacheMetrics:
                 self._hit_tokens = tuple(map(operator.add, self._hit_tokens, hit_tokens))
             self._window.record(self._clock(), num_tokens, hit_tokens)
 
-    def record_swap(self, direction: str, rank: int, num_bytes: int, seconds: float, failed: bool) -> None:
+    def record_task(self, kind: str, rank: int, num_bytes: int, seconds: float, failed: bool) -> None:
         """One rank's part of a task has ended."""
         with self._lock:
-            sums = self._swaps[direction, rank]
+            sums = self._tasks[kind, rank]
             sums.num_tasks += 1
             sums.num_bytes += num_bytes
             sums.seconds += seconds
@@ -139,15 +139,15 @@ class CacheMetrics:
         """Read this at every scrape: by peer, layers that it has computed and that have not come yet."""
         self._layers_in_flight = layers_in_flight
 
-    def record_peer(self, direction: str, peer: str, num_bytes: int, seconds: float, reason: str | None) -> None:
+    def record_peer(self, kind: str, peer: str, num_bytes: int, seconds: float, reason: str | None) -> None:
         """A send to another instance, or a receive from it, has ended; with a reason it came to nothing."""
         with self._lock:
-            sums = self._peers[direction, peer]
+            sums = self._peers[kind, peer]
             sums.num_tasks += 1
             sums.num_bytes += num_bytes
             sums.seconds += seconds
             if reason is not None:
-                self._peer_failures[direction, peer, reason] += 1
+                self._peer_failures[kind, peer, reason] += 1
 
     def record_skipped_writes(self, num_blocks: int) -> None:
         """Blocks that were to be copied down and were not: no room, or a rank was down."""
@@ -166,10 +166,10 @@ class CacheMetrics:
         with self._lock:
             return self._num_tokens, self._hit_tokens
 
-    def swap_bytes(self) -> dict[str, int]:
-        """Bytes copied so far by all ranks together, by direction."""
+    def task_bytes(self) -> dict[str, int]:
+        """Bytes copied so far by all ranks together, by kind."""
         with self._lock:
-            return {d: sum(self._swaps[d, rank].num_bytes for rank in self._ranks) for d in DIRECTIONS}
+            return {d: sum(self._tasks[d, rank].num_bytes for rank in self._ranks) for d in TASK_KINDS}
 
     def collect(self) -> Iterator[Metric]:
         """The protocol of a `prometheus_client` collector."""
@@ -201,25 +201,25 @@ class CacheMetrics:
 
     def _transfer_families(self) -> list[Metric]:
         def by_rank(name: str) -> dict[tuple[str, ...], float]:
-            return {(d, str(r)): getattr(self._swaps[d, r], name) for d in DIRECTIONS for r in self._ranks}
+            return {(d, str(r)): getattr(self._tasks[d, r], name) for d in TASK_KINDS for r in self._ranks}
 
-        labels = ("direction", "rank")
+        labels = ("kind", "rank")
         return [
-            self._counter("swaps", "Swap tasks ended on a rank", labels, by_rank("num_tasks")),
-            self._counter("swap_bytes", "Bytes copied by a rank", labels, by_rank("num_bytes")),
-            self._counter("swap_seconds", "Time a rank spent copying", labels, by_rank("seconds")),
-            self._counter("swap_failures", "Swap tasks failed on a rank", labels, by_rank("num_failures")),
+            self._counter("tasks", "Tasks ended on a rank", labels, by_rank("num_tasks")),
+            self._counter("task_bytes", "Bytes copied by a rank", labels, by_rank("num_bytes")),
+            self._counter("task_seconds", "Time a rank spent copying", labels, by_rank("seconds")),
+            self._counter("task_failures", "Tasks failed on a rank", labels, by_rank("num_failures")),
         ]
 
     def _peer_families(self) -> list[Metric]:
-        nobody = dict.fromkeys(((direction, "") for direction in PEER_DIRECTIONS), _PeerSums())
+        nobody = dict.fromkeys(((kind, "") for kind in PEER_KINDS), _PeerSums())
 
         def by_peer(name: str) -> dict[tuple[str, ...], float]:
             return {key: getattr(sums, name) for key, sums in (nobody | self._peers).items()}
 
-        labels = ("direction", "peer")
+        labels = ("kind", "peer")
         text = "Sends and receives that came to nothing, by reason"
-        failures: dict[tuple[str, ...], float] = {(d, "", r): 0 for d in PEER_DIRECTIONS for r in PEER_REASONS}
+        failures: dict[tuple[str, ...], float] = {(d, "", r): 0 for d in PEER_KINDS for r in PEER_REASONS}
         failures |= {(*key,): n for key, n in self._peer_failures.items()}
         return [
             self._counter("peer_transfers", "Sends to and receives from other instances", labels, by_peer("num_tasks")),
@@ -240,10 +240,10 @@ class CacheMetrics:
             ("tier", "kind"),
             evictions,
         )
-        refused: dict[tuple[str, ...], float] = {(direction,): 0 for direction in SWAPS}
-        refused |= {(direction,): n for direction, n in self._refused()}
-        text = "Swap tasks that were not started because the ranks' queue was full"
-        yield self._counter("refused_swaps", text, ("direction",), refused)
+        refused: dict[tuple[str, ...], float] = {(kind,): 0 for kind in SWAP_KINDS}
+        refused |= {(kind,): n for kind, n in self._refused()}
+        text = "Tasks that were not started because the ranks' queue was full"
+        yield self._counter("refused_tasks", text, ("kind",), refused)
         yield from self._storage_families()
         steps, num_quarantined_blocks = self._failures()
         text = "Steps that a verb took along, that failed, and that it did without"

@@ -28,7 +28,9 @@ PARENT_SIDE = {
     "kv.memory",
     "kv.layout",
     "rank.client",
-    "rank.rank_signal",
+    "rank.inline_client",
+    "rank.layer_progress",
+    "rank.transfer_client",
     "rank.worker_signals",
     "storage.config",
     "storage.client",
@@ -40,6 +42,21 @@ PARENT_SIDE = {
     "peer.offer",
     "peer.peer_signal",
     "peer.signature",
+}
+# Rooms within a package: which of the others each may import. A file that lies in no room is one by itself.
+ROOMS = {
+    "transfer_manager": {
+        "task": set(),
+        "config": set(),
+        "client": {"task"},
+        "process": {"task", "config", "client"},
+        "kv": {"config"},
+        "device": {"task", "kv"},
+        "rank": {"task", "config", "client", "process", "kv", "device"},
+        "storage": {"task", "config", "client", "process", "kv"},
+        "peer": {"task", "config", "client", "process", "kv"},
+        "__main__": {"rank"},
+    },
 }
 # The first runs in the model's worker, which makes KV arrays; the second gives slots as tensors.
 WITH_TENSORS = {
@@ -56,7 +73,10 @@ HOMES = {
         "ipc/codec.py",
         "transfer_manager/kv/memory.py",
         "transfer_manager/storage/keys.py",
-        "transfer_manager/task.py",
+        "transfer_manager/device/base.py",
+        "transfer_manager/process/setup.py",
+        "transfer_manager/process/wire.py",
+        "transfer_manager/storage/setup.py",
         "transfer_manager/peer/link.py",
         "transfer_manager/peer/messages.py",
         "transfer_manager/peer/offer.py",
@@ -91,6 +111,9 @@ HOMES = {
     },
     "matplotlib": {"launch/simulator/plot.py"},
 }
+# What adapters are called, since those who know the other project look for these names.
+NAMES_OF_OTHERS = {"BlockPool", "MatchResult", "Node", "PrefixCacheManager", "Req"}
+NAMES_OF_TWO = {"Answer", "Calls", "Inserted", "Instances", "Loads", "Model", "Offer", "Place", "Played", "Row"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 50
 BANNED_NAMES = {"utils", "common", "helpers", "util", "helper"}
 
@@ -153,6 +176,20 @@ def test_the_engine_side_uses_only_the_parent_side_of_the_ranks() -> None:
                 below = module.partition(".")[2]
                 allowed = below in PARENT_SIDE | WITH_TENSORS.get(name(path), set())
                 assert allowed, f"{name(path)} imports {module}"
+
+
+@pytest.mark.parametrize("package", sorted(ROOMS))
+def test_rooms_of_a_package_import_only_what_they_may(package: str) -> None:
+    """Each import from one room into another is in the table, and so is each room."""
+    for path in files(package):
+        room = path.relative_to(ROOT / package).with_suffix("").parts[0]
+        if room == "__init__":
+            continue
+        for module in imports(path):
+            top, _, below = module.partition(".")
+            other = below.partition(".")[0]
+            if top == package and other != room:
+                assert other in ROOMS[package][room], f"{name(path)} imports {module}"
 
 
 def test_modules_of_a_package_do_not_import_each_other_in_a_circle() -> None:
@@ -222,6 +259,17 @@ def test_forbidden_ways() -> None:
         for node in ast.walk(tree):
             assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{name(path)}: bare except"
             assert not (isinstance(node, ast.keyword) and node.arg == "shell"), f"{name(path)}: shell="
+
+
+def test_a_class_has_its_name_alone() -> None:
+    """No two public classes of the product have one name, but for those that bear another project's names, and those
+    that are known: each name stands for one thing."""
+    homes: dict[str, list[str]] = {}
+    for path in files(*PACKAGES):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name(path))
+    assert {known for known, found in homes.items() if len(found) > 1} == NAMES_OF_OTHERS | NAMES_OF_TWO
 
 
 def test_broad_except_only_at_the_boundaries() -> None:

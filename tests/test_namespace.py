@@ -47,7 +47,7 @@ def test_nothing_is_ever_loaded_under_a_name_that_is_not_ours(tmp_path: Path) ->
 
 @pytest.mark.parametrize("program", ["rank", "storage", "peer"])
 def test_a_child_process_loads_no_engine_side(program: str, tmp_path: Path) -> None:
-    """What a rank's process imports has no manager, no metrics and none of the programs in it."""
+    """What a rank's process imports has no manager, no metrics, none of the programs and no half of a parent in it."""
     code = f"import sys, fastdeploy_cache.transfer_manager.{program}.worker; print(*sys.modules)"
     loaded = run_python(code, cwd=tmp_path)
     engine_side = (
@@ -57,6 +57,12 @@ def test_a_child_process_loads_no_engine_side(program: str, tmp_path: Path) -> N
         "prometheus_client",
     )
     assert not [name for name in loaded if name.startswith(engine_side)]
+    manager, halves = "fastdeploy_cache.transfer_manager", ("callbacks", "child", "client", "flights", "io_thread")
+    parents = {f"{manager}.process.{half}" for half in (*halves, "owner", "supervisor", "task_flow")}
+    parents |= {f"{manager}.{room}.{half}" for room in ("rank", "storage", "peer") for half in ("client", "owner")}
+    parents |= {f"{manager}.client", f"{manager}.kv.rank_kv"}
+    assert not parents & set(loaded)
+    assert f"{manager}.process.main" in loaded
     assert "fastdeploy_cache.transfer_manager.kv.layout" in loaded
 
 

@@ -44,12 +44,12 @@ class BlockCopies:
         source_ids: Sequence[int],
         destination_ids: Sequence[int],
         *,
-        direction: Direction = Direction.COPY,
+        kind: TaskKind = TaskKind.COPY,
         num_tokens: int | None = None,
         timeout_seconds: float | None = None,
     ) -> bool:
         """Copy blocks on every rank, both lists the caller's: within the GPU (of each the first `num_tokens` tokens),
-        or with `direction` from the CPU tier (`SWAP_IN`) or to it (`SWAP_OUT`).
+        or with `kind` from the CPU tier (`SWAP_IN`) or to it (`SWAP_OUT`).
 
         Waits; False where a rank failed or the time was over: what the destinations hold is unknown then.
 
@@ -92,7 +92,7 @@ class BlockCopies:
             self._books.pools[GPU].check(ids, CALLER)
             path, num_found = self._finder.find(request, first_block + len(ids))
             sources = _copies(path, first_block, num_found)
-            if not sources or not self._mover.can(Direction.SWAP_IN):
+            if not sources or not self._mover.can(TaskKind.SWAP_IN):
                 return CallerTransfer((), 0)
             destinations = ids[: len(sources)]
             pins = [self._pin_at(path, first_block + len(sources))]

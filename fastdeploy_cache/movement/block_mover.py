@@ -19,8 +19,8 @@ from fastdeploy_cache.books.transfer import Segment, Transfer
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.cargo import CallersBlocks, Landings, OneBlock
 from fastdeploy_cache.movement.outbox import Outbox
-from fastdeploy_cache.transfer_manager.client import TransferClient
-from fastdeploy_cache.transfer_manager.task import SWAPS, Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 logger = event_log(__name__)
 
@@ -51,16 +51,17 @@ class BlockMover:
         self._ranks_without_kv: set[int] = set()  # whose workers have not attached their KV arrays (again)
         self.num_storing = 0  # blocks on their way to the CPU tier
         self.num_landed = [0, 0]  # by destination: blocks that joined it since the start
-        self.num_refused = dict.fromkeys(SWAPS, 0)  # tasks that a full queue kept from starting
+        # tasks that a full queue kept from starting
+        self.num_refused = {kind: 0 for kind in TaskKind if kind.is_swap}
 
-    def can(self, direction: Direction) -> bool:
+    def can(self, kind: TaskKind) -> bool:
         """Whether a task can be started now; a full queue means "not now", and is counted."""
         if self.is_quiet or self._ranks_without_kv:
             return False
         client, mishaps = self._client, self._books.mishaps
         if mishaps.ask("client", lambda: client.has_room(direction), otherwise=False):
             return True
-        self.num_refused[direction] += mishaps.ask("client", lambda: client.available, otherwise=False)
+        self.num_refused[kind] += mishaps.ask("client", lambda: client.available, otherwise=False)
         return False
 
     def be_quiet(self, quiet: bool) -> None:
@@ -103,7 +104,7 @@ class BlockMover:
         self._send(transfer, self._new_task(transfer, direction, sources, cargo.ids, num_tokens))
         return transfer
 
-    def barrier(self, direction: Direction) -> Transfer:
+    def barrier(self, kind: TaskKind) -> Transfer:
         """An empty task: it ends when every rank's lane has done what came before it."""
         nothing = array("i")
         return self.copy_for_caller(direction, nothing, CallersBlocks(self._books, nothing, (), lambda _: None))
@@ -136,14 +137,14 @@ class BlockMover:
     def _new_task(
         self,
         transfer: Transfer,
-        direction: Direction,
+        kind: TaskKind,
         sources: array[int],
         destinations: array[int],
         num_tokens: int | None = None,
     ) -> TransferTask:
         return TransferTask(
             task_id=transfer.task_id,
-            direction=direction,
+            kind=kind,
             source_ids=np.frombuffer(sources, np.int32),
             destination_ids=np.frombuffer(destinations, np.int32),
             deadline=time.monotonic() + self._timeout_seconds,

@@ -105,7 +105,7 @@ class CopyDown:
         wanted = sum([length for _, _, length in parts])
         if wanted < min_blocks or not parts:
             return 0
-        if not self._mover.can(Direction.SWAP_OUT):
+        if not self._mover.can(TaskKind.SWAP_OUT):
             return wanted
         last, residency = parts[-1][0], self._tree.residency
         whole = Pin(last, last.num_blocks)  # or the eviction would take the copies that these are to continue
@@ -133,7 +133,7 @@ class CopyDown:
         zone, parts = self._cold_zone(num_zone)
         for number, (run, first, length) in enumerate(parts):
             num_room = self._max_in_flight - self._mover.num_storing
-            if num_room <= 0 or number >= _MAX_STARTED or not self._mover.can(Direction.SWAP_OUT):
+            if num_room <= 0 or number >= _MAX_STARTED or not self._mover.can(TaskKind.SWAP_OUT):
                 self._has_more = True  # also where the ranks are down: the next verbs look again
                 break
             num_blocks = self._make_room(min(length, num_room, MIN_STORE_BLOCKS), run, zone)

@@ -183,13 +183,13 @@ class LinkRoad:
     def _finish(self, result: TransferResult) -> None:
         direction, why = result.task.direction, why_of(result)
         try:
-            if direction is Direction.SEND:
+            if kind is TaskKind.SEND:
                 send = self.sends.ended(result.task.task_id)
                 self._books.call_later(functools.partial(send.end, why))
                 self._record(result, why, next((r.peer for r in result.ranks if r.peer), ""))
-            elif direction is Direction.UPDATE_SEND:
+            elif kind is TaskKind.UPDATE_SEND:
                 self.sends.updated(result.task.task_id, is_lost=result.error is not None)
-            elif direction is Direction.RECEIVE:
+            elif kind is TaskKind.RECEIVE:
                 mine = self.receives.answered(result.task.task_id, why)
                 self._try_land(mine)
                 self._record(result, why, mine.source_name)
@@ -213,7 +213,7 @@ class LinkRoad:
         reason, direction = why[0] if why is not None else None, result.task.direction.value
         self._books.mishaps.contain(
             "metrics",
-            lambda: self._metrics.record_peer(direction, self._label(peer), num_bytes, seconds, reason),
+            lambda: self._metrics.record_peer(kind, self._label(peer), num_bytes, seconds, reason),
         )
 
     def _label(self, name: str) -> str:
@@ -230,17 +230,17 @@ class LinkRoad:
         if not len(self.sends) and not len(self.receives):
             self._settled.set()
 
-    def _put(self, direction: Direction, ids: array[int], detail: Detail) -> int:
+    def _put(self, kind: TaskKind, ids: array[int], detail: Detail) -> int:
         task_id, self._next_task_id = self._next_task_id, self._next_task_id + 1
         packed = np.frombuffer(ids, np.int32) if ids else _NO_IDS
         is_send = direction in (Direction.SEND, Direction.UPDATE_SEND)
         self._outbox.put(
             TransferTask(
                 task_id=task_id,
-                direction=direction,
+                kind=kind,
                 source_ids=packed if is_send else _NO_IDS,
                 destination_ids=_NO_IDS if is_send else packed,
-                deadline=time.monotonic() + self._seconds(direction),
+                deadline=time.monotonic() + self._seconds(kind),
                 detail=detail.to_bytes(),
             )
         )

@@ -18,9 +18,9 @@ from fastdeploy_cache.peers.transfers import Receive
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.transfer_manager.peer.messages import Detail, EndReceiveDetail, ReceiveDetail
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
-Put = Callable[[Direction, "array[int]", Detail], int]  # a new task; returns its id
+Put = Callable[[TaskKind, "array[int]", Detail], int]  # a new task; returns its id
 Why = tuple[str, str]
 
 
@@ -109,7 +109,7 @@ class PeerReceives:
             receive_number=number,
             slot=slot,
         )
-        mine.task_id = self._put(Direction.RECEIVE, mine.ids, detail)
+        mine.task_id = self._put(TaskKind.RECEIVE, mine.ids, detail)
         self._by_task[mine.task_id] = self._by_request[request.request_id] = mine
         self._copy_down.moved(len(ids))
         return mine
@@ -185,7 +185,7 @@ class PeerReceives:
 
     def _end(self, mine: OpenReceive) -> None:
         number = mine.receive.number
-        self._put(Direction.END_RECEIVE, array("i"), EndReceiveDetail(receive_number=number))
+        self._put(TaskKind.END_RECEIVE, array("i"), EndReceiveDetail(receive_number=number))
 
     def cancel_all(self) -> None:
         """Nothing is to be moved now. What has landed stays until it is matched."""

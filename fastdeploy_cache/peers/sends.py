@@ -13,9 +13,9 @@ from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.peers.transfers import Send
 from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.transfer_manager.peer.messages import Detail, Reason, SendDetail, Why
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
-Put = Callable[[Direction, "array[int]", Detail], int]  # a new task; returns its id
+Put = Callable[[TaskKind, "array[int]", Detail], int]  # a new task; returns its id
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class PeerSends:
         """Offer the first `send.num_blocks` blocks of a settled request's tokens."""
         mine = OpenSend(send, active)
         mine.num_complete = mine.num_told = min(self._num_computed(active), send.num_blocks)
-        mine.task_id = self._put(Direction.SEND, active.block_ids[: mine.num_told], self._detail(mine))
+        mine.task_id = self._put(TaskKind.SEND, active.block_ids[: mine.num_told], self._detail(mine))
         self._by_task[mine.task_id] = self._by_request[send.request_id] = mine
 
     def step(self, active: ActiveRequest, num_tokens: int, step: int) -> None:
@@ -118,7 +118,7 @@ class PeerSends:
         mine.is_stale = mine.update_id is not None
         if not mine.is_stale:
             ids, mine.untold_ids = mine.untold_ids, array("i")
-            mine.update_id = self._put(Direction.UPDATE_SEND, ids, self._detail(mine))
+            mine.update_id = self._put(TaskKind.UPDATE_SEND, ids, self._detail(mine))
             self._by_update[mine.update_id] = mine
 
     def updated(self, task_id: int, *, is_lost: bool) -> None:

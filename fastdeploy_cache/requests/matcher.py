@@ -113,7 +113,7 @@ class Matcher:
         if request.ends_inside_image(request.num_tokens - 1):
             return False
         whole, found = self._tree.find(request.namespace, active.keys, num_blocks)
-        if found < num_blocks or len(gpu_ids(whole, found)) < found or not self._mover.can(Direction.COPY):
+        if found < num_blocks or len(gpu_ids(whole, found)) < found or not self._mover.can(TaskKind.COPY):
             return False
         run, end = self._tree.place(whole, num_blocks)
         assert run is not None

@@ -9,7 +9,7 @@ from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.storage.link import StorageLink
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
 _TASKS_AT_A_TIME = 4  # of an audit: prefetches share the lane
 
@@ -82,7 +82,7 @@ class StorageAudits:
         """Ask on, as far as there is room in flight."""
         link = self._link
         for audit in list(self._audits):
-            while audit.runs and audit.num_in_flight < _TASKS_AT_A_TIME and link.can(Direction.LOOKUP):
+            while audit.runs and audit.num_in_flight < _TASKS_AT_A_TIME and link.can(TaskKind.LOOKUP):
                 self._ask(audit)
             if audit.runs and not (link.client.available and link.reading.is_closed and not link.is_quiet):
                 self.give_up(audit)
@@ -101,7 +101,7 @@ class StorageAudits:
         parts = [(each, each.num_blocks, each.last_hash) for each in path[start:]]
         tokens = b"".join(bytes(each.tokens) for each in path) if self._link.client.needs_token_ids else b""
         hashes = b"".join(bytes(each.hashes) for each in path[start:])
-        task = self._link.new_task(Direction.LOOKUP, hashes, token_ids=tokens)
+        task = self._link.new_task(TaskKind.LOOKUP, hashes, token_ids=tokens)
         self._questions[task.task_id] = _Question(audit, parts)
         audit.num_asked.update({each: num_blocks for each, num_blocks, _ in parts})
         audit.num_in_flight += 1

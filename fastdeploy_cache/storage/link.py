@@ -74,12 +74,12 @@ class StorageLink:
         """Whether to give it a task now. Where it was left alone for long enough, a probe is sent."""
         if self.is_quiet:
             return False
-        breaker = self._breaker(direction)
+        breaker = self._breaker(kind)
         if breaker.is_probe_due(time.monotonic()) and not self._probes:
             self.probe()
         if not breaker.is_closed:
             return False
-        return self._tree.mishaps.ask("client", lambda: self.client.has_room(direction), otherwise=False)
+        return self._tree.mishaps.ask("client", lambda: self.client.has_room(kind), otherwise=False)
 
     def cancel(self, task_ids: Iterable[int]) -> None:
         """Nobody wants these any more; what has begun may still succeed."""
@@ -95,7 +95,7 @@ class StorageLink:
         ids = self._books.take(num_blocks, CPU, TASK)
         try:
             task = self.new_task(
-                Direction.PROBE,
+                TaskKind.PROBE,
                 np.random.default_rng().bytes(num_blocks * HASH_BYTES),
                 destinations=ids,
                 token_ids=bytes(num_blocks * self._tree.block_bytes) if self.client.needs_token_ids else b"",
@@ -122,7 +122,7 @@ class StorageLink:
 
     def judge(self, result: TransferResult) -> None:
         """Another task has ended: what it says of the store."""
-        breaker = self._breaker(result.task.direction)
+        breaker = self._breaker(result.task.kind)
         with self._reporting(result):
             if result.error is None:
                 breaker.succeeded()
@@ -130,8 +130,8 @@ class StorageLink:
                 breaker.failed(time.monotonic())
         self._note_counts(result)
 
-    def _breaker(self, direction: Direction) -> Breaker:
-        return self.writing if direction is Direction.WRITE else self.reading
+    def _breaker(self, kind: TaskKind) -> Breaker:
+        return self.writing if kind is TaskKind.WRITE else self.reading
 
     @contextmanager
     def _reporting(self, result: TransferResult) -> Iterator[None]:
@@ -154,7 +154,7 @@ class StorageLink:
 
     def new_task(
         self,
-        direction: Direction,
+        kind: TaskKind,
         hashes: bytes,
         *,
         sources: array[int] | None = None,
@@ -167,7 +167,7 @@ class StorageLink:
         task_id, self._next_task_id = self._next_task_id, self._next_task_id + 1
         return TransferTask(
             task_id=task_id,
-            direction=direction,
+            kind=kind,
             source_ids=np.frombuffer(sources, np.int32) if sources is not None else _NO_IDS,
             destination_ids=np.frombuffer(destinations, np.int32) if destinations is not None else _NO_IDS,
             deadline=time.monotonic() + self._timeout_seconds,

@@ -61,7 +61,7 @@ class StorageReads:
 
     def wants(self, num_missing_blocks: int) -> bool:
         """Whether to ask for so many blocks at all."""
-        if num_missing_blocks < self._limits.min_blocks or not self._link.can(Direction.LOOKUP):
+        if num_missing_blocks < self._limits.min_blocks or not self._link.can(TaskKind.LOOKUP):
             return False
         is_worth = self._link.speeds.is_worth_fetching(num_missing_blocks, self._num_fetching)
         self.num_unasked_blocks += 0 if is_worth else num_missing_blocks
@@ -73,7 +73,7 @@ class StorageReads:
         self._by_request[prefetch.request_id] = prefetch
         while len(self._by_request) > _MAX_REMEMBERED:
             self.revoke(self._by_request.popitem(last=False)[1])
-        task = self._new_task(Direction.LOOKUP, prefetch, 0, prefetch.num_wanted, None)
+        task = self._new_task(TaskKind.LOOKUP, prefetch, 0, prefetch.num_wanted, None)
         self._lookups[task.task_id] = prefetch
         self._send(prefetch, task)
 
@@ -130,7 +130,7 @@ class StorageReads:
 
     def _go_on(self, prefetch: StoragePrefetch) -> None:
         """Give out the next pieces of a prefetch; where nothing more can come, it is done."""
-        while prefetch.has_more and prefetch.num_in_flight < _PIECES_AT_A_TIME and self._link.can(Direction.PREFETCH):
+        while prefetch.has_more and prefetch.num_in_flight < _PIECES_AT_A_TIME and self._link.can(TaskKind.PREFETCH):
             num_left = prefetch.num_present - prefetch.num_asked
             num_blocks = min(self._num_piece_blocks(), num_left, self._num_room(prefetch))
             if num_blocks <= 0:
@@ -169,7 +169,7 @@ class StorageReads:
     def _fetch(self, prefetch: StoragePrefetch, num_blocks: int) -> None:
         ids, start = self._books.take(num_blocks, CPU, TASK), prefetch.num_asked
         try:
-            task = self._new_task(Direction.PREFETCH, prefetch, start, num_blocks, ids)
+            task = self._new_task(TaskKind.PREFETCH, prefetch, start, num_blocks, ids)
             self._pieces[task.task_id] = _Piece(prefetch, prefetch.first + start, ids)
         except BaseException:
             self._pool.free(ids, TASK)
@@ -184,13 +184,13 @@ class StorageReads:
         self._link.outbox.put(task)
 
     def _new_task(
-        self, direction: Direction, prefetch: StoragePrefetch, start: int, num_blocks: int, ids: array[int] | None
+        self, kind: TaskKind, prefetch: StoragePrefetch, start: int, num_blocks: int, ids: array[int] | None
     ) -> TransferTask:
         tokens, end = b"", start + num_blocks
         if self._link.client.needs_token_ids:
             tokens = bytes(prefetch.keys.tokens[: (prefetch.first + end) * self._tree.block_bytes])
         hashes = prefetch.hashes[start * HASH_BYTES : end * HASH_BYTES]
-        return self._link.new_task(direction, hashes, destinations=ids, token_ids=tokens, priority=prefetch.priority)
+        return self._link.new_task(kind, hashes, destinations=ids, token_ids=tokens, priority=prefetch.priority)
 
     # -- ending
 

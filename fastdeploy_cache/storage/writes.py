@@ -12,7 +12,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import StorageLimits
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
 _MIN_SWEEP = 16  # queued runs
 
@@ -115,7 +115,7 @@ class StorageWrites:
             self._drained.set()
 
     def _start_writes(self) -> None:
-        while self._queue and self._link.can(Direction.WRITE):
+        while self._queue and self._link.can(TaskKind.WRITE):
             num_room = self._limits.max_writing_blocks - self._num_writing
             if num_room <= 0:
                 return
@@ -140,7 +140,7 @@ class StorageWrites:
             tokens = b"".join([bytes(upper.tokens) for upper in above])
             tokens += bytes(run.tokens[: (start + num_blocks) * self._tree.block_bytes])
         task = self._link.new_task(
-            Direction.WRITE, hashes, sources=ids, token_ids=tokens, priority=run.usage.store_priority
+            TaskKind.WRITE, hashes, sources=ids, token_ids=tokens, priority=run.usage.store_priority
         )
         # Noted before it can go out: blocks that are not known to be read are given out again, and what is filled into
         # them would be written under the hash of what was there.

@@ -25,7 +25,7 @@ from fastdeploy_cache.transfer_manager.storage.base import Blocks
 from fastdeploy_cache.transfer_manager.storage.client import StorageProcesses
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 _TASK_BYTES = 128 * 2**20  # as the cache cuts them for a fast store
 _BURST_BYTES = 32 * 2**20  # less than what the file store syncs at a time
@@ -60,14 +60,14 @@ class Store:
             self.close()
             raise LaunchError(f"the {config.kind} store cannot be opened")
 
-    def run(self, direction: Direction, hashes: Sequence[bytes], first: int = 0) -> float:
+    def run(self, kind: TaskKind, hashes: Sequence[bytes], first: int = 0) -> float:
         """Move the blocks from `first` on; seconds from the first submission to the last answer."""
         per_task = max(1, _TASK_BYTES // self.object_bytes)
         self._num_done = 0
         started = time.perf_counter()
         for start in range(0, len(hashes), per_task):
             part = hashes[start : start + per_task]
-            self._submit(direction, part, np.arange(first + start, first + start + len(part), dtype=np.int32))
+            self._submit(kind, part, np.arange(first + start, first + start + len(part), dtype=np.int32))
         with self._ended:
             in_time = self._ended.wait_for(lambda: not self._num_open, _WAIT_SECONDS)
         seconds = time.perf_counter() - started
@@ -75,7 +75,7 @@ class Store:
             raise LaunchError(f"{self._num_done} of {len(hashes)} blocks came through: {self._errors or 'no error'}")
         return seconds
 
-    def _submit(self, direction: Direction, hashes: Sequence[bytes], ids: np.ndarray) -> None:
+    def _submit(self, kind: TaskKind, hashes: Sequence[bytes], ids: np.ndarray) -> None:
         none = np.empty(0, np.int32)
         with self._ended:
             self._num_open += 1
@@ -83,9 +83,9 @@ class Store:
         self._client.submit(
             TransferTask(
                 task_id=self._next_id,
-                direction=direction,
-                source_ids=ids if direction is Direction.WRITE else none,
-                destination_ids=none if direction is Direction.WRITE else ids,
+                kind=kind,
+                source_ids=ids if kind is TaskKind.WRITE else none,
+                destination_ids=none if kind is TaskKind.WRITE else ids,
                 deadline=time.monotonic() + _WAIT_SECONDS,
                 hashes=b"".join(hashes),
             )
@@ -192,9 +192,9 @@ def bandwidth(config: StorageConfig, folder: Path, object_bytes: int, total_byte
             plain.renew()
             plain_write, write = _write_in_bursts(store, plain, hashes)
             plain_read = plain.read(store.blocks, range(num))
-            times.append((plain_write, write, plain_read, store.run(Direction.PREFETCH, hashes)))
+            times.append((plain_write, write, plain_read, store.run(TaskKind.PREFETCH, hashes)))
             for i in range(min(num, 16)):
-                one = store.run(Direction.PREFETCH, hashes[i : i + 1], first=i)
+                one = store.run(TaskKind.PREFETCH, hashes[i : i + 1], first=i)
                 ones.append((plain.read_one(store.blocks[i], i), one))
         if config.folder is not None:  # last: a disk may be slow for a while after much that was synced
             where = Path(config.folder)
@@ -218,7 +218,7 @@ def _write_in_bursts(store: Store, plain: PlainFile, hashes: list[bytes]) -> tup
         os.sync()
         plain_seconds += plain.write(store.blocks, which)
         os.sync()
-        seconds += store.run(Direction.WRITE, hashes[which.start : which.stop], first=start)
+        seconds += store.run(TaskKind.WRITE, hashes[which.start : which.stop], first=start)
     os.sync()
     return plain_seconds, seconds
 
@@ -229,7 +229,7 @@ def _write_durably(folder: Path, store: Store, plain: PlainFile, hashes: list[by
     os.sync()
     plain_seconds = plain.write(store.blocks, range(len(hashes))) + synced([plain.path])
     os.sync()
-    seconds = store.run(Direction.WRITE, hashes)
+    seconds = store.run(TaskKind.WRITE, hashes)
     seconds += synced([path for path in folder.rglob("*") if path.is_file()])
     os.sync()
     return plain_seconds, seconds

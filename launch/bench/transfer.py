@@ -18,7 +18,7 @@ from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 _WAIT_SECONDS = 60.0
 
@@ -91,15 +91,15 @@ class Ranks:
         self._error = result.error
         self._ended.set()
 
-    def start_task(self, direction: Direction, gpu: Sequence[int], cpu: Sequence[int]) -> int:
+    def start_task(self, kind: TaskKind, gpu: Sequence[int], cpu: Sequence[int]) -> int:
         """Submit; its id."""
-        sources, destinations = (cpu, gpu) if direction is Direction.SWAP_IN else (gpu, cpu)
+        sources, destinations = (cpu, gpu) if kind is TaskKind.SWAP_IN else (gpu, cpu)
         self._ended.clear()
         task_id = next(self._task_ids)
         self.client.submit(
             TransferTask(
                 task_id=task_id,
-                direction=direction,
+                kind=kind,
                 source_ids=np.asarray(sources, np.int32),
                 destination_ids=np.asarray(destinations, np.int32),
                 deadline=time.monotonic() + _WAIT_SECONDS,
@@ -112,10 +112,10 @@ class Ranks:
         if not self._ended.wait(_WAIT_SECONDS) or self._error is not None:
             raise RuntimeError(f"a benchmark task failed: {self._error or 'no answer'}")
 
-    def run(self, direction: Direction, gpu: Sequence[int], cpu: Sequence[int]) -> float:
+    def run(self, kind: TaskKind, gpu: Sequence[int], cpu: Sequence[int]) -> float:
         """Seconds from submission to the last rank's answer."""
         started = time.perf_counter()
-        self.start_task(direction, gpu, cpu)
+        self.start_task(kind, gpu, cpu)
         self.wait()
         return time.perf_counter() - started
 
@@ -156,8 +156,8 @@ def bandwidth(case: Case, num_ranks: int, counts: Sequence[int], memory_bytes: i
                 plain_copy = _plain_copy(threads, views, num_blocks * layout.block_bytes)
                 times: list[tuple[float, float, float]] = []
                 for _ in range(repeats + 1):
-                    out = ranks.run(Direction.SWAP_OUT, gpu, cpu)
-                    times.append((plain_copy(), out, ranks.run(Direction.SWAP_IN, gpu, cpu)))
+                    out = ranks.run(TaskKind.SWAP_OUT, gpu, cpu)
+                    times.append((plain_copy(), out, ranks.run(TaskKind.SWAP_IN, gpu, cpu)))
                 num_bytes = num_ranks * num_blocks * layout.block_bytes
                 speeds = [num_bytes / statistics.median(column) for column in zip(*times[1:], strict=True)]
                 found.append(Bandwidth(num_blocks, *speeds))
@@ -195,7 +195,7 @@ def first_and_last_layer(num_blocks: int, repeats: int) -> dict[str, float]:
         progress, times = ranks.client.layer_progress(0), []
         for _ in range(repeats + 1):
             started = time.perf_counter()
-            load = ranks.start_task(Direction.SWAP_IN, range(num_blocks), range(num_blocks))
+            load = ranks.start_task(TaskKind.SWAP_IN, range(num_blocks), range(num_blocks))
             row = []
             for layer in (0, layout.num_layers - 1):
                 assert progress is not None and progress.wait_layer((load,), layer, _WAIT_SECONDS)

@@ -25,7 +25,8 @@ from fastdeploy_cache.launch.bench.transfer import (
     own_bytes,
 )
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
-from fastdeploy_cache.transfer_manager.task import Direction, SwapMessage, TransferTask
+from fastdeploy_cache.transfer_manager.process.wire import TaskMessage
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
 _GIB = 2**30
 _MAX_PROMISED_RANKS = 2  # more ranks than cores share them with the plain copies' threads
@@ -71,7 +72,7 @@ def _run_round_trips(report: Report, num_trips: int) -> dict[str, float]:
     """Empty swaps beside bare ping-pongs of a message of the same size, interleaved."""
     ids = np.empty(0, np.int32)
     task = TransferTask(
-        task_id=1, direction=Direction.SWAP_OUT, source_ids=ids, destination_ids=ids, deadline=time.monotonic()
+        task_id=1, kind=TaskKind.SWAP_OUT, source_ids=ids, destination_ids=ids, deadline=time.monotonic()
     )
     message = encode(SwapMessage.of(task, 1))
     content = {"task_id": 1, "direction": "swap_out", "source_ids": [], "destination_ids": [], "deadline": 1.0}

@@ -36,7 +36,7 @@ def facts(cached: Played, again: Played, plain: Played) -> dict[str, Any]:
         "kinds": kinds,
         "hit_rates": dict(cached.stats.hit_rates),
         "hit_rates_after_restart": dict(again.stats.hit_rates),
-        "swap_bytes": cached.swap_bytes,
+        "task_bytes": cached.task_bytes,
         "load_seconds": cached.load_seconds,
         "waited_for_layers_seconds": cached.waited_seconds,
         "num_answers": len(pairs),
@@ -54,7 +54,7 @@ def _checks(cached: Played, again: Played, kinds: dict[str, Any], different: lis
         "answers are token for token those computed with the cache off": not different,
         "there were cold requests, GPU hits, CPU hits and storage hits": all(kinds[kind]["requests"] for kind in KINDS),
         "blocks went to the CPU tier and came back": bool(
-            cached.swap_bytes["swap_out"] and cached.swap_bytes["swap_in"]
+            cached.task_bytes["swap_out"] and cached.task_bytes["swap_in"]
         ),
     }
     whole = all(a.num_prompt_tokens - a.num_cached_tokens <= BLOCK_TOKENS for a in again.answers)
@@ -83,7 +83,7 @@ def show(console: Console, found: dict[str, Any]) -> None:
         f"(GPU {rates['gpu']:.0%}, CPU {rates['cpu']:.0%}); after the restart "
         f"{found['hit_rates_after_restart']['token']:.0%} of prompt tokens"
     )
-    swapped = {direction: num_bytes / 2**20 for direction, num_bytes in found["swap_bytes"].items()}
+    swapped = {kind: num_bytes / 2**20 for kind, num_bytes in found["task_bytes"].items()}
     console.print(
         f"Swapped by {found['num_ranks']} ranks: {swapped['swap_out']:.1f} MiB out, {swapped['swap_in']:.1f} MiB in"
     )

@@ -60,7 +60,7 @@ class Played:
     answers: tuple[Answer, ...]
     last_prompts: tuple[np.ndarray, ...]  # of the last turn, by conversation
     stats: CacheStats
-    swap_bytes: dict[str, int]
+    task_bytes: dict[str, int]
     load_seconds: float  # of all loads that the model ran ahead of
     waited_seconds: float  # of these, how long the model stood still, waiting for a layer
     killed_rank: int | None = None
@@ -130,7 +130,7 @@ def _ended(engine: Engine, answers: list[Answer], prompts: Sequence[np.ndarray],
         answers=tuple(answers),
         last_prompts=tuple(prompts),
         stats=cache.stats(),
-        swap_bytes=cache.metrics.swap_bytes(),
+        task_bytes=cache.metrics.task_bytes(),
         load_seconds=engine.load_seconds,
         waited_seconds=engine.waited_for_layers_seconds,
         killed_rank=kill_rank,

@@ -36,16 +36,16 @@ def _storage_status(stats: CacheStats) -> dict[str, Any] | None:
 
 
 def _peer_status(cache: PrefixCacheManager) -> list[dict[str, Any]]:
-    """One entry for each direction and peer, of what the metrics count. Of who asked for nothing no name is known."""
+    """One entry for each kind and peer, of what the metrics count. Of who asked for nothing no name is known."""
     peers: dict[tuple[str, str], dict[str, Any]] = {}
     for family in cache.metrics.collect():
         name = family.name.removeprefix("fastdeploy_cache_peer_")
         for sample in family.samples:
-            if name == family.name or "direction" not in sample.labels or not sample.value:
+            if name == family.name or "kind" not in sample.labels or not sample.value:
                 continue
-            entry = peers.setdefault((sample.labels["direction"], sample.labels["peer"]), {"failures": {}})
+            entry = peers.setdefault((sample.labels["kind"], sample.labels["peer"]), {"failures": {}})
             if name == "failures":
                 entry["failures"][sample.labels["reason"]] = int(sample.value)
             else:
                 entry[name] = sample.value
-    return [{"direction": direction, "peer": peer, **entry} for (direction, peer), entry in sorted(peers.items())]
+    return [{"kind": kind, "peer": peer, **entry} for (kind, peer), entry in sorted(peers.items())]

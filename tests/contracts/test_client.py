@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache.errors import NotEnoughMemoryError
-from fastdeploy_cache.transfer_manager.client import InlineClient, TransferClient
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
@@ -26,7 +25,7 @@ from tests.rigs.stopping import stopped
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=8, dtype="float16")
 BLOCK_SIZE, NUM_GPU, NUM_CPU = 4, 16, 24
-OUT, IN, COPY = Direction.SWAP_OUT, Direction.SWAP_IN, Direction.COPY
+OUT, IN, COPY = TaskKind.SWAP_OUT, TaskKind.SWAP_IN, TaskKind.COPY
 
 
 def new_client(kind: str, tp_size: int, num_gpu: int = NUM_GPU) -> TransferClient:
@@ -278,7 +277,7 @@ def test_a_cancel_after_the_end_changes_nothing(
 @pytest.mark.processes
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_task_cancelled_before_a_rank_began_it_copies_nothing(tp_size: int) -> None:
-    """Of stopped ranks: every direction's task is answered as failed, once; its neighbours in the queue are done."""
+    """Of stopped ranks: every kind of task is answered as failed, once; its neighbours in the queue are done."""
     client, answers = new_client("ranks", tp_size), Answers()
     client.start(answers)
     try:
@@ -309,10 +308,10 @@ def test_a_task_cancelled_before_a_rank_began_it_copies_nothing(tp_size: int) ->
 
 
 def test_there_is_room_while_the_client_is_ready(client: TransferClient, answers: Answers) -> None:
-    """Room in every direction of an idle client; after its end in none."""
-    assert all(client.has_room(direction) for direction in Direction)
+    """Room for every kind of task in an idle client; after its end in none."""
+    assert all(client.has_room(kind) for kind in TaskKind)
     client.stop()
-    assert not any(client.has_room(direction) for direction in Direction)
+    assert not any(client.has_room(kind) for kind in TaskKind)
 
 
 @pytest.mark.processes
@@ -326,13 +325,13 @@ def test_a_full_direction_does_not_close_the_other_one() -> None:
         for task_id in (1, 2):
             assert client.has_room(OUT)
             client.submit(task(task_id, OUT, [task_id], [task_id]))
-        assert [client.has_room(direction) for direction in (OUT, IN, COPY)] == [False, True, True]
+        assert [client.has_room(kind) for kind in (OUT, IN, COPY)] == [False, True, True]
         client.submit(task(3, IN, [3], [3]))
         client.submit(task(4, COPY, [4], [5]))
-        assert [client.has_room(direction) for direction in (OUT, IN, COPY)] == [False, False, False]
+        assert [client.has_room(kind) for kind in (OUT, IN, COPY)] == [False, False, False]
         os.kill(pids(client)[0], signal.SIGCONT)
         assert all(result.error is None for result in answers.wait(4))
-        assert all(client.has_room(direction) for direction in Direction)
+        assert all(client.has_room(kind) for kind in TaskKind)
     finally:
         client.stop()
 

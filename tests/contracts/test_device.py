@@ -15,7 +15,7 @@ from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
 from fastdeploy_cache.transfer_manager.device.cuda import CudaDevice
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
 from fastdeploy_cache.transfer_manager.kv.layout import STORAGE_DTYPES, KVLayout, KVPart, RankLayout
-from fastdeploy_cache.transfer_manager.task import SWAPS, Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.fake_cuda import FakeDriver, install
 
 NUM_GPU, NUM_CPU = 12, 17
@@ -122,13 +122,13 @@ class Bench:
     def everything(self) -> bytes:
         return b"".join(array.view(np.uint8, (array.num_bytes,)).tobytes() for array in (self.kv, self.cpu))
 
-    def swap(self, direction: Direction, gpu: list[int], cpu: list[int]) -> tuple[int, list[int]]:
+    def swap(self, kind: TaskKind, gpu: list[int], cpu: list[int]) -> tuple[int, list[int]]:
         layers: list[int] = []
-        return self.copy(direction, gpu, cpu, layers.append), layers
+        return self.copy(kind, gpu, cpu, layers.append), layers
 
-    def copy(self, direction: Direction, gpu: list[int], cpu: list[int], on_layer: Callable[[int], None]) -> int:
-        sources, destinations = (cpu, gpu) if direction is Direction.SWAP_IN else (gpu, cpu)
-        return self.device.copy(direction, np.array(sources, np.int32), np.array(destinations, np.int32), on_layer)
+    def copy(self, kind: TaskKind, gpu: list[int], cpu: list[int], on_layer: Callable[[int], None]) -> int:
+        sources, destinations = (cpu, gpu) if kind is TaskKind.SWAP_IN else (gpu, cpu)
+        return self.device.copy(kind, np.array(sources, np.int32), np.array(destinations, np.int32), on_layer)
 
 
 @pytest.fixture(params=DEVICES)
@@ -159,7 +159,7 @@ def test_a_copy_within_the_gpu_changes_its_destinations_only(make: Callable[[str
     bench = make(layout)
     bench.fill(3)
     before, images = [piece.copy() for piece in bench.pieces()], bench.images.copy()
-    num_bytes, layers = bench.swap(Direction.COPY, [9, 2, 3], [0, 5, 6])
+    num_bytes, layers = bench.swap(TaskKind.COPY, [9, 2, 3], [0, 5, 6])
     assert num_bytes == 3 * bench.layout.block_bytes
     assert layers[-1] == bench.layout.num_layers
     for piece, original in zip(bench.pieces(), before, strict=True):
@@ -180,12 +180,12 @@ def test_bytes_survive_the_round_trip(make: Callable[[str], Bench], layout: str)
 def _check_round_trip(bench: Bench, gpu: list[int], cpu: list[int]) -> None:
     bench.fill(seed=1)
     before = [piece[gpu].copy() for piece in bench.pieces()]
-    bench.swap(Direction.SWAP_OUT, gpu, cpu)
+    bench.swap(TaskKind.SWAP_OUT, gpu, cpu)
     images = bench.images[cpu].copy()
     for piece in bench.pieces():
         piece[:] = 0xEE
     targets = gpu[1:] + gpu[:1]  # to other blocks than they came from
-    bench.swap(Direction.SWAP_IN, targets, cpu)
+    bench.swap(TaskKind.SWAP_IN, targets, cpu)
     for piece, bytes_before in zip(bench.pieces(), before, strict=True):
         assert np.array_equal(piece[targets], bytes_before)
         others = np.setdiff1d(np.arange(NUM_GPU), targets)
@@ -199,20 +199,20 @@ def test_an_image_is_the_blocks_parts_in_order(make: Callable[[str], Bench], lay
     bench = make(layout)
     bench.fill(seed=2)
     images_before = bench.images.copy()
-    bench.swap(Direction.SWAP_OUT, [9, 2], [3, 14])
+    bench.swap(TaskKind.SWAP_OUT, [9, 2], [3, 14])
     for gpu, cpu in ((9, 3), (2, 14)):
         assert bench.images[cpu].tobytes() == b"".join(piece[gpu].tobytes() for piece in bench.pieces())
     others = np.setdiff1d(np.arange(NUM_CPU), [3, 14])
     assert np.array_equal(bench.images[others], images_before[others])
 
 
-@pytest.mark.parametrize("direction", SWAPS)
+@pytest.mark.parametrize("kind", [kind for kind in TaskKind if kind.is_swap])
 @pytest.mark.parametrize("layout", ["uneven", "steps", "extra layers"])
-def test_bytes_moved_and_layers_are_reported(make: Callable[[str], Bench], direction: Direction, layout: str) -> None:
+def test_bytes_moved_and_layers_are_reported(make: Callable[[str], Bench], kind: TaskKind, layout: str) -> None:
     """The count is blocks times block bytes; layers are told in rising order up to all, also for no blocks."""
     bench = make(layout)
     for gpu, cpu in (([5, 1, 2], [0, 8, 9]), ([], [])):
-        num_bytes, layers = bench.swap(direction, gpu, cpu)
+        num_bytes, layers = bench.swap(kind, gpu, cpu)
         assert num_bytes == len(gpu) * bench.layout.block_bytes
         assert layers == sorted(set(layers)) and layers[-1] == bench.layout.num_layers
 
@@ -220,7 +220,7 @@ def test_bytes_moved_and_layers_are_reported(make: Callable[[str], Bench], direc
 def test_large_layers_are_reported_one_by_one(make: Callable[[str], Bench]) -> None:
     """Of a load whose layers are worth a copy each, every layer is told: that is what overlap lives on."""
     bench = make("steps")
-    assert bench.swap(Direction.SWAP_IN, [5, 1, 2], [0, 8, 9])[1] == [1, 2, 3, 4, 5]
+    assert bench.swap(TaskKind.SWAP_IN, [5, 1, 2], [0, 8, 9])[1] == [1, 2, 3, 4, 5]
 
 
 def test_a_layer_that_is_told_is_in_place(make: Callable[[str], Bench]) -> None:
@@ -228,7 +228,7 @@ def test_a_layer_that_is_told_is_in_place(make: Callable[[str], Bench]) -> None:
     bench = make("steps")
     bench.fill(seed=3)
     gpu, cpu = [4, 0], [1, 6]
-    bench.swap(Direction.SWAP_OUT, gpu, cpu)
+    bench.swap(TaskKind.SWAP_OUT, gpu, cpu)
     wanted = [piece[gpu].copy() for piece in bench.pieces()]
     for piece in bench.pieces():
         piece[:] = 0
@@ -239,11 +239,11 @@ def test_a_layer_that_is_told_is_in_place(make: Callable[[str], Bench]) -> None:
         for piece, bytes_wanted in zip(bench.pieces()[: num_layers * num_parts], wanted, strict=False):
             assert np.array_equal(piece[gpu], bytes_wanted)
 
-    bench.copy(Direction.SWAP_IN, gpu, cpu, on_layer)
+    bench.copy(TaskKind.SWAP_IN, gpu, cpu, on_layer)
     assert told == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("direction", SWAPS)
+@pytest.mark.parametrize("kind", [kind for kind in TaskKind if kind.is_swap])
 @pytest.mark.parametrize(
     ("gpu", "cpu"),
     [
@@ -258,14 +258,14 @@ def test_a_layer_that_is_told_is_in_place(make: Callable[[str], Bench]) -> None:
     ],
 )
 def test_impossible_ids_copy_nothing(
-    make: Callable[[str], Bench], direction: Direction, gpu: list[int], cpu: list[int]
+    make: Callable[[str], Bench], kind: TaskKind, gpu: list[int], cpu: list[int]
 ) -> None:
     """An id outside its pool or lists of different length: DeviceError before a single byte moves."""
     bench = make("float16")
     bench.fill(seed=4)
     before, layers = bench.everything(), list[int]()
     with pytest.raises(DeviceError):
-        bench.copy(direction, gpu, cpu, layers.append)
+        bench.copy(kind, gpu, cpu, layers.append)
     assert bench.everything() == before and layers == []
 
 
@@ -279,7 +279,7 @@ def test_leading_tokens_are_copied_and_the_others_stay(
     bench.fill(seed=5)
     before = [{name: array.copy() for name, array in layer.items()} for layer in bench.views()]
     sources, destinations = np.array([9, 2, 3], np.int32), np.array([0, 5, 6], np.int32)
-    moved = bench.device.copy(Direction.COPY, sources, destinations, lambda _: None, num_tokens)
+    moved = bench.device.copy(TaskKind.COPY, sources, destinations, lambda _: None, num_tokens)
     expected_bytes = 0
     for layer, originals in zip(bench.views(), before, strict=True):
         for part in bench.layout.parts:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from fastdeploy_cache.errors import OutOfBlocksError, RequestError
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.cache_model import CacheModel, LiveRequest
 
 A, B, C = ([base + i for i in range(100)] for base in (1000, 2000, 3000))
@@ -77,19 +77,19 @@ def test_a_load_that_does_not_fit_beside_the_rest_is_not_started() -> None:
 def test_a_full_queue_starts_nothing_and_is_counted() -> None:
     """The match says what it left, statistics and metrics that it was refused; a free queue loads again."""
     model = with_copies()
-    model.client.max_tasks[Direction.SWAP_IN] = 0
+    model.client.max_tasks[TaskKind.SWAP_IN] = 0
     live = model.must_match(A[:41])
     assert (live.match.ready, live.match.num_tokens, live.match.num_unloaded_tokens) == (True, 8, 32)
     assert not model.client.tasks
     assert model.cache.stats().num_refused_transfers == {"swap_in": 1, "swap_out": 0, "copy": 0}
     samples = {
-        sample.labels["direction"]: sample.value
+        sample.labels["kind"]: sample.value
         for family in model.cache.metrics.collect()
         for sample in family.samples
-        if sample.name == "fastdeploy_cache_refused_swaps_total"
+        if sample.name == "fastdeploy_cache_refused_tasks_total"
     }
     assert samples == {"swap_in": 1, "swap_out": 0, "copy": 0}
-    model.client.max_tasks[Direction.SWAP_IN] = 1
+    model.client.max_tasks[TaskKind.SWAP_IN] = 1
     assert model.must_match(A[:41]).match.num_coming_tokens == 32
     model.finish()
 
@@ -271,7 +271,7 @@ def test_a_match_on_a_block_that_goes_out_keeps_it() -> None:
     """Its copy ends clean: the block can be evicted afterwards and hits from the CPU tier."""
     model = CacheModel(4, 12, 40)
     model.serve(A[:40], stays=False, patient=False)
-    assert [task.direction for task in model.client.tasks] == [Direction.SWAP_OUT]
+    assert [task.kind for task in model.client.tasks] == [TaskKind.SWAP_OUT]
     live = model.must_match(A[:41])
     assert (live.match.num_gpu_tokens, live.match.ready) == (40, True)
     model.client.land_all()

@@ -30,7 +30,7 @@ def lookups(store: SimulatedStorage) -> list[int]:
     submit = store.submit
 
     def note(task: object) -> None:
-        if task.direction is Direction.LOOKUP:  # type: ignore[attr-defined]
+        if task.kind is TaskKind.LOOKUP:  # type: ignore[attr-defined]
             asked.append(len(task.hashes) // 32)  # type: ignore[attr-defined]
         submit(task)  # type: ignore[arg-type]
 

@@ -48,7 +48,7 @@ def test_only_what_is_missing_is_written() -> None:
 
     def note(error: str | None = None) -> None:
         task = rig.store.tasks[0]
-        written.append(len(task.source_ids) if task.direction is Direction.WRITE else 0)
+        written.append(len(task.source_ids) if task.kind is TaskKind.WRITE else 0)
         land(error)
 
     rig.store.land = note  # type: ignore[method-assign]
@@ -69,7 +69,7 @@ def test_a_match_grows_while_storage_reads() -> None:
     live = rig.match(A)
     assert not live.match.ready
     rig.store.land()
-    assert [task.direction for task in rig.model.client.tasks] == [Direction.SWAP_IN]
+    assert [task.kind for task in rig.model.client.tasks] == [TaskKind.SWAP_IN]
     assert live.match.poll().num_coming_tokens == 40
     rig.land_all()
     assert live.match.poll().num_tokens == 40
@@ -128,11 +128,11 @@ def test_failures_open_the_breaker_and_a_probe_closes_it() -> None:
     assert not rig.store.tasks
     tier.link.reading._probe_at = 0.0
     rig.prefetch(A)
-    assert [task.direction for task in rig.store.tasks] == [Direction.PROBE]
+    assert [task.kind for task in rig.store.tasks] == [TaskKind.PROBE]
     rig.store.land_all()
     assert tier.link.reading.state is BreakerState.CLOSED
     rig.prefetch(A)
-    assert [task.direction for task in rig.store.tasks] == [Direction.LOOKUP]
+    assert [task.kind for task in rig.store.tasks] == [TaskKind.LOOKUP]
     rig.finish()
 
 

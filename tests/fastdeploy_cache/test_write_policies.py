@@ -12,7 +12,7 @@ from fastdeploy_cache.config import WRITE_POLICIES
 from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.movement.copy_down import MIN_STORE_BLOCKS
 from fastdeploy_cache.policies import EVICTION_POLICIES
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.cache_model import CacheModel
 
 A, B, C, D = ([base + i for i in range(400)] for base in (1000, 2000, 3000, 4000))
@@ -213,7 +213,7 @@ def test_a_parent_that_is_warmer_than_other_leaves_is_not_copied_before_them() -
 def test_what_was_not_copied_in_time_is_dropped_and_counted() -> None:
     """The ranks' queue is full: the burst drops blocks without a copy, in the books and in the metrics."""
     model = write_back()
-    model.client.max_tasks[Direction.SWAP_OUT] = 0
+    model.client.max_tasks[TaskKind.SWAP_OUT] = 0
     model.serve_and_copy(A[:20], B[:20])
     live = model.must_match(C[:10])
     assert model.allocate(live, 10)
@@ -369,7 +369,7 @@ def test_a_refusal_is_exact_while_stores_are_in_flight(policy: str, seed: int) -
     for text in (A, B, C, D):
         model.serve(text[: choose.randint(8, 14)], stays=choose.random() < 0.3, patient=False)
     live = model.must_match([5000 + i for i in range(40)])
-    assert any(task.direction is Direction.SWAP_OUT for task in model.client.tasks)
+    assert any(task.kind is TaskKind.SWAP_OUT for task in model.client.tasks)
     with pytest.raises(OutOfBlocksError) as refused:
         model.cache.allocate(live.request, 40)
     missing, coming = refused.value.missing, refused.value.coming

@@ -33,7 +33,7 @@ def resume(client: RankClient, rank: int = 0) -> None:
 
 
 @pytest.mark.parametrize("quick", [IN, COPY])
-def test_a_load_does_not_wait_for_the_stores_before_it(quick: Direction) -> None:
+def test_a_load_does_not_wait_for_the_stores_before_it(quick: TaskKind) -> None:
     """Submitted behind 80 stores of 16 MiB each, a load or copy of one block is answered before the last of them."""
     with big_client() as (client, answers):
         for number in range(80):
@@ -63,9 +63,9 @@ def test_both_directions_under_load_all_finish() -> None:
         client.submit(task(0, OUT, [0, 1, 2, 3], [0, 1, 2, 3]))
         assert answers.wait(1)[0].error is None
 
-        def submit(first: int, direction: Direction, gpu: list[int], cpu: list[int]) -> None:
+        def submit(first: int, kind: TaskKind, gpu: list[int], cpu: list[int]) -> None:
             for number in range(first, first + 100):
-                client.submit(task(number, direction, gpu, cpu, LONG))
+                client.submit(task(number, kind, gpu, cpu, LONG))
 
         loads = threading.Thread(target=submit, args=(1000, IN, [12, 13, 14, 15], [3, 2, 1, 0]))
         stores = threading.Thread(target=submit, args=(2000, OUT, [4, 5, 6, 7], [9, 8, 7, 6]))
@@ -125,11 +125,11 @@ def test_a_ranks_death_in_both_directions_answers_everything(
                 os.kill(victim, signal.SIGKILL)
 
         if not is_stopped:
-            client._io._on_result = answer_and_kill
+            client._processes.io.callbacks.on_result = answer_and_kill
         for number in range(120):
             client.submit(task(number, IN if number % 2 else OUT, ALL, ALL, LONG))
         if is_stopped:
-            eventually(lambda: [flight.waiting for flight in client._io._flights.all()] == [{1}] * 120)
+            eventually(lambda: [flight.waiting for flight in client._processes.io.tasks.flights.all()] == [{1}] * 120)
             os.kill(victim, signal.SIGKILL)
         results = answers.wait(120)
         assert sorted(order(answers)) == list(range(120))
@@ -137,9 +137,9 @@ def test_a_ranks_death_in_both_directions_answers_everything(
         assert len(failed) == 120 if is_stopped else 0 < len(failed) < 120
         assert all("rank 1" in str(result.error) for result in failed)
         eventually(lambda: client.statuses()[1].num_restarts == 1)
-        assert client.wait_ready(SECONDS) and all(client.has_room(direction) for direction in Direction)
-        for task_id, direction in ((200, OUT), (201, IN)):
-            client.submit(task(task_id, direction, [0], [0]))
+        assert client.wait_ready(SECONDS) and all(client.has_room(kind) for kind in TaskKind)
+        for task_id, kind in ((200, OUT), (201, IN)):
+            client.submit(task(task_id, kind, [0], [0]))
         assert all(result.error is None for result in answers.wait(122)[120:])
 
 
@@ -147,13 +147,13 @@ def test_more_tasks_than_a_lane_holds_are_refused_at_once() -> None:
     """Of a stopped rank: beyond `max_tasks_in_flight` the answer comes inside `submit`, in each lane by itself."""
     with big_client(max_tasks_in_flight=4) as (client, answers):
         stopped(pids(client)[0])
-        for first, direction in ((0, OUT), (100, IN)):
+        for first, kind in ((0, OUT), (100, IN)):
             before = len(answers.now())
             for number in range(first, first + 4):
-                client.submit(task(number, direction, [number % 16], [number % 20], LONG))
+                client.submit(task(number, kind, [number % 16], [number % 20], LONG))
                 assert len(answers.now()) == before, "it has its place in the queue"
             for number in range(first + 4, first + 7):
-                client.submit(task(number, direction, [0], [0], LONG))
+                client.submit(task(number, kind, [0], [0], LONG))
                 (result,) = answers.of(number)
                 assert result.error == "rank 0: the ranks cannot take a task now"
         resume(client)
@@ -162,20 +162,20 @@ def test_more_tasks_than_a_lane_holds_are_refused_at_once() -> None:
         assert all(result.error is None for result in answers.now()[6:])
 
 
-@pytest.mark.parametrize("direction", [OUT, IN])
-def test_a_task_whose_deadline_passed_in_the_queue_is_left_out(direction: Direction) -> None:
+@pytest.mark.parametrize("kind", [OUT, IN])
+def test_a_task_whose_deadline_passed_in_the_queue_is_left_out(kind: TaskKind) -> None:
     """The rank says so and copies nothing; it lives on, and does what is behind."""
     with big_client() as (client, answers):
         wanted = fill(client)
-        client.submit(task(1, direction, ALL, ALL))
-        late = ([2], [18]) if direction is OUT else ([2], [19])
-        client.submit(task(2, direction, *late, timeout_seconds=0.0))
-        client.submit(task(3, direction, [3], [17]))
+        client.submit(task(1, kind, ALL, ALL))
+        late = ([2], [18]) if kind is OUT else ([2], [19])
+        client.submit(task(2, kind, *late, timeout_seconds=0.0))
+        client.submit(task(3, kind, [3], [17]))
         answers.wait(3)
         assert "deadline passed before the rank began" in str(answers.of(2)[0].error)
         assert answers.of(1)[0].error is None and answers.of(3)[0].error is None
         assert client.statuses()[0].num_restarts == 0 and client.available
-        if direction is OUT:
+        if kind is OUT:
             clear(client)
             client.submit(task(4, IN, [2, 3], [18, 17]))
             assert answers.wait(4)[-1].error is None

@@ -153,7 +153,7 @@ def test_killed_in_the_middle_of_the_bytes(side: str) -> None:
 
 def test_counts_of_a_killed_reader_are_forgotten(pair: Pair) -> None:
     """What it had in flight is in flight no more once another process is in its place."""
-    pair.reader.client._words[0].peer_signal.count_in_flight(5, 7)  # as it left it
+    pair.reader.client._owner.peer_signals[0].count_in_flight(5, 7)  # as it left it
     pid = pair.reader.pid()
     kill(pid)
     pair.reader.wait_new(pid)

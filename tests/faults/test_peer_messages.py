@@ -19,7 +19,7 @@ from fastdeploy_cache.transfer_manager.peer.messages import (
     Welcome,
     Why,
 )
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.peer_relay import Message, relayed
 from tests.rigs.peer_rig import NUM_LAYERS, SECONDS, Pair, pair_of
 
@@ -202,7 +202,7 @@ def test_a_receive_may_be_faster_than_the_offers_task(pair: Pair) -> None:
         assert has_waited.wait(SECONDS)
         pair.compute(SOURCES)
         send = pair.owner.submit(
-            Direction.SEND, SOURCES, SendDetail(number=number, num_blocks=6, num_complete=6), SECONDS
+            TaskKind.SEND, SOURCES, SendDetail(number=number, num_blocks=6, num_complete=6), SECONDS
         )
         assert pair.reader.wait(receive).error is None
         assert pair.owner.wait(send).error is None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,8 +18,8 @@ from fastdeploy_cache.ipc import codec
 from fastdeploy_cache.ipc.codec import encode
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
-from fastdeploy_cache.transfer_manager.process import io_thread as rank_io
-from fastdeploy_cache.transfer_manager.process.child import RankProcess
+from fastdeploy_cache.transfer_manager.process import callbacks, io_thread
+from fastdeploy_cache.transfer_manager.process.child import ChildProcess
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
 from tests.rigs.answers import Answers, task
@@ -28,7 +30,7 @@ from tests.rigs.stopping import stopped
 pytestmark = pytest.mark.processes
 
 NewClient = Callable[..., tuple[RankClient, Answers]]
-OUT, IN = Direction.SWAP_OUT, Direction.SWAP_IN
+OUT, IN = TaskKind.SWAP_OUT, TaskKind.SWAP_IN
 
 
 def arrays(client: RankClient, rank: int) -> list[np.ndarray]:
@@ -58,7 +60,7 @@ def test_a_killed_rank_fails_its_tasks_and_comes_back(new_client: NewClient, eve
     stopped(before[1])
     for number in range(5):
         client.submit(task(number, OUT, [number], [number], timeout_seconds=1000.0))
-    eventually(lambda: [flight.waiting for flight in client._io._flights.all()] == [{1}] * 5)
+    eventually(lambda: [flight.waiting for flight in client._processes.io.tasks.flights.all()] == [{1}] * 5)
     os.kill(before[1], signal.SIGKILL)
     for result in answers.wait(5):
         assert "rank 1 exited with code -9" in str(result.error)
@@ -98,13 +100,13 @@ def test_a_stopped_rank_is_reaped_before_its_task_is_answered(new_client: NewCli
     client, answers = new_client(tp_size=2)
     before = pids(client)
     with watched(before[0]) as pidfd:
-        listen = client._io._on_result
+        listen = client._processes.io.callbacks.on_result
 
         def note(result: TransferResult) -> None:
             gone.append(is_gone(pidfd))
             listen(result)
 
-        client._io._on_result = note
+        client._processes.io.callbacks.on_result = note
         stopped(before[0])
         client.submit(task(1, OUT, [0], [0], timeout_seconds=1.0))
         client.submit(task(2, OUT, [1], [1], timeout_seconds=1.0))
@@ -123,7 +125,7 @@ def test_an_idle_stopped_rank_is_replaced(new_client: NewClient, eventually: Cal
     with watched(before[1]) as pidfd:
         assert wait_exit(pidfd)
     eventually(lambda: client.statuses()[1].num_restarts == 1 and client.available)
-    assert "no sign of life" in client._io.ranks[1].last_failure
+    assert "no sign of life" in client._processes.io.ranks[1].last_failure
     client.submit(task(1, OUT, [0], [0]))
     assert answers.wait(1)[0].error is None
 
@@ -156,7 +158,7 @@ def test_too_many_deaths_switch_the_client_off(new_client: NewClient, eventually
     for num_restarts in (0, 1, 2):
         eventually(lambda n=num_restarts: client.available and client.statuses()[1].num_restarts == n)
         kill_rank(client, 1)
-    eventually(lambda: client._io.ranks[1].phase.value == "off")
+    eventually(lambda: client._processes.io.ranks[1].phase.value == "off")
     client.submit(task(1, OUT, [0], [0]))
     assert answers.wait(1)[0].error is not None
     assert not client.available and client.statuses()[1].pid is None
@@ -207,30 +209,30 @@ def test_stop_ends_a_stopped_rank_and_answers_what_it_held(new_client: NewClient
 def test_a_callback_that_raises_costs_one_task(new_client: NewClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that all tasks need goes on: the ranks are the same ones, and every later task is answered."""
     said: list[str] = []
-    monkeypatch.setattr(rank_io.logger, "exception", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(callbacks.logger, "exception", lambda text, *values: said.append(text % values))
     client, answers = new_client(tp_size=2)
     before = pids(client)
-    told = client._io._on_result
+    told = client._processes.io.callbacks.on_result
 
     def broken(result: TransferResult) -> None:
         told(result)
         if result.task.task_id == 0:
             raise RuntimeError("the caller's books are broken")
 
-    client._io._on_result = broken
+    client._processes.io.callbacks.on_result = broken
     for number in range(4):
         client.submit(task(number, OUT, [number], [number]))
     answers.wait(4)
     assert [result.error for result in answers.now()] == [None] * 4
-    assert client.available and pids(client) == before and client._io.num_failed_callbacks == 1
+    assert client.available and pids(client) == before and client._processes.io.callbacks.num_failed == 1
     assert said == ["event=callback_failed num_failures=1"]
 
 
 def test_a_close_cancels_what_no_rank_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds of queued copies would stand before the stop: ranks end by themselves, and every task is answered."""
     killed: list[int] = []
-    kill = RankProcess.kill
-    monkeypatch.setattr(RankProcess, "kill", lambda process: (killed.append(process.pid), kill(process)))
+    kill = ChildProcess.kill
+    monkeypatch.setattr(ChildProcess, "kill", lambda process: (killed.append(process.pid), kill(process)))
     with big_client(max_tasks_in_flight=256) as (client, answers):
         for number in range(250):
             client.submit(task(number, OUT, list(ALL), list(ALL), timeout_seconds=1000.0))
@@ -270,16 +272,36 @@ def test_a_rank_that_lingers_after_its_kill_makes_nobody_spin(
 ) -> None:
     """While a killed rank is still ending (in the kernel, say), the I/O thread sleeps until its descriptor tells."""
     client, answers = new_client(tp_size=2)
-    killed, kill = threading.Event(), RankProcess.kill
-    monkeypatch.setattr(RankProcess, "kill", lambda process: killed.set())
+    killed, kill = threading.Event(), ChildProcess.kill
+    monkeypatch.setattr(ChildProcess, "kill", lambda process: killed.set())
     old = pids(client)[0]
     stopped(old)
     client.submit(task(1, OUT, [0], [0], timeout_seconds=0.01))
     assert killed.wait(SECONDS)
-    assert client._io._next_timeout() > 0.1
-    monkeypatch.setattr(RankProcess, "kill", kill)
+    assert client._processes.io._next_timeout() > 0.1
+    monkeypatch.setattr(ChildProcess, "kill", kill)
     os.kill(old, signal.SIGKILL)
     assert answers.wait(1)[0].error is not None
+
+
+def test_a_rank_that_answers_as_another_is_replaced(
+    new_client: NewClient, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None]
+) -> None:
+    """An answer counts for the rank that gives it only; one in another's name costs a process, and the task."""
+    client, answers = new_client(tp_size=1)
+    (before,) = pids(client)
+
+    def decode_as_another_once(data: bytes, message_type: object) -> object:
+        message = codec.decode(data, message_type)
+        monkeypatch.setattr(io_thread, "decode", codec.decode)
+        return msgspec.structs.replace(message, result=dataclasses.replace(message.result, rank=7))
+
+    monkeypatch.setattr(io_thread, "decode", decode_as_another_once)
+    client.submit(task(1, OUT, [0], [0]))
+    (result,) = answers.wait(1)
+    assert "answers as rank 7" in str(result.error)
+    eventually(lambda: client.available)
+    assert pids(client) != [before]
 
 
 def test_a_rank_that_talks_nonsense_is_replaced(
@@ -293,7 +315,7 @@ def test_a_rank_that_talks_nonsense_is_replaced(
     def decode_nonsense_once(data: bytes, message_type: object) -> object:
         return codec.decode(b"nonsense" if nonsense and nonsense.pop() else data, message_type)
 
-    monkeypatch.setattr(rank_io, "decode", decode_nonsense_once)
+    monkeypatch.setattr(io_thread, "decode", decode_nonsense_once)
     client.submit(task(1, OUT, [0], [0]))
     (result,) = answers.wait(1)
     assert "what is no message" in str(result.error)

@@ -168,5 +168,5 @@ def test_a_walk_through_all_faults(
             walk.serve_all()
             eventually(lambda: tier.link.client.available)
         trouble.comes_back(LONG)
-        assert metric(cache, "swap_failures_total", direction="lookup", rank="0")
+        assert metric(cache, "task_failures_total", kind="lookup", rank="0")
         eventually(lambda: cache.stats().cpu.num_in_flight == 0)

@@ -63,7 +63,7 @@ def test_a_full_disk(new_disk: Callable[[str], Path], eventually: Eventually) ->
         drained(cache)
         trouble, filler = InTrouble(cache, eventually), fill(disk)
         trouble.serve_until(lambda: breaker(cache, "write"))
-        assert metric(cache, "swap_failures_total", direction="write", rank="0") >= 3
+        assert metric(cache, "task_failures_total", kind="write", rank="0") >= 3
         assert trouble.finds(prompt(12))
         trouble.goes_on()
         assert metric(cache, "storage_blocks_total", fate="skipped") > 0
@@ -102,7 +102,7 @@ def test_a_folder_that_is_removed(tmp_path: Path, eventually: Eventually) -> Non
         tier = cache.storage._tier
         assert tier is not None
         trouble.serve_until(lambda: tier.link.client.statuses()[0].num_restarts)
-        assert metric(cache, "swap_failures_total", direction="write", rank="0")
+        assert metric(cache, "task_failures_total", kind="write", rank="0")
         assert all(status.num_restarts == 0 for status in cache.stats().ranks)
         eventually(lambda: tier.link.client.available)
         trouble.comes_back()

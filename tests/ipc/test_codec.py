@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
 from fastdeploy_cache.errors import CodecError, IPCError
-from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.ipc.codec import Int32Array, decode, encode, pack_int32, unpack_int32
 
 
 class Move(msgspec.Struct, frozen=True, tag="move"):
@@ -21,6 +22,12 @@ class Move(msgspec.Struct, frozen=True, tag="move"):
 
 class Halt(msgspec.Struct, frozen=True, tag="halt"):
     """A message without fields."""
+
+
+class Numbers(msgspec.Struct, frozen=True, tag="numbers"):
+    """A message with an array."""
+
+    values: Int32Array
 
 
 MOVE = Move(2**40, "käse", bytes(range(256)), 0.25, None)
@@ -53,3 +60,33 @@ def test_garbage_is_refused(data: bytes) -> None:
     with pytest.raises(CodecError, match=f"{len(data)} bytes") as refusal:
         decode(data, Move | Halt)
     assert isinstance(refusal.value, IPCError)
+
+
+@pytest.mark.parametrize("numbers", [[], [7], [0, -1, 2**31 - 1, -(2**31)]])
+def test_arrays_come_back_equal(numbers: list[int]) -> None:
+    """Any 32-bit numbers, also those of another order of bytes in memory, and read-only."""
+    for dtype in ("<i4", ">i4"):
+        message: Numbers = decode(encode(Numbers(np.array(numbers, dtype))), Numbers | Halt)
+        assert message.values.tolist() == numbers and message.values.dtype == np.int32
+        assert not message.values.flags.writeable
+    assert unpack_int32(pack_int32(np.array(numbers, np.int32))).tolist() == numbers
+
+
+@pytest.mark.parametrize("values", [b"\0\0\0", "abcd", 7, [1, 2], None])
+def test_what_is_no_array_is_refused(values: object) -> None:
+    """Bytes that end within a number, and any other type, are named as the field that they are in."""
+    with pytest.raises(CodecError, match="values"):
+        decode(msgspec.msgpack.encode({"type": "numbers", "values": values}), Numbers | Halt)
+
+
+def test_what_goes_in_no_message_is_refused() -> None:
+    """An object that is no message cannot be sent."""
+    with pytest.raises(NotImplementedError, match="object"):
+        encode(Numbers(object()))  # type: ignore[arg-type]
+
+
+def test_deep_nesting_is_refused() -> None:
+    """Thousands of lists within each other are no message, even where nobody asks for what is in them."""
+    data = b"\x82\xa4type\xa4halt\xa1x" + b"\x91" * 100_000 + b"\xc0"
+    with pytest.raises(CodecError, match=f"{len(data)} bytes"):
+        decode(data, Move | Halt)

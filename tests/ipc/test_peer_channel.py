@@ -349,6 +349,26 @@ def test_keys_that_are_not_whole_are_refused(tmp_path: Path, what: str) -> None:
         load_keys(folder)
 
 
+@pytest.mark.parametrize("damage", ["short", "long", "other", "text", "cut line", "public"])
+def test_a_damaged_key_of_its_own_is_refused(tmp_path: Path, damage: str) -> None:
+    """Of a key that is cut, changed, or another pair's half it is said at once, before any handshake fails by it."""
+    make_keys(tmp_path)
+    secret = tmp_path / "own.key_secret"
+    text, keys = secret.read_bytes(), load_keys(tmp_path)
+    key = keys.secret
+    damaged = {
+        "short": text.replace(key, key[:-1]),
+        "long": text.replace(key, key + b"0"),
+        "other": text.replace(key, bytes([key[0] ^ 1]) + key[1:]),
+        "text": text.replace(key, b"~" * 40),
+        "cut line": text[: text.index(b"secret-key") + 10],
+        "public": text.replace(keys.public, bytes([keys.public[0] ^ 1]) + keys.public[1:]),
+    }[damage]
+    secret.write_bytes(damaged)
+    with pytest.raises(IPCError, match=r"own\.key_secret|keys of .* make"):
+        load_keys(tmp_path)
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """A file is in its place."""
     (tmp_path / "file").touch()

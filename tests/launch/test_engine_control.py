@@ -14,7 +14,7 @@ from fastdeploy_cache.errors import LaunchError, LifeCycleError
 from fastdeploy_cache.launch.reference_engine.engine import Engine
 from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationError
 from fastdeploy_cache.launch.server.engine_control import EngineControl
-from fastdeploy_cache.transfer_manager.client import InlineClient
+from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
 from fastdeploy_cache.transfer_manager.task import TransferTask
 from tests.rigs.echo_engine import VOCABULARY, LateClient, expected, finish, make
 

@@ -66,7 +66,7 @@ class FailingClient(RankClient):
     num_failed = 0
 
     def submit(self, task: TransferTask) -> None:
-        if task.direction is Direction.SWAP_IN and self.num_failed < self.num_to_fail:
+        if task.kind is TaskKind.SWAP_IN and self.num_failed < self.num_to_fail:
             self.num_failed += 1
             task = dataclasses.replace(task, source_ids=task.source_ids + NUM_CPU)
         super().submit(task)

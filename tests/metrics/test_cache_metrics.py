@@ -7,15 +7,15 @@ from itertools import product
 import pytest
 
 from fastdeploy_cache.metrics.cache_metrics import (
-    DIRECTIONS,
     EVICTION_KINDS,
-    PEER_DIRECTIONS,
+    PEER_KINDS,
     PEER_REASONS,
     STEPS,
     STORAGE_FATES,
     STORAGE_LOSSES,
     STORAGE_OPERATIONS,
-    SWAPS,
+    SWAP_KINDS,
+    TASK_KINDS,
     TIERS,
     CacheMetrics,
     StorageCounts,
@@ -43,22 +43,22 @@ def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]
     keys |= {key(name) for name in ("skipped_write_blocks_total", "window_request_hit_rate", "window_token_hit_rate")}
     keys |= {key(name, tier=tier) for name in ("tokens_hit_total", "window_tier_token_hit_rate") for tier in TIERS}
     keys |= {key("evicted_blocks_total", tier=t, kind=k) for t in ("gpu", "cpu") for k in EVICTION_KINDS}
-    for name in ("swaps_total", "swap_bytes_total", "swap_seconds_total", "swap_failures_total"):
-        keys |= {key(name, direction=d, rank=r) for d, r in product(DIRECTIONS, ranks)}
-    keys |= {key("refused_swaps_total", direction=d) for d in SWAPS}
+    for name in ("tasks_total", "task_bytes_total", "task_seconds_total", "task_failures_total"):
+        keys |= {key(name, kind=d, rank=r) for d, r in product(TASK_KINDS, ranks)}
+    keys |= {key("refused_tasks_total", kind=d) for d in SWAP_KINDS}
     keys |= {key("failed_steps_total", step=s) for s in STEPS} | {key("quarantined_blocks")}
     keys |= {key("storage_breaker_state", operation=o) for o in STORAGE_OPERATIONS}
     keys |= {key("storage_blocks_total", fate=f) for f in STORAGE_FATES}
     keys |= {key("storage_lost_objects_total", reason=r) for r in STORAGE_LOSSES} | {key("storage_up")}
     for name in ("peer_transfers_total", "peer_bytes_total", "peer_seconds_total"):
-        keys |= {key(name, direction=d, peer="") for d in PEER_DIRECTIONS}
-    keys |= {key("peer_failures_total", direction=d, peer="", reason=r) for d in PEER_DIRECTIONS for r in PEER_REASONS}
+        keys |= {key(name, kind=d, peer="") for d in PEER_KINDS}
+    keys |= {key("peer_failures_total", kind=d, peer="", reason=r) for d in PEER_KINDS for r in PEER_REASONS}
     keys |= {key("peer_layers_in_flight", peer="")}
     return keys | {key(name, rank=r) for name in ("rank_up", "rank_restarts_total") for r in ranks}
 
 
 def test_all_series_exist_at_zero_from_the_first_scrape() -> None:
-    """Every rank, direction, tier and kind is there before anything happened: no series appears later from nowhere."""
+    """Every rank, tier and kind is there before anything happened: no series appears later from nowhere."""
     samples = scrape(CacheMetrics(tp_size=3))
     assert set(samples) == expected_keys(3)
     assert set(samples.values()) == {0.0}
@@ -70,16 +70,16 @@ def test_no_series_appears_later() -> None:
     metrics.record_request(10, (1, 1, 1))
     metrics.record_skipped_writes(1)
     evictions = [(tier, kind, 1) for tier, kind in product(("gpu", "cpu"), EVICTION_KINDS)]
-    for direction, rank in product(DIRECTIONS, range(2)):
-        metrics.record_swap(direction, rank, 1, 1.0, failed=True)
-    refused = [(direction, 1) for direction in SWAPS]
+    for kind, rank in product(TASK_KINDS, range(2)):
+        metrics.record_task(kind, rank, 1, 1.0, failed=True)
+    refused = [(kind, 1) for kind in SWAP_KINDS]
 
     def storage() -> StorageCounts:
         counts = (dict.fromkeys(names, 1) for names in (STORAGE_OPERATIONS, STORAGE_FATES, STORAGE_LOSSES))
         return StorageCounts(True, *counts)
 
-    for direction, reason in product(PEER_DIRECTIONS, PEER_REASONS):
-        metrics.record_peer(direction, "", 1, 1.0, reason)
+    for kind, reason in product(PEER_KINDS, PEER_REASONS):
+        metrics.record_peer(kind, "", 1, 1.0, reason)
     metrics.observe_peers(lambda: {"": 1})
     ranks = [(0, True, 1), (1, True, 1)]
     failures = dict.fromkeys(STEPS, 1), 1
@@ -96,7 +96,7 @@ def test_peers_are_counted_by_name() -> None:
     metrics.record_peer("receive", "prefill-1", 0, 1.5, "gone")
     metrics.observe_peers(lambda: {"prefill-1": 7})
     samples = scrape(metrics)
-    labels = {"direction": "receive", "peer": "prefill-1"}
+    labels = {"kind": "receive", "peer": "prefill-1"}
     counted = [samples[key(f"peer_{name}_total", **labels)] for name in ("transfers", "bytes", "seconds")]
     assert counted == [2, 100, 2.0]
     assert samples[key("peer_failures_total", **labels, reason="gone")] == 1
@@ -128,19 +128,19 @@ def test_the_window_forgets_what_the_counters_keep() -> None:
     assert scrape(metrics)[key("tokens_hit_total", tier="gpu")] == 5
 
 
-def test_swaps_are_counted_for_each_rank_and_direction() -> None:
-    """Bytes, seconds, tasks and failures go to the rank and direction that they belong to."""
+def test_tasks_are_counted_for_each_rank_and_kind() -> None:
+    """Bytes, seconds, tasks and failures go to the rank and kind that they belong to."""
     metrics = CacheMetrics(tp_size=2)
-    metrics.record_swap("swap_in", 1, 4096, 0.5, failed=False)
-    metrics.record_swap("swap_in", 1, 1024, 0.25, failed=False)
-    metrics.record_swap("swap_out", 0, 0, 0.0, failed=True)
+    metrics.record_task("swap_in", 1, 4096, 0.5, failed=False)
+    metrics.record_task("swap_in", 1, 1024, 0.25, failed=False)
+    metrics.record_task("swap_out", 0, 0, 0.0, failed=True)
     samples = scrape(metrics)
-    loads = {"direction": "swap_in", "rank": "1"}
-    stores = {"direction": "swap_out", "rank": "0"}
-    assert (samples[key("swaps_total", **loads)], samples[key("swap_bytes_total", **loads)]) == (2, 5120)
-    assert (samples[key("swap_seconds_total", **loads)], samples[key("swap_failures_total", **loads)]) == (0.75, 0)
-    assert (samples[key("swaps_total", **stores)], samples[key("swap_failures_total", **stores)]) == (1, 1)
-    assert samples[key("swaps_total", direction="swap_in", rank="0")] == 0
+    loads = {"kind": "swap_in", "rank": "1"}
+    stores = {"kind": "swap_out", "rank": "0"}
+    assert (samples[key("tasks_total", **loads)], samples[key("task_bytes_total", **loads)]) == (2, 5120)
+    assert (samples[key("task_seconds_total", **loads)], samples[key("task_failures_total", **loads)]) == (0.75, 0)
+    assert (samples[key("tasks_total", **stores)], samples[key("task_failures_total", **stores)]) == (1, 1)
+    assert samples[key("tasks_total", kind="swap_in", rank="0")] == 0
 
 
 def test_evictions_and_skipped_writes_are_counted() -> None:

@@ -33,13 +33,13 @@ def test_a_scrape_parses_and_shows_what_happened() -> None:
     try:
         assert scrape(exporter.url)["fastdeploy_cache_requests"] == {("0",): 0.0}
         metrics.record_request(64, (0, 32, 0))
-        metrics.record_swap("swap_in", 1, 4096, 0.5, failed=False)
+        metrics.record_task("swap_in", 1, 4096, 0.5, failed=False)
         families = scrape(exporter.url)
     finally:
         exporter.close()
     assert families["fastdeploy_cache_requests"] == {("0",): 1.0}
     assert families["fastdeploy_cache_tokens_hit"][("0", "cpu")] == 32.0
-    assert families["fastdeploy_cache_swap_bytes"][("swap_in", "0", "1")] == 4096.0
+    assert families["fastdeploy_cache_task_bytes"][("0", "swap_in", "1")] == 4096.0
     assert families["fastdeploy_cache_rank_up"] == {("0", "0"): 0.0, ("0", "1"): 0.0}
 
 

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 SECONDS = 30.0
 
 
 def task(
-    task_id: int, direction: Direction, gpu: Sequence[int], cpu: Sequence[int], timeout_seconds: float = SECONDS
+    task_id: int, kind: TaskKind, gpu: Sequence[int], cpu: Sequence[int], timeout_seconds: float = SECONDS
 ) -> TransferTask:
     """A task as the block mover makes them; for a COPY `gpu` are the sources."""
-    sources, destinations = (cpu, gpu) if direction is Direction.SWAP_IN else (gpu, cpu)
+    sources, destinations = (cpu, gpu) if kind is TaskKind.SWAP_IN else (gpu, cpu)
     return TransferTask(
         task_id=task_id,
-        direction=direction,
+        kind=kind,
         source_ids=np.array(sources, np.int32),
         destination_ids=np.array(destinations, np.int32),
         deadline=time.monotonic() + timeout_seconds,

@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 
 from fastdeploy_cache import PrefixCacheManager
-from fastdeploy_cache.transfer_manager.process.child import RankProcess
-from fastdeploy_cache.transfer_manager.rank import client as rank_client
-from fastdeploy_cache.transfer_manager.task import RankSetup
+from fastdeploy_cache.transfer_manager.process.child import ChildProcess
+from fastdeploy_cache.transfer_manager.rank import owner as rank_owner
+from fastdeploy_cache.transfer_manager.rank.setup import RankSetup
 from tests.rigs.faulty_engine import Engine, new_config
 
 TP_SIZE = 2
@@ -36,7 +36,7 @@ def run(busy: bool) -> None:
         threading.Event().wait()
 
 
-class DeadlySpawn(RankProcess):
+class DeadlySpawn(ChildProcess):
     """With the last rank's first breath the engine is killed: no rank has set anything up."""
 
     pids: list[int | None] = []  # noqa: RUF012 (one process, one list)
@@ -53,7 +53,7 @@ class DeadlyStop(DeadlySpawn):
     """The engine is killed when every rank has been stopped before its interpreter ran a line of ours."""
 
     def __init__(self, setup: RankSetup, *rest: object) -> None:
-        RankProcess.__init__(self, setup, *rest)  # type: ignore[arg-type]
+        ChildProcess.__init__(self, setup, *rest)  # type: ignore[arg-type]
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
         self.pids.append(self.pid)
         if len(self.pids) == TP_SIZE:
@@ -71,8 +71,8 @@ def interpreter_that_stops() -> str:
 
 if __name__ == "__main__":
     if sys.argv[1] == "dies-in-start":
-        rank_client.RankProcess = DeadlySpawn  # type: ignore[misc]
+        rank_owner.ChildProcess = DeadlySpawn  # type: ignore[misc]
     if sys.argv[1] == "stopped-in-start":
-        rank_client.RankProcess = DeadlyStop  # type: ignore[misc]
+        rank_owner.ChildProcess = DeadlyStop  # type: ignore[misc]
         sys.executable = interpreter_that_stops()
     run(busy=sys.argv[1] == "busy")

@@ -17,7 +17,7 @@ import numpy as np
 from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory, KVViews
-from fastdeploy_cache.transfer_manager.rank.rank_signal import LayerProgress
+from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
 
 SECONDS = 30.0
 

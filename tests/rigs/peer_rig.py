@@ -18,7 +18,7 @@ from fastdeploy_cache.transfer_manager.peer.client import PeerProcesses
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 from fastdeploy_cache.transfer_manager.peer.messages import Detail, EndReceiveDetail, ReceiveDetail, SendDetail, Why
 from fastdeploy_cache.transfer_manager.peer.offer import InstanceInfo
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import Lane, TaskKind, TransferResult, TransferTask
 
 SECONDS = 30.0
 NUM_BLOCKS, BLOCK_SIZE, NUM_LAYERS = 24, 4, 3
@@ -84,15 +84,15 @@ class Instance:
         number, self._next_number = self._next_number, self._next_number + 1
         return number
 
-    def submit(self, direction: Direction, block_ids: Iterable[int], detail: Detail, seconds: float = SECONDS) -> int:
+    def submit(self, kind: TaskKind, block_ids: Iterable[int], detail: Detail, seconds: float = SECONDS) -> int:
         """Returns the task's id."""
-        task_id, is_send = self.number(), direction in (Direction.SEND, Direction.UPDATE_SEND)
+        task_id, is_send = self.number(), kind.lane is Lane.OUT
         with self._changed:
             self._results[task_id] = []
         self.client.submit(
             TransferTask(
                 task_id=task_id,
-                direction=direction,
+                kind=kind,
                 source_ids=ids(block_ids if is_send else NOTHING),
                 destination_ids=ids(NOTHING if is_send else block_ids),
                 deadline=time.monotonic() + seconds,
@@ -220,7 +220,7 @@ class Pair:
         """Returns the offer's number and the task's id. All ranks know of it on return."""
         number = self.owner.number()
         detail = SendDetail(number=number, num_blocks=num_blocks, num_complete=num_complete, step=step)
-        task = self.owner.submit(Direction.SEND, blocks, detail, seconds)
+        task = self.owner.submit(TaskKind.SEND, blocks, detail, seconds)
         self.owner.wait(self.update(number, num_blocks, num_complete))  # answered at once, in the tasks' order
         return number, task
 
@@ -233,11 +233,11 @@ class Pair:
         self, number: int, num_blocks: int, num_complete: int, blocks: Iterable[int] = NOTHING, step: int | None = None
     ) -> int:
         detail = SendDetail(number=number, num_blocks=num_blocks, num_complete=num_complete, step=step)
-        return self.owner.submit(Direction.UPDATE_SEND, blocks, detail)
+        return self.owner.submit(TaskKind.UPDATE_SEND, blocks, detail)
 
     def fail(self, number: int, why: Why, num_blocks: int = 1) -> int:
         detail = SendDetail(number=number, num_blocks=num_blocks, num_complete=0, why=why)
-        return self.owner.submit(Direction.UPDATE_SEND, NOTHING, detail)
+        return self.owner.submit(TaskKind.UPDATE_SEND, NOTHING, detail)
 
     # -- the reader's
 
@@ -263,10 +263,10 @@ class Pair:
             receive_number=self.reader._next_number if receive_number is None else receive_number,
             slot=slot,
         )
-        return self.reader.submit(Direction.RECEIVE, blocks, detail, seconds)
+        return self.reader.submit(TaskKind.RECEIVE, blocks, detail, seconds)
 
     def end_receive(self, receive_number: int) -> int:
-        return self.reader.submit(Direction.END_RECEIVE, NOTHING, EndReceiveDetail(receive_number=receive_number))
+        return self.reader.submit(TaskKind.END_RECEIVE, NOTHING, EndReceiveDetail(receive_number=receive_number))
 
     def holds(self, blocks: Sequence[int], sources: Sequence[int], layers: Iterable[int]) -> bool:
         """Whether the reader's blocks have the content of the owner's in these layers, on all ranks."""

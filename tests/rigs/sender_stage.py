@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fastdeploy_cache.ipc.codec import unpack_int32
 from fastdeploy_cache.transfer_manager.peer.messages import (
     Chunk,
     Confirm,
@@ -18,7 +19,7 @@ from fastdeploy_cache.transfer_manager.peer.messages import (
     Why,
 )
 from fastdeploy_cache.transfer_manager.peer.sender import SendEnd, Sender
-from fastdeploy_cache.transfer_manager.task import Direction, SwapMessage, pack_ids, unpack_ids
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
 OWNER, READER, OTHER = (bytes([n]) * 16 for n in (1, 2, 3))
 NUM_LAYERS, SILENCE, DEADLINE = 4, 5.0, 100.0
@@ -40,16 +41,17 @@ class Stage:
     def reader(self, rank: int = 0, receive: int = 1, instance: bytes = READER) -> ReaderKey:
         return ReaderKey(instance, receive, rank)
 
-    def _task(self, direction: Direction, ids: Sequence[int]) -> SwapMessage:
-        return SwapMessage(70, 1, direction, pack_ids(np.array(ids, np.int32)), b"", 0.0)
+    def _task(self, kind: TaskKind, ids: Sequence[int]) -> TransferTask:
+        source_ids, none = np.array(ids, np.int32), np.empty(0, np.int32)
+        return TransferTask(task_id=70, kind=kind, source_ids=source_ids, destination_ids=none, deadline=0.0)
 
     def begin(self, *ids: int, complete: int = 0, step: int | None = None, now: float = 0.0) -> None:
         detail = SendDetail(number=7, num_blocks=4, num_complete=complete, step=step)
-        self.sender.begin(self._task(Direction.SEND, ids), detail, DEADLINE, now)
+        self.sender.begin(self._task(TaskKind.SEND, ids), detail, DEADLINE, now)
 
     def update(self, *ids: int, complete: int = 0, step: int | None = None, why: Why | None = None) -> None:
         detail = SendDetail(number=7, num_blocks=4, num_complete=complete, step=step, why=why)
-        self.sender.update(self._task(Direction.UPDATE_SEND, ids), detail)
+        self.sender.update(self._task(TaskKind.UPDATE_SEND, ids), detail)
 
     def subscribe(
         self, reader: ReaderKey, known: int = 0, now: float = 0.0, readers: int = 1, to: bytes = b"c"
@@ -81,7 +83,7 @@ class Stage:
 
 def said(state: SendState) -> tuple[int, list[int], int, tuple[Chunk, ...]]:
     assert state.why is None
-    return state.first_id, unpack_ids(state.block_ids).tolist(), state.num_complete, state.chunks
+    return state.first_id, unpack_int32(state.block_ids).tolist(), state.num_complete, state.chunks
 
 
 def reason(message: ToReader) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 
 from fastdeploy_cache.errors import LayoutError
-from fastdeploy_cache.transfer_manager.client import KVArrays, OnKVLost, OnResult, RankStatus, ignore_kv_lost
+from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVViews
-from fastdeploy_cache.transfer_manager.rank.rank_signal import LayerProgress
-from fastdeploy_cache.transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
+from fastdeploy_cache.transfer_manager.rank.transfer_client import KVArrays, OnKVLost, ignore_kv_lost
+from fastdeploy_cache.transfer_manager.task import RankResult, TaskKind, TransferResult, TransferTask
 
 
 class SimulatedClient:
@@ -20,7 +21,7 @@ class SimulatedClient:
         self.tasks: deque[TransferTask] = deque()
         self.up = True
         self.auto = False  # end each task at once
-        self.max_tasks = {Direction.SWAP_IN: 1000, Direction.SWAP_OUT: 1000, Direction.COPY: 1000}
+        self.max_tasks = {TaskKind.SWAP_IN: 1000, TaskKind.SWAP_OUT: 1000, TaskKind.COPY: 1000}
         self.cancelled: set[int] = set()
         self._on_result: OnResult | None = None
 
@@ -40,8 +41,8 @@ class SimulatedClient:
         task = self.tasks.popleft()
         if task.task_id in self.cancelled:
             error = "cancelled"
-        sources = self.cpu if task.direction is Direction.SWAP_IN else self.gpu
-        destinations = self.cpu if task.direction is Direction.SWAP_OUT else self.gpu
+        sources = self.cpu if task.kind is TaskKind.SWAP_IN else self.gpu
+        destinations = self.cpu if task.kind is TaskKind.SWAP_OUT else self.gpu
         for source, destination in zip(task.source_ids.tolist(), task.destination_ids.tolist(), strict=True):
             destinations[destination] = sources[source] if error is None else "garbage"
         self._answer(task, error)
@@ -58,8 +59,8 @@ class SimulatedClient:
     def available(self) -> bool:
         return self.up
 
-    def has_room(self, direction: Direction) -> bool:
-        return self.up and len([t for t in self.tasks if t.direction is direction]) < self.max_tasks[direction]
+    def has_room(self, kind: TaskKind) -> bool:
+        return self.up and len([t for t in self.tasks if t.kind is kind]) < self.max_tasks[kind]
 
     def cancel(self, task_id: int) -> None:
         self.cancelled.add(task_id)

@@ -11,7 +11,7 @@ from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 from fastdeploy_cache.transfer_manager.peer.messages import EndReceiveDetail, ReceiveDetail, SendDetail
 from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
-from fastdeploy_cache.transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import Lane, RankResult, TaskKind, TransferResult, TransferTask
 
 
 @dataclass(eq=False)
@@ -74,9 +74,9 @@ class SimulatedPeers:
     def submit(self, task: TransferTask) -> None:
         if not self.up:
             self.answer(task, "a rank is down", was_tried=False)
-        elif task.direction in (Direction.SEND, Direction.UPDATE_SEND):
+        elif task.kind.lane is Lane.OUT:
             self._send(task, decode(task.detail, SendDetail))
-        elif task.direction is Direction.RECEIVE:
+        elif task.kind is TaskKind.RECEIVE:
             self.receives.append(SimReceive(self, task, decode(task.detail, ReceiveDetail)))
         else:
             detail: EndReceiveDetail = decode(task.detail, EndReceiveDetail)
@@ -85,14 +85,14 @@ class SimulatedPeers:
             self.answer(task)
 
     def _send(self, task: TransferTask, detail: SendDetail) -> None:
-        if task.direction is Direction.SEND:
+        if task.kind is TaskKind.SEND:
             self.sends[detail.number] = SimSend(self, task, detail.num_blocks)
         send = self.sends.get(detail.number)
         if send is not None:
             send.ids += task.source_ids.tolist()
             send.num_complete = max(send.num_complete, detail.num_complete)
             send.why = f"{detail.why.reason}: {detail.why.text}" if detail.why is not None else send.why
-        if task.direction is Direction.UPDATE_SEND:
+        if task.kind is TaskKind.UPDATE_SEND:
             self.answer(task)
 
     # -- what the test lets happen
@@ -150,7 +150,7 @@ class SimulatedPeers:
     def kv_lost(self, rank: int) -> None:
         pass
 
-    def has_room(self, direction: Direction) -> bool:
+    def has_room(self, kind: TaskKind) -> bool:
         return self.up
 
     @property

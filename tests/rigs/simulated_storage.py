@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus
-from fastdeploy_cache.transfer_manager.task import Direction, RankResult, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import RankResult, TaskKind, TransferResult, TransferTask
 from tests.rigs.simulated_client import SimulatedClient
 
 _HASH_BYTES = 32
@@ -59,15 +59,15 @@ class SimulatedStorage:
         hashes = [task.hashes[i : i + _HASH_BYTES] for i in range(0, len(task.hashes), _HASH_BYTES)]
         there = [self.lies or h in self.objects for h in hashes]
         num_there = there.index(False) if False in there else len(there)
-        if task.direction is Direction.LOOKUP:
+        if task.kind is TaskKind.LOOKUP:
             self._answer(task, num_there, error, was_tried)
             return
-        if task.direction is Direction.PROBE:
+        if task.kind is TaskKind.PROBE:
             for block in task.destination_ids.tolist():
                 self.memory.cpu[block] = "noise"
             self._answer(task, int(self.probes_write), error, was_tried)
             return
-        if task.direction is Direction.WRITE:
+        if task.kind is TaskKind.WRITE:
             self.num_offers.update(hashes)
             num_taken = 0 if self.declines else len(hashes)
             for key, block in zip(hashes[:num_taken], task.source_ids.tolist(), strict=False):
@@ -102,7 +102,7 @@ class SimulatedStorage:
     def cancel(self, task_id: int) -> None:
         self.cancelled.add(task_id)
 
-    def has_room(self, direction: Direction) -> bool:
+    def has_room(self, kind: TaskKind) -> bool:
         return self.up
 
     @property

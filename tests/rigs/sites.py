@@ -76,7 +76,7 @@ def lines() -> frozenset[Site]:
 def methods(kind: str, protocol: type, *implementations: type) -> dict[CodeType, Site]:
     """The code of every method that a protocol names, in each class that implements it."""
     found = dict[CodeType, Site]()
-    for name in vars(protocol):
+    for name in dir(protocol):  # with what it inherits of other protocols
         for each in implementations:
             member = inspect.getattr_static(each, name, None)
             function = member.fget if isinstance(member, property) else member

@@ -12,13 +12,14 @@ from fastdeploy_cache.errors import DeviceError, LayoutError, RankStartError
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.device import cuda as cuda_module
 from fastdeploy_cache.transfer_manager.device import cuda_driver
+from fastdeploy_cache.transfer_manager.device.base import DeviceSetup
 from fastdeploy_cache.transfer_manager.device.cuda import CudaDevice, export_kv, open_cuda, open_segment
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, Place
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, SegmentHandle
 from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
-from fastdeploy_cache.transfer_manager.task import SWAPS, Direction, Lane, RankSetup
+from fastdeploy_cache.transfer_manager.task import Lane, TaskKind
 from tests.rigs.fake_cuda import FakeDriver, install
 
 NUM_GPU, NUM_CPU = 6, 7
@@ -26,7 +27,7 @@ NUM_GPU, NUM_CPU = 6, 7
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=1024, dtype="float32").for_rank(1, 8)
 SMALL = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8).for_rank(1, 4)
 PART = SMALL.parts[0].num_bytes
-OUT, IN, COPY = Direction.SWAP_OUT, Direction.SWAP_IN, Direction.COPY
+OUT, IN, COPY = TaskKind.SWAP_OUT, TaskKind.SWAP_IN, TaskKind.COPY
 IDS = np.array([4, 0, 1], np.int32), np.array([5, 6, 2], np.int32)  # on the GPU, on the CPU
 
 
@@ -65,23 +66,16 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> RecordingDriver:
     return fake
 
 
-def setup_of(kv: KVHandle | None, layout: object = LAYOUT, device_id: int = 0) -> RankSetup:
-    """What a rank is told."""
-    return RankSetup(
+def setup_of(kv: KVHandle | None, layout: object = LAYOUT, device_id: int = 0) -> DeviceSetup:
+    """What a rank is told of its device."""
+    return DeviceSetup(
         rank=0,
-        incarnation=1,
-        engine_pid=1,
-        queue_address="",
-        device="cuda",
+        kind="cuda",
         device_id=device_id,
         layout=layout,  # type: ignore[arg-type]
         num_gpu_blocks=NUM_GPU,
         num_cpu_blocks=NUM_CPU,
         kv=kv,
-        cpu_fd=-1,
-        signal_fd=-1,
-        heartbeat_seconds=1.0,
-        max_tasks_in_flight=1,
     )
 
 
@@ -306,19 +300,19 @@ def test_only_errors_that_stick_lose_the_device(
     device.close()
 
 
-@pytest.mark.parametrize("direction", SWAPS)
+@pytest.mark.parametrize("kind", [kind for kind in TaskKind if kind.is_swap])
 @pytest.mark.parametrize("call", ["cuMemcpyBatchAsync", "cuEventRecord", "cuEventSynchronize"])
 def test_a_failing_copy_waits_for_what_it_started(
-    driver: RecordingDriver, images: np.ndarray, direction: Direction, call: str
+    driver: RecordingDriver, images: np.ndarray, kind: TaskKind, call: str
 ) -> None:
     """When it raises nothing is being written any more: its blocks may be given out again."""
     device, _ = opened(images)
     driver.num_done = 0
     gpu, cpu = IDS
-    sources, destinations = {OUT: (gpu, cpu), IN: (cpu, gpu), COPY: (gpu, np.array([2, 3, 5], np.int32))}[direction]
+    sources, destinations = {OUT: (gpu, cpu), IN: (cpu, gpu), COPY: (gpu, np.array([2, 3, 5], np.int32))}[kind]
     driver.fail[call] = 2
     with pytest.raises(DeviceError, match=f"{call} failed"):
-        device.copy(direction, sources, destinations, lambda _: None)
+        device.copy(kind, sources, destinations, lambda _: None)
     assert driver.num_pending == 0 and driver.num_done > 0
     device.close()
 

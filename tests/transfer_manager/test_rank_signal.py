@@ -9,7 +9,8 @@ import pytest
 
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.kv.layout import MAX_LAYERS
-from fastdeploy_cache.transfer_manager.rank.rank_signal import NUM_SLOTS, LayerProgress, RankSignal, RankState
+from fastdeploy_cache.transfer_manager.process.words import NUM_SLOTS, RankSignal, RankState
+from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from fastdeploy_cache.errors import IPCError
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.process.supervisor import Phase, RankSupervisor, RestartPolicy
-from fastdeploy_cache.transfer_manager.rank.rank_signal import RankSignal, RankState
+from fastdeploy_cache.transfer_manager.process.words import RankSignal, RankState
 from fastdeploy_cache.transfer_manager.task import Lane
 
 CONFIG = TransferConfig(

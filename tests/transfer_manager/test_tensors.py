@@ -13,20 +13,20 @@ import pytest
 from fastdeploy_cache.errors import LayoutError
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle
-from fastdeploy_cache.transfer_manager.client import InlineClient
 from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
 from fastdeploy_cache.transfer_manager.kv.dlpack import MemoryArray
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, Place
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
 from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace, array_places, local_segments, shared_handle
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
+from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.answers import Answers, task
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8).for_rank(1, 4)
 NUM_GPU, NUM_CPU = 5, 6
 BLOCK = (4, 2, 8)  # of one part in one layer
 PART = 128
-OUT, IN = Direction.SWAP_OUT, Direction.SWAP_IN
+OUT, IN = TaskKind.SWAP_OUT, TaskKind.SWAP_IN
 Tensor = Callable[[np.ndarray], Any]
 
 

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fastdeploy_cache.ipc.shared_array import SharedArray
-from fastdeploy_cache.transfer_manager.device.base import Device
+from fastdeploy_cache.transfer_manager.device.base import Device, DeviceSetup
 from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
-from fastdeploy_cache.transfer_manager.task import RankSetup
 
 
 class OpenedDevice(NamedTuple):
@@ -21,7 +20,7 @@ class OpenedDevice(NamedTuple):
     memory: object  # kept as long as the device
 
 
-def open_device(setup: RankSetup, cpu: SharedArray) -> OpenedDevice:
+def open_device(setup: DeviceSetup, cpu: SharedArray) -> OpenedDevice:
     """Attach the rank's KV arrays, or make them where the set-up names none.
 
     Raises:
@@ -30,7 +29,7 @@ def open_device(setup: RankSetup, cpu: SharedArray) -> OpenedDevice:
     """
     shape = (setup.num_cpu_blocks, setup.layout.block_bytes)
     images = cpu.view(np.uint8, shape) if setup.num_cpu_blocks else np.empty(shape, np.uint8)
-    if setup.device == "cuda":
+    if setup.kind == "cuda":
         from fastdeploy_cache.transfer_manager.device.cuda import open_cuda  # late: needs NVIDIA's bindings
 
         cuda, new_kv = open_cuda(setup, images)

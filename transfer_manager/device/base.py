@@ -5,19 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from fastdeploy_cache.errors import DeviceError
-from fastdeploy_cache.transfer_manager.task import Direction, Int32Array
+from fastdeploy_cache.ipc.codec import Int32Array
+from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
+from fastdeploy_cache.transfer_manager.task import TaskKind
+
+
+class DeviceSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """Which device a rank opens, and the blocks that it moves."""
+
+    rank: int
+    kind: str
+    device_id: int
+    layout: RankLayout
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    kv: KVHandle | None  # None: the rank makes the KV arrays
 
 
 class Device(Protocol):
     """One rank's KV arrays and CPU blocks, in the rank (or inline in the engine).
 
-    At most one thread copies in each direction at a time (COPY counts as SWAP_IN).
+    At most one thread copies in each lane at a time (COPY goes by that of SWAP_IN).
     """
 
     def copy(
         self,
-        direction: Direction,
+        kind: TaskKind,
         source_ids: Int32Array,
         destination_ids: Int32Array,
         on_layer: Callable[[int], None],
@@ -53,12 +70,12 @@ class Device(Protocol):
 
 
 def check_ids(
-    direction: Direction, source_ids: Int32Array, destination_ids: Int32Array, num_gpu_blocks: int, num_cpu_blocks: int
+    kind: TaskKind, source_ids: Int32Array, destination_ids: Int32Array, num_gpu_blocks: int, num_cpu_blocks: int
 ) -> None:
     """Raise `DeviceError` for lists of different length or ids outside the pools of their tiers."""
     pools = {True: ("GPU", num_gpu_blocks), False: ("CPU", num_cpu_blocks)}
-    _check_pool(*pools[direction is not Direction.SWAP_IN], source_ids)
-    _check_pool(*pools[direction is not Direction.SWAP_OUT], destination_ids)
+    _check_pool(*pools[kind is not TaskKind.SWAP_IN], source_ids)
+    _check_pool(*pools[kind is not TaskKind.SWAP_OUT], destination_ids)
     if len(source_ids) != len(destination_ids):
         raise DeviceError(f"{len(source_ids)} source block ids for {len(destination_ids)} destination block ids")
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from fastdeploy_cache.ipc.codec import Int32Array
 from fastdeploy_cache.transfer_manager.device.base import check_ids
 from fastdeploy_cache.transfer_manager.device.strips import Step, Strip, leading_strips, load_steps, whole_step
 from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
-from fastdeploy_cache.transfer_manager.task import Direction, Int32Array
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _Pairs = list[tuple[Bytes, Bytes]]  # pieces on the device, the same inside the images: [blocks, rows, row bytes] each
@@ -20,7 +21,7 @@ _Pairs = list[tuple[Bytes, Bytes]]  # pieces on the device, the same inside the 
 class CpuDevice:
     """See `transfer_manager.device.base.Device`. NumPy copies piece by piece, without the interpreter's lock.
 
-    Copies of different directions may run in two threads at a time.
+    Copies of different lanes may run in two threads at a time.
     """
 
     def __init__(
@@ -50,20 +51,20 @@ class CpuDevice:
 
     def copy(
         self,
-        direction: Direction,
+        kind: TaskKind,
         source_ids: Int32Array,
         destination_ids: Int32Array,
         on_layer: Callable[[int], None],
         num_tokens: int | None = None,
     ) -> int:
-        check_ids(direction, source_ids, destination_ids, self._num_gpu_blocks, self._num_cpu_blocks)
+        check_ids(kind, source_ids, destination_ids, self._num_gpu_blocks, self._num_cpu_blocks)
         spans = list(_spans(source_ids, destination_ids))
-        if direction is Direction.SWAP_IN:
+        if kind is TaskKind.SWAP_IN:
             for num_layers, pairs in self._load:
                 for pieces, images in pairs:
                     _copy(pieces, images, spans)
                 on_layer(num_layers)
-        elif direction is Direction.SWAP_OUT:
+        elif kind is TaskKind.SWAP_OUT:
             for pieces, images in self._store:
                 _copy(images, pieces, spans)
             on_layer(self._layout.num_layers)

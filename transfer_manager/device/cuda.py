@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache.errors import DeviceError, LayoutError
-from fastdeploy_cache.transfer_manager.device.base import check_ids
+from fastdeploy_cache.ipc.codec import Int32Array
+from fastdeploy_cache.transfer_manager.device.base import DeviceSetup, check_ids
 from fastdeploy_cache.transfer_manager.device.cuda_driver import (
     KERNEL_ALIGNMENT,
     TABLE_PIECES,
@@ -24,7 +25,7 @@ from fastdeploy_cache.transfer_manager.device.strips import Strip, leading_strip
 from fastdeploy_cache.transfer_manager.kv.layout import Place, Places, RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, SegmentHandle
 from fastdeploy_cache.transfer_manager.kv.tensors import array_places
-from fastdeploy_cache.transfer_manager.task import Direction, Int32Array, Lane, RankSetup
+from fastdeploy_cache.transfer_manager.task import Lane, TaskKind
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ _MEASURED_PIECES, _MEASURED_BYTES = 256, 16 * 2**20
 
 
 class CudaDevice:
-    """See `transfer_manager.device.base.Device`. One stream for each direction.
+    """See `transfer_manager.device.base.Device`. One stream for each lane.
 
     The engine commits a block when the step that wrote it has ended on the GPU, so a copy waits for no stream of the
     model. What is loaded is visible to kernels that are launched after the event of its layer.
@@ -64,42 +65,40 @@ class CudaDevice:
 
     def copy(
         self,
-        direction: Direction,
+        kind: TaskKind,
         source_ids: Int32Array,
         destination_ids: Int32Array,
         on_layer: Callable[[int], None],
         num_tokens: int | None = None,
     ) -> int:
-        check_ids(direction, source_ids, destination_ids, self._num_gpu_blocks, len(self._images))
+        check_ids(kind, source_ids, destination_ids, self._num_gpu_blocks, len(self._images))
         try:
-            if direction is Direction.COPY:
+            if kind is TaskKind.COPY:
                 num_bytes = self._copy_leading(source_ids, destination_ids, num_tokens)
                 on_layer(self._layout.num_layers)
                 return len(source_ids) * num_bytes
-            self._swap(direction, source_ids, destination_ids, on_layer)
+            self._swap(kind, source_ids, destination_ids, on_layer)
         except BaseException:
             # what was started may still be writing: only when it has ended may the blocks be given out again
             if not self._cuda.is_lost:
-                self._cuda.call("cuStreamSynchronize", self._streams[direction.lane])
+                self._cuda.call("cuStreamSynchronize", self._streams[kind.lane])
             raise
         return len(source_ids) * self._layout.block_bytes
 
     def _swap(
         self,
-        direction: Direction,
+        kind: TaskKind,
         source_ids: Int32Array,
         destination_ids: Int32Array,
         on_layer: Callable[[int], None],
     ) -> None:
-        lane = direction.lane
-        steps = self._load if direction is Direction.SWAP_IN else self._store
-        gpu_ids, cpu_ids = (
-            (destination_ids, source_ids) if direction is Direction.SWAP_IN else (source_ids, destination_ids)
-        )
+        lane = kind.lane
+        steps = self._load if kind is TaskKind.SWAP_IN else self._store
+        gpu_ids, cpu_ids = (destination_ids, source_ids) if kind is TaskKind.SWAP_IN else (source_ids, destination_ids)
         for step, event in zip(steps, self._events[lane], strict=False):
             for strip in step.strips:
                 on_gpu, in_image = self._on_gpu(strip, gpu_ids), self._in_images(strip, cpu_ids)
-                to, source = (on_gpu, in_image) if direction is Direction.SWAP_IN else (in_image, on_gpu)
+                to, source = (on_gpu, in_image) if kind is TaskKind.SWAP_IN else (in_image, on_gpu)
                 self._start(lane, to, source, strip.row_bytes)
             self._cuda.call("cuEventRecord", event, self._streams[lane])
         for step, event in zip(steps, self._events[lane], strict=False):
@@ -216,7 +215,7 @@ def _kernel_or_none(cuda: Cuda) -> CopyKernel | None:
         return None
 
 
-def open_cuda(setup: RankSetup, images: Bytes) -> tuple[CudaDevice, KVHandle | None]:
+def open_cuda(setup: DeviceSetup, images: Bytes) -> tuple[CudaDevice, KVHandle | None]:
     """A rank's device: the worker's KV arrays opened, or new ones made where the set-up names none.
 
     Raises:
@@ -236,7 +235,7 @@ def open_cuda(setup: RankSetup, images: Bytes) -> tuple[CudaDevice, KVHandle | N
     return _device(setup, cuda, bases, setup.kv.places, images), None
 
 
-def _device(setup: RankSetup, cuda: Cuda, bases: list[int], places: Places, images: Bytes) -> CudaDevice:
+def _device(setup: DeviceSetup, cuda: Cuda, bases: list[int], places: Places, images: Bytes) -> CudaDevice:
     return CudaDevice(
         setup.layout, cuda, bases=bases, places=places, images=images, num_gpu_blocks=setup.num_gpu_blocks
     )
@@ -266,7 +265,7 @@ def open_segment(cuda: Cuda, segment: SegmentHandle) -> int:
 
 
 def export_kv(layout: RankLayout, layers: Sequence[Mapping[str, Any]], device_id: int) -> KVHandle:
-    """In a worker: the handle of its KV arrays on the GPU, tensors of PyTorch or Paddle or `ArrayPlace`s.
+    """The handle of a worker's KV arrays on the GPU, which are tensors of PyTorch or Paddle, or `ArrayPlace`s.
 
     Several arrays inside one pooled allocation share its handle; each one's place is its offset there. The worker keeps
     the arrays until the engine has let them go (`kv_lost`, or its end).

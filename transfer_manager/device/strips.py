@@ -46,7 +46,7 @@ def whole_step(layout: RankLayout, places: Places) -> tuple[Step, ...]:
 
 
 def leading_strips(layout: RankLayout, places: Places, num_tokens: int | None) -> list[Strip]:
-    """Of each block in all layers and parts the first `num_tokens` tokens, or all of it; images are not concerned."""
+    """The strips of the first `num_tokens` tokens of each block, or of all, in every layer and part, without images."""
     strips = []
     for in_layer in places:
         for part, place in zip(layout.parts, in_layer, strict=True):

@@ -35,7 +35,7 @@ class SegmentHandle(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, num_bytes: int, fd: int, pid: int) -> SegmentHandle:
-        """Of a descriptor of this process, whose number is `pid`; 0: of one that the reader inherits."""
+        """The handle of a descriptor of this process, which has the number `pid`; 0: the reader inherits it."""
         started = started_ticks(pid) if pid else 0
         return cls(kind="memfd", num_bytes=num_bytes, pid=pid, started=started, fd=fd, inode=os.fstat(fd).st_ino)
 
@@ -121,11 +121,11 @@ class KVMemory:
         return cls(layout, num_gpu_blocks, segments, handle.places)
 
     def handle(self) -> KVHandle:
-        """For other processes, as long as this one lives and has not closed it."""
+        """A handle for other processes, good as long as this one lives and has not closed it."""
         return self._handle(os.getpid())
 
     def inherited(self) -> KVHandle:
-        """For a child process to which the descriptors are passed on."""
+        """A handle for a child process that inherits the descriptors."""
         return self._handle(0)
 
     def _handle(self, pid: int) -> KVHandle:
@@ -143,3 +143,15 @@ class KVMemory:
         """Give the descriptors up; views stay valid. Safe to call twice."""
         for segment in self.segments:
             segment.close()
+
+
+def open_cpu_blocks(fd: int, num_blocks: int, block_bytes: int) -> SharedArray:
+    """The rank's CPU blocks, which are never initialised by those who attach.
+
+    Raises:
+        IPCError: they are fewer than that.
+    """
+    cpu = SharedArray(fd, os.fstat(fd).st_size)
+    if cpu.num_bytes < num_blocks * block_bytes:
+        raise IPCError(f"the CPU blocks have {cpu.num_bytes} bytes, too few for {num_blocks} blocks")
+    return cpu

@@ -30,7 +30,7 @@ class ArrayPlace:
 
     @classmethod
     def of(cls, array: Any) -> ArrayPlace:
-        """Of a NumPy array, a Paddle or PyTorch tensor, or anything else with `__dlpack__`; nothing is copied.
+        """The place of a NumPy array, a Paddle or PyTorch tensor, or anything else with `__dlpack__`; copies nothing.
 
         The caller keeps the array alive. Raises `LayoutError` for what has no DLPack, or lies on another device.
         """

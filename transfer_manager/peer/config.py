@@ -94,7 +94,7 @@ class PeerConfig:
 
     @property
     def port(self) -> int | None:
-        """Of rank 0; None for private sockets."""
+        """The port of rank 0; None for private sockets."""
         return int(self.listen.rpartition(":")[2]) if self.listen else None
 
     def link_options(self) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fastdeploy_cache.ipc.codec import Int32Array
 from fastdeploy_cache.transfer_manager.kv.layout import KVPart, Places, RankLayout
 from fastdeploy_cache.transfer_manager.peer.link import Int64Array, Pieces
-from fastdeploy_cache.transfer_manager.task import Int32Array
 
 
 class Share(NamedTuple):
@@ -96,7 +96,7 @@ class PieceMaker:
         return int(self._row_bytes.sum() * self._local_rows.shape[1] * self._local.shape[1])
 
     def pieces(self, local_ids: Int32Array, remote_ids: Int32Array, first_layer: int, end_layer: int) -> Pieces:
-        """Of these blocks (lists of equal length) in layers [first_layer, end_layer)."""
+        """The pieces of these blocks (lists of equal length) in layers [first_layer, end_layer)."""
         layers = slice(first_layer, end_layer)
         sides = []
         for table, rows, ids in (

@@ -106,7 +106,7 @@ class Link(Protocol):
         """
 
     def endpoint(self) -> bytes:
-        """For peers, who `connect` with it. It is good until this process ends or closes the link."""
+        """What peers `connect` with. It is good until this process ends or closes the link."""
 
     def connect(self, endpoint: bytes, timeout_seconds: float) -> Peer:
         """Reach another process's memory, once: `disconnect` comes before the same endpoint again.
@@ -118,7 +118,7 @@ class Link(Protocol):
     def read(self, peer: Peer, pieces: Pieces, timeout_seconds: float) -> int:
         """Copy the peer's pieces into local ones and return the bytes. All pieces have arrived, or it raises.
 
-        Local pieces must not overlap. What the peer writes meanwhile is torn: who reads when is the users' agreement.
+        Local pieces must not overlap. What the peer writes meanwhile is torn: users agree on who reads when.
 
         Raises:
             LinkError: see there; "refused" for a piece outside its segment, before anything is read.
@@ -150,7 +150,7 @@ def boot_id() -> str:
 
 
 def seal_endpoint(endpoint: Endpoint) -> bytes:
-    """As bytes, a digest in front: a flipped bit in a contact ends in a segmentation fault inside NIXL."""
+    """The endpoint as bytes, a digest in front: a flipped bit in a contact ends in a segmentation fault inside NIXL."""
     body = encode(endpoint)
     return _digest(body) + body
 

@@ -33,7 +33,7 @@ _SPIN_SECONDS = 100e-6  # as long as the shortest sleep takes
 _FIRST_NAP_SECONDS, _LAST_NAP_SECONDS = 20e-6, 1e-3
 
 
-class Engine(Protocol):
+class ReadEngine(Protocol):
     """A library that moves bytes. Every method raises `LinkError`; deadlines are of `time.monotonic`."""
 
     def register(self, memory: Bytes) -> None:
@@ -66,7 +66,7 @@ class AddressLink:
     is read first could be the old process's and the data the new one's.
     """
 
-    def __init__(self, kind: str, engine: Engine) -> None:
+    def __init__(self, kind: str, engine: ReadEngine) -> None:
         self.kind = kind
         self._engine = engine
         self._views: list[Bytes] = []

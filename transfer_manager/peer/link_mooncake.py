@@ -22,7 +22,7 @@ _ENDED = (_DONE, -1)  # -1: failed. Else 0, or -2 for late by Mooncake's own clo
 
 
 class MooncakeEngine:
-    """See `Engine`.
+    """See `ReadEngine`.
 
     Each piece is a transfer of its own. A batch is waited for by a call that spins on a core for up to 30 s and comes
     back at its first failure, others still arriving; of single transfers each one's end is known.
@@ -43,18 +43,18 @@ class MooncakeEngine:
         self._met: dict[str, bytes] = {}  # incarnations, by name
 
     def register(self, memory: Bytes) -> None:
-        """See `Engine`."""
+        """See `ReadEngine`."""
         code = self._engine.register_memory(memory.ctypes.data, memory.nbytes)
         if code != _OK:
             raise LinkError(f"Mooncake does not register {memory.nbytes} bytes: {code}", "failed")
         self._registered.append(memory.ctypes.data)
 
     def contact(self) -> bytes:
-        """See `Engine`: host and port."""
+        """See `ReadEngine`: host and port."""
         return f"{self._hostname}:{self._engine.get_rpc_port()}".encode()
 
     def reach(self, there: Endpoint, deadline: float) -> None:
-        """See `Engine`."""
+        """See `ReadEngine`."""
         name, engine = _name(there), self._engine
         if self._met.setdefault(name, there.incarnation) != there.incarnation:
             # Its segments would be looked for where the other process had them.
@@ -70,7 +70,7 @@ class MooncakeEngine:
     def fetch(
         self, there: Endpoint, local: Int64Array, remote: Int64Array, num_bytes: Int64Array, deadline: float
     ) -> None:
-        """See `Engine`."""
+        """See `ReadEngine`."""
         name, engine = _name(there), self._engine
         pieces = list(zip(local.tolist(), remote.tolist(), num_bytes.tolist(), strict=True))
         is_done = _transfer(engine, name, pieces, deadline)
@@ -83,10 +83,10 @@ class MooncakeEngine:
             raise LinkError(f"{what}: nobody answers there", "gone")
 
     def leave(self, there: Endpoint) -> None:
-        """See `Engine`. Mooncake keeps what it knows of a peer and has no call to forget it."""
+        """See `ReadEngine`. Mooncake keeps what it knows of a peer and has no call to forget it."""
 
     def close(self) -> None:
-        """See `Engine`."""
+        """See `ReadEngine`."""
         for address in self._registered:
             self._engine.unregister_memory(address)
         self._registered, self._engine = [], None

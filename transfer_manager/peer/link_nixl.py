@@ -21,7 +21,7 @@ _THREAD_NAP_MICROSECONDS = 1000
 
 
 class NixlEngine:
-    """See `Engine`. What UCX may use (UCX_TLS, UCX_NET_DEVICES) is for the process's environment to say.
+    """See `ReadEngine`. What UCX may use (UCX_TLS, UCX_NET_DEVICES) is for the process's environment to say.
 
     Every agent has a new name, so that none is taken for another. One agent owns what peers read; a thread of its own
     answers them. Another one, without a thread, reads: beside its calls such a thread would spin for the lock, on a
@@ -50,7 +50,7 @@ class NixlEngine:
         self._lost: set[bytes] = set()
 
     def register(self, memory: Bytes) -> None:
-        """See `Engine`."""
+        """See `ReadEngine`."""
         descriptors = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(memory.ctypes.data, memory.nbytes, 0, "")])
         try:
             self._agent.registerMem(descriptors, self._backends)
@@ -60,11 +60,11 @@ class NixlEngine:
         self._registered.append(descriptors)
 
     def contact(self) -> bytes:
-        """See `Engine`: the owner's name, its connections and what it has registered."""
+        """See `ReadEngine`: the owner's name, its connections and what it has registered."""
         return bytes(self._owner.getLocalMD())
 
     def reach(self, there: Endpoint, deadline: float) -> None:  # noqa: ARG002  the first read connects
-        """See `Engine`."""
+        """See `ReadEngine`."""
         try:
             name = self._agent.loadRemoteMD(there.contact)
         except self._errors as error:
@@ -74,7 +74,7 @@ class NixlEngine:
     def fetch(
         self, there: Endpoint, local: Int64Array, remote: Int64Array, num_bytes: Int64Array, deadline: float
     ) -> None:
-        """See `Engine`."""
+        """See `ReadEngine`."""
         if there.incarnation in self._lost:
             raise LinkError(f"the {there} is gone: NIXL has lost it before", "gone")
         sides = self._descriptors(local, num_bytes), self._descriptors(remote, num_bytes)
@@ -98,13 +98,13 @@ class NixlEngine:
             raise LinkError(f"NIXL's read from the {there} came to {states[-1]}", "failed", may_write_later=True)
 
     def leave(self, there: Endpoint) -> None:
-        """See `Engine`."""
+        """See `ReadEngine`."""
         self._lost.discard(there.incarnation)
         with contextlib.suppress(*self._errors):  # NIXL has forgotten those whose end it has seen
             self._agent.invalidateRemoteMD(self._names.pop(there.incarnation))
 
     def close(self) -> None:
-        """See `Engine`."""
+        """See `ReadEngine`."""
         for descriptors in self._registered:
             with contextlib.suppress(*self._errors):  # a read that is late may hold it; the agent's end does not
                 self._agent.deregisterMem(descriptors, self._backends)

@@ -130,12 +130,12 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
     """What a task says beside its block ids."""
 
     def to_bytes(self) -> bytes:
-        """For `TransferTask.detail`."""
+        """The bytes for `TransferTask.detail`."""
         return encode(self)
 
 
 class SendDetail(Detail, frozen=True, kw_only=True):
-    """Of SEND and UPDATE_SEND; the task's `source_ids` are blocks behind those told before.
+    """What SEND and UPDATE_SEND say; the task's `source_ids` are blocks behind those told before.
 
     `num_complete` of the blocks have all layers; with `step`, the blocks behind these are computed by the step of that
     number. With `why` the send is over.
@@ -149,7 +149,7 @@ class SendDetail(Detail, frozen=True, kw_only=True):
 
 
 class ReceiveDetail(Detail, frozen=True, kw_only=True):
-    """Of RECEIVE; the task's `destination_ids` are of the offer's blocks from `first_block` on.
+    """What RECEIVE says; the task's `destination_ids` are for the offer's blocks from `first_block` on.
 
     `slot`: of `PeerSignal`, for layers in flight. With none of its blocks wanted the offer is left.
     """
@@ -163,6 +163,6 @@ class ReceiveDetail(Detail, frozen=True, kw_only=True):
 
 
 class EndReceiveDetail(Detail, frozen=True, kw_only=True):
-    """Of END_RECEIVE."""
+    """What END_RECEIVE says."""
 
     receive_number: int

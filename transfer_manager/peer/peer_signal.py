@@ -49,7 +49,7 @@ class PeerSignal:
         return self._signal.get(_IN_FLIGHT + slot)
 
     def handle(self) -> bytes:
-        """For `StepProgress.open` in another process, as long as this one lives."""
+        """What `StepProgress.open` takes in another process, as long as this one lives."""
         return encode(SegmentHandle.of(self.NUM_BYTES, self._array.fd, os.getpid()))
 
 
@@ -69,7 +69,7 @@ class StepProgress:
 
     @classmethod
     def open(cls, handle: bytes) -> StepProgress:
-        """Of another process's rank, by what `PrefixCacheManager.step_progress(rank).handle()` gave there.
+        """Open that of another process's rank, by what `PrefixCacheManager.step_progress(rank).handle()` gave there.
 
         Raises:
             IPCError: it is no handle, or the engine is gone or belongs to another user.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastdeploy_cache.errors import CodecError, IPCError
-from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.ipc.codec import Int32Array, decode, encode, unpack_int32
 from fastdeploy_cache.ipc.peer_channel import CurveKeys, PeerConnection
 from fastdeploy_cache.ipc.task_queue import Poller, Wakeup
 from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
@@ -35,7 +35,6 @@ from fastdeploy_cache.transfer_manager.peer.messages import (
     Why,
 )
 from fastdeploy_cache.transfer_manager.peer.progress import Progress
-from fastdeploy_cache.transfer_manager.task import Int32Array, unpack_ids
 
 _ASK_SECONDS = 0.5  # a reader asks again, and shows that it lives
 _STEP_BYTES = 16 * 2**20  # read at a time: between two it looks at its messages
@@ -94,12 +93,12 @@ class _Source:
         return self.is_complete and self.progress.is_done
 
 
-class Receive:
-    """`run` is called once, by a thread of its own; `cancel` by any."""
+class RankReceive:
+    """One rank's part of a receive. `run` is called once, by a thread of its own; `cancel` by any."""
 
-    def __init__(self, here: Here, detail: ReceiveDetail, destination_ids: bytes, deadline: float) -> None:
+    def __init__(self, here: Here, detail: ReceiveDetail, destination_ids: Int32Array, deadline: float) -> None:
         self._here, self._detail, self._deadline = here, detail, deadline
-        self._ids: Int32Array = unpack_ids(destination_ids)
+        self._ids = destination_ids
         self._key = SendKey(detail.source.instance_id, detail.number)
         self._reader = ReaderKey(here.instance_id, detail.receive_number, here.rank)
         self._cancelled = Wakeup()
@@ -247,7 +246,7 @@ class Receive:
             raise ReceiveFailedError(state.why.reason, state.why.text)
         if len(state.block_ids) % _ID_BYTES:
             raise ReceiveFailedError("failed", f"{source.address} sent {len(state.block_ids)} bytes of block ids")
-        new, known = unpack_ids(state.block_ids).tolist(), len(source.ids)
+        new, known = unpack_int32(state.block_ids).tolist(), len(source.ids)
         if state.first_id > known:  # something was lost in between
             source.asked_at = 0.0
             return

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fastdeploy_cache.ipc.codec import pack_int32
 from fastdeploy_cache.transfer_manager.peer.messages import (
     Chunk,
     Confirm,
@@ -22,7 +23,7 @@ from fastdeploy_cache.transfer_manager.peer.messages import (
     Why,
 )
 from fastdeploy_cache.transfer_manager.peer.peer_signal import layers_done
-from fastdeploy_cache.transfer_manager.task import SwapMessage, pack_ids, unpack_ids
+from fastdeploy_cache.transfer_manager.task import TransferTask
 
 _MAX_REMEMBERED = 4096
 _MAX_EARLY = 1024
@@ -97,7 +98,7 @@ class Sender:
 
     # -- from the engine
 
-    def begin(self, task: SwapMessage, detail: SendDetail, deadline: float, now: float) -> None:
+    def begin(self, task: TransferTask, detail: SendDetail, deadline: float, now: float) -> None:
         """SEND, which ends at that time of `time.monotonic` at the latest. Numbers rise."""
         number = self._last_number = detail.number
         self._sends[number] = _Send(task.task_id, detail.num_blocks, deadline)
@@ -107,14 +108,14 @@ class Sender:
         for key in [key for key in self._left if key[0] <= number]:
             self.leave(self._left.pop(key))
 
-    def update(self, task: SwapMessage, detail: SendDetail) -> None:
+    def update(self, task: TransferTask, detail: SendDetail) -> None:
         """UPDATE_SEND; of a send that is over it says nothing new."""
         if detail.number in self._sends:
             self._extend(detail.number, task, detail)
 
-    def _extend(self, number: int, task: SwapMessage, detail: SendDetail) -> None:
+    def _extend(self, number: int, task: TransferTask, detail: SendDetail) -> None:
         send = self._sends[number]
-        send.ids += unpack_ids(task.source_ids).tolist()
+        send.ids += task.source_ids.tolist()
         send.num_complete = detail.num_complete
         send.steps = [(end, step) for end, step in send.steps if end > send.num_complete]
         known = send.steps[-1][0] if send.steps else send.num_complete
@@ -242,7 +243,12 @@ class Sender:
             self._put(
                 reader.connection,
                 SendState(
-                    self._key(number), self._name(send, rank), reader.num_told, pack_ids(new), send.num_complete, chunks
+                    self._key(number),
+                    self._name(send, rank),
+                    reader.num_told,
+                    pack_int32(new),
+                    send.num_complete,
+                    chunks,
                 ),
             )
             reader.told, reader.num_told = now, len(send.ids)

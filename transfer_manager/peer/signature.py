@@ -1,4 +1,4 @@
-"""Who may make offers: each has a digest under the secret of its group; nobody else can make or change one."""
+"""The digest of an offer under the secret of its group: nobody outside can make an offer, or change one."""
 
 from __future__ import annotations
 

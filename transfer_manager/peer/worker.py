@@ -11,8 +11,8 @@ import os
 import queue
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from fastdeploy_cache.errors import CodecError, IPCError, PeerRefusedError
 from fastdeploy_cache.ipc.codec import decode, encode
@@ -37,21 +37,19 @@ from fastdeploy_cache.transfer_manager.peer.messages import (
     Why,
 )
 from fastdeploy_cache.transfer_manager.peer.peer_signal import NUM_PEER_SLOTS, PeerSignal
-from fastdeploy_cache.transfer_manager.peer.receiver import Here, Receive, ReceiveFailedError
+from fastdeploy_cache.transfer_manager.peer.receiver import Here, RankReceive, ReceiveFailedError
 from fastdeploy_cache.transfer_manager.peer.sender import Sender
-from fastdeploy_cache.transfer_manager.process.lanes import serve_process, start_heartbeat
-from fastdeploy_cache.transfer_manager.rank.rank_signal import RankSignal, RankState
-from fastdeploy_cache.transfer_manager.task import (
-    Direction,
+from fastdeploy_cache.transfer_manager.peer.setup import PeerSetup
+from fastdeploy_cache.transfer_manager.process.main import serve_process
+from fastdeploy_cache.transfer_manager.process.wire import (
     DoneMessage,
-    Lane,
-    PeerSetup,
     ReadyMessage,
     StopMessage,
-    SwapMessage,
-    ToRank,
-    unpack_ids,
+    TaskMessage,
+    ToProcess,
 )
+from fastdeploy_cache.transfer_manager.process.words import RankSignal, RankState
+from fastdeploy_cache.transfer_manager.task import Lane, RankResult, TaskKind, TransferTask
 
 logger = logging.getLogger(__name__)
 
@@ -63,17 +61,12 @@ _MAX_MESSAGES = 4096
 _STOP_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class _Ended:
-    """A task has come to its end."""
+class _Ended(NamedTuple):
+    """A receive has come to its end: which, and what is told to the engine."""
 
+    number: int
     task_id: int
-    why: Why | None
-    num_bytes: int = 0
-    num_blocks: int = 0
-    seconds: float = 0.0
-    number: int = -1  # of a receive
-    peer: str = ""
+    result: RankResult
 
 
 class PeerServer:
@@ -116,7 +109,7 @@ class PeerServer:
         )  # fmt: skip
         self._wakeup = Wakeup()
         self._ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
-        self._receives: dict[int, Receive] = {}
+        self._receives: dict[int, RankReceive] = {}
         self._lanes: dict[Lane, RankQueue] = {}
         self._step_word = self._words.step_word
         self._sender.note_step(self._step_word)
@@ -125,7 +118,6 @@ class PeerServer:
     def run(self) -> None:
         """Serve until told to stop. Ends the process: what links' libraries do at an interpreter's end is not known."""
         try:
-            start_heartbeat(self._signal, self._setup.heartbeat_seconds)
             threading.Thread(target=self._follow_step, name="step", daemon=True).start()
             self._signal.state = RankState.READY
             poller = self._open_lanes()
@@ -158,7 +150,7 @@ class PeerServer:
             self._sender.note_step(word)
         for lane, lane_queue in self._lanes.items():
             while (data := lane_queue.get_now()) is not None:
-                message: ToRank = decode(data, ToRank)
+                message: ToProcess = decode(data, ToProcess)
                 if isinstance(message, StopMessage):
                     return False
                 self._do(lane, message)
@@ -171,44 +163,50 @@ class PeerServer:
 
     # -- tasks of the engine
 
-    def _do(self, lane: Lane, task: SwapMessage) -> None:
-        if task.incarnation != self._setup.incarnation:
-            self._done(lane, task, Why("failed", f"task is for incarnation {task.incarnation}"))
-        elif task.direction is Direction.SEND:
+    def _do(self, lane: Lane, message: TaskMessage) -> None:
+        task = message.task
+        if message.incarnation != self._setup.incarnation:
+            self._done(lane, task, Why("failed", f"task is for incarnation {message.incarnation}"))
+        elif task.kind is TaskKind.SEND:
             detail: SendDetail = decode(task.detail, SendDetail)
             self._sender.begin(task, detail, task.deadline - _ANSWER_SECONDS, time.monotonic())
-        elif task.direction is Direction.UPDATE_SEND:
+        elif task.kind is TaskKind.UPDATE_SEND:
             self._sender.update(task, decode(task.detail, SendDetail))
             self._done(lane, task)
-        elif task.direction is Direction.RECEIVE:
+        elif task.kind is TaskKind.RECEIVE:
             self._receive(task, decode(task.detail, ReceiveDetail))
-        elif task.direction is Direction.END_RECEIVE:
+        elif task.kind is TaskKind.END_RECEIVE:
             ended: EndReceiveDetail = decode(task.detail, EndReceiveDetail)
             if ended.receive_number in self._receives:
                 self._receives[ended.receive_number].cancel()
             self._done(lane, task)
         else:
-            self._done(lane, task, Why("failed", f"a peer process does not {task.direction.value}"))
+            self._done(lane, task, Why("failed", f"a peer process does not {task.kind.value}"))
 
-    def _done(self, lane: Lane, task: SwapMessage, why: Why | None = None) -> None:
-        self._reply(lane, _Ended(task.task_id, why))
+    def _done(self, lane: Lane, task: TransferTask, why: Why | None = None) -> None:
+        self._reply(lane, task.task_id, self._result(why))
 
-    def _reply(self, lane: Lane, ended: _Ended) -> None:
-        why, num_blocks = ended.why, ended.num_blocks if ended.why is None else 0
-        error = f"{why.reason}: {why.text}" if why is not None else None
-        incarnation = self._setup.incarnation
-        done = DoneMessage(
-            ended.task_id, incarnation, ended.num_bytes, num_blocks, ended.seconds, error, peer=ended.peer
+    def _reply(self, lane: Lane, task_id: int, result: RankResult) -> None:
+        self._lanes[lane].put(encode(DoneMessage(task_id, self._setup.incarnation, result)))
+
+    def _result(
+        self, why: Why | None, num_bytes: int = 0, num_blocks: int = 0, seconds: float = 0.0, peer: str = ""
+    ) -> RankResult:
+        return RankResult(
+            rank=self._setup.rank,
+            num_bytes=num_bytes,
+            num_blocks=num_blocks if why is None else 0,
+            seconds=seconds,
+            error=f"{why.reason}: {why.text}" if why is not None else None,
+            peer=peer,
         )
-        self._lanes[lane].put(encode(done))
 
-    def _receive(self, task: SwapMessage, detail: ReceiveDetail) -> None:
+    def _receive(self, task: TransferTask, detail: ReceiveDetail) -> None:
         if (error := self._why_not(task, detail)) is not None:
             self._done(Lane.IN, task, Why("refused", error))
             return
-        receive = Receive(self._here, detail, task.destination_ids, task.deadline - _ANSWER_SECONDS)
+        receive = RankReceive(self._here, detail, task.destination_ids, task.deadline - _ANSWER_SECONDS)
         self._receives[detail.receive_number] = receive
-        num_blocks = len(task.destination_ids) // 4
 
         def run() -> None:
             started, num_bytes, why = time.monotonic(), 0, None
@@ -222,15 +220,15 @@ class PeerServer:
             except BaseException:
                 logger.exception("event=receive_failed task_id=%d", task.task_id)
                 os._exit(1)
-            seconds = time.monotonic() - started
-            self._ended.put(_Ended(task.task_id, why, num_bytes, num_blocks, seconds, detail.receive_number))
+            result = self._result(why, num_bytes, len(task.destination_ids), time.monotonic() - started)
+            self._ended.put(_Ended(detail.receive_number, task.task_id, result))
             self._wakeup.set()
 
         threading.Thread(target=run, name=f"receive-{detail.receive_number}", daemon=True).start()
 
-    def _why_not(self, task: SwapMessage, detail: ReceiveDetail) -> str | None:
+    def _why_not(self, task: TransferTask, detail: ReceiveDetail) -> str | None:
         """What would be written elsewhere than into the task's blocks is refused before anything is read."""
-        ids, num_blocks = unpack_ids(task.destination_ids), self._setup.num_gpu_blocks
+        ids, num_blocks = task.destination_ids, self._setup.num_gpu_blocks
         if detail.receive_number in self._receives:
             return f"receive {detail.receive_number} is under way already"
         if len(ids) != detail.num_blocks - detail.first_block:
@@ -240,11 +238,11 @@ class PeerServer:
 
     def _answer(self) -> None:
         for end in self._sender.take_ended():
-            self._reply(Lane.OUT, _Ended(end.task_id, end.why, end.num_bytes, end.num_blocks, peer=end.peer))
+            self._reply(Lane.OUT, end.task_id, self._result(end.why, end.num_bytes, end.num_blocks, peer=end.peer))
         while not self._ended.empty():
             ended = self._ended.get()
             del self._receives[ended.number]
-            self._reply(Lane.IN, ended)
+            self._reply(Lane.IN, ended.task_id, ended.result)
 
     # -- other instances
 

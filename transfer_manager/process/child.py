@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import IO
 
 from fastdeploy_cache.transfer_manager.config import TransferConfig
-from fastdeploy_cache.transfer_manager.process.lanes import memory_of, say_setup
-from fastdeploy_cache.transfer_manager.task import ProcessSetup
+from fastdeploy_cache.transfer_manager.process.setup import ProcessSetup, memory_of, say_setup
 
 _TAIL_BYTES = 2000
 _TRY_SECONDS = 5.0
 
 
-class RankProcess:
+class ChildProcess:
     """Started, watched through its pid descriptor, killed, reaped. Used by the thread that created it.
 
     That thread must live as long as the process may: the kernel kills the rank when the spawning thread ends.

@@ -1,4 +1,4 @@
-"""What clients to processes of ranks have in common: any thread hands tasks to the I/O thread and stops it."""
+"""The processes of one kind, as any thread uses them: it hands tasks to the I/O thread, and stops it."""
 
 from __future__ import annotations
 
@@ -7,49 +7,51 @@ import threading
 from typing import Any
 
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus
+from fastdeploy_cache.transfer_manager.client import RankStatus
 from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.process.callbacks import Callbacks
 from fastdeploy_cache.transfer_manager.process.flights import failed
-from fastdeploy_cache.transfer_manager.process.io_thread import RankIO
+from fastdeploy_cache.transfer_manager.process.io_thread import ProcessIO
+from fastdeploy_cache.transfer_manager.process.owner import ProcessKind, ProcessOwner
 from fastdeploy_cache.transfer_manager.process.supervisor import Phase
-from fastdeploy_cache.transfer_manager.task import TO_WHO_IS_UP, Direction, TransferTask
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
 logger = event_log(__name__)
 
-_RESTART_BACKOFF_SECONDS = (
-    0.5  # doubles with each death in a minute, so up to half a minute: what it needs may come back
-)
+# doubles with each death in a minute, so up to half a minute: what it needs may come back
+_RESTART_BACKOFF_SECONDS = 0.5
 _NEVER_GIVE_UP = 10**6
+_CALLBACK_SECONDS = 10.0  # beyond the time that processes have to stop, for the callbacks that tell of it
 
 
 def config_beside(transfer: TransferConfig, **changes: Any) -> TransferConfig:
-    """Of processes beside the ranks' own, which the engine can do without: they are started again and again."""
+    """Settings of processes beside the ranks' own, which the engine can do without: they start again and again."""
     return dataclasses.replace(
         transfer,
         device="cpu",
         device_ids=(),
+        kv_owner=None,
         max_restarts=_NEVER_GIVE_UP,
         restart_window_seconds=TransferConfig.restart_window_seconds,
         restart_backoff_seconds=_RESTART_BACKOFF_SECONDS,
         max_tasks_in_flight=TransferConfig.max_tasks_in_flight,
-        **{"kv_owner": None, **changes},
+        **changes,
     )
 
 
-class ProcessClient:
-    """Owns the thread of a `RankIO`; subclasses say what the processes are."""
+class Processes:
+    """One process for each rank behind one I/O thread. See `TaskClient` for what its verbs promise."""
 
-    _io: RankIO | None = None
-    _thread: threading.Thread | None = None
-    _on_result: OnResult
-
-    def __init__(self, config: TransferConfig) -> None:
-        self._config = config
+    def __init__(self, config: TransferConfig, kind: ProcessKind, owner: ProcessOwner) -> None:
+        self.config = config
+        self.io: ProcessIO | None = None
+        self._kind, self._owner = kind, owner
+        self._thread: threading.Thread | None = None
         self._stop_lock = threading.Lock()
 
-    def _start_io(self, io: RankIO, on_result: OnResult, timeout_seconds: float) -> None:
-        """Start the thread and wait until the processes have, or the time is over."""
-        self._io, self._on_result = io, on_result
+    def start(self, callbacks: Callbacks, timeout_seconds: float) -> ProcessIO:
+        """Start the thread and wait until the processes have started, or the time is over."""
+        io = self.io = ProcessIO(self.config, self._kind, self._owner, callbacks)
         self._thread = threading.Thread(target=io.run, name="transfer-io", daemon=True)
         self._thread.start()
         try:
@@ -57,39 +59,42 @@ class ProcessClient:
         except BaseException:  # Ctrl-C: nobody will get to call stop
             self.stop()
             raise
+        return io
 
     def submit(self, task: TransferTask) -> None:
-        """See `TransferClient`."""
-        io = self._io
+        """Hand a task over. One that cannot start is answered on the caller's own thread, before this returns."""
+        io = self.io
         assert io is not None, "submit before start"
-        with io.lock:
-            accepted = self.has_room(task.direction) and io.take_slot(task)
-            if accepted:
-                io.num_tasks[task.direction.lane] += 1
-                io.outbox.append(task)
-        if accepted:
+        if io.tasks.accept(task):
             io.wakeup.set()
         else:
-            self._on_result(failed(task, self._config.tp_size, "the ranks cannot take a task now"))
+            io.callbacks.on_result(failed(task, self.config.tp_size, "the ranks cannot take a task now"))
+
+    def cancel(self, task_id: int) -> None:
+        """Nobody waits for this task any more."""
+        for signal in self._owner.signals:
+            signal.cancel(task_id)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether they have been started, and not stopped."""
+        return self.io is not None and self.io.tasks.is_open
 
     @property
     def available(self) -> bool:
-        """See `TransferClient`."""
-        return self._io is not None and self._io.open and self._io.all_ready.is_set()
+        """Whether every process is ready."""
+        return self.io is not None and self.io.tasks.is_open and self.io.tasks.all_ready.is_set()
 
-    def has_room(self, direction: Direction) -> bool:
-        """See `TransferClient`."""
-        io = self._io
-        if io is None or not (self.available or (io.open and direction in TO_WHO_IS_UP)):
-            return False
-        return io.num_tasks[direction.lane] < self._config.max_tasks_in_flight
+    def has_room(self, kind: TaskKind) -> bool:
+        """Whether a task of this kind, submitted now, would start."""
+        return self.io is not None and self.io.tasks.has_room(kind)
 
     def wait_ready(self, timeout_seconds: float) -> bool:
-        """See `TransferClient`."""
-        return self._io is not None and self._io.all_ready.wait(timeout_seconds)
+        """Wait until every process is ready; False when the time is over first."""
+        return self.io is not None and self.io.tasks.all_ready.wait(timeout_seconds)
 
     def statuses(self) -> list[RankStatus]:
-        """See `TransferClient`."""
+        """One entry for each process."""
         return [
             RankStatus(
                 rank=r.rank,
@@ -97,36 +102,37 @@ class ProcessClient:
                 num_restarts=r.num_restarts,
                 pid=process.pid if (process := r.process) is not None else None,
             )
-            for r in (self._io.ranks if self._io is not None else [])
+            for r in (self.io.ranks if self.io is not None else [])
         ]
 
+    def last_failure(self) -> str:
+        """Why a process is not there, of the first of which that is known."""
+        return next((rank.last_failure for rank in (self.io.ranks if self.io else []) if rank.last_failure), "")
+
+    def note_change(self, rank: int) -> None:
+        """What a rank's process works on has come or gone."""
+        io = self.io
+        assert io is not None
+        with io.tasks.lock:
+            io.changed.add(rank)
+            # Here, and not by the I/O thread: until that has looked, the next task would still be accepted and begin.
+            io.tasks.all_ready.clear()
+        io.wakeup.set()
+
     def stop(self) -> None:
-        """See `TransferClient`."""
-        if self._io is not None:
-            self._io.stopping = True
-            self._io.wakeup.set()
+        """End the processes and answer what is in flight as failed. Safe to call twice, and from a callback."""
+        if self.io is not None:
+            self.io.stopping = True
+            self.io.wakeup.set()
         if threading.current_thread() is self._thread:
             return  # by a callback: the thread ends once that has returned, and whoever stops it next clears up
         with self._stop_lock:  # of two callers the second waits for the first
             if self._thread is not None:
-                self._thread.join(self._config.stop_timeout_seconds + 10)
+                self._thread.join(self.config.stop_timeout_seconds + _CALLBACK_SECONDS)
                 if self._thread.is_alive():
                     logger.error("event=io_thread_stuck action=leave_it_what_it_uses")  # in the caller's callback
                     return
                 self._thread = None
-            if self._io is not None:
-                self._io.wakeup.close()
-            self._close_memory()
-
-    def _tell_kv_changed(self, rank: int) -> None:
-        """A rank's KV arrays have come or gone."""
-        io = self._io
-        assert io is not None
-        with io.lock:
-            io.changed_kv.add(rank)
-            io.all_ready.clear()  # at once, so that no task begins meanwhile; the I/O thread sets it
-        io.wakeup.set()
-
-    def _close_memory(self) -> None:
-        """Give up what the processes shared; they are gone."""
-        raise NotImplementedError
+            if self.io is not None:
+                self.io.wakeup.close()
+            self._owner.close()

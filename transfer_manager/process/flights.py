@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from fastdeploy_cache.transfer_manager.task import Lane, RankResult, TransferResult, TransferTask
 
-# A rank skips tasks whose deadline has passed, so one that runs answers soon after; one that does not is stuck.
+# A rank skips tasks whose deadline has passed, so one that runs answers soon after; one that does not is stuck. With
+# no grace at all, a rank that finishes in the very moment of the deadline would be killed with its answer on the way.
 _ANSWER_GRACE_SECONDS = 0.5
 
 
@@ -49,9 +50,11 @@ class Flights:
 
     def working_on(self, rank: int) -> set[int]:
         """The tasks that a rank may have begun: the oldest of each lane."""
+        # Not all that it owes: what stood behind the oldest when the process died was never begun. To call that tried
+        # would count failures of a store, say, that nobody has asked.
         oldest: dict[Lane, int] = {}
         for flight in self.of_rank(rank):
-            oldest.setdefault(flight.task.direction.lane, flight.task.task_id)
+            oldest.setdefault(flight.task.kind.lane, flight.task.task_id)
         return set(oldest.values())
 
     def all(self) -> list[Flight]:
@@ -59,15 +62,17 @@ class Flights:
         return list(self._flights.values())
 
     def stuck_at(self) -> dict[tuple[int, Lane], tuple[float, int]]:
-        """By rank and lane: when the rank is stuck unless it answers, and which task it owes."""
+        """When each rank is stuck unless it answers, and which task it owes, by rank and lane."""
         found: dict[tuple[int, Lane], tuple[float, int]] = {}
         flights = list(self._flights.values())
         if not self._in_order:
             flights.sort(key=lambda flight: flight.task.deadline)
         for flight in flights:
-            lane = flight.task.direction.lane
+            lane = flight.task.kind.lane
             for rank in flight.waiting:
                 if (rank, lane) not in found:
+                    # From the last answer on, if that is later than the deadline: a task that stood behind a long one
+                    # is late through no fault of the rank, which has only now had the chance to skip it.
                     answered_at = self._answered_at.get((rank, lane), 0.0) if self._in_order else 0.0
                     since = max(flight.task.deadline, answered_at)
                     found[rank, lane] = (since + _ANSWER_GRACE_SECONDS, flight.task.task_id)
@@ -75,9 +80,11 @@ class Flights:
 
     def answer(self, flight: Flight, result: RankResult, now: float) -> TransferResult | None:
         """Note one rank's answer; with the last one the task ends: its result."""
+        # A rank may be answered for twice: by itself just before it dies, and then by whoever reaps it. Counted twice,
+        # a task would end while another rank still writes into its blocks.
         if result.rank not in flight.waiting:
             return None
-        self._answered_at[result.rank, flight.task.direction.lane] = now
+        self._answered_at[result.rank, flight.task.kind.lane] = now
         flight.waiting.discard(result.rank)
         flight.results.append(result)
         if flight.waiting:

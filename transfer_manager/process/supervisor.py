@@ -11,15 +11,12 @@ from fastdeploy_cache.errors import IPCError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.task_queue import TaskQueue
 from fastdeploy_cache.transfer_manager.config import TransferConfig
-from fastdeploy_cache.transfer_manager.rank.rank_signal import RankSignal
+from fastdeploy_cache.transfer_manager.process.words import RankSignal
 from fastdeploy_cache.transfer_manager.task import Lane
 
 logger = event_log(__name__)
 
 _MAX_DOUBLINGS = 30  # of the pause before a restart; more would overflow after a thousand deaths
-
-
-EXIT_REFUSED = 3  # the process cannot start as configured, and trying again will not help
 
 
 class Phase(Enum):
@@ -42,7 +39,7 @@ class Phase(Enum):
 
 
 class Process(Protocol):
-    """What the supervisor needs of an operating-system process; see `RankProcess`."""
+    """What the supervisor needs of an operating-system process; see `ChildProcess`."""
 
     pid: int
     pidfd: int
@@ -97,7 +94,9 @@ class RankSupervisor:
         self.exit_code: int | None = None  # of the last process
         self.num_restarts = 0
         self.blamed = True  # for its death, if it dies now: it counts against it
-        self.parked = False  # it has no KV arrays: not started (again) until it has
+        self.parked = False  # what it works on is not there: not started (again) until it is
+        # Each lane is ready by itself. Taken for the whole, the first one would let tasks of the other lane be sent to
+        # a connection that is not there yet, and ZeroMQ would say that nobody is connected.
         self._ready_lanes: set[Lane] = set()
         self._config = config
         self._signal = signal
@@ -114,8 +113,12 @@ class RankSupervisor:
         """Start the next incarnation on a fresh queue; a failure to spawn counts as a death."""
         assert self.process is None and self.phase is Phase.DOWN
         self.num_restarts += self.incarnation > 0
+        # Before anything of the new process exists: what the old one had sent, and nobody had read, carries its number
+        # and is left alone, so its answer to a task cannot be taken for the new one's.
         self.incarnation += 1
         self.phase = Phase.STARTING
+        # The old process is reaped and the new one is not there: nobody else writes these words now. A heartbeat left
+        # standing would be taken for the new one's first.
         self._signal.reset()
         self._heartbeat, self._last_beat = 0, now
         self._ready_lanes.clear()
@@ -148,6 +151,8 @@ class RankSupervisor:
                 self.incarnation,
                 reason,
             )
+            # Only the first reason: a rank that is killed for a stuck task falls silent, too, and would then be said to
+            # have died of the silence that the kill has caused.
             self._killed_for = reason
             self.blamed = blamed
             self.process.kill()
@@ -181,6 +186,8 @@ class RankSupervisor:
         elif self.phase is Phase.STARTING and now > self._ready_before:
             self.kill(f"it was not ready within {self._config.start_timeout_seconds} s")
         elif self.phase is Phase.READY:
+            # While the process runs, the word is only compared: it has one writer, and a value that this side wrote
+            # could hide a beat that came in between.
             beat = self._signal.heartbeat
             if beat != self._heartbeat:
                 self._heartbeat, self._last_beat = beat, now
@@ -204,6 +211,7 @@ class RankSupervisor:
         was_stopping = self.phase is Phase.STOPPING
         self.phase = Phase.OFF if was_stopping else Phase.DOWN
         if self.queue is not None:
+            # With the process: a task that was in it, and that the process had not read, must reach no other one.
             self.queue.close()
             self.queue = None
         if self.process is not None:
@@ -211,7 +219,7 @@ class RankSupervisor:
             self.process = None
         if was_stopping:
             return
-        if self.parked or not self.blamed:  # killed for want of KV arrays: no fault of its own
+        if self.parked or not self.blamed:  # killed for want of what it works on: no fault of its own
             self._restart_at = now
             return
         delay = self._policy.delay_seconds(now)

@@ -8,7 +8,7 @@ from fastdeploy_cache.ipc.memory_limit import check_available
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVMemory
-from fastdeploy_cache.transfer_manager.rank.rank_signal import RankSignal
+from fastdeploy_cache.transfer_manager.process.words import RankSignal
 
 
 class RankMemory:
@@ -19,8 +19,7 @@ class RankMemory:
     ) -> None:
         self.kv = KVMemory.create(layout, num_gpu_blocks, f"kv-rank{rank}") if with_kv else None
         self.cpu = SharedArray.create(f"cpu-blocks-rank{rank}", num_cpu_blocks * layout.block_bytes)
-        self.signal_array = SharedArray.create(f"signal-rank{rank}", RankSignal.NUM_BYTES)
-        self.signal = RankSignal(self.signal_array)
+        self.signal = RankSignal.create(f"signal-rank{rank}")
 
     def segments(self, *, gpu: bool, cpu: bool) -> list[SharedArray]:
         """The memory of a tier, or of both."""
@@ -32,7 +31,7 @@ class RankMemory:
         if self.kv is not None:
             self.kv.close()
         self.cpu.close()
-        self.signal_array.close()
+        self.signal.array.close()
 
 
 def create_rank_memory(

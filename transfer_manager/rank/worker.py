@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from fastdeploy_cache.transfer_manager.device import open_device
-from fastdeploy_cache.transfer_manager.process.lanes import LaneServer, Moved, open_cpu_blocks, serve_process
-from fastdeploy_cache.transfer_manager.rank.rank_signal import RankSignal
-from fastdeploy_cache.transfer_manager.task import Direction, RankSetup, SwapMessage, unpack_ids
+from fastdeploy_cache.transfer_manager.kv.memory import open_cpu_blocks
+from fastdeploy_cache.transfer_manager.process.lanes import LaneServer, Moved
+from fastdeploy_cache.transfer_manager.process.main import serve_process
+from fastdeploy_cache.transfer_manager.process.words import RankSignal
+from fastdeploy_cache.transfer_manager.rank.setup import RankSetup
+from fastdeploy_cache.transfer_manager.task import TransferTask
 
 
 class CopyExecutor:
-    """See `transfer_manager.lanes.Executor`. CPU blocks, and KV arrays of others, are never initialised here."""
-
-    needs_token_ids = False
+    """See `process.lanes.Executor`. CPU blocks, and KV arrays of others, are never initialised here."""
 
     def __init__(self, setup: RankSetup, signal: RankSignal) -> None:
         """Attach to the engine's segments.
@@ -21,8 +22,11 @@ class CopyExecutor:
             DeviceError: the device cannot be used.
         """
         self._signal = signal
-        self._opened = open_device(setup, open_cpu_blocks(setup.cpu_fd, setup.num_cpu_blocks, setup.layout.block_bytes))
-        self.new_kv = self._opened.new_kv
+        device = setup.device
+        cpu = open_cpu_blocks(setup.cpu_fd, device.num_cpu_blocks, device.layout.block_bytes)
+        self._opened = open_device(device, cpu)
+        new_kv = self._opened.new_kv
+        self.report = new_kv.to_bytes() if new_kv is not None else b""
 
     @property
     def is_lost(self) -> bool:
@@ -31,13 +35,13 @@ class CopyExecutor:
     def bind_thread(self) -> None:
         self._opened.device.bind_thread()
 
-    def do(self, task: SwapMessage) -> Moved:
+    def do(self, task: TransferTask) -> Moved:
         def on_layer(num_layers: int) -> None:
-            if task.direction is Direction.SWAP_IN:
+            if task.kind.shows_layers:
                 self._signal.set_layers_done(task.task_id, num_layers)
 
-        sources, destinations = unpack_ids(task.source_ids), unpack_ids(task.destination_ids)
-        return Moved(self._opened.device.copy(task.direction, sources, destinations, on_layer, task.num_tokens))
+        device = self._opened.device
+        return Moved(device.copy(task.kind, task.source_ids, task.destination_ids, on_layer, task.num_tokens))
 
     def close(self) -> None:
         self._opened.device.close()

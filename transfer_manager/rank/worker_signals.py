@@ -49,7 +49,7 @@ class Signal:
         self.value, self._named = value, named
 
     def clear(self) -> None:
-        """Remove the name, as its engine does at its end; the words stay valid for who has them."""
+        """Remove the name, as its engine does at its end; the words stay valid for those who have them."""
         if self._named is not None:
             self._named.remove_name()
 
@@ -133,7 +133,7 @@ class WorkerSignals:
 
 
 def _close_all(words: Mapping[str, NamedSignal], pid: int) -> None:
-    """In the process that made them: a fork has the words, the lock and this call, too, and may end first."""
+    """Close them in the process that made them: a fork has the words, the lock and this call too, and may end first."""
     if os.getpid() == pid:
         for named in words.values():
             named.close()

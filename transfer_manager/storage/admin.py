@@ -35,7 +35,7 @@ class Space:
 
     @property
     def weights_id(self) -> str | None:
-        """None: not known."""
+        """The weights' id, or None where it is not known."""
         return self.key_space.weights_id if self.key_space else None
 
 
@@ -78,7 +78,7 @@ class Checked:
 
     @classmethod
     def of(cls, space: Space, outcomes: Counter[Outcome]) -> Checked:
-        """From what came of each object."""
+        """The sums of what came of each object."""
         return cls(
             space=space,
             num_objects=outcomes.total(),

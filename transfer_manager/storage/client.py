@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from fastdeploy_cache.errors import StorageRefusedError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.shared_array import SharedArray
-from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus, ignore_kv_lost
+from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus, TaskClient
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
-from fastdeploy_cache.transfer_manager.process.child import RankProcess
-from fastdeploy_cache.transfer_manager.process.client import ProcessClient, config_beside
-from fastdeploy_cache.transfer_manager.process.io_thread import RankIO
-from fastdeploy_cache.transfer_manager.rank.kv import RankKV
-from fastdeploy_cache.transfer_manager.rank.rank_signal import RankSignal
+from fastdeploy_cache.transfer_manager.process.callbacks import Callbacks
+from fastdeploy_cache.transfer_manager.process.client import Processes, config_beside
+from fastdeploy_cache.transfer_manager.process.owner import ProcessKind
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.file_place import check_place
-from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
-from fastdeploy_cache.transfer_manager.task import Direction, StorageSetup, TransferTask
+from fastdeploy_cache.transfer_manager.storage.owner import StorageOwner
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
 logger = event_log(__name__)
 
 
-class StorageClient(Protocol):
-    """Takes tasks of storage, answers each exactly once: the part of `TransferClient` that storage has."""
+class StorageClient(TaskClient, Protocol):
+    """The client that reads and writes a store, one process for each rank. Its tasks are of `TaskKind.LOOKUP`,
+    `PREFETCH`, `WRITE` and `PROBE`."""
 
     def start(self, on_result: OnResult, on_ready: Callable[[], None]) -> None:
         """Open the stores. One that cannot be reached in time is tried again and again, and tasks fail until then.
@@ -40,21 +36,8 @@ class StorageClient(Protocol):
         """
         ...
 
-    def submit(self, task: TransferTask) -> None:
-        """See `TransferClient`."""
-        ...
-
     def cancel(self, task_id: int) -> None:
         """See `TransferClient`."""
-        ...
-
-    def has_room(self, direction: Direction) -> bool:
-        """See `TransferClient`."""
-        ...
-
-    @property
-    def available(self) -> bool:
-        """Whether every rank's store is open."""
         ...
 
     @property
@@ -62,24 +45,8 @@ class StorageClient(Protocol):
         """Whether the store wants the prompt's tokens beside the hashes; known once it is open."""
         ...
 
-    def statuses(self) -> list[RankStatus]:
-        """See `TransferClient`."""
-        ...
 
-    def stop(self) -> None:
-        """See `TransferClient`."""
-        ...
-
-
-class _Words:
-    """The signal words of one storage process."""
-
-    def __init__(self, rank: int) -> None:
-        self.array = SharedArray.create(f"storage-signal-rank{rank}", RankSignal.NUM_BYTES)
-        self.signal = RankSignal(self.array)
-
-
-class StorageProcesses(ProcessClient):
+class StorageProcesses:
     """See `StorageClient`. The CPU blocks are the transfer client's, which has to live longer."""
 
     def __init__(
@@ -92,17 +59,14 @@ class StorageProcesses(ProcessClient):
         segments: Sequence[SharedArray],
     ) -> None:
         """`segments`: the CPU blocks of each rank. `block_size` in tokens."""
-        super().__init__(
-            config_beside(
-                transfer,
-                start_timeout_seconds=config.start_timeout_seconds,
-                task_timeout_seconds=config.task_timeout_seconds,
-            )
+        beside = config_beside(
+            transfer,
+            start_timeout_seconds=config.start_timeout_seconds,
+            task_timeout_seconds=config.task_timeout_seconds,
         )
-        self._storage, self._layout, self._segments = config, layout, segments
-        ranks = range(transfer.tp_size)
-        self._spaces = [KeySpace.of(config.weights_id, layout, block_size, rank, transfer.tp_size) for rank in ranks]
-        self._words = [_Words(rank) for rank in ranks]
+        self._storage = config
+        self._owner = StorageOwner(config, beside, layout=layout, block_size=block_size, segments=segments)
+        self._processes = Processes(beside, ProcessKind(name="storage", is_optional=True), self._owner)
 
     def start(self, on_result: OnResult, on_ready: Callable[[], None]) -> None:
         try:
@@ -110,54 +74,36 @@ class StorageProcesses(ProcessClient):
         except StorageRefusedError:
             self.stop()
             raise
-        kv = [RankKV(rank, self._layout, 0, None) for rank in range(self._config.tp_size)]
-        io = RankIO(
-            self._config,
-            spawn=self._spawn,
-            memory=self._words,
-            kv=kv,
-            on_result=on_result,
-            on_kv_lost=ignore_kv_lost,
-            on_ready=on_ready,
-            optional=True,
-            process_name="storage",
-        )
-        self._start_io(io, on_result, self._storage.start_timeout_seconds)
+        io = self._processes.start(Callbacks(on_result, on_ready=on_ready), self._storage.start_timeout_seconds)
         if io.start_failure is not None:
             self.stop()
             raise StorageRefusedError(f"storage of kind {self._storage.kind!r} cannot be opened: {io.start_failure}")
-        if not io.all_ready.is_set():
-            failure = next((rank.last_failure for rank in io.ranks if rank.last_failure), "")
+        if not io.tasks.all_ready.is_set():
+            failure = self._processes.last_failure()
             logger.warning("event=storage_late kind=%s action=go_on_without failure=%r", self._storage.kind, failure)
-
-    def cancel(self, task_id: int) -> None:
-        for words in self._words:
-            words.signal.cancel(task_id)
 
     @property
     def needs_token_ids(self) -> bool:
-        return self._io is not None and self._io.needs_token_ids
+        return self._owner.needs_token_ids
 
-    def _spawn(self, rank: int, incarnation: int, queue_address: str) -> RankProcess:
-        segment, words, space = self._segments[rank], self._words[rank], self._spaces[rank]
-        setup = StorageSetup(
-            rank=rank,
-            incarnation=incarnation,
-            engine_pid=os.getpid(),
-            queue_address=queue_address,
-            num_cpu_blocks=segment.num_bytes // space.object_bytes,
-            cpu_fd=segment.fd,
-            signal_fd=words.array.fd,
-            heartbeat_seconds=self._config.heartbeat_seconds,
-            max_tasks_in_flight=self._config.max_tasks_in_flight,
-            kind=self._storage.kind,
-            options=self._storage.store_options(self._config.tp_size),
-            space=space,
-            import_paths=[str(Path(entry).absolute()) for entry in sys.path] if self._storage.is_own_store else [],
-        )
-        program = "fastdeploy_cache.transfer_manager.storage"
-        return RankProcess(setup, self._config, (segment.fd, words.array.fd), program)
+    def submit(self, task: TransferTask) -> None:
+        self._processes.submit(task)
 
-    def _close_memory(self) -> None:
-        for words in self._words:
-            words.array.close()
+    def cancel(self, task_id: int) -> None:
+        self._processes.cancel(task_id)
+
+    def has_room(self, kind: TaskKind) -> bool:
+        return self._processes.has_room(kind)
+
+    @property
+    def available(self) -> bool:
+        return self._processes.available
+
+    def wait_ready(self, timeout_seconds: float) -> bool:
+        return self._processes.wait_ready(timeout_seconds)
+
+    def statuses(self) -> list[RankStatus]:
+        return self._processes.statuses()
+
+    def stop(self) -> None:
+        self._processes.stop()

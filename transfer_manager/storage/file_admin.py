@@ -23,8 +23,8 @@ from fastdeploy_cache.transfer_manager.storage.file_journal import (
     JOURNAL_NAME,
     TEMPORARY_SUFFIX,
     Geometry,
+    JournalReplay,
     Put,
-    Replay,
     read_journal,
 )
 from fastdeploy_cache.transfer_manager.storage.file_space import (
@@ -135,7 +135,7 @@ class FileAdmin:
             is_open=is_locked(self._disk, path),
         )
 
-    def _replay(self, path: Path) -> Replay | None:
+    def _replay(self, path: Path) -> JournalReplay | None:
         return read_journal(self._disk, path / JOURNAL_NAME)
 
     def _objects(self, path: Path) -> tuple[Geometry, list[Put]]:
@@ -233,7 +233,7 @@ class FileAdmin:
         return num_bytes if not is_locked(self._disk, path) and self._remove_space(path) else 0
 
     def _remove_space(self, path: Path) -> bool:
-        """As `remove_space`, which takes every file that is called so for the store's."""
+        """Remove a space as `remove_space` does, which takes every file that is called so for the store's."""
         for file in _files_by_pattern(path):
             if file.name not in _TEMPORARIES and not _SLAB.fullmatch(file.name):
                 raise StorageRefusedError(f"{str(file)!r} is not the store's; move it away, and try again")

@@ -53,7 +53,7 @@ class Geometry(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replay:
+class JournalReplay:
     """What a journal says.
 
     Attributes:
@@ -80,7 +80,7 @@ def puts_of(live: Records) -> list[Put]:
     return list(map(tuple.__new__, repeat(Put), fields))
 
 
-def read_journal(disk: Disk, path: Path) -> Replay | None:
+def read_journal(disk: Disk, path: Path) -> JournalReplay | None:
     """Read a journal up to its first bad frame; None where there is none, or not even its header is good."""
     try:
         fd = disk.open_to_read(path)
@@ -94,7 +94,7 @@ def read_journal(disk: Disk, path: Path) -> Replay | None:
     return _replay(bytes(data))
 
 
-def sort_out(replay: Replay | None, slots: Sequence[range]) -> tuple[Records, list[int]]:
+def sort_out(replay: JournalReplay | None, slots: Sequence[range]) -> tuple[Records, list[int]]:
     """What of a journal can be believed, given the slots that there really are, and the slots that are free then."""
     is_free = np.zeros(max((part.stop for part in slots), default=0), dtype=bool)
     for part in slots:
@@ -106,7 +106,7 @@ def sort_out(replay: Replay | None, slots: Sequence[range]) -> tuple[Records, li
     return live, np.flatnonzero(is_free).tolist()
 
 
-def _replay(data: bytes) -> Replay | None:
+def _replay(data: bytes) -> JournalReplay | None:
     if len(data) < _HEADER.size:
         return None
     magic, slot_bytes, slots_per_slab, _, crc = _HEADER.unpack_from(data)
@@ -121,7 +121,7 @@ def _replay(data: bytes) -> Replay | None:
         frames.append(np.frombuffer(body, dtype=_RECORD))
         end, chain = end + _FRAME.size + len(body), crc
     records = np.concatenate(frames) if frames else np.zeros(0, dtype=_RECORD)
-    return Replay(
+    return JournalReplay(
         geometry=Geometry(slot_bytes, slots_per_slab),
         live=_last_of_each_slot(records),
         end=end,
@@ -173,7 +173,7 @@ class Journal:
         self._end = self._chain = self._num_records = 0
         self._is_sound = False
 
-    def resume(self, replay: Replay) -> None:
+    def resume(self, replay: JournalReplay) -> None:
         """Go on behind what was read of it."""
         self._fd = self._disk.open(self._path)
         # What a killed process wrote may be in the page cache only. We act upon it: we write to slots that it says are

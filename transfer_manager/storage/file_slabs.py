@@ -174,7 +174,7 @@ class Mover:
         return []
 
     def _write_large(self, block_hash: bytes, slot: int, buffer: memoryview) -> bytes:
-        """In pieces that are still in the processor's cache when they are copied. Returns the seal."""
+        """Write in pieces, which are still in the processor's cache when they are copied. Returns the seal."""
         sealed, (fd, offset) = new_seal(block_hash), self._slabs.place(slot)
         for start in range(0, self._object_bytes, _PIECE_BYTES):
             piece = buffer[start : start + _PIECE_BYTES]
@@ -183,7 +183,7 @@ class Mover:
         return sealed.digest()
 
     def _read_large(self, put: Put, buffer: memoryview) -> bool:
-        """The same for reading; whether the bytes are those that were written."""
+        """Read in such pieces; whether the bytes are those that were written."""
         sealed, (fd, offset) = new_seal(put.block_hash), self._slabs.place(put.slot)
         try:
             for start in range(0, self._object_bytes, _PIECE_BYTES):

@@ -172,7 +172,7 @@ class FileStorage:
         return Written(num_leading, len(missing) * self._space.object_bytes)
 
     def _take_slots(self, num: int, num_kept: int) -> list[int]:
-        """As many of so many free slots as can be had: there, by a new slab, or by eviction. Raises OSError."""
+        """Free slots, as many of those wanted as there are: free now, in a new slab, or by eviction. Raises OSError."""
         self._num_until_growth -= 1
         if not self._num_until_growth:
             self._is_full = False

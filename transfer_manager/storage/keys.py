@@ -84,7 +84,7 @@ class ObjectKey(NamedTuple):
 
     @classmethod
     def parse(cls, key: str) -> Self | None:
-        """None: the key is not an object's."""
+        """Take a key apart; None where it is not an object's."""
         found = _KEY.fullmatch(key)
         return cls(found["prefix"], found["weights"], bytes.fromhex(found["hash"])) if found else None
 

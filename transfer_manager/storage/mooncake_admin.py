@@ -179,7 +179,7 @@ def _client(options: Mapping[str, Any]) -> Iterator[Any]:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Whatever goes to standard error is lost: Mooncake writes there beside each error that it returns, and when all is
+    """Lose what goes to standard error: Mooncake writes there beside each error that it returns, and when all is
     well, and no setting of its keeps it from that."""
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -205,8 +205,8 @@ def _space(name: ObjectKey) -> Space:
 
 
 def _outcome(reader: _Reader, name: ObjectKey, key: str) -> Outcome:
-    """Who clears does not wait for readers: an object's memory may have become another's while we read it, so look
-    again."""
+    """What came of an object. A clearing waits for no reader, so its memory may become another's while it is read:
+    hence a second look."""
     for _ in range(_NUM_LOOKS):
         value = reader.read(key)
         if value is None:

@@ -107,7 +107,7 @@ class ValkeyStorage:
         self._client.connection_pool.disconnect()
 
     def _lengths(self, hashes: Sequence[bytes]) -> list[Any]:
-        """Of the strings; 0 where there is none, an exception where there is something else. Copies no data."""
+        """The lengths of the strings; 0 where there is none, an exception for what is no string. Copies no data."""
         if not hashes:
             return []
         with failures(self._where), self._client.pipeline(transaction=False) as pipeline:
@@ -201,7 +201,7 @@ def describe_server(url: str) -> str:
 
 
 def unlink_all(client: Any, prefix: str) -> int:
-    """Remove every key that begins so; returns how many there were. a key that SCAN meets twice counts once."""
+    """Remove every key that begins so; returns how many there were. A key that SCAN meets twice counts once."""
     num_removed, cursor = 0, 0
     while True:
         cursor, keys = client.scan(cursor, match=f"{prefix}*", count=_NUM_SCANNED)

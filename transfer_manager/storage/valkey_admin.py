@@ -130,7 +130,7 @@ def _space(name: ObjectKey, listed: Mapping[str, KeySpace]) -> Space:
 
 
 def _object_bytes(client: Any, space: Space, last_keys: Mapping[Space, bytes]) -> int:
-    """Of each object; where the space is not listed, one is asked for its length."""
+    """The length of each object; where the space is not listed, one object is asked for it."""
     if space.key_space is not None:
         return space.key_space.object_bytes
     return max(0, int(client.strlen(last_keys[space])) - SEAL_BYTES)

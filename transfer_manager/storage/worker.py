@@ -15,11 +15,14 @@ import time
 import numpy as np
 
 from fastdeploy_cache.errors import StorageError, StorageGoneError
-from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
-from fastdeploy_cache.transfer_manager.process.lanes import LaneServer, Moved, open_cpu_blocks, serve_process
+from fastdeploy_cache.ipc.codec import Int32Array, encode
+from fastdeploy_cache.transfer_manager.kv.memory import open_cpu_blocks
+from fastdeploy_cache.transfer_manager.process.lanes import LaneServer, Moved
+from fastdeploy_cache.transfer_manager.process.main import serve_process
 from fastdeploy_cache.transfer_manager.storage import open_storage
 from fastdeploy_cache.transfer_manager.storage.base import Blocks
-from fastdeploy_cache.transfer_manager.task import Direction, StorageSetup, SwapMessage, unpack_ids
+from fastdeploy_cache.transfer_manager.storage.setup import StorageSetup, StoreReport
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +30,7 @@ _HASH_BYTES = 32
 
 
 class StorageExecutor:
-    """See `transfer_manager.lanes.Executor`."""
-
-    new_kv: KVHandle | None = None
+    """See `process.lanes.Executor`."""
 
     def __init__(self, setup: StorageSetup) -> None:
         """Open the store over the rank's CPU blocks.
@@ -45,52 +46,52 @@ class StorageExecutor:
         self._size = size
         sys.path += [path for path in setup.import_paths if path not in sys.path]  # behind: it replaces nothing of ours
         self._store = open_storage(setup.kind, setup.options, setup.space, self._segment)
-        self.needs_token_ids = self._store.needs_token_ids
+        self.report = encode(StoreReport(self._store.needs_token_ids))
         self.is_lost = False
         self._one_writer = threading.Lock()  # probes write, too, and come on the lane of reads
 
     def bind_thread(self) -> None:
         pass
 
-    def do(self, task: SwapMessage) -> Moved:
+    def do(self, task: TransferTask) -> Moved:
         try:
             return self._do(task)
         except StorageGoneError:
             self.is_lost = True
             raise
 
-    def _do(self, task: SwapMessage) -> Moved:
-        store, direction = self._store, task.direction
-        if direction is Direction.LOOKUP:
-            moved = Moved(0, store.count_leading(self._blocks(task, b"")))
-        elif direction is Direction.PREFETCH:
+    def _do(self, task: TransferTask) -> Moved:
+        store, kind = self._store, task.kind
+        if kind is TaskKind.LOOKUP:
+            moved = Moved(0, store.count_leading(self._blocks(task)))
+        elif kind is TaskKind.PREFETCH:
             num_whole = store.read(self._blocks(task, task.destination_ids))
             moved = Moved(num_whole * self._size, num_whole)
-        elif direction is Direction.WRITE:
+        elif kind is TaskKind.WRITE:
             with self._one_writer:
                 written = store.write(self._blocks(task, task.source_ids))
             moved = Moved(written.num_bytes, written.num_leading)
-        elif direction is Direction.PROBE:
+        elif kind is TaskKind.PROBE:
             moved = self._probe(task)
         else:
-            raise StorageError(f"a storage process does not {direction.value}")
+            raise StorageError(f"a storage process does not {kind.value}")
         counts = {name: value for name, value in dataclasses.asdict(store.stats()).items() if value is not None}
         return moved._replace(counts=counts)
 
-    def _blocks(self, task: SwapMessage, packed_ids: bytes) -> Blocks:
+    def _blocks(self, task: TransferTask, ids: Int32Array | None = None) -> Blocks:
         hashes = [task.hashes[i : i + _HASH_BYTES] for i in range(0, len(task.hashes), _HASH_BYTES)]
-        ids = unpack_ids(packed_ids).tolist()
-        if packed_ids and (len(ids) != len(hashes) or not all(0 <= i < len(self._segment) for i in ids)):
-            raise StorageError(f"{len(hashes)} hashes with {len(ids)} blocks, or an id outside the CPU pool")
+        block_ids = ids.tolist() if ids is not None else []
+        if block_ids and (len(block_ids) != len(hashes) or not all(0 <= i < len(self._segment) for i in block_ids)):
+            raise StorageError(f"{len(hashes)} hashes with {len(block_ids)} blocks, or an id outside the CPU pool")
         return Blocks(
             hashes=hashes,
-            buffers=[memoryview(self._segment[i]) for i in ids],
-            addresses=[self._base + i * self._size for i in ids],
+            buffers=[memoryview(self._segment[i]) for i in block_ids],
+            addresses=[self._base + i * self._size for i in block_ids],
             token_ids=np.frombuffer(task.token_ids, "<i4") if task.token_ids else None,
             priority=task.priority,
         )
 
-    def _probe(self, task: SwapMessage) -> Moved:
+    def _probe(self, task: TransferTask) -> Moved:
         """Look up, write, read and remove the blocks that the task lends; the seconds are those of reading.
 
         A store that fails to write can still be read: that is `num_blocks` 0, and no error.

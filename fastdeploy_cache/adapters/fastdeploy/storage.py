@@ -13,10 +13,10 @@ from fastdeploy_cache.adapters.fastdeploy.task import HeldTask, Task, new_reques
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
 _MAX_ANSWERS = 1024
-_SWAPS = {"SWAP2CPU": Direction.SWAP_OUT, "SWAP2GPU": Direction.SWAP_IN}
+_SWAPS = {"SWAP2CPU": TaskKind.SWAP_OUT, "SWAP2GPU": TaskKind.SWAP_IN}
 
 
 class StorageCalls:
@@ -53,12 +53,12 @@ class StorageCalls:
         Raises:
             RequestError: another event, or not `is_sync`. BlockOwnerError: a block is not the caller's.
         """
-        direction = _SWAPS.get(str(getattr(event_type, "name", event_type)))
-        if direction is None or not is_sync:
+        kind = _SWAPS.get(str(getattr(event_type, "name", event_type)))
+        if kind is None or not is_sync:
             raise RequestError(f"swap task of {event_type!r}, is_sync={is_sync}; use SWAP2CPU or SWAP2GPU, in sync")
         del swap_node_ids
         sources, destinations = gpu_block_ids, cpu_block_ids
-        if direction is Direction.SWAP_IN:
+        if kind is TaskKind.SWAP_IN:
             sources, destinations = cpu_block_ids, gpu_block_ids
         with _running(self.task_swapping_event, transfer_task_id):
             return self.cache.blocks.copies.copy(sources, destinations, direction=direction)

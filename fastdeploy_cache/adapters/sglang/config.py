@@ -10,7 +10,7 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.policies.whole_runs import whole_runs
-from fastdeploy_cache.transfer_manager.client import TransferClient
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from fastdeploy_cache.errors import ConfigError, LayoutError
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
 from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace, shared_handle
-from fastdeploy_cache.transfer_manager.rank.rank_signal import LayerProgress
+from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
 
 _DIMENSIONS = "HNC"  # of a layer's cache behind its blocks: head slots, tokens, content
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastdeploy_cache.ipc.codec import unpack_int32
 from fastdeploy_cache.transfer_manager.peer.messages import Chunk, Confirmed, Leave, SendKey, SendState
 from fastdeploy_cache.transfer_manager.peer.sender import SendEnd
-from fastdeploy_cache.transfer_manager.task import unpack_ids
 from tests.rigs.sender_stage import (
     DEADLINE,
     OTHER,
@@ -104,7 +104,7 @@ def test_a_reader_that_misses_messages_gets_every_id_by_asking(data: st.DataObje
         for _, message in stage.heard():
             assert isinstance(message, SendState)
             if data.draw(st.booleans()) and message.first_id <= len(known):
-                known += unpack_ids(message.block_ids).tolist()[len(known) - message.first_id :]
+                known += unpack_int32(message.block_ids).tolist()[len(known) - message.first_id :]
         assert known == sent[: len(known)]
     stage.subscribe(stage.reader(), known=len(known))
     first, ids, complete, _ = said(stage.state())

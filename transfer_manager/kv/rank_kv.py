@@ -73,6 +73,12 @@ class RankKV:
         while self._dropped:
             self._dropped.pop().close()
 
+    def follow(self) -> str | None:
+        """The I/O thread, after a change: why a process that has the arrays attached must go, if it must."""
+        self.sweep()
+        is_gone, (lost, self.lost) = self.handle is None, (self.lost, False)
+        return "its KV arrays are gone" if lost or is_gone else None
+
     def for_process(self) -> tuple[KVHandle | None, tuple[int, ...]]:
         """The handle for a new process of the rank, and the descriptors that it has to inherit."""
         memory, handle = self._known

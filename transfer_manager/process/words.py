@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import time
 from enum import IntEnum
 
-from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.ipc.shared_signal import SharedSignal
-from fastdeploy_cache.transfer_manager.kv.memory import SegmentHandle
 
 NUM_SLOTS = 512  # loads whose progress is remembered, and tasks whose cancelling is; more than can be in flight
 _LAYER_BITS = 12
@@ -39,8 +35,13 @@ class RankSignal:
     NUM_BYTES = 4 * (_Word.CANCELLED + NUM_SLOTS)
 
     def __init__(self, array: SharedArray) -> None:
-        self._array = array
+        self.array = array
         self._signal = SharedSignal(array, self.NUM_BYTES // 4)
+
+    @classmethod
+    def create(cls, name: str) -> RankSignal:
+        """Engine: the words of a new process, in memory of its own."""
+        return cls(SharedArray.create(name, cls.NUM_BYTES))
 
     def reset(self) -> None:
         """Called by the engine between two incarnations, when no rank writes. Progress stays: some may still wait."""
@@ -118,39 +119,3 @@ class RankSignal:
     def is_cancelled(self, task_id: int) -> bool:
         """Rank: whether to leave this task out."""
         return self._signal.get(_Word.CANCELLED + task_id % NUM_SLOTS) == (task_id + 1) & (2**32 - 1)
-
-    def handle(self) -> bytes:
-        """For `LayerProgress.open` in another process, as long as this one lives."""
-        return encode(SegmentHandle.of(self.NUM_BYTES, self._array.fd, os.getpid()))
-
-
-class LayerProgress:
-    """A model worker's view of its rank's loads. Any thread of any process of the same user."""
-
-    def __init__(self, signal: RankSignal) -> None:
-        self._signal = signal
-
-    @classmethod
-    def open(cls, handle: bytes) -> LayerProgress:
-        """Of another process's rank, by what `PrefixCacheManager.layer_progress(rank).handle()` gave there.
-
-        Raises:
-            IPCError: it is no handle, or the engine is gone or belongs to another user.
-        """
-        segment: SegmentHandle = decode(handle, SegmentHandle)
-        return cls(RankSignal(SharedArray(segment.open_fd(), segment.num_bytes)))
-
-    def handle(self) -> bytes:
-        """What `open` takes in another process."""
-        return self._signal.handle()
-
-    def wait_layer(self, load_ids: tuple[int, ...], layer: int, timeout_seconds: float) -> bool:
-        """Sleep until layer number `layer` (from 0) of all these loads is in: the worker may compute it.
-
-        `load_ids` come from `Match.load_ids`. False when one has failed, was cancelled, or the time is over: then the
-        worker still finishes its step, and the engine discards it (see `PrefixCacheManager.allocate`).
-        """
-        deadline = time.monotonic() + timeout_seconds
-        return all(
-            self._signal.wait_layers(load_id, layer + 1, max(0.0, deadline - time.monotonic())) for load_id in load_ids
-        )

@@ -1,0 +1,85 @@
+"""What the engine shares with its storage processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastdeploy_cache.errors import CodecError
+from fastdeploy_cache.ipc.codec import decode
+from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
+from fastdeploy_cache.transfer_manager.process.child import ChildProcess
+from fastdeploy_cache.transfer_manager.process.words import RankSignal
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
+from fastdeploy_cache.transfer_manager.storage.setup import StorageSetup, StoreReport
+
+
+class StorageOwner:
+    """See `process.owner.ProcessOwner`: signal words of its own, and the CPU blocks of the transfer client."""
+
+    def __init__(
+        self,
+        config: StorageConfig,
+        transfer: TransferConfig,
+        *,
+        layout: RankLayout,
+        block_size: int,
+        segments: Sequence[SharedArray],
+    ) -> None:
+        self._storage, self._config, self._segments = config, transfer, segments
+        ranks = range(transfer.tp_size)
+        self._spaces = [KeySpace.of(config.weights_id, layout, block_size, rank, transfer.tp_size) for rank in ranks]
+        self.signals = [RankSignal.create(f"storage-signal-rank{rank}") for rank in ranks]
+        self.needs_token_ids = False
+
+    def spawn(self, rank: int, incarnation: int, queue_address: str) -> ChildProcess:
+        segment, signal_fd, space = self._segments[rank], self.signals[rank].array.fd, self._spaces[rank]
+        setup = StorageSetup(
+            rank=rank,
+            incarnation=incarnation,
+            engine_pid=os.getpid(),
+            queue_address=queue_address,
+            num_cpu_blocks=segment.num_bytes // space.object_bytes,
+            cpu_fd=segment.fd,
+            signal_fd=signal_fd,
+            heartbeat_seconds=self._config.heartbeat_seconds,
+            max_tasks_in_flight=self._config.max_tasks_in_flight,
+            kind=self._storage.kind,
+            options=self._storage.store_options(self._config.tp_size),
+            space=space,
+            import_paths=[str(Path(entry).absolute()) for entry in sys.path] if self._storage.is_own_store else [],
+        )
+        program = "fastdeploy_cache.transfer_manager.storage"
+        return ChildProcess(setup, self._config, (segment.fd, signal_fd), program)
+
+    def may_run(self, rank: int) -> bool:  # noqa: ARG002 (its CPU blocks are there all the time)
+        return True
+
+    def follow(self, rank: int) -> str | None:  # noqa: ARG002
+        return None
+
+    def take_report(self, rank: int, report: bytes, num_restarts: int) -> str | None:  # noqa: ARG002
+        try:
+            store: StoreReport = decode(report, StoreReport)
+        except CodecError as error:
+            return f"what it says of its store is no report: {error}"
+        self.needs_token_ids |= store.needs_token_ids
+        return None
+
+    def note_up(self, rank: int) -> None:
+        pass
+
+    def note_death(self, rank: int, failure: str, *, is_blamed: bool) -> None:
+        pass
+
+    def note_stopped(self) -> None:
+        pass
+
+    def close(self) -> None:
+        for signal in self.signals:
+            signal.array.close()
