@@ -22,7 +22,7 @@ from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.storage import Storage
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
 logger = event_log(__name__)
 
@@ -234,9 +234,7 @@ class LifeCycle:
         if not self._movement.client.available:  # what is down moves nothing, and gets nothing to do
             return
         with self._books:
-            barriers = [
-                self._movement.mover.barrier(direction) for direction in (Direction.SWAP_IN, Direction.SWAP_OUT)
-            ]
+            barriers = [self._movement.mover.barrier(kind) for kind in (TaskKind.SWAP_IN, TaskKind.SWAP_OUT)]
         if not wait_done(barriers, max(0.0, deadline - time.monotonic())):
             ranks = ", ".join(
                 f"rank {s.rank} {'is ready' if s.up else 'is down'}" for s in self._movement.client.statuses()

@@ -36,8 +36,8 @@ from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.stats import CacheStats, TierStats
 from fastdeploy_cache.storage.prefetch import StorageTaskEnded
 from fastdeploy_cache.storage.storage import Storage
-from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.peer.client import PeerClient
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 from fastdeploy_cache.transfer_manager.task import TransferResult
 
 
@@ -370,8 +370,8 @@ class PrefixCacheManager:
     def _record_task(self, result: TransferResult) -> None:
         """What each rank has moved."""
         for r in result.ranks:
-            sums = result.task.direction.value, r.rank, r.num_bytes, r.seconds, r.error is not None
-            self._books.mishaps.contain("metrics", functools.partial(self.metrics.record_swap, *sums))
+            sums = result.task.kind.value, r.rank, r.num_bytes, r.seconds, r.error is not None
+            self._books.mishaps.contain("metrics", functools.partial(self.metrics.record_task, *sums))
 
     def _record_skipped(self, num_blocks: int) -> None:
         if num_blocks:

@@ -26,7 +26,7 @@ STORAGE_OPERATIONS = ("read", "write")
 STORAGE_FATES = ("fetched", "unasked", "written", "skipped")
 STORAGE_LOSSES = ("evicted", "declined", "damaged")
 STEPS = ("policy", "copy_down", "write_out", "prefetch", "landing", "client", "metrics", "callback", "settling")
-PEER_DIRECTIONS = ("send", "receive")
+PEER_KINDS = ("send", "receive")
 PEER_REASONS = ("gone", "late", "refused", "failed", "cancelled", "full")
 
 BlockCounts = Iterable[tuple[str, str, int]]  # tier, state, blocks

@@ -23,7 +23,7 @@ from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.movement.cargo import CallersBlocks
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.transfer_manager.task import SWAPS, Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
 
 class BlockCopies:
@@ -59,22 +59,22 @@ class BlockCopies:
         sources, destinations = as_ids(source_ids), as_ids(destination_ids)
         if len(sources) != len(destinations):
             raise RequestError(f"copy of {len(sources)} blocks into {len(destinations)}; give as many")
-        if direction not in SWAPS:
-            raise RequestError(f"copy in direction {direction!r}; use Direction.COPY, SWAP_IN or SWAP_OUT")
+        if not kind.is_swap:
+            raise RequestError(f"copy of kind {kind!r}; use TaskKind.COPY, SWAP_IN or SWAP_OUT")
         if num_tokens is not None and not 1 <= operator.index(num_tokens) <= self._config.block_size:
             raise RequestError(f"copy of {num_tokens} tokens of each block; a block has {self._config.block_size}")
         with self._books:
             self._books.check_open()
-            source_tier = CPU if direction is Direction.SWAP_IN else GPU
-            source, tier = self._books.pools[source_tier], CPU if direction is Direction.SWAP_OUT else GPU
+            source_tier = CPU if kind is TaskKind.SWAP_IN else GPU
+            source, tier = self._books.pools[source_tier], CPU if kind is TaskKind.SWAP_OUT else GPU
             source.check(sources, CALLER)
             self._books.pools[tier].check(destinations, CALLER)
-            if not sources or not self._mover.can(direction):
+            if not sources or not self._mover.can(kind):
                 return not sources
             source.begin_reading(sources)
             oldest = self._own.oldest(sources, source_tier)
             cargo = self._own.fill(destinations, tier, oldest, then=lambda: source.end_reading(sources))
-            transfer = self._send(direction, sources, cargo, num_tokens)
+            transfer = self._send(kind, sources, cargo, num_tokens)
         seconds = self._config.transfer.task_timeout_seconds if timeout_seconds is None else timeout_seconds
         return CallerTransfer((transfer,), len(sources)).wait(seconds)
 
@@ -97,7 +97,7 @@ class BlockCopies:
             destinations = ids[: len(sources)]
             pins = [self._pin_at(path, first_block + len(sources))]
             cargo = self._own.fill(destinations, GPU, self._tree.generation, pins=pins)
-            transfer = self._send(Direction.SWAP_IN, sources, cargo)
+            transfer = self._send(TaskKind.SWAP_IN, sources, cargo)
             self._tree.policy.touch(path)
         return CallerTransfer((transfer,), len(sources))
 
@@ -119,7 +119,7 @@ class BlockCopies:
             num_new = first_block + len(ids) - num_found
             enabled = self._config.enable_prefix_caching and GPU not in self._books.asleep
             enabled = enabled and self._own.are_current(ids, generation)
-            if num_found < first_block or not num_new or not enabled or not self._mover.can(Direction.SWAP_OUT):
+            if num_found < first_block or not num_new or not enabled or not self._mover.can(TaskKind.SWAP_OUT):
                 return CallerTransfer((), 0)
             pins = [self._pin_at(path, num_found)] if num_found else []
             destinations = self._room_below(num_new, pins)
@@ -136,7 +136,7 @@ class BlockCopies:
                 self._end_cpu(destinations, sources)
 
             cargo = CallersBlocks(self._books, destinations, pins, end)
-            transfer = self._send(Direction.SWAP_OUT, sources, cargo)
+            transfer = self._send(TaskKind.SWAP_OUT, sources, cargo)
         return CallerTransfer((transfer,), len(sources))
 
     def load(self, request: Request, num_blocks: int | None = None, *, ahead: bool = False) -> CallerLoad | None:
@@ -182,11 +182,11 @@ class BlockCopies:
     # -- under the lock
 
     def _send(
-        self, direction: Direction, sources: array[int], cargo: CallersBlocks, num_tokens: int | None = None
+        self, kind: TaskKind, sources: array[int], cargo: CallersBlocks, num_tokens: int | None = None
     ) -> Transfer:
         """Where it cannot be sent, the blocks go home as after a copy that has failed."""
         try:
-            return self._mover.copy_for_caller(direction, sources, cargo, num_tokens)
+            return self._mover.copy_for_caller(kind, sources, cargo, num_tokens)
         except BaseException:
             cargo.give(False)
             raise

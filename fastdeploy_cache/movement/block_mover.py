@@ -59,7 +59,7 @@ class BlockMover:
         if self.is_quiet or self._ranks_without_kv:
             return False
         client, mishaps = self._client, self._books.mishaps
-        if mishaps.ask("client", lambda: client.has_room(direction), otherwise=False):
+        if mishaps.ask("client", lambda: client.has_room(kind), otherwise=False):
             return True
         self.num_refused[kind] += mishaps.ask("client", lambda: client.available, otherwise=False)
         return False
@@ -88,26 +88,26 @@ class BlockMover:
             transfer, cargo = self._new_transfer(GPU), OneBlock(self._books, Pin(run, block + 1), ids)
             transfer.cargo = cargo
             source_ids = run.ids[GPU][block : block + 1]
-            self._send(transfer, self._new_task(transfer, Direction.COPY, source_ids, ids, num_tokens))
+            self._send(transfer, self._new_task(transfer, TaskKind.COPY, source_ids, ids, num_tokens))
         except BaseException:
             self._books.pools[GPU].free(ids, TASK)
             raise
         return transfer, cargo
 
     def copy_for_caller(
-        self, direction: Direction, sources: array[int], cargo: CallersBlocks, num_tokens: int | None = None
+        self, kind: TaskKind, sources: array[int], cargo: CallersBlocks, num_tokens: int | None = None
     ) -> Transfer:
         """Start a copy from or into blocks that are no run's. The destinations are the task's already; where this
         raises they stay so, and are the caller's to give back."""
-        transfer = self._new_transfer(CPU if direction is Direction.SWAP_OUT else GPU)
+        transfer = self._new_transfer(CPU if kind is TaskKind.SWAP_OUT else GPU)
         transfer.cargo = cargo
-        self._send(transfer, self._new_task(transfer, direction, sources, cargo.ids, num_tokens))
+        self._send(transfer, self._new_task(transfer, kind, sources, cargo.ids, num_tokens))
         return transfer
 
     def barrier(self, kind: TaskKind) -> Transfer:
         """An empty task: it ends when every rank's lane has done what came before it."""
         nothing = array("i")
-        return self.copy_for_caller(direction, nothing, CallersBlocks(self._books, nothing, (), lambda _: None))
+        return self.copy_for_caller(kind, nothing, CallersBlocks(self._books, nothing, (), lambda _: None))
 
     def _start(self, tier: Tier, parts: Sequence[Part]) -> None:
         """All of it or nothing."""
@@ -123,8 +123,8 @@ class BlockMover:
                 transfer.segments.append(Segment(transfer, run, first, ids))
                 position += num_blocks
             transfer.cargo = Landings(self._books, transfer, self.num_landed)
-            direction = Direction.SWAP_IN if tier is GPU else Direction.SWAP_OUT
-            self._send(transfer, self._new_task(transfer, direction, sources, destinations))
+            kind = TaskKind.SWAP_IN if tier is GPU else TaskKind.SWAP_OUT
+            self._send(transfer, self._new_task(transfer, kind, sources, destinations))
         except BaseException:
             self._tree.pools[tier].free(destinations, TASK)
             raise

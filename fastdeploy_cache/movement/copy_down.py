@@ -12,7 +12,7 @@ from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
 from fastdeploy_cache.books.transfer import segments_of
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
 MIN_STORE_BLOCKS = 64  # a task for each block that a decoding request fills would cost more than its commit
 _MAX_BYTES_IN_FLIGHT = 256 * 2**20  # of a rank
@@ -81,7 +81,7 @@ class CopyDown:
     def _on_task_ended(self, ended: TaskEnded) -> None:
         """A copy has ended: go on with what was left for want of room in flight, once half of that has ended: each look
         costs a walk. After a failure not before the next verb, or a rank that fails all would be asked for ever."""
-        if ended.result.task.direction is not Direction.SWAP_OUT:
+        if ended.result.task.kind is not TaskKind.SWAP_OUT:
             return
         succeeded = ended.result.error is None
         if succeeded and self._has_more and 2 * self._mover.num_storing <= self._num_started:

@@ -11,7 +11,7 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
 from fastdeploy_cache.movement.copy_down import CopyDown
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
 
 class Loader:
@@ -38,7 +38,7 @@ class Loader:
         Where they do not fit, they would not fit as computed blocks either.
         """
         residency = self._books.residency
-        if num_cold + num_rest > residency.num_available(GPU) or not self._mover.can(Direction.SWAP_IN):
+        if num_cold + num_rest > residency.num_available(GPU) or not self._mover.can(TaskKind.SWAP_IN):
             return False
         residency.evict(GPU, max(0, num_cold - self._books.pools[GPU].num_free))
         self._mover.load(parts)
@@ -47,6 +47,6 @@ class Loader:
 
     def _note_speed(self, ended: TaskEnded) -> None:
         result = ended.result
-        if result.task.direction is Direction.SWAP_IN and result.error is None:
+        if result.task.kind is TaskKind.SWAP_IN and result.error is None:
             slowest = max(r.seconds for r in result.ranks)
             self._speeds.cpu.note(max(r.num_bytes for r in result.ranks), slowest)

@@ -8,7 +8,7 @@ from fastdeploy_cache.movement.block_mover import BlockMover
 from fastdeploy_cache.movement.copy_down import CopyDown
 from fastdeploy_cache.movement.loader import Loader
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
-from fastdeploy_cache.transfer_manager.client import TransferClient
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 
 
 class Movement:

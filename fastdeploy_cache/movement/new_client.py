@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.transfer_manager.client import InlineClient, TransferClient
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
+from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 from fastdeploy_cache.transfer_manager.storage.file_place import check_place
 
 

@@ -32,7 +32,7 @@ from fastdeploy_cache.transfer_manager.peer.client import PeerClient
 from fastdeploy_cache.transfer_manager.peer.messages import Detail
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
 from fastdeploy_cache.transfer_manager.peer.peer_signal import NUM_PEER_SLOTS, StepProgress
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import Lane, TaskKind, TransferResult, TransferTask
 
 logger = event_log(__name__)
 
@@ -79,11 +79,11 @@ class LinkRoad:
         """Full blocks of a request that can be offered."""
         return request.num_tokens // self.offers.info.block_size
 
-    def check_room(self, direction: Direction) -> None:
+    def check_room(self, kind: TaskKind) -> None:
         """Raise `PeerError` where no task can start now."""
-        if not self._client.has_room(direction):
+        if not self._client.has_room(kind):
             why = "too many tasks are under way" if self._client.available else "not every peer process is ready"
-            raise PeerError(f"{direction.value}: {why}; try again")
+            raise PeerError(f"{kind.value}: {why}; try again")
 
     def offer(self, active: ActiveRequest, num_blocks: int) -> Send:
         """Of a settled request."""
@@ -163,15 +163,15 @@ class LinkRoad:
         with self._books:
             self._books.mishaps.contain("landing", functools.partial(self._finish, result))
         if result.error is not None:
-            kind = result.task.direction.value
+            kind = result.task.kind.value
             logger.info("event=peer_task_failed kind=%s task_id=%d error=%r", kind, result.task.task_id, result.error)
 
     def _on_failing(self, task: TransferTask) -> None:
         """A rank has failed it: the others need not go on."""
         with self._books:
-            if task.direction is Direction.SEND:
+            if task.kind is TaskKind.SEND:
                 self.sends.failing(task.task_id)
-            elif task.direction is Direction.RECEIVE:
+            elif task.kind is TaskKind.RECEIVE:
                 self.receives.failing(task.task_id)
 
     def _on_load(self, mine: OpenReceive) -> None:
@@ -181,7 +181,7 @@ class LinkRoad:
     # -- ends
 
     def _finish(self, result: TransferResult) -> None:
-        direction, why = result.task.direction, why_of(result)
+        kind, why = result.task.kind, why_of(result)
         try:
             if kind is TaskKind.SEND:
                 send = self.sends.ended(result.task.task_id)
@@ -210,7 +210,7 @@ class LinkRoad:
     def _record(self, result: TransferResult, why: tuple[str, str] | None, peer: str) -> None:
         num_bytes = sum(r.num_bytes for r in result.ranks)
         seconds = max((r.seconds for r in result.ranks), default=0.0)
-        reason, direction = why[0] if why is not None else None, result.task.direction.value
+        reason, kind = why[0] if why is not None else None, result.task.kind.value
         self._books.mishaps.contain(
             "metrics",
             lambda: self._metrics.record_peer(kind, self._label(peer), num_bytes, seconds, reason),
@@ -233,7 +233,7 @@ class LinkRoad:
     def _put(self, kind: TaskKind, ids: array[int], detail: Detail) -> int:
         task_id, self._next_task_id = self._next_task_id, self._next_task_id + 1
         packed = np.frombuffer(ids, np.int32) if ids else _NO_IDS
-        is_send = direction in (Direction.SEND, Direction.UPDATE_SEND)
+        is_send = kind.lane is Lane.OUT
         self._outbox.put(
             TransferTask(
                 task_id=task_id,
@@ -247,7 +247,7 @@ class LinkRoad:
         self._settled.clear()
         return task_id
 
-    def _seconds(self, direction: Direction) -> float:
-        if direction is Direction.SEND:
+    def _seconds(self, kind: TaskKind) -> float:
+        if kind is TaskKind.SEND:
             return self._peer.offer_timeout_seconds
-        return self._peer.receive_timeout_seconds if direction is Direction.RECEIVE else self._timeout_seconds
+        return self._peer.receive_timeout_seconds if kind is TaskKind.RECEIVE else self._timeout_seconds

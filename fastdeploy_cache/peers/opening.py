@@ -18,12 +18,12 @@ from fastdeploy_cache.peers.offers import PeerOffers
 from fastdeploy_cache.peers.store_road import StoreRoad
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.storage import Storage
-from fastdeploy_cache.transfer_manager.client import TransferClient
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 from fastdeploy_cache.transfer_manager.peer.client import PeerClient, PeerProcesses
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 from fastdeploy_cache.transfer_manager.peer.offer import ID_BYTES, InstanceInfo
 from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, load_secret
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 
 Road = LinkRoad | StoreRoad
 

@@ -23,7 +23,7 @@ from fastdeploy_cache.transfer_manager.client import RankStatus
 from fastdeploy_cache.transfer_manager.peer.client import PeerClient
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
 from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
 logger = event_log(__name__)
 
@@ -74,7 +74,7 @@ class Peers:
             if active.is_detached or matcher.is_stale(active) or matcher.is_lost(active):
                 what = f"request {request.request_id!r} is older than a reset, or holds other blocks than are cached"
                 raise PeerError(f"{what}; release and match it again")
-            self._check_room(road, Direction.SEND)
+            self._check_room(road, TaskKind.SEND)
             return road.offer(active, num_blocks)
 
     def begin_step(self, request: Request, num_computed_tokens: int, step: int) -> None:
@@ -190,16 +190,16 @@ class Peers:
         self._requests.check_new(request)
         if request.request_id in road.receives:
             raise RequestError(f"request {request.request_id!r} is matched, or being received, already")
-        self._check_room(road, Direction.RECEIVE)
+        self._check_room(road, TaskKind.RECEIVE)
 
-    def _check_room(self, road: Road, direction: Direction) -> None:
-        num_open = len(road.sends if direction is Direction.SEND else road.receives)
+    def _check_room(self, road: Road, kind: TaskKind) -> None:
+        num_open = len(road.sends if kind is TaskKind.SEND else road.receives)
         assert self._config.peer is not None
         if road.is_quiet:
-            raise PeerError(f"{direction.value}: the cache is not running; try again when it is")
+            raise PeerError(f"{kind.value}: the cache is not running; try again when it is")
         if num_open >= self._config.peer.max_transfers:
-            raise PeerError(f"{direction.value}: {num_open} are under way, as many as peer.max_transfers allows")
-        road.check_room(direction)
+            raise PeerError(f"{kind.value}: {num_open} are under way, as many as peer.max_transfers allows")
+        road.check_room(kind)
 
     def _on_forgotten(self, forgotten: Forgotten) -> None:
         self.road.cancel_all("the cache was reset")

@@ -28,7 +28,7 @@ from fastdeploy_cache.storage.storage import Storage
 from fastdeploy_cache.transfer_manager.client import RankStatus
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
 from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
 Why = tuple[str, str]
 
@@ -206,10 +206,10 @@ class StoreRoad:
         num_tokens = request.num_tokens if self._config.cache_outputs else request.num_prompt_tokens
         return num_tokens // self._config.block_size
 
-    def check_room(self, direction: Direction) -> None:
+    def check_room(self, kind: TaskKind) -> None:
         """Raise `PeerError` where there is no store."""
         if not self._storage.is_attached:
-            raise PeerError(f"{direction.value}: no store is attached; attach one with cache.storage.attach first")
+            raise PeerError(f"{kind.value}: no store is attached; attach one with cache.storage.attach first")
 
     def offer(self, active: ActiveRequest, num_blocks: int) -> Send:
         """Of a settled request."""

@@ -18,7 +18,7 @@ from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import SETTLED, WAITING, ActiveRequest
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 from fastdeploy_cache.storage.storage import Storage
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 
 
 class Matcher:

@@ -20,7 +20,7 @@ from fastdeploy_cache.policies.breaker import Breaker
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 logger = event_log(__name__)
 
@@ -70,7 +70,7 @@ class StorageLink:
         """Whether a probe is on its way."""
         return bool(self._probes)
 
-    def can(self, direction: Direction) -> bool:
+    def can(self, kind: TaskKind) -> bool:
         """Whether to give it a task now. Where it was left alone for long enough, a probe is sent."""
         if self.is_quiet:
             return False

@@ -15,7 +15,7 @@ from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import Fetched, StorageLimits, StoragePrefetch
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 _MAX_REMEMBERED = 1024  # prefetches of requests that were never matched
 _PIECE_SECONDS = 0.02

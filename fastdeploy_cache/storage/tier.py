@@ -22,7 +22,7 @@ from fastdeploy_cache.storage.write_out import WriteOut
 from fastdeploy_cache.storage.writes import StorageWrites
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
 logger = event_log(__name__)
 
@@ -137,12 +137,12 @@ class StorageTier:
             self._books.mishaps.contain("landing", functools.partial(self._finish, result))
             self._books.note(StorageTaskEnded(result=result))
         if result.error is not None:
-            logger.info("event=storage_task_failed kind=%s error=%r", result.task.direction.value, result.error)
+            logger.info("event=storage_task_failed kind=%s error=%r", result.task.kind.value, result.error)
 
     def _finish(self, result: TransferResult) -> None:
-        if result.task.direction is Direction.PROBE:
+        if result.task.kind is TaskKind.PROBE:
             self.link.end_probe(result)
-        elif result.task.direction is Direction.WRITE:
+        elif result.task.kind is TaskKind.WRITE:
             written = self.writes.finish(result)
             if written is not None:
                 self.write_out.go_on(written)

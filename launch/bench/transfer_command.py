@@ -74,12 +74,12 @@ def _run_round_trips(report: Report, num_trips: int) -> dict[str, float]:
     task = TransferTask(
         task_id=1, kind=TaskKind.SWAP_OUT, source_ids=ids, destination_ids=ids, deadline=time.monotonic()
     )
-    message = encode(SwapMessage.of(task, 1))
-    content = {"task_id": 1, "direction": "swap_out", "source_ids": [], "destination_ids": [], "deadline": 1.0}
+    message = encode(TaskMessage(1, task))
+    content = {"task_id": 1, "kind": "swap_out", "source_ids": [], "destination_ids": [], "deadline": 1.0}
     with contextlib.ExitStack() as opened:
         ranks = {n: opened.enter_context(Ranks(n, _SMALL.for_rank(n, 16), 4, 4)) for n in (1, 2, 4)}
         trips: dict[str, Callable[[], float]] = {
-            f"empty swap, {n} rank{'s' * (n > 1)}": partial(each.run, Direction.SWAP_OUT, (), ())
+            f"empty swap, {n} rank{'s' * (n > 1)}": partial(each.run, TaskKind.SWAP_OUT, (), ())
             for n, each in ranks.items()
         }
         trips["ZeroMQ ping-pong"] = opened.enter_context(ping_pong.zeromq(message))

@@ -17,7 +17,9 @@ from fastdeploy_cache.errors import NotEnoughMemoryError
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
+from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.answers import SECONDS, Answers, task
 from tests.rigs.kv_worker import digest, kv_worker, layer_bytes
 from tests.rigs.process_ends import pids
@@ -315,7 +317,7 @@ def test_there_is_room_while_the_client_is_ready(client: TransferClient, answers
 
 
 @pytest.mark.processes
-def test_a_full_direction_does_not_close_the_other_one() -> None:
+def test_a_full_lane_does_not_close_the_other_one() -> None:
     """Room is counted by lane: stores fill theirs, loads and copies share the other; it comes back with the answers."""
     layout, answers = LAYOUT.for_rank(1, BLOCK_SIZE), Answers()
     client = RankClient(TransferConfig(max_tasks_in_flight=2), layout, NUM_GPU, NUM_CPU)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.simulated_storage import SimulatedStorage
 from tests.rigs.storage_rig import A, Rig
 

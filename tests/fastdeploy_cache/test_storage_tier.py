@@ -6,7 +6,7 @@ import pytest
 
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.policies.breaker import BreakerState
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.storage_rig import STORE, A, Rig, stored
 
 

@@ -16,7 +16,7 @@ from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.policies.eviction import LeastRecentlyUsed
 from fastdeploy_cache.storage.tier import StorageTier
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.storage_rig import A, Rig, stored
 
 B = list(range(500, 525))  # six full blocks of four and one token
@@ -63,11 +63,11 @@ def test_a_prefetch_that_waits_for_room_goes_on_in_the_turn_that_makes_it() -> N
     rig.store.land()  # the look-up
     live = rig.match(A)
     rig.store.land()  # a piece of two blocks, whose load to the GPU is under way now
-    assert [task.direction for task in rig.model.client.tasks] == [Direction.SWAP_IN]
+    assert [task.kind for task in rig.model.client.tasks] == [TaskKind.SWAP_IN]
     assert not rig.store.tasks and tier.reads._waiting, "there is no room for the next piece"
 
     rig.model.release(holder)
-    assert {task.direction for task in rig.store.tasks} == {Direction.PREFETCH}
+    assert {task.kind for task in rig.store.tasks} == {TaskKind.PREFETCH}
     hit = rig.match(B[:5])
     assert hit.match.ready and hit.match.num_gpu_tokens == 4
     assert not any(outlet.queued for outlet in rig.model.cache._books._outlets)

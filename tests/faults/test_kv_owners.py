@@ -15,7 +15,7 @@ import pytest
 
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.errors import IPCError, LayoutError, RankStartError
-from fastdeploy_cache.transfer_manager.client import KVArrays
+from fastdeploy_cache.transfer_manager.rank.transfer_client import KVArrays
 from tests.rigs.faulty_engine import BLOCK_SIZE, LAYOUT, Engine, new_config
 from tests.rigs.kv_worker import KVWorker, digest, kv_worker, layer_bytes
 from tests.rigs.process_ends import SECONDS, pids
@@ -152,7 +152,7 @@ def test_a_rank_that_cannot_attach_stays_without(
         assert not cache._movement.client.available
         serve_without_cpu_tier(cache)
         cache.ranks.kv_lost(0)
-        eventually(lambda: cache._movement.client._io.ranks[0].parked and cache.stats().ranks[0].pid is None)
+        eventually(lambda: cache._movement.client._processes.io.ranks[0].parked and cache.stats().ranks[0].pid is None)
         monkeypatch.setenv("PYTHONPATH", path)
         cache.ranks.attach_kv(0, handle)
         engine = Engine(cache, 1)
@@ -269,7 +269,7 @@ def test_no_task_begins_between_a_loss_and_the_ranks_end(eventually: Callable[..
     """A loss that another thread tells in the middle of the I/O thread's turn: it opens no door again."""
     with cache_of("worker") as cache, new_worker() as worker:
         cache.ranks.attach_kv(0, worker.make_kv())
-        io = cache._movement.client._io
+        io = cache._movement.client._processes.io
         supervisor, told, seen = io.ranks[0], threading.Event(), list[tuple[bool, bool]]()
         tick, wait = supervisor.tick, io._poller.wait
 
@@ -280,7 +280,7 @@ def test_no_task_begins_between_a_loss_and_the_ranks_end(eventually: Callable[..
                 cache._movement.client.kv_lost(0)
 
         def note(seconds: float) -> list[Hashable]:
-            seen.append((bool(io.changed_kv), cache._movement.client.available))
+            seen.append((bool(io.changed), cache._movement.client.available))
             return wait(seconds)
 
         supervisor.tick, io._poller.wait = lose_in_the_turn, note

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 from tests.rigs.answers import SECONDS, Answers, task
 from tests.rigs.big_client import ALL, arrays, big_client, clear, fill
 from tests.rigs.process_ends import pids
@@ -19,7 +19,7 @@ from tests.rigs.stopping import stopped
 
 pytestmark = pytest.mark.processes
 
-OUT, IN, COPY = Direction.SWAP_OUT, Direction.SWAP_IN, Direction.COPY
+OUT, IN, COPY = TaskKind.SWAP_OUT, TaskKind.SWAP_IN, TaskKind.COPY
 LONG = 1000.0
 
 

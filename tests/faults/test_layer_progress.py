@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
-from fastdeploy_cache.transfer_manager.task import Direction
+from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.answers import task
 from tests.rigs.big_client import ALL, BLOCK_SIZE, LAYOUT, NUM_CPU, NUM_GPU, NUM_LAYERS, big_client, clear, fill
 from tests.rigs.kv_worker import KVWorker, digest, kv_worker, layer_bytes
@@ -18,7 +18,7 @@ from tests.rigs.stopping import stopped
 
 pytestmark = pytest.mark.processes
 
-OUT, IN = Direction.SWAP_OUT, Direction.SWAP_IN
+OUT, IN = TaskKind.SWAP_OUT, TaskKind.SWAP_IN
 LONG = 1000.0  # the waiters' own deadline: nobody here sees it
 NOTHING_CAME = [False] * NUM_LAYERS
 SCATTERED = [11, 3, 7, 0, 14, 5, 9, 1]

@@ -54,7 +54,7 @@ def test_a_rank_killed_in_a_load_is_a_miss(eventually: Callable[..., None]) -> N
         request = Request(request_id="load", prompt_token_ids=PROMPT)
         match = cache.match(request)
         assert match.num_coming_tokens == 5 * BLOCK_SIZE and cache.stats().gpu.num_in_flight == 5
-        eventually(lambda: [flight.waiting for flight in cache._movement.client._io._flights.all()] == [{1}])
+        eventually(lambda: [each.waiting for each in cache._movement.client._processes.io.tasks.flights.all()] == [{1}])
         os.kill(victim, signal.SIGKILL)
         match = match.wait(SECONDS)
         assert match.ready and match.num_tokens == 0

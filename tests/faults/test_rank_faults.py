@@ -21,7 +21,7 @@ from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.process import callbacks, io_thread
 from fastdeploy_cache.transfer_manager.process.child import ChildProcess
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
-from fastdeploy_cache.transfer_manager.task import Direction, TransferResult
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 from tests.rigs.answers import Answers, task
 from tests.rigs.big_client import ALL, big_client
 from tests.rigs.process_ends import SECONDS, is_gone, pids, wait_exit, watched

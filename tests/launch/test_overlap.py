@@ -18,7 +18,7 @@ from fastdeploy_cache.launch.reference_engine.generation import Generation
 from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
 from fastdeploy_cache.transfer_manager.device.strips import load_steps
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
-from fastdeploy_cache.transfer_manager.task import Direction, TransferTask
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 from tests.rigs.echo_engine import EOS, SIZE, VOCABULARY, expected, finish, next_token
 from tests.rigs.process_ends import SECONDS, pids
 from tests.rigs.stopping import stopped

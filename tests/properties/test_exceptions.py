@@ -23,7 +23,7 @@ from fastdeploy_cache.policies.reuse import Reuse
 from fastdeploy_cache.ranks import Ranks
 from fastdeploy_cache.requests.loads import MatchLoads
 from fastdeploy_cache.storage.storage import Storage
-from fastdeploy_cache.transfer_manager.client import TransferClient
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
 from tests.rigs.caller_walk import STEPS, new_caller, take_step
 from tests.rigs.simulated_client import SimulatedClient

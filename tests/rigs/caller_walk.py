@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from fastdeploy_cache.callers.pinned_prefix import PinnedPrefix
 
 from fastdeploy_cache import Request
 from fastdeploy_cache.books.block_hash import HASH_BYTES, BlockHasher, root_hash
 from fastdeploy_cache.books.block_pool import RUN
+from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.callers.copies import CallerLoad, CallerTransfer
 from fastdeploy_cache.errors import BlockOwnerError, LifeCycleError, OutOfBlocksError, RequestError
@@ -85,10 +85,10 @@ class Caller:
         done = cache.blocks.insert(request, ids, first_block=first, pin=with_pin, used=self.choose.random() < 0.7)
         if not self.are_current(ids):
             assert done.duplicate_ids == ids and done.num_blocks == first, "what may have gone was cached"
-        elif done.num_blocks < first + len(ids) and GPU not in cache._life.asleep:
+        elif done.num_blocks < first + len(ids) and GPU not in cache._books.asleep:
             self.model.committed |= set(contents[: done.num_blocks])  # memory ran out between two runs
             assert set(done.duplicate_ids) >= set(ids[done.num_blocks - first :]), "what is not cached is the caller's"
-        elif ids and GPU not in cache._life.asleep:
+        elif ids and GPU not in cache._books.asleep:
             assert done.duplicate_ids == ids[: len(done.duplicate_ids)], "what is cached is a prefix"
             assert len(done.duplicate_ids) == min(len(ids), max(0, len(found.block_ids) - first))
             self.model.committed |= set(contents[: first + len(ids)])
@@ -211,7 +211,7 @@ class Caller:
         client.land_all()
         self.end_copies()  # what has come may be gone afterwards
         client.auto = True
-        before, asleep = cache.life.status, cache._life.asleep
+        before, asleep = cache.life.status, cache._books.asleep
         verb = self.choose.choice(["pause", "resume", "sleep", "wake", "clear", "update"])
         try:
             if verb == "sleep":
@@ -229,7 +229,7 @@ class Caller:
                 }[verb]()
         except LifeCycleError:
             assert before is LifeCycleStatus.ASLEEP or verb == "wake"
-            assert (cache.life.status, cache._life.asleep) == (before, asleep)
+            assert (cache.life.status, cache._books.asleep) == (before, asleep)
         else:
             if verb in ("clear", "update"):
                 model.epoch += 1

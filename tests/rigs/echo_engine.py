@@ -12,8 +12,8 @@ from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Transfer
 from fastdeploy_cache.launch.reference_engine.engine import Engine
 from fastdeploy_cache.launch.reference_engine.generation import Generation
 from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
-from fastdeploy_cache.transfer_manager.client import InlineClient
-from fastdeploy_cache.transfer_manager.task import Direction, TransferTask
+from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
 VOCABULARY, EOS, SIZE = 50, 0, 4
 
@@ -58,7 +58,7 @@ class LateClient(InlineClient):
     held: ClassVar[list[TransferTask]]
 
     def submit(self, task: TransferTask) -> None:
-        if task.direction is Direction.SWAP_IN:
+        if task.kind is TaskKind.SWAP_IN:
             self.held.append(task)
         else:
             super().submit(task)

@@ -91,10 +91,10 @@ class Instance:
         generation = self.engine.submit_prefill(np.array(prompt))
         return generation, generation.wait_send(SECONDS).offer
 
-    def num_bytes(self, direction: str) -> float:
+    def num_bytes(self, kind: str) -> float:
         name = "fastdeploy_cache_peer_bytes"
         samples = [s for family in self.cache.metrics.collect() if family.name == name for s in family.samples]
-        return sum(sample.value for sample in samples if sample.labels["direction"] == direction)
+        return sum(sample.value for sample in samples if sample.labels["kind"] == kind)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import select
 import signal
 from collections.abc import Iterator
 
-from fastdeploy_cache.transfer_manager.client import TransferClient
+from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 
 SECONDS = 30.0
 

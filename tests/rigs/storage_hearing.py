@@ -20,8 +20,8 @@ BRANCH = [*LONG[: 3 * BLOCK_SIZE], *range(900, 900 + 4 * BLOCK_SIZE)]
 TURN = [*LONG, *range(700, 700 + 2 * BLOCK_SIZE)]
 
 
-def asked(cache: PrefixCacheManager, direction: str) -> int:
-    return metric(cache, "swaps_total", direction=direction, rank="0")
+def asked(cache: PrefixCacheManager, kind: str) -> int:
+    return metric(cache, "tasks_total", kind=kind, rank="0")
 
 
 def serve(cache: PrefixCacheManager, engine: Engine, request: Request, tokens: list[int]) -> Match:

@@ -61,7 +61,7 @@ class StorageCalls:
         if kind is TaskKind.SWAP_IN:
             sources, destinations = cpu_block_ids, gpu_block_ids
         with _running(self.task_swapping_event, transfer_task_id):
-            return self.cache.blocks.copies.copy(sources, destinations, direction=direction)
+            return self.cache.blocks.copies.copy(sources, destinations, kind=kind)
 
     def sync_swap_task(self, transfer_task_id: str) -> bool:
         """Wait for a swap task that another thread has issued; False when the tasks' own deadline is over first."""
