@@ -21,7 +21,7 @@ from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.requests.requests import Requests
-from fastdeploy_cache.storage.storage import Storage
+from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
 logger = event_log(__name__)
@@ -70,7 +70,7 @@ class LifeCycle:
         movement: Movement,
         *,
         requests: Requests,
-        storage: Storage,
+        storage: StorageAccess,
         peers: Peers,
     ) -> None:
         self._config, self._books, self._movement = config, books, movement

@@ -14,7 +14,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.books.transfer import wait_done
-from fastdeploy_cache.callers.blocks import Blocks
+from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError, RequestError
 from fastdeploy_cache.life_cycle import LifeCycle
@@ -27,15 +27,15 @@ from fastdeploy_cache.movement.new_client import new_client
 from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.policies import new_policy
 from fastdeploy_cache.policies.eviction import EvictionPolicy
-from fastdeploy_cache.ranks import Ranks
+from fastdeploy_cache.ranks import RankAccess
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import WAITING
 from fastdeploy_cache.requests.invariants import Held, check
 from fastdeploy_cache.requests.loads import MatchLoads
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.stats import CacheStats, TierStats
+from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import StorageTaskEnded
-from fastdeploy_cache.storage.storage import Storage
 from fastdeploy_cache.transfer_manager.peer.client import PeerClient
 from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 from fastdeploy_cache.transfer_manager.task import TransferResult
@@ -86,14 +86,14 @@ class PrefixCacheManager:
         self._books = books = Books(PrefixTree(config.block_size, pools, policy or _new_policy(config, clock)))
         # each room listens to changes from here on, in this order
         self._movement = movement = Movement(config, books, client)
-        self.storage = storage = Storage(config, books, movement)
+        self.storage = storage = StorageAccess(config, books, movement)
         self._requests = requests = Requests(config, books, movement, storage, self.metrics)
-        self.blocks = Blocks(config, books, movement, requests)
+        self.blocks = CallerBlocks(config, books, movement, requests)
         books.listen(TaskEnded, self._on_task_ended)
         books.listen(StorageTaskEnded, self._on_task_ended)
         self._exporters: list[MetricsExporter] = []
         self.peers = Peers(config, books, requests, self.metrics)
-        self.ranks = Ranks(config, books, movement, self.peers, on_kv_lost)
+        self.ranks = RankAccess(config, books, movement, self.peers, on_kv_lost)
         self.life = LifeCycle(config, books, movement, requests=requests, storage=storage, peers=self.peers)
         client.start(movement.mover.on_result, self.ranks.on_kv_lost)
         try:

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 
-class Loads(Protocol):
+class MatchHandle(Protocol):
     """The way from a match back to its cache."""
 
     timeout_seconds: float
@@ -93,7 +93,7 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     num_unloaded_tokens: int
     coming_block_ids: tuple[int, ...]
     load_ids: tuple[int, ...]
-    _loads: Loads
+    _loads: MatchHandle
 
     @property
     def ready(self) -> bool:

@@ -20,7 +20,7 @@ from fastdeploy_cache.transfer_manager.rank.transfer_client import KVArrays
 logger = event_log(__name__)
 
 
-class Ranks:
+class RankAccess:
     """KV arrays, the progress of loads, and whether the processes are up. Any thread."""
 
     def __init__(

@@ -16,7 +16,6 @@ from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.errors import RequestError
 
 TokenIds = Sequence[int] | np.ndarray[Any, Any]
-DEFAULT_PRIORITY = 35
 _MAX_TOKEN_ID = 2**31 - 1
 _FEW = 64
 _EXTRA = struct.Struct("<QQI")

@@ -23,7 +23,6 @@ SET_FROM_OUTSIDE = {
     "transfer_manager/device/cuda_driver.py: Cuda: self._attributes.srcAccessOrder",  # a structure of NVIDIA's
     "launch/bench/report.py: Report: self._console.width",  # rich's own way
     "transfer_manager/peer/worker.py: PeerServer: self._signal.state",  # a word in shared memory, of this process
-    "transfer_manager/process/lanes.py: LaneServer: self._signal.state",
 }
 
 

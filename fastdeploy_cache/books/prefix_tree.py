@@ -22,7 +22,7 @@ _MIN_ROOTS = 64
 _NONE = array("i")  # never changed
 
 
-class Inserted(NamedTuple):
+class Insertion(NamedTuple):
     """What `insert` did: the place where the inserted blocks end, and the ids that the tree did not want."""
 
     run: Run
@@ -192,7 +192,7 @@ class PrefixTree:
 
     def insert(
         self, at: tuple[Run, int], keys: BlockKeys, first: int, ids: array[int], duplicates: array[int] = _NONE
-    ) -> Inserted:
+    ) -> Insertion:
         """Put blocks [first, first + len(ids)) of `keys`, which the caller computed into GPU blocks `ids`, behind `at`.
 
         `at` is the pinned place where the blocks before `first` end; the caller pins the place that is returned, and
@@ -202,14 +202,14 @@ class PrefixTree:
         are inserted.
         """
         (run, offset), position, end = at, 0, len(ids)
-        done = Inserted(run, offset, duplicates, 0)
+        done = Insertion(run, offset, duplicates, 0)
         try:
             while position < end:
                 if offset == run.num_blocks:
                     child = run.children.get(self.key(keys, first + position)) if run.children else None
                     if child is None:
                         run = self._append(run, keys, first + position, ids[position:] if position else ids)
-                        return Inserted(run, run.num_blocks, duplicates, end)
+                        return Insertion(run, run.num_blocks, duplicates, end)
                     run, offset = child, 0
                 num_known = self._num_common(run, offset, keys, first + position, first + end)
                 if not num_known:  # the prompts part here
@@ -220,7 +220,7 @@ class PrefixTree:
                 if num_there < num_known:
                     self._adopt(run, ids[position + num_there : position + num_known], REQUEST)
                 position, offset, duplicates = position + num_known, offset + num_known, known
-                done = Inserted(run, offset, duplicates, position)
+                done = Insertion(run, offset, duplicates, position)
         except MemoryError:
             if not done.num_blocks:
                 raise

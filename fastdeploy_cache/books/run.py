@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
-from fastdeploy_cache.request import DEFAULT_PRIORITY
 
 
 class Tier(IntEnum):
@@ -19,6 +18,7 @@ class Tier(IntEnum):
 
 
 TIERS = GPU, CPU = tuple(Tier)
+DEFAULT_PRIORITY = 35  # of a request that has none of its own, for the policy `priority`
 
 
 @dataclass(slots=True)

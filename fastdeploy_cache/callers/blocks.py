@@ -13,8 +13,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Used
 from fastdeploy_cache.books.path import gpu_ids, hash_at
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
-from fastdeploy_cache.books.prefix_tree import BlockKeys
-from fastdeploy_cache.books.prefix_tree import Inserted as InsertedBlocks
+from fastdeploy_cache.books.prefix_tree import BlockKeys, Insertion
 from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
 from fastdeploy_cache.callers.copies import BlockCopies
 from fastdeploy_cache.callers.finder import Finder
@@ -49,7 +48,7 @@ class Inserted(NamedTuple):
     pinned: PinnedPrefix | None
 
 
-class Blocks:
+class CallerBlocks:
     """Blocks for callers that keep their own requests: `cache.blocks`. Any thread; each verb is a turn of its own.
 
     A `Request` only names tokens, namespace and images here: it is not registered, and one object may serve many calls.
@@ -225,7 +224,7 @@ class Blocks:
             pinned = self._books.pin_prefix(path, num_blocks) if pin else None
         return Inserted(num_blocks, ids.tolist(), pinned)
 
-    def _insert(self, at: tuple[Run, int], keys: BlockKeys, first_block: int, ids: array[int]) -> InsertedBlocks:
+    def _insert(self, at: tuple[Run, int], keys: BlockKeys, first_block: int, ids: array[int]) -> Insertion:
         """What the tree did not want is the caller's still."""
         pool = self._books.pools[GPU]
         pool.hand_over(ids, CALLER, REQUEST)

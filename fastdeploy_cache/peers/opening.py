@@ -17,7 +17,7 @@ from fastdeploy_cache.peers.link_road import LinkRoad
 from fastdeploy_cache.peers.offers import PeerOffers
 from fastdeploy_cache.peers.store_road import StoreRoad
 from fastdeploy_cache.requests.requests import Requests
-from fastdeploy_cache.storage.storage import Storage
+from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 from fastdeploy_cache.transfer_manager.peer.client import PeerClient, PeerProcesses
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
@@ -33,7 +33,7 @@ def open_road(
     books: Books,
     movement: Movement,
     requests: Requests,
-    storage: Storage,
+    storage: StorageAccess,
     *,
     metrics: CacheMetrics,
     client: PeerClient | None,

@@ -18,7 +18,7 @@ from fastdeploy_cache.peers.opening import Road, open_road
 from fastdeploy_cache.peers.transfers import Receive, Send
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.requests import Requests
-from fastdeploy_cache.storage.storage import Storage
+from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.transfer_manager.client import RankStatus
 from fastdeploy_cache.transfer_manager.peer.client import PeerClient
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
@@ -36,7 +36,7 @@ class Peers:
         self.road: Road | NoRoad = NoRoad()
         books.listen(Forgotten, self._on_forgotten)
 
-    def open(self, movement: Movement, storage: Storage, client: PeerClient | None) -> None:
+    def open(self, movement: Movement, storage: StorageAccess, client: PeerClient | None) -> None:
         """Start what the configuration asks for. `client` replaces the peer processes (tests, simulation).
 
         Raises:

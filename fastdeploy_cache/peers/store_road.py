@@ -23,8 +23,8 @@ from fastdeploy_cache.peers.transfers import Receive, Send
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.prefetches import Prefetches
+from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import StoragePrefetch, StorageTaskEnded, StorageWentIdle
-from fastdeploy_cache.storage.storage import Storage
 from fastdeploy_cache.transfer_manager.client import RankStatus
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
 from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
@@ -46,7 +46,7 @@ class _Stored:
 class StoredSends:
     """A send succeeds when the store has all its blocks; only then is its offer worth handing over."""
 
-    def __init__(self, books: Books, mover: BlockMover, storage: Storage) -> None:
+    def __init__(self, books: Books, mover: BlockMover, storage: StorageAccess) -> None:
         self._books, self._tree = books, books.tree
         self._mover, self._storage = mover, storage
         self._open: dict[str, _Stored] = {}
@@ -191,7 +191,7 @@ class StoreRoad:
         *,
         offers: PeerOffers,
         mover: BlockMover,
-        storage: Storage,
+        storage: StorageAccess,
         prefetches: Prefetches,
     ) -> None:
         assert config.peer is not None

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from fastdeploy_cache.books.run import Run, Tier, Usage
-from fastdeploy_cache.request import DEFAULT_PRIORITY, Request
+from fastdeploy_cache.books.run import DEFAULT_PRIORITY, Run, Tier, Usage
+from fastdeploy_cache.request import Request
 
 IsLeaf = Callable[[Run, Tier], bool]
 Split = Callable[[Run, int], Run]

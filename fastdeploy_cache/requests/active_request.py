@@ -16,7 +16,7 @@ from fastdeploy_cache.request import Request
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     """Where a request is in its life::
 
         match ──► WAITING ──────────────► SETTLED ──► release
@@ -35,8 +35,13 @@ class Phase(Enum):
     VOID = "void"
 
 
-WAITING, AHEAD, SETTLED, VOID = Phase  # looking a member up in its class costs as much as a dictionary
-_NEXT: dict[Phase, tuple[Phase, ...]] = {WAITING: (AHEAD, SETTLED), AHEAD: (SETTLED, VOID), SETTLED: (), VOID: ()}
+WAITING, AHEAD, SETTLED, VOID = RequestPhase  # looking a member up in its class costs as much as a dictionary
+_NEXT: dict[RequestPhase, tuple[RequestPhase, ...]] = {
+    WAITING: (AHEAD, SETTLED),
+    AHEAD: (SETTLED, VOID),
+    SETTLED: (),
+    VOID: (),
+}
 
 
 @dataclass(eq=False)
@@ -53,7 +58,7 @@ class ActiveRequest:
     request: Request
     keys: BlockKeys
     generation: int  # of the cache, when it was matched
-    phase: Phase = WAITING
+    phase: RequestPhase = WAITING
     is_admitted: bool = False  # it got blocks, or committed some: else its release is no use
     is_detached: bool = False  # its blocks continue nothing that is cached: it publishes nothing
     # -- the match
@@ -79,7 +84,7 @@ class ActiveRequest:
     num_readable_blocks: int = 0  # of one that runs ahead: those in front of what is coming
     stepped_at: float = 0.0  # when it was last given blocks or committed
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: RequestPhase) -> None:
         """Go on to another phase. The only place where it changes."""
         assert phase in _NEXT[self.phase], f"a request that is {self.phase.value} cannot become {phase.value}"
         self.phase = phase

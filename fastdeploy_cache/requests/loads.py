@@ -17,7 +17,7 @@ _TIMER_SECONDS = 3600.0
 
 
 class MatchLoads:
-    """See `fastdeploy_cache.match.Loads`. Any thread; each call is a turn of its own."""
+    """See `fastdeploy_cache.match.MatchHandle`. Any thread; each call is a turn of its own."""
 
     __slots__ = ("_active", "_requests", "timeout_seconds")
 

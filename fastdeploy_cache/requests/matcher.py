@@ -16,15 +16,15 @@ from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import SETTLED, WAITING, ActiveRequest
+from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
-from fastdeploy_cache.storage.storage import Storage
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
 
 class Matcher:
     """What `PrefixCacheManager.match` does, and what becomes of a match until it is settled."""
 
-    def __init__(self, config: CacheConfig, books: Books, movement: Movement, storage: Storage) -> None:
+    def __init__(self, config: CacheConfig, books: Books, movement: Movement, storage: StorageAccess) -> None:
         self._books, self._tree = books, books.tree
         self._mover, self._loader, self._storage = movement.mover, movement.loader, storage
         self._recompute_last_token = config.recompute_last_token

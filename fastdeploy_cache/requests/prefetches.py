@@ -12,14 +12,14 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.matcher import Matcher
-from fastdeploy_cache.storage.storage import Storage
+from fastdeploy_cache.storage.access import StorageAccess
 
 
 class Prefetches:
     """See `PrefixCacheManager.prefetch`. Any thread; each call is one turn or two."""
 
     def __init__(
-        self, config: CacheConfig, books: Books, matcher: Matcher, storage: Storage, matched: Container[str]
+        self, config: CacheConfig, books: Books, matcher: Matcher, storage: StorageAccess, matched: Container[str]
     ) -> None:
         """`matched`: the ids of the requests that are matched now."""
         self._config, self._books, self._matcher = config, books, matcher

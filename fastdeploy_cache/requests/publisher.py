@@ -12,7 +12,7 @@ from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.requests.active_request import SETTLED, ActiveRequest
 from fastdeploy_cache.requests.matcher import Matcher
-from fastdeploy_cache.storage.storage import Storage
+from fastdeploy_cache.storage.access import StorageAccess
 
 
 class Publisher:
@@ -35,7 +35,7 @@ class Publisher:
         """Whether what it computes continues something that is cached."""
         return active.phase is SETTLED and not active.is_detached and not self._matcher.is_stale(active)
 
-    def write(self, active: ActiveRequest, storage: Storage) -> None:
+    def write(self, active: ActiveRequest, storage: StorageAccess) -> None:
         """Write what is committed to storage now, whatever the policies say."""
         if not storage.is_attached or not self._may(active):
             return

@@ -21,15 +21,15 @@ from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.requests.prefetches import Prefetches
 from fastdeploy_cache.requests.publisher import Publisher
 from fastdeploy_cache.requests.runs_ahead import RunsAhead
+from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import Fetched
-from fastdeploy_cache.storage.storage import Storage
 
 
 class Requests:
     """Each from match to release, by its id. Under the lock."""
 
     def __init__(
-        self, config: CacheConfig, books: Books, movement: Movement, storage: Storage, metrics: CacheMetrics
+        self, config: CacheConfig, books: Books, movement: Movement, storage: StorageAccess, metrics: CacheMetrics
     ) -> None:
         self.books = books
         self.matcher = Matcher(config, books, movement, storage)

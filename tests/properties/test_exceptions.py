@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager
-from fastdeploy_cache.callers.blocks import Blocks
+from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.callers.copies import BlockCopies
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.policies.eviction import EvictionPolicy, LeastRecentlyUsed, Priority
 from fastdeploy_cache.policies.reuse import Reuse
-from fastdeploy_cache.ranks import Ranks
+from fastdeploy_cache.ranks import RankAccess
 from fastdeploy_cache.requests.loads import MatchLoads
-from fastdeploy_cache.storage.storage import Storage
+from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
 from tests.rigs.caller_walk import STEPS, new_caller, take_step
@@ -39,9 +39,9 @@ NUM_STEPS = 160
 VERBS = (
     (PrefixCacheManager, ("match", "allocate", "commit", "release", "prefetch", "end_prefetch", "write_to_storage",
                           "reset")),
-    (Ranks, ("kv_lost",)),
-    (Storage, ("flush",)),
-    (Blocks, ("allocate", "free", "evict_runs", "insert", "pin", "unpin", "lookup")),
+    (RankAccess, ("kv_lost",)),
+    (StorageAccess, ("flush",)),
+    (CallerBlocks, ("allocate", "free", "evict_runs", "insert", "pin", "unpin", "lookup")),
     (BlockCopies, ("load", "end_load", "swap_out", "swap_in")),
     (MatchLoads, ("poll", "wait")),
 )  # fmt: skip

@@ -26,7 +26,7 @@ from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 _FOREVER_SECONDS = 1e9
 
 
-class Storage:
+class StorageAccess:
     """The store below the CPU tier, if there is one. Any thread, but for what is marked as under the lock."""
 
     def __init__(
