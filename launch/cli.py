@@ -75,8 +75,8 @@ def serve(
     log_dir: LogDir = None,
 ) -> None:
     """Serve SmolLM2 over HTTP (POST /v1/chat/completions) until SIGTERM or Ctrl-C."""
-    from fastdeploy_cache.launch.server.serve import device_settings
     from fastdeploy_cache.launch.server.serve import serve as run
+    from fastdeploy_cache.launch.server.settings import device_settings
 
     if role not in ("mixed", "prefill", "decode"):
         raise typer.BadParameter(f"--role {role}; use mixed, prefill or decode")
@@ -114,7 +114,7 @@ def route(
     ] = 32,
 ) -> None:
     """Answer chats with prefill and decode instances (`serve --role ...`) until SIGTERM or Ctrl-C."""
-    from fastdeploy_cache.launch.server.router import route as run
+    from fastdeploy_cache.launch.server.route import route as run
 
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     run(

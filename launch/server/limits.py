@@ -1,0 +1,130 @@
+"""What aiohttp leaves open: deadlines of bodies, half-closed clients, connections per client, refusals as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from typing import NamedTuple
+
+from aiohttp import http_exceptions, web
+
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.server.answers import failure
+from fastdeploy_cache.launch.server.client_counts import ClientCounts
+
+logger = logging.getLogger(__name__)
+
+_MAX_LINE_BYTES = 65536  # of a request's first line; a header's field has aiohttp's own bound, which is another number
+
+
+class Limits(NamedTuple):
+    """How much one client may take of a server, and for how long."""
+
+    head_seconds: float = 30.0  # for the head of a request; also the longest pause between two of them
+    body_seconds: float = 30.0
+    write_seconds: float = 30.0  # for the client to take a piece of an answer
+    ended_seconds: float = 1.0  # for an answer to begin after the client has ended its side
+    max_body_bytes: int = 4 * 2**20
+    max_connections_per_client: int = 512
+
+
+class Connection(web.RequestHandler):
+    """One client's connection, within limits. aiohttp ends it where a head is slow (its `keepalive_timeout`)."""
+
+    def __init__(self, server: web.Server, limits: Limits, counts: ClientCounts) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(
+            server,
+            loop=loop,
+            keepalive_timeout=limits.head_seconds,
+            max_line_size=_MAX_LINE_BYTES,
+            auto_decompress=False,
+            access_log=None,  # type: ignore[arg-type]
+        )
+        self.limits, self.has_begun = limits, False  # whether an answer in pieces is on its way
+        self._counts, self._client, self._is_counted = counts, "", False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Refuse a client that has too many; nothing of such a connection is read."""
+        self._client = (transport.get_extra_info("peername") or [""])[0]
+        self._is_counted = self._counts.enter(self._client)
+        if self._is_counted:
+            super().connection_made(transport)
+        else:
+            logger.warning("event=connection_refused client=%s num_open=%d", self._client, self._counts.max_per_client)
+            transport.close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Its handler is cancelled by aiohttp."""
+        if self._is_counted:
+            self._is_counted = False
+            self._counts.leave(self._client)
+            super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. It may have gone, or only have said all: nobody can tell before something is sent.
+
+        So a short answer is still given, and one in pieces goes on: to a client that has gone it soon cannot be sent.
+        """
+        self._loop.call_later(self.limits.ended_seconds, self._end_unless_begun)
+        return True  # asyncio leaves our side open
+
+    def _end_unless_begun(self) -> None:
+        if self.transport is not None and not self.has_begun:
+            self.transport.close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what cannot be read, and what failed, as everything is answered; the connection ends."""
+        if request.writer.output_size > 0 or isinstance(exc, ConnectionError):
+            raise ConnectionError("too late for an answer") from exc
+        if status >= 500:
+            logger.error("event=http_failed client=%s", self._client, exc_info=exc)
+            return failure(status, "the server has failed; its log says why", ends=True)
+        logger.info("event=http_refused client=%s reason=%r", self._client, message)
+        reason = (message or "no HTTP").partition("\n")[0].rstrip(":")
+        return failure(_status_of(exc), f"the request cannot be read: {reason}", ends=True)
+
+
+def _status_of(error: BaseException | None) -> int:
+    if isinstance(error, http_exceptions.LineTooLong):
+        return 414 if error.args[1] == _MAX_LINE_BYTES else 431
+    return 431 if isinstance(error, http_exceptions.BadHttpMessage) and "Too many headers" in error.message else 400
+
+
+def limits_of(request: web.BaseRequest) -> Limits:
+    """Those of its connection."""
+    assert isinstance(request.protocol, Connection)
+    return request.protocol.limits
+
+
+def check_end(request: web.BaseRequest) -> None:
+    """Raises `LaunchError` where it is not said in one plain number where the request ends."""
+    lengths = request.headers.getall("Content-Length", [])
+    is_plain = all(re.fullmatch(r"[0-9]{1,18}", length) for length in lengths)
+    if "Transfer-Encoding" in request.headers or len(lengths) > 1 or not is_plain:
+        raise LaunchError(f"Content-Length is {', '.join(lengths)!r}; send one number, and no Transfer-Encoding")
+
+
+async def read_body(request: web.BaseRequest) -> bytes:
+    """The whole body.
+
+    Raises:
+        LaunchError: its length is not said, or is too much.
+        ConnectionError: it did not come in time; the connection has ended.
+    """
+    limits, length = limits_of(request), request.headers.get("Content-Length", "")
+    if not length or int(length) > limits.max_body_bytes:
+        raise LaunchError(f"Content-Length is {length!r}; send it, at most {limits.max_body_bytes}")
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            return await request.read()
+    except TimeoutError:
+        request.protocol.force_close()
+        raise ConnectionResetError(f"no whole body within {limits.body_seconds} s") from None
