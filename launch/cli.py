@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from fastdeploy_cache.launch.server.library import check_library
 from fastdeploy_cache.launch.storage.command import storage_app
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -75,6 +76,7 @@ def serve(
     log_dir: LogDir = None,
 ) -> None:
     """Serve SmolLM2 over HTTP (POST /v1/chat/completions) until SIGTERM or Ctrl-C."""
+    check_library()
     from fastdeploy_cache.launch.server.serve import serve as run
     from fastdeploy_cache.launch.server.settings import device_settings
 
@@ -114,6 +116,7 @@ def route(
     ] = 32,
 ) -> None:
     """Answer chats with prefill and decode instances (`serve --role ...`) until SIGTERM or Ctrl-C."""
+    check_library()
     from fastdeploy_cache.launch.server.route import route as run
 
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from fastdeploy_cache.launch.server.answers import failure
+from fastdeploy_cache.launch.server.http_server import LOGGED_STATUS
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.streams import ClientGoneError, StreamedAnswer
 from fastdeploy_cache.launch.server.upstream import Answer, Place, Question, Upstream
@@ -72,7 +73,7 @@ class Forwarding:
         headers = answer.response.headers.copy()
         for name in _OF_A_CONNECTION:
             headers.popall(name, None)
-        request["logged_status"] = "forwarded"
+        request[LOGGED_STATUS] = "forwarded"
         self._answer = StreamedAnswer(request, answer.response.status, headers, answer.response.reason)
         # a stream begins before the offer is asked for, other answers after that
         self.has_taken_offer = answer.is_good and not self._is_stream

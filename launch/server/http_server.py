@@ -12,12 +12,14 @@ from aiohttp import web
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.server.answers import failure
 from fastdeploy_cache.launch.server.client_counts import ClientCounts
-from fastdeploy_cache.launch.server.limits import Connection, Limits, check_end
+from fastdeploy_cache.launch.server.limits import Connection, Limits, check_end, connection_of
 
 logger = logging.getLogger(__name__)
 
+LOGGED_STATUS = web.RequestKey("logged_status", str)  # what an answer is called in the log, instead of its status
+
 _BACKLOG = 128  # who comes with many others is not made to try again a second later
-_GRACE_SECONDS = 5.0  # for answers that are being given when the server ends
+_GRACE_SECONDS = 3.0  # for answers that are being given when the server ends
 
 
 class HttpServer:
@@ -71,6 +73,8 @@ async def answering(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Around every route: a request that could be read in two ways is refused, and all are logged."""
+    connection = connection_of(request)
+    connection.is_asked = True  # the answer before it may have cleared that
     try:
         try:
             check_end(request)
@@ -81,14 +85,16 @@ async def answering(
     except (asyncio.CancelledError, ConnectionError):
         logger.info("event=client_gone")
         raise
-    if request.method != "POST" and request.body_exists:
-        response.force_close()  # nobody reads that body
+    finally:
+        connection.is_asked = False
+    if connection.has_ended or (request.method != "POST" and request.body_exists):
+        response.force_close()  # nobody sends more, or nobody reads that body
     line = f"{request.method} {request.path_qs} HTTP/{request.version.major}.{request.version.minor}"
-    status = request.get("logged_status", response.status)
+    status = request.get(LOGGED_STATUS, response.status)
     logger.info('event=http "%s" %s -', line.encode("unicode_escape").decode(), status)
     return response
 
 
-def unsupported(request: web.Request) -> web.StreamResponse:
+async def unsupported(request: web.Request) -> web.StreamResponse:
     """A method that no route has."""
     return failure(501, f"Unsupported method ({request.method!r})", ends=True)

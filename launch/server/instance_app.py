@@ -48,8 +48,8 @@ class InstanceApp:
                 web.get("/health", self._health, allow_head=False),
                 web.get("/status", self._status, allow_head=False),
                 web.get("/v1/models", self._models, allow_head=False),
-                web.post(_CHAT, lambda request: self._post(request, self._chat)),
-                web.post(_PREFILL, lambda request: self._post(request, self._prefill)),
+                web.post(_CHAT, self._chat),
+                web.post(_PREFILL, self._prefill),
                 web.delete(_PREFILL + "/{offer_id:.*}", self._give_up),
                 web.route("*", "/{path:.*}", _not_here),
             ]
@@ -65,7 +65,13 @@ class InstanceApp:
     async def _models(self, _: web.Request) -> web.StreamResponse:
         return success({"object": "list", "data": [{"id": MODEL_NAME, "object": "model"}]})
 
-    async def _post(
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, self._answer)
+
+    async def _prefill(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, self._compute)
+
+    async def _serve(
         self, request: web.Request, serve: Callable[[web.Request, ChatRequest], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         try:
@@ -93,11 +99,11 @@ class InstanceApp:
         if refusal is not None:
             raise LaunchError(refusal)
 
-    async def _prefill(self, request: web.Request, chat: ChatRequest) -> web.StreamResponse:
+    async def _compute(self, request: web.Request, chat: ChatRequest) -> web.StreamResponse:
         prefill = await self._api.prefills.compute(chat, request.remote or "")
         return success(prefill.answer)
 
-    async def _chat(self, request: web.Request, chat: ChatRequest) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, chat: ChatRequest) -> web.StreamResponse:
         generation = await self._api.submit(chat)
         if chat.stream:
             return await self._stream(request, generation, chat.wants_usage)
@@ -141,4 +147,4 @@ async def _not_here(request: web.Request) -> web.StreamResponse:
         return failure(404, f"nothing is posted to {path}; use {_CHAT}", ends=True)
     if request.method == "DELETE":
         return failure(404, f"nothing is deleted at {path}; use {_PREFILL}/OFFER_ID")
-    return unsupported(request)
+    return await unsupported(request)

@@ -42,7 +42,10 @@ class Connection(web.RequestHandler):
             auto_decompress=False,
             access_log=None,  # type: ignore[arg-type]
         )
-        self.limits, self.has_begun = limits, False  # whether an answer in pieces is on its way
+        self.limits = limits
+        self.is_asked = False  # something has come, or is being answered
+        self.has_begun = False  # an answer in pieces is on its way
+        self.has_ended = False  # the client's side
         self._counts, self._client, self._is_counted = counts, "", False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -62,13 +65,20 @@ class Connection(web.RequestHandler):
             self._counts.leave(self._client)
             super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        """A piece of what the client says."""
+        self.is_asked = self.is_asked or bool(data)
+        super().data_received(data)
+
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more. It may have gone, or only have said all: nobody can tell before something is sent.
 
         So a short answer is still given, and one in pieces goes on: to a client that has gone it soon cannot be sent.
         """
-        self._loop.call_later(self.limits.ended_seconds, self._end_unless_begun)
-        return True  # asyncio leaves our side open
+        self.has_ended = True
+        if self.is_asked:
+            self._loop.call_later(self.limits.ended_seconds, self._end_unless_begun)
+        return self.is_asked  # then asyncio leaves our side open
 
     def _end_unless_begun(self) -> None:
         if self.transport is not None and not self.has_begun:
@@ -98,10 +108,10 @@ def _status_of(error: BaseException | None) -> int:
     return 431 if isinstance(error, http_exceptions.BadHttpMessage) and "Too many headers" in error.message else 400
 
 
-def limits_of(request: web.BaseRequest) -> Limits:
-    """Those of its connection."""
+def connection_of(request: web.BaseRequest) -> Connection:
+    """On which it has come."""
     assert isinstance(request.protocol, Connection)
-    return request.protocol.limits
+    return request.protocol
 
 
 def check_end(request: web.BaseRequest) -> None:
@@ -119,7 +129,7 @@ async def read_body(request: web.BaseRequest) -> bytes:
         LaunchError: its length is not said, or is too much.
         ConnectionError: it did not come in time; the connection has ended.
     """
-    limits, length = limits_of(request), request.headers.get("Content-Length", "")
+    limits, length = connection_of(request).limits, request.headers.get("Content-Length", "")
     if not length or int(length) > limits.max_body_bytes:
         raise LaunchError(f"Content-Length is {length!r}; send it, at most {limits.max_body_bytes}")
     try:

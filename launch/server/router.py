@@ -182,4 +182,4 @@ async def _not_here(request: web.Request) -> web.StreamResponse:
         return failure(404, f"no page {path}; there are {_CHAT}, /v1/models and /health")
     if request.method == "POST":
         return failure(404, f"nothing is posted to {path}; use {_CHAT}", ends=True)
-    return unsupported(request)
+    return await unsupported(request)

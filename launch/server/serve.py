@@ -99,9 +99,9 @@ def _run_until(
     finally:
         logger.info("event=stopping")
         engine.stop()
+        threads[0].join()  # every answer has ended by now, which is still to be said
         stop_http()
-        for thread in threads:
-            thread.join()
+        threads[1].join()
         if engine.cache.config.storage is not None:
             _flush(engine.cache)
 

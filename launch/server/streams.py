@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import socket
+import struct
+from collections.abc import Mapping
 
 from aiohttp import web
 
-from fastdeploy_cache.launch.server.limits import Connection
+from fastdeploy_cache.launch.server.limits import connection_of
+
+_RESET = struct.pack("ii", 1, 0)  # linger for no time: socket(7)
 
 
 class ClientGoneError(ConnectionError):
@@ -24,28 +27,30 @@ class StreamedAnswer:
     def __init__(
         self, request: web.Request, status: int, headers: Mapping[str, str], reason: str | None = None
     ) -> None:
-        assert isinstance(request.protocol, Connection)
-        self._request, self._connection = request, request.protocol
+        self._request, self._connection = request, connection_of(request)
         self._response = web.StreamResponse(status=status, reason=reason, headers=headers)
         self._response.force_close()
 
     async def begin(self) -> None:
         """Send the status and the headers."""
         self._connection.has_begun = True
-        with _client_errors():
+        try:
             await self._response.prepare(self._request)
+        except ConnectionError as error:
+            raise ClientGoneError(str(error)) from error
 
     async def write(self, piece: bytes) -> None:
         """Send a piece."""
         seconds = self._connection.limits.write_seconds
         try:
             async with asyncio.timeout(seconds):
-                with _client_errors():
-                    await self._response.write(piece)
+                await self._response.write(piece)
         except TimeoutError:
             if (transport := self._request.transport) is not None:
                 transport.abort()  # to close it would wait until all has been taken
             raise ClientGoneError(f"the client took nothing for {seconds} s") from None
+        except ConnectionError as error:
+            raise ClientGoneError(str(error)) from error
 
     def end(self) -> web.StreamResponse:
         """What the route returns: aiohttp then says that this was all."""
@@ -54,14 +59,8 @@ class StreamedAnswer:
     def cut(self) -> web.StreamResponse:
         """End the connection so that the client cannot take that for the end of the answer; the route returns this."""
         if (transport := self._request.transport) is not None:
-            is_bare = self._request.version < (1, 1) and "Content-Length" not in self._response.headers
-            (transport.abort if is_bare else transport.close)()  # without chunks a plain end would be an end
+            if self._request.version < (1, 1) and "Content-Length" not in self._response.headers:
+                # without chunks a plain end would be an end: it gets a reset
+                transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            transport.close()
         return self._response
-
-
-@contextmanager
-def _client_errors() -> Iterator[None]:
-    try:
-        yield
-    except ConnectionError as error:
-        raise ClientGoneError(str(error)) from error

@@ -66,9 +66,16 @@ class Answer(NamedTuple):
         return await self.wait(self.response.read())
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes, until it is whole."""
-        while piece := await self.wait(self.response.content.readany()):
-            yield piece
+        """The body as it comes, until it is whole; where it is cut off, all that came before that."""
+        content = self.response.content
+        try:
+            while piece := await self.wait(content.readany()):
+                yield piece
+        except OSError:
+            content.set_exception(None)  # type: ignore[arg-type]  # else what came with the end is not given out
+            if piece := content.read_nowait():
+                yield piece
+            raise
 
 
 class Upstream:
