@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
 from fastdeploy_cache.launch.reference_engine.engine import Engine
-from fastdeploy_cache.launch.reference_engine.generation import Generation
+from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationRefusedError
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer, StreamDecoder
 from fastdeploy_cache.launch.server.arrivals import Arrivals
 from fastdeploy_cache.launch.server.chat_request import ChatRequest
 from fastdeploy_cache.launch.server.prefills import Prefills
-from fastdeploy_cache.launch.server.prompts import Prompts
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 _TOKEN_TIMEOUT_SECONDS = 120.0
@@ -25,8 +25,7 @@ class ChatApi:
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer) -> None:
         self._engine, self._tokenizer = engine, tokenizer
-        self._prompts = Prompts(engine, tokenizer)
-        self.prefills = Prefills(engine, self._prompts)
+        self.prefills = Prefills(engine, self._tokens_of)
 
     async def submit(self, request: ChatRequest) -> Generation:
         """Queue it.
@@ -34,8 +33,20 @@ class ChatApi:
         Raises:
             GenerationError: too long, or the engine has stopped.
         """
-        prompt = await self._prompts.tokens_of(request)
+        prompt = await asyncio.to_thread(self._tokens_of, request)  # others are answered meanwhile
         return self._engine.submit(prompt, request.max_new_tokens, request.kv_offer, namespace=request.namespace)
+
+    def _tokens_of(self, request: ChatRequest) -> Any:
+        """Of the prompt. What can never fit is refused by its length: to tokenise it may take many seconds."""
+        messages = [{"role": message.role, "content": message.text()} for message in request.messages]
+        num_least, limit = self._tokenizer.min_tokens(messages), self._engine.max_tokens
+        if num_least + request.max_new_tokens > limit:
+            num_chars = sum(len(message["content"]) for message in messages)
+            raise GenerationRefusedError(
+                f"{num_chars} characters in {len(messages)} messages count as {num_least} tokens or more, and "
+                f"{request.max_new_tokens} new ones are asked for; together they must be at most {limit}"
+            )
+        return self._tokenizer.encode_chat(messages)
 
     def cancel(self, generation: Generation) -> None:
         """Nobody waits for it any more."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.server.answers import failure
 from fastdeploy_cache.launch.server.client_counts import ClientCounts
-from fastdeploy_cache.launch.server.limits import Connection, Limits, check_end, connection_of
+from fastdeploy_cache.launch.server.limits import Connection, Limits, connection_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +76,10 @@ async def answering(
     connection = connection_of(request)
     connection.is_asked = True  # the answer before it may have cleared that
     try:
-        try:
-            check_end(request)
-        except LaunchError as error:
-            response: web.StreamResponse = failure(400, str(error), ends=True)
+        if "Transfer-Encoding" in request.headers:  # no client needs it here; what else is unclear, aiohttp refuses
+            length = request.headers.get("Content-Length", "")
+            text = f"Content-Length is {length!r}; send one number, and no Transfer-Encoding"
+            response: web.StreamResponse = failure(400, text, ends=True)
         else:
             response = await handler(request)
     except (asyncio.CancelledError, ConnectionError):
@@ -95,6 +95,12 @@ async def answering(
     return response
 
 
-async def unsupported(request: web.Request) -> web.StreamResponse:
-    """A method that no route has."""
-    return failure(501, f"Unsupported method ({request.method!r})", ends=True)
+def route_of_the_rest(known: Mapping[str, str]) -> web.RouteDef:
+    """Where there is nothing: `known` says by method what is wrong with {path}, and where to turn to."""
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        if request.method not in known:
+            return failure(501, f"Unsupported method ({request.method!r})", ends=True)
+        return failure(404, known[request.method].format(path=request.path_qs), ends=request.method == "POST")
+
+    return web.route("*", "/{path:.*}", refuse)

@@ -21,8 +21,8 @@ from fastdeploy_cache.launch.reference_engine.generation import (
 from fastdeploy_cache.launch.server.answers import failure, success
 from fastdeploy_cache.launch.server.chat import MODEL_NAME, ChatApi
 from fastdeploy_cache.launch.server.chat_request import ChatRequest
-from fastdeploy_cache.launch.server.http_server import answering, unsupported
-from fastdeploy_cache.launch.server.limits import read_body
+from fastdeploy_cache.launch.server.http_server import answering, route_of_the_rest
+from fastdeploy_cache.launch.server.limits import connection_of, read_body
 from fastdeploy_cache.launch.server.status import status_of
 from fastdeploy_cache.launch.server.streams import StreamedAnswer
 
@@ -30,6 +30,11 @@ _CHAT, _PREFILL = "/v1/chat/completions", "/v1/prefill"
 _NOT_SERVED = {  # by role and path
     ("prefill", _CHAT): f"the role of this instance is prefill: use {_PREFILL}, or ask a decode instance",
     ("decode", _PREFILL): "the role of this instance is decode: ask a prefill instance",
+}
+_NOT_HERE = {
+    "GET": f"no page {{path}}; there are {_CHAT}, /v1/models, /health and /status",
+    "POST": f"nothing is posted to {{path}}; use {_CHAT}",
+    "DELETE": f"nothing is deleted at {{path}}; use {_PREFILL}/OFFER_ID",
 }
 _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
@@ -51,7 +56,7 @@ class InstanceApp:
                 web.post(_CHAT, self._chat),
                 web.post(_PREFILL, self._prefill),
                 web.delete(_PREFILL + "/{offer_id:.*}", self._give_up),
-                web.route("*", "/{path:.*}", _not_here),
+                route_of_the_rest(_NOT_HERE),
             ]
         )
         return app
@@ -101,6 +106,8 @@ class InstanceApp:
 
     async def _compute(self, request: web.Request, chat: ChatRequest) -> web.StreamResponse:
         prefill = await self._api.prefills.compute(chat, request.remote or "")
+        if prefill.generation is not None and connection_of(request).has_ended:
+            self._api.cancel(prefill.generation)  # else its blocks would wait for somebody who may never come
         return success(prefill.answer)
 
     async def _answer(self, request: web.Request, chat: ChatRequest) -> web.StreamResponse:
@@ -137,14 +144,3 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[bytes
         yield b"[DONE]"
     except GenerationError as error:  # the status is out: say it in the stream
         yield msgspec.json.encode({"error": {"message": str(error)}})
-
-
-async def _not_here(request: web.Request) -> web.StreamResponse:
-    path = request.path_qs
-    if request.method == "GET":
-        return failure(404, f"no page {path}; there are {_CHAT}, /v1/models, /health and /status")
-    if request.method == "POST":
-        return failure(404, f"nothing is posted to {path}; use {_CHAT}", ends=True)
-    if request.method == "DELETE":
-        return failure(404, f"nothing is deleted at {path}; use {_PREFILL}/OFFER_ID")
-    return await unsupported(request)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from typing import NamedTuple
 
 from aiohttp import http_exceptions, web
@@ -112,14 +111,6 @@ def connection_of(request: web.BaseRequest) -> Connection:
     """On which it has come."""
     assert isinstance(request.protocol, Connection)
     return request.protocol
-
-
-def check_end(request: web.BaseRequest) -> None:
-    """Raises `LaunchError` where it is not said in one plain number where the request ends."""
-    lengths = request.headers.getall("Content-Length", [])
-    is_plain = all(re.fullmatch(r"[0-9]{1,18}", length) for length in lengths)
-    if "Transfer-Encoding" in request.headers or len(lengths) > 1 or not is_plain:
-        raise LaunchError(f"Content-Length is {', '.join(lengths)!r}; send one number, and no Transfer-Encoding")
 
 
 async def read_body(request: web.BaseRequest) -> bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import secrets
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -18,7 +20,6 @@ from fastdeploy_cache.launch.reference_engine.generation import (
 from fastdeploy_cache.launch.server.arrivals import Arrivals
 from fastdeploy_cache.launch.server.chat_request import ChatRequest
 from fastdeploy_cache.launch.server.client_counts import ClientCounts
-from fastdeploy_cache.launch.server.prompts import Prompts
 from fastdeploy_cache.peers.transfers import Send
 
 _OFFER_TIMEOUT_SECONDS = 60.0  # for a prompt to be begun
@@ -35,8 +36,8 @@ class Prefill(NamedTuple):
 class Prefills:
     """Computes prompts, and remembers what is offered of them. Its coroutines are for one event loop."""
 
-    def __init__(self, engine: Engine, prompts: Prompts) -> None:
-        self._engine, self._prompts = engine, prompts
+    def __init__(self, engine: Engine, tokens_of: Callable[[ChatRequest], Any]) -> None:
+        self._engine, self._tokens_of = engine, tokens_of
         peer = engine.cache.config.peer
         # half of them, so that one client leaves the others room; the router is one client, whomever it asks for
         self._open = ClientCounts(max(1, peer.max_transfers // 2) if peer is not None else 1)
@@ -65,7 +66,7 @@ class Prefills:
             return prefill
 
     async def _compute(self, request: ChatRequest) -> Prefill:
-        config, prompt = self._engine.cache.config, await self._prompts.tokens_of(request)
+        config, prompt = self._engine.cache.config, await asyncio.to_thread(self._tokens_of, request)
         if len(prompt) < config.block_size:
             return Prefill(None, {"offer": None, "offer_id": None, "num_blocks": 0})
         generation = self._engine.submit_prefill(prompt, request.max_new_tokens, namespace=request.namespace)

@@ -14,7 +14,7 @@ from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.server.answers import failure, success
 from fastdeploy_cache.launch.server.client_counts import ClientCounts
 from fastdeploy_cache.launch.server.forwarding import Forwarding, HungError
-from fastdeploy_cache.launch.server.http_server import answering, unsupported
+from fastdeploy_cache.launch.server.http_server import answering, route_of_the_rest
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.limits import read_body
 from fastdeploy_cache.launch.server.upstream import Place, Question, Upstream
@@ -27,6 +27,10 @@ _PROBE_SECONDS = 5.0  # without a word of a decode instance
 MAX_BODY_BYTES = 3 * 2**20  # with an offer it is still no more than instances take
 MAX_OPEN_PREFILLS = 32  # of one client
 _CHAT, _PREFILL = "/v1/chat/completions", "/v1/prefill"
+_NOT_HERE = {
+    "GET": f"no page {{path}}; there are {_CHAT}, /v1/models and /health",
+    "POST": f"nothing is posted to {{path}}; use {_CHAT}",
+}
 _UPSTREAM = web.AppKey("upstream", Upstream)
 
 
@@ -64,7 +68,7 @@ class Router:
                 web.get("/health", self._health, allow_head=False),
                 web.get("/v1/models", self._models, allow_head=False),
                 web.post(_CHAT, self._chat),
-                web.route("*", "/{path:.*}", _not_here),
+                route_of_the_rest(_NOT_HERE),
             ]
         )
         return app
@@ -174,12 +178,3 @@ def _offer(place: Place, answer: Any) -> Offer | None:
     """None where the prompt is too short for one. Raises `LookupError`, `TypeError` for what is no answer."""
     offer, offer_id = answer["offer"], answer["offer_id"]
     return Offer(offer, place, offer_id) if isinstance(offer, str) and isinstance(offer_id, str) else None
-
-
-async def _not_here(request: web.Request) -> web.StreamResponse:
-    path = request.path_qs
-    if request.method == "GET":
-        return failure(404, f"no page {path}; there are {_CHAT}, /v1/models and /health")
-    if request.method == "POST":
-        return failure(404, f"nothing is posted to {path}; use {_CHAT}", ends=True)
-    return await unsupported(request)

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
-from fastdeploy_cache.launch.server.limits import Limits
+from fastdeploy_cache.launch.server.limits import Connection, Limits
+from fastdeploy_cache.launch.server.prefills import Prefill
 from tests.rigs.http_rig import SECONDS, said, served
 from tests.rigs.router_rig import Instance, _Handler, answers, routed
 
@@ -56,8 +57,8 @@ class Api:
 
 
 @contextmanager
-def chats(api: Api, limits: Limits) -> Iterator[int]:
-    cache: Any = SimpleNamespace(config=SimpleNamespace(role="mixed", peer=None))
+def chats(api: Api, limits: Limits, peer: object = None) -> Iterator[int]:
+    cache: Any = SimpleNamespace(config=SimpleNamespace(role="mixed", peer=peer))
     with served(InstanceApp(api, cache).build(), limits) as port:  # type: ignore[arg-type]
         yield port
 
@@ -104,6 +105,27 @@ def test_who_may_have_gone_is_not_computed_for() -> None:
     with chats(api, Limits(ended_seconds=0.1)) as port:
         assert said(port, post(CHAT), is_half_closed=True) == b""
         assert api.is_asked.is_set() and api.is_cancelled.wait(SECONDS)
+
+
+def test_blocks_are_not_kept_for_who_may_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill whose client has ended its side meanwhile is given up."""
+    api: Any = Api()
+    ended, eof_received = asyncio.Event(), Connection.eof_received
+
+    def note(connection: Connection) -> bool:
+        ended.set()
+        return eof_received(connection)
+
+    async def compute(*_: Any) -> Prefill:
+        await ended.wait()
+        return Prefill(object(), {"offer_id": "a"})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Connection, "eof_received", note)
+    api.prefills = SimpleNamespace(compute=compute)
+    with chats(api, Limits(ended_seconds=SECONDS), peer=object()) as port:
+        data = post(CHAT).replace(b"/v1/chat/completions", b"/v1/prefill")
+        assert said(port, data, is_half_closed=True).endswith(b'{"offer_id": "a"}')
+    assert api.is_cancelled.is_set()
 
 
 def test_who_takes_nothing_is_ended() -> None:
