@@ -10,7 +10,8 @@ from aiohttp import web
 from fastdeploy_cache.launch.server.answers import failure
 from fastdeploy_cache.launch.server.http_server import LOGGED_STATUS
 from fastdeploy_cache.launch.server.instances import Instances
-from fastdeploy_cache.launch.server.streams import ClientGoneError, StreamedAnswer
+from fastdeploy_cache.launch.server.limits import ClientGoneError
+from fastdeploy_cache.launch.server.streams import StreamedAnswer
 from fastdeploy_cache.launch.server.upstream import Answer, Place, Question, Upstream
 
 logger = logging.getLogger(__name__)

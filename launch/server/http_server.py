@@ -12,7 +12,7 @@ from aiohttp import web
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.server.answers import failure
 from fastdeploy_cache.launch.server.client_counts import ClientCounts
-from fastdeploy_cache.launch.server.limits import Connection, Limits, connection_of
+from fastdeploy_cache.launch.server.limits import ClientGoneError, Connection, Limits, connection_of
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ async def answering(
             response: web.StreamResponse = failure(400, text, ends=True)
         else:
             response = await handler(request)
-    except (asyncio.CancelledError, ConnectionError):
+    except (asyncio.CancelledError, ClientGoneError):
         logger.info("event=client_gone")
         raise
     finally:

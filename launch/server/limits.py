@@ -17,6 +17,10 @@ logger = logging.getLogger(__name__)
 _MAX_LINE_BYTES = 65536  # of a request's first line; a header's field has aiohttp's own bound, which is another number
 
 
+class ClientGoneError(ConnectionError):
+    """Nobody waits for the answer any more, or takes it."""
+
+
 class Limits(NamedTuple):
     """How much one client may take of a server, and for how long."""
 
@@ -91,10 +95,12 @@ class Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Answer what cannot be read, and what failed, as everything is answered; the connection ends."""
-        if request.writer.output_size > 0 or isinstance(exc, ConnectionError):
-            raise ConnectionError("too late for an answer") from exc
+        if isinstance(exc, ClientGoneError):
+            raise exc
         if status >= 500:
             logger.error("event=http_failed client=%s", self._client, exc_info=exc)
+            if request.writer.output_size > 0:
+                raise ClientGoneError("too late for an answer; the connection ends") from exc
             return failure(status, "the server has failed; its log says why", ends=True)
         logger.info("event=http_refused client=%s reason=%r", self._client, message)
         reason = (message or "no HTTP").partition("\n")[0].rstrip(":")
@@ -118,7 +124,7 @@ async def read_body(request: web.BaseRequest) -> bytes:
 
     Raises:
         LaunchError: its length is not said, or is too much.
-        ConnectionError: it did not come in time; the connection has ended.
+        ClientGoneError: it did not come in time; the connection has ended.
     """
     limits, length = connection_of(request).limits, request.headers.get("Content-Length", "")
     if not length or int(length) > limits.max_body_bytes:
@@ -128,4 +134,6 @@ async def read_body(request: web.BaseRequest) -> bytes:
             return await request.read()
     except TimeoutError:
         request.protocol.force_close()
-        raise ConnectionResetError(f"no whole body within {limits.body_seconds} s") from None
+        raise ClientGoneError(f"no whole body within {limits.body_seconds} s") from None
+    except ConnectionError as error:
+        raise ClientGoneError(str(error)) from error

@@ -9,13 +9,9 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from fastdeploy_cache.launch.server.limits import connection_of
+from fastdeploy_cache.launch.server.limits import ClientGoneError, connection_of
 
 _RESET = struct.pack("ii", 1, 0)  # linger for no time: socket(7)
-
-
-class ClientGoneError(ConnectionError):
-    """Nobody takes the answer any more."""
 
 
 class StreamedAnswer:

@@ -107,6 +107,26 @@ def test_who_may_have_gone_is_not_computed_for() -> None:
         assert api.is_asked.is_set() and api.is_cancelled.wait(SECONDS)
 
 
+def test_a_fault_of_ours_in_the_middle_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The stream ends without its last chunk, and the log has the traceback; before it begins it is status 500."""
+    api: Any = Api()
+
+    async def stream(*_: Any) -> AsyncIterator[dict[str, Any]]:
+        yield {"text": "first"}
+        raise LookupError("a fault of ours")
+
+    async def submit(_: Any) -> Any:
+        raise LookupError("a fault of ours")
+
+    with chats(api, Limits()) as port:
+        api.stream = stream
+        assert said(port, post(STREAM)).endswith(b'data: {"text":"first"}\n\n\r\n')
+        assert api.is_cancelled.is_set() and caplog.text.count("LookupError: a fault of ours") == 1
+        api.submit = submit
+        assert said(port, post(CHAT)).startswith(b"HTTP/1.1 500")
+    assert caplog.text.count("event=http_failed client=127.0.0.1") == 2
+
+
 def test_blocks_are_not_kept_for_who_may_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill whose client has ended its side meanwhile is given up."""
     api: Any = Api()

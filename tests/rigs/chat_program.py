@@ -35,7 +35,10 @@ class Ones(ChatTokenizer):
         return np.ones(10, np.int32)
 
     def decode(self, token_ids: Any) -> str:
-        return " ".join(map(str, token_ids))
+        return "1 " * len(token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"1 "
 
 
 class OneModel:
