@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.server.answers import failure
@@ -76,12 +76,9 @@ async def answering(
     connection = connection_of(request)
     connection.is_asked = True  # the answer before it may have cleared that
     try:
-        if "Transfer-Encoding" in request.headers:  # no client needs it here; what else is unclear, aiohttp refuses
-            length = request.headers.get("Content-Length", "")
-            text = f"Content-Length is {length!r}; send one number, and no Transfer-Encoding"
-            response: web.StreamResponse = failure(400, text, ends=True)
-        else:
-            response = await handler(request)
+        response = _refusal(request) or await handler(request)
+    except web.HTTPException as error:  # aiohttp's own, such as for a path that is none
+        response = failure(error.status, error.reason)
     except (asyncio.CancelledError, ClientGoneError):
         logger.info("event=client_gone")
         raise
@@ -93,6 +90,15 @@ async def answering(
     status = request.get(LOGGED_STATUS, response.status)
     logger.info('event=http "%s" %s -', line.encode("unicode_escape").decode(), status)
     return response
+
+
+def _refusal(request: web.Request) -> web.StreamResponse | None:
+    """Of what aiohttp takes, and nobody needs here. What else is unclear it refuses itself."""
+    if request.version not in {HttpVersion10, HttpVersion11}:
+        return failure(505, f"Invalid HTTP version ({request.version.major}.{request.version.minor})", ends=True)
+    if "Transfer-Encoding" in request.headers:
+        return failure(400, "Content-Length is ''; send one number, and no Transfer-Encoding", ends=True)
+    return None
 
 
 def route_of_the_rest(known: Mapping[str, str]) -> web.RouteDef:

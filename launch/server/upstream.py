@@ -79,7 +79,7 @@ class Answer(NamedTuple):
 
 
 class Upstream:
-    """Asks instances, each request on a connection of its own. A context, on one event loop."""
+    """Asks instances, each request on a connection of its own. Made, used and closed on one event loop."""
 
     def __init__(self) -> None:
         tracing = aiohttp.TraceConfig()
@@ -147,7 +147,8 @@ class Upstream:
         """What the instance says next. It may have much to do, or hang: then its HTTP server does not answer either."""
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(coroutine)
         try:
-            await _first(task, connected)  # which has a deadline of its own, and no probes: it has nothing to hang on
+            if not connected.is_set():  # that has a deadline of its own, and no probes
+                await _first(task, connected)
             until = loop.time() + question.timeout_seconds
             while not task.done():
                 left = until - loop.time()

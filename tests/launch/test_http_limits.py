@@ -157,7 +157,14 @@ def test_who_takes_nothing_is_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    "request_", [b"\x16\x03\x01 hello\r\n\r\n", b"PUT /health HTTP/1.1\r\nHost: a\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"]
+    "request_",
+    [
+        b"\x16\x03\x01 hello\r\n\r\n",
+        b"PUT /health HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
+        b"GET /health HTTP/2.0\r\nHost: a\r\n\r\n",
+    ],
 )
 def test_every_error_is_json(request_: bytes) -> None:
     """No HTTP at all, a method that nobody has, a request that says no host: an error as all others are."""
