@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from fastdeploy_cache.launch.storage.cli import storage_app
+from fastdeploy_cache.launch.server.library import check_library
+from fastdeploy_cache.launch.storage.command import storage_app
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -62,8 +63,9 @@ def serve(
     log_dir: LogDir = None,
 ) -> None:
     """Serve SmolLM2 over HTTP (POST /v1/chat/completions) until SIGTERM or Ctrl-C."""
-    from fastdeploy_cache.launch.server.serve import device_settings
+    check_library()
     from fastdeploy_cache.launch.server.serve import serve as run
+    from fastdeploy_cache.launch.server.settings import device_settings
 
     if role not in ("mixed", "prefill", "decode"):
         raise typer.BadParameter(f"--role {role}; use mixed, prefill or decode")
@@ -101,7 +103,8 @@ def route(
     ] = 32,
 ) -> None:
     """Answer chats with prefill and decode instances (`serve --role ...`) until SIGTERM or Ctrl-C."""
-    from fastdeploy_cache.launch.server.router import route as run
+    check_library()
+    from fastdeploy_cache.launch.server.route import route as run
 
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     run(

@@ -19,9 +19,9 @@ from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, PrefixCacheManag
 from fastdeploy_cache.ipc.peer_channel import make_keys
 from fastdeploy_cache.ipc.private_directory import PrivateDirectory
 from fastdeploy_cache.launch.cli import app
-from fastdeploy_cache.launch.server import router
 from fastdeploy_cache.launch.server.control_socket import PrivateListener
-from fastdeploy_cache.launch.server.json_http import JsonHandler
+from fastdeploy_cache.launch.server.limits import Limits
+from fastdeploy_cache.launch.server.router import MAX_BODY_BYTES
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.transfer_manager.peer.signature import make_secret
 from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
@@ -163,7 +163,7 @@ def test_the_security_page_names_the_ports_and_bounds_that_are() -> None:
     assert hosts == {"127.0.0.1"} and "The HTTP ports listen on 127.0.0.1 unless" in page
     assert f"API of `serve` ({default_of('serve', 'port')}) or of the router ({default_of('route', 'port')})" in page
     assert f"metrics ({default_of('serve', 'metrics_port')})" in page
-    bodies = [handler.max_body_bytes // 2**20 for handler in (JsonHandler, router._Handler)]
+    bodies = [num_bytes // 2**20 for num_bytes in (Limits().max_body_bytes, MAX_BODY_BYTES)]
     assert f"{bodies[0]} MiB for a body (router: {bodies[1]} MiB)" in page
     assert (
         PeerConfig(weights_id="w").secret_file is None and "without it, whoever can call `receive` is believed" in page

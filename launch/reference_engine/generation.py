@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fastdeploy_cache import Match, Request
@@ -33,7 +34,7 @@ class Generation:
     """A request on its way through the engine.
 
     The engine thread fills it; any one other thread may take its tokens with `next_token`. A prefill has no tokens, but
-    a send (`wait_send`).
+    a send (`wait_send`). An event loop looks at both without waiting, each time that `on_change` calls it.
     """
 
     request: Request
@@ -64,6 +65,7 @@ class Generation:
     receive_error: str | None = None  # why nothing has come
     _offered: threading.Event = field(default_factory=threading.Event)
     _tokens: queue.SimpleQueue[int | None] = field(default_factory=queue.SimpleQueue)
+    _changed: Callable[[], None] = field(default=lambda: None)
 
     @property
     def num_wanted_tokens(self) -> int:
@@ -130,17 +132,27 @@ class Generation:
             self.first_token = time.monotonic()
         self.output.append(token_id)
         self._tokens.put(token_id)
+        self._changed()
 
     def note_send(self, send: Send) -> None:
         """Its blocks are offered; they are computed from now on."""
         self.send = send
         self._offered.set()
+        self._changed()
 
     def finish(self, reason: str, error: str | None = None) -> None:
         """No more tokens."""
         self.finish_reason, self.error = reason, error
         self._tokens.put(None)
         self._offered.set()
+        self._changed()
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, on the engine's thread, after each token, the send and the end. It must not raise.
+
+        Look at what is there after this call: what came while it was made may have been told to nobody.
+        """
+        self._changed = callback
 
     def wait_send(self, timeout_seconds: float) -> Send:
         """The send of a prefill, once its blocks are offered.

@@ -2,74 +2,36 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
-import queue
-import signal
-import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from aiohttp import web
+
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.server.json_http import JsonHandler, JsonServer
-from fastdeploy_cache.launch.server.open_prefills import OpenPrefills
-from fastdeploy_cache.launch.server.upstream import (
-    AnswerSoFar,
-    ClientGoneError,
-    Instances,
-    Place,
-    Question,
-    Upstream,
-    is_healthy,
-)
+from fastdeploy_cache.launch.server.answers import failure, success
+from fastdeploy_cache.launch.server.client_counts import ClientCounts
+from fastdeploy_cache.launch.server.forwarding import Forwarding, HungError
+from fastdeploy_cache.launch.server.http_server import answering, route_of_the_rest
+from fastdeploy_cache.launch.server.instances import Instances
+from fastdeploy_cache.launch.server.limits import read_body
+from fastdeploy_cache.launch.server.upstream import Place, Question, Upstream
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 600.0  # a whole answer comes in one piece
 _SHORT_SECONDS = 2.0
 _PROBE_SECONDS = 5.0  # without a word of a decode instance
+MAX_BODY_BYTES = 3 * 2**20  # with an offer it is still no more than instances take
 MAX_OPEN_PREFILLS = 32  # of one client
 _CHAT, _PREFILL = "/v1/chat/completions", "/v1/prefill"
-_UNREACHABLE = (OSError, http.client.HTTPException)
-
-
-def route(
-    prefill: Sequence[str],
-    decode: Sequence[str],
-    *,
-    host: str,
-    port: int,
-    prefill_seconds: float,
-    max_open_prefills: int,
-) -> None:
-    """Run until SIGTERM or SIGINT.
-
-    Without an offer of a prefill instance within `prefill_seconds` the decode instance computes the prompt itself. An
-    instance that cannot be reached, or ends without an answer, is passed over. One that hangs, so that its health does
-    not answer either, may do so because of what it was asked: the chat is answered with status 504, no other instance
-    gets it, and other chats go elsewhere. An offer that no decode instance takes is given up.
-
-    Raises:
-        LaunchError: the port is taken, or a URL is none.
-    """
-    endings: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: endings.put(number))
-    instances = Instances(prefill), Instances(decode)
-    server = Router((host, port), *instances, prefill_seconds, max_open_prefills=max_open_prefills)
-    thread = threading.Thread(target=server.serve_forever, name="http")
-    thread.start()
-    try:
-        url = f"http://{host}:{server.server_port}"
-        logger.info("event=serving url=%s prefill=%s decode=%s", url, ",".join(prefill), ",".join(decode))
-        endings.get()
-    finally:
-        logger.info("event=stopping")
-        server.shutdown()
-        thread.join()
-        server.server_close()
+_NOT_HERE = {
+    "GET": f"no page {{path}}; there are {_CHAT}, /v1/models and /health",
+    "POST": f"nothing is posted to {{path}}; use {_CHAT}",
+}
+_UPSTREAM = web.AppKey("upstream", Upstream)
 
 
 class Offer(NamedTuple):
@@ -80,16 +42,11 @@ class Offer(NamedTuple):
     offer_id: str
 
 
-class HungError(Exception):
-    """An instance hangs, and has this request: no other one is to have it."""
-
-
-class Router(JsonServer):
-    """Connections share the turns, and the counts of what clients have open."""
+class Router:
+    """The routes of a router. Chats share the turns, and the counts of what clients have open."""
 
     def __init__(
         self,
-        address: tuple[str, int],
         prefill: Instances,
         decode: Instances,
         prefill_seconds: float,
@@ -97,104 +54,96 @@ class Router(JsonServer):
         probe_seconds: float = _PROBE_SECONDS,
         max_open_prefills: int = MAX_OPEN_PREFILLS,
     ) -> None:
-        """`max_open_prefills`: chats of one client beyond so many are computed by decode instances alone.
+        """`max_open_prefills`: chats of one client beyond so many are computed by decode instances alone."""
+        self.open_prefills = ClientCounts(max_open_prefills)
+        self._prefill, self._decode = prefill, decode
+        self._prefill_seconds, self._probe_seconds = prefill_seconds, probe_seconds
 
-        Raises `LaunchError` where the address cannot be listened on.
-        """
-        self.open_prefills = OpenPrefills(max_open_prefills)
-        self.prefill, self.decode = prefill, decode
-        self.prefill_seconds, self.probe_seconds = prefill_seconds, probe_seconds
-        super().__init__(address, _Handler)
+    def build(self) -> web.Application:
+        """For one `HttpServer`."""
+        app = web.Application(middlewares=[answering], client_max_size=0)  # `read_body` has the bound
+        app.cleanup_ctx.append(_connect)
+        app.add_routes(
+            [
+                web.get("/health", self._health, allow_head=False),
+                web.get("/v1/models", self._models, allow_head=False),
+                web.post(_CHAT, self._chat),
+                route_of_the_rest(_NOT_HERE),
+            ]
+        )
+        return app
 
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        for place in self._decode.in_order():
+            if await request.app[_UPSTREAM].is_healthy(place):
+                return success({"status": "ok"})
+            logger.warning("event=decode_unhealthy at=%s:%d", *place)
+        return failure(503, "no decode instance is healthy")
 
-class _Handler(JsonHandler):
-    server: Router
-    max_body_bytes = 3 * 2**20  # with an offer it is still no more than instances take
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        question = Question("GET", request.path, None, _SHORT_SECONDS)
+        forwarding = Forwarding(request.app[_UPSTREAM], self._decode, question)
+        return await forwarding.run(request, self._decode.in_order())
 
-    def do_GET(self) -> None:
-        """Health, models."""
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
         try:
-            if self.path == "/health":
-                self._health()
-            elif self.path == "/v1/models":
-                self._forward(Question("GET", self.path, None, _SHORT_SECONDS), self.server.decode.in_order())
-            else:
-                self.fail(404, f"no page {self.path}; there are {_CHAT}, /v1/models and /health")
-        except ClientGoneError:
-            self.note_client_gone()
-
-    def do_POST(self) -> None:
-        """A chat."""
-        if self.path != _CHAT:
-            self.refuse_body(_CHAT)
-            return
-        try:
-            chat = json.loads(self.read_body())
+            chat = json.loads(await read_body(request))
             if not isinstance(chat, dict):
                 raise ValueError(f"{type(chat).__name__} instead of an object")
             chat.pop("kv_offer", None)  # only our own: an offer says where to read memory
             body = _encode(chat)
         except LaunchError as error:
-            self.fail(400, str(error))
-            return
+            return failure(400, str(error), ends=True)
         except (ValueError, RecursionError) as error:
-            self.fail(400, f"the body is no JSON object: {error}")
-            return
-        client, prefills = self.client_address[0], self.server.open_prefills
+            return failure(400, f"the body is no JSON object: {error}")
+        client, prefills = request.remote or "", self.open_prefills
         may_prefill = prefills.enter(client)
         if not may_prefill:
             logger.info("event=prefill_skipped client=%s num_open=%d", client, prefills.max_per_client)
         try:
-            self._answer(chat, body, may_prefill)
-        except ClientGoneError:
-            self.note_client_gone()
+            return await self._answer(request, chat, body, may_prefill)
         except HungError as error:
-            self.fail(504, str(error))
+            return failure(504, str(error))
         except RecursionError as error:  # with the offer it is nested one deeper than it was
-            self.fail(400, f"the body is nested too deeply: {error}")
+            return failure(400, f"the body is nested too deeply: {error}")
         finally:
             if may_prefill:
                 prefills.leave(client)
 
-    def _answer(self, chat: dict[str, Any], body: bytes, may_prefill: bool) -> None:
-        offer, is_taken = self._prefill(body) if may_prefill else None, False
+    async def _answer(
+        self, request: web.Request, chat: dict[str, Any], body: bytes, may_prefill: bool
+    ) -> web.StreamResponse:
+        upstream, forwarding = request.app[_UPSTREAM], None
+        offer = await self._compute_prefill(upstream, body) if may_prefill else None
         try:
             if offer is not None:
                 body = _encode(chat | {"kv_offer": offer.offer})
-            question = Question("POST", _CHAT, body, _ANSWER_SECONDS, self.server.probe_seconds)
-            is_taken = self._forward(question, self.server.decode.in_turn(), is_stream=bool(chat.get("stream")))
+            question = Question("POST", _CHAT, body, _ANSWER_SECONDS, self._probe_seconds)
+            forwarding = Forwarding(upstream, self._decode, question, is_stream=bool(chat.get("stream")))
+            return await forwarding.run(request, self._decode.in_turn())
         finally:  # refused, nobody there, or the client has gone: blocks would wait for a reader until their deadline
-            if offer is not None and not is_taken:
-                self._give_up(offer)
+            if offer is not None and not (forwarding and forwarding.has_taken_offer):
+                await _give_up(upstream, offer)
 
-    def _give_up(self, offer: Offer) -> None:
-        question = Question("DELETE", f"{_PREFILL}/{quote(offer.offer_id)}", None, _SHORT_SECONDS)
-        try:
-            with Upstream(offer.place, question, None) as upstream:
-                status, _ = upstream.answer()
-            logger.info("event=offer_given_up at=%s:%d status=%d", *offer.place, status)
-        except _UNREACHABLE as error:
-            logger.warning("event=offer_not_given_up at=%s:%d error=%r", *offer.place, error)
-
-    def _prefill(self, body: bytes) -> Offer | None:
+    async def _compute_prefill(self, upstream: Upstream, body: bytes) -> Offer | None:
         """What a prefill instance offers of this prompt, if it does in time."""
-        question = Question("POST", _PREFILL, body, self.server.prefill_seconds)
-        for place in self.server.prefill.in_turn():
-            if self.server.prefill.is_hung(place):  # and all that follow
+        question = Question("POST", _PREFILL, body, self._prefill_seconds)
+        for place in self._prefill.in_turn():
+            if self._prefill.is_hung(place):  # and all that follow
                 return None
             try:
-                with self.server.prefill.asked(place, question, self.connection) as upstream:
-                    status, text = upstream.answer()
+                async with self._prefill.asked(upstream, place, question) as answer:
+                    status, text = answer.response.status, await answer.body()
                     offer = _offer(place, json.loads(text)) if status == 200 else None
             except TimeoutError as error:  # no time is left for another
                 logger.warning("event=prefill_hung at=%s:%d error=%r", *place, error)
-                if not is_healthy(place, self.connection):
-                    raise _hung_error("prefill", place) from error
+                if not await upstream.is_healthy(place):
+                    raise HungError("prefill", place) from error
                 return None  # it has much to do
             except ConnectionError as error:  # at once: there is time for another
                 logger.warning("event=prefill_unreachable at=%s:%d error=%r", *place, error)
                 continue
-            except (*_UNREACHABLE, ValueError, LookupError, TypeError) as error:
+            except (OSError, ValueError, LookupError, TypeError) as error:
                 logger.warning("event=prefill_failed at=%s:%d error=%r", *place, error)
                 return None
             if status != 200:
@@ -203,62 +152,21 @@ class _Handler(JsonHandler):
             return offer
         return None
 
-    def _forward(self, question: Question, places: Sequence[Place], *, is_stream: bool = False) -> bool:
-        """Pass the request on, and the answer back as it comes; whether the offer in it was taken."""
-        for place in places:
-            answer, has_failed = AnswerSoFar(), False
-            try:
-                with self.server.decode.asked(place, question, self.connection) as upstream:
-                    self._pass_on(upstream, answer)
-            except ClientGoneError:
-                if not answer.is_good:
-                    raise
-                self.note_client_gone()  # a stream begins before the offer is asked for, other answers after that
-                return not is_stream
-            except TimeoutError as error:
-                has_failed = True
-                logger.warning("event=decode_hung at=%s:%d begun=%s error=%r", *place, answer.has_begun, error)
-                if question.may_hang and not answer.has_begun:
-                    raise _hung_error("decode", place) from error
-            except _UNREACHABLE as error:
-                has_failed = True
-                logger.warning("event=decode_unreachable at=%s:%d begun=%s error=%r", *place, answer.has_begun, error)
-            if answer.has_begun:
-                if answer.is_cut:  # the client sees that, too
-                    logger.warning("event=answer_cut_off at=%s:%d", *place)
-                self.log_request("forwarded")
-                return answer.is_good and not answer.is_cut and not has_failed
-        self.fail(503, "no decode instance can be reached")
-        return False
 
-    def _pass_on(self, upstream: Upstream, answer: AnswerSoFar) -> None:
-        for piece in upstream.pieces():
-            answer.note(piece)
-            self.close_connection = True  # the answer ends with the connection
-            self._write(piece)
-            if answer.is_whole:  # the client may go now
-                return
-
-    def _write(self, piece: bytes) -> None:
-        try:
-            self.wfile.write(piece)
-        except OSError as error:
-            raise ClientGoneError from error
-
-    def _health(self) -> None:
-        for place in self.server.decode.in_order():
-            if is_healthy(place, self.connection):
-                self.send(200, {"status": "ok"})
-                return
-            logger.warning("event=decode_unhealthy at=%s:%d", *place)
-        self.fail(503, "no decode instance is healthy")
+async def _connect(app: web.Application) -> AsyncIterator[None]:
+    app[_UPSTREAM] = Upstream()
+    yield
+    await app[_UPSTREAM].close()
 
 
-def _hung_error(role: str, place: Place) -> HungError:
-    return HungError(
-        f"the {role} instance at {place[0]}:{place[1]} does not answer, nor for its health; it may be because of this "
-        "request, so no other instance gets it. Ask for less, or once more"
-    )
+async def _give_up(upstream: Upstream, offer: Offer) -> None:
+    question = Question("DELETE", f"{_PREFILL}/{quote(offer.offer_id)}", None, _SHORT_SECONDS)
+    try:
+        async with upstream.ask(offer.place, question) as answer:
+            await answer.body()
+            logger.info("event=offer_given_up at=%s:%d status=%d", *offer.place, answer.response.status)
+    except OSError as error:
+        logger.warning("event=offer_not_given_up at=%s:%d error=%r", *offer.place, error)
 
 
 def _encode(chat: dict[str, Any]) -> bytes:

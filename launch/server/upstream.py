@@ -1,36 +1,21 @@
-"""Requests of the router to instances, given up when the client that they are for has gone."""
+"""Requests of the router to instances. Who is cancelled while he asks hangs up, and the instance notices."""
 
 from __future__ import annotations
 
-import http.client
-import io
-import itertools
+import asyncio
 import math
-import select
-import socket
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from email.message import Message
-from typing import NamedTuple, Self
-from urllib.parse import urlsplit
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar
 
-from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.server.json_http import LAST_CHUNK
+import aiohttp
 
 _CONNECT_SECONDS = 5.0
-_PIECE_BYTES = 65536
-_HUNG_SECONDS = 15.0  # so long an instance that did not answer is asked after all others
+_HEADERS = {"Content-Type": "application/json", "Connection": "close"}
 
-_HEAD_END = b"\r\n\r\n"
-_CHUNKS_END = b"\r\n" + LAST_CHUNK  # behind the one before it
-
+T = TypeVar("T")
 Place = tuple[str, int]  # host and port
-
-
-class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
 
 
 class NotSentError(ConnectionError):
@@ -39,84 +24,9 @@ class NotSentError(ConnectionError):
     `is_late`: nothing answered at all, so that who asks next would wait again.
     """
 
-    def __init__(self, error: OSError) -> None:
-        super().__init__(f"no connection: {error}")
-        self.is_late = isinstance(error, TimeoutError)
-
-
-class Instances:
-    """URLs of instances of one role, used in turn. Any thread."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        """Raises `LaunchError` for what is no http://HOST:PORT."""
-        self._places = [_place(url) for url in urls]
-        self._turns = itertools.count()
-        self._lock = threading.Lock()
-        self._hung_until: dict[Place, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def in_turn(self) -> list[Place]:
-        """Each once; a call later the next one is first. Who has hung lately is last."""
-        turn = next(self._turns)
-        places = [self._places[(turn + index) % len(self)] for index in range(len(self))]
-        return sorted(places, key=self.is_hung)
-
-    def in_order(self) -> list[Place]:
-        """Each once, for what is no work: it takes nobody's turn. Who has hung lately is last."""
-        return sorted(self._places, key=self.is_hung)
-
-    @contextmanager
-    def asked(self, place: Place, question: Question, client: socket.socket | None) -> Iterator[Upstream]:
-        """A request to one of them. If it hangs, that is noted, and it gets no other one before its health answers.
-
-        Raises what `Upstream` raises; `NotSentError`, too, where it still hangs.
-        """
-        try:
-            if not self._may_take(place, client):
-                raise NotSentError(TimeoutError("it has hung, and does not answer for its health either"))
-            with Upstream(place, question, client) as upstream:
-                yield upstream
-        except NotSentError as error:
-            if error.is_late:
-                self._note_hung(place)
-            raise
-        except TimeoutError:
-            self._note_hung(place)
-            raise
-
-    def _note_hung(self, place: Place) -> None:
-        """It did not answer in time: who comes next need not wait for that again."""
-        with self._lock:
-            self._hung_until[place] = time.monotonic() + _HUNG_SECONDS
-
-    def is_hung(self, place: Place) -> bool:
-        """Whether that was lately."""
-        with self._lock:
-            return time.monotonic() < self._hung_until.get(place, 0.0)
-
-    def _may_take(self, place: Place, client: socket.socket | None) -> bool:
-        """Whether it has not hung, or answers again."""
-        with self._lock:
-            if place not in self._hung_until:
-                return True
-        if not is_healthy(place, client):
-            return False
-        with self._lock:
-            self._hung_until.pop(place, None)
-        return True
-
-
-def _place(url: str) -> Place:
-    parts = urlsplit(url)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.scheme != "http" or not parts.hostname or port is None or parts.path.strip("/"):
-        raise LaunchError(f"{url!r} is no instance's URL; use http://HOST:PORT")
-    return parts.hostname, port
+    def __init__(self, reason: object, *, is_late: bool) -> None:
+        super().__init__(f"no connection: {reason}")
+        self.is_late = is_late
 
 
 class Question(NamedTuple):
@@ -140,147 +50,142 @@ class Question(NamedTuple):
 HEALTH = Question("GET", "/health", None, 2.0)
 
 
-def is_healthy(place: Place, client: socket.socket | None) -> bool:
-    """Whether it answers for its health. Raises `ClientGoneError`."""
-    try:
-        with Upstream(place, HEALTH, client) as upstream:
-            return upstream.answer()[0] == 200
-    except (OSError, http.client.HTTPException):
-        return False
+class Answer(NamedTuple):
+    """An answer that has begun; it is read in one of two ways, which raise what `Upstream.ask` raises."""
 
-
-class Upstream:
-    """One request to an instance; its answer is read in one of two ways. A context: at the end it is closed, and an
-    instance that still works for it will notice.
-
-    Every method raises:
-        NotSentError: it cannot be reached; the constructor alone.
-        TimeoutError: it has the request, or a part of it, and does not answer in time: it may hang on that.
-        OSError, http.client.HTTPException: it has ended, or talks nonsense.
-        ClientGoneError: the client has gone first.
-    """
-
-    def __init__(self, place: Place, question: Question, client: socket.socket | None) -> None:
-        self._place, self._client = place, client
-        self._timeout_seconds, self._probe_seconds = question.timeout_seconds, question.probe_seconds
-        seconds = min(_CONNECT_SECONDS, question.timeout_seconds)
-        self._connection = http.client.HTTPConnection(*place, timeout=seconds)
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        try:
-            self._connection.connect()
-        except OSError as error:
-            self._connection.close()
-            raise NotSentError(error) from error
-        try:
-            self._connection.request(question.method, question.path, question.body, headers)
-        except BaseException:
-            self._connection.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
-
-    def answer(self) -> tuple[int, bytes]:
-        """Status and whole body of a short answer."""
-        self._wait()
-        response = self._connection.getresponse()
-        return response.status, response.read()
-
-    def pieces(self) -> Iterator[bytes]:
-        """The whole answer as it comes, headers and all; empty where the instance ends without one."""
-        upstream = self._connection.sock
-        while True:
-            self._wait()
-            piece = upstream.recv(_PIECE_BYTES)
-            if not piece:
-                return
-            yield piece
-
-    def _wait(self) -> None:
-        """Until the instance has something to say."""
-        upstream, until = self._connection.sock, time.monotonic() + self._timeout_seconds
-        while True:
-            seconds = until - time.monotonic()
-            is_probed = self._probe_seconds < seconds
-            readable = _readable([upstream, self._client], min(seconds, self._probe_seconds))
-            if self._client in readable:
-                self._check_client()
-            if upstream in readable:
-                return
-            if not readable and is_probed:
-                self._probe()
-            elif not readable:
-                raise TimeoutError(f"no answer within {self._timeout_seconds} s")
-
-    def _probe(self) -> None:
-        """It may have much to do, or hang: then its HTTP server does not answer either."""
-        if not is_healthy(self._place, self._client):
-            raise TimeoutError("no answer, and none for its health")
-
-    def _check_client(self) -> None:
-        assert self._client is not None
-        try:
-            said = self._client.recv(1, socket.MSG_PEEK)
-        except OSError as error:
-            raise ClientGoneError from error
-        if not said:
-            raise ClientGoneError
-        self._client = None  # its next request: there is no waiting for its end then
-
-
-class AnswerSoFar:
-    """What has come of an answer, as bytes of HTTP: whether it is no failure, and whether there is more to come."""
-
-    def __init__(self) -> None:
-        self._head, self._tail = b"", b""
-        self._headers: Message | None = None  # once all are there
-        self._num_body_bytes = 0
-
-    def note(self, piece: bytes) -> None:
-        """The next bytes have come."""
-        if self._headers is None:
-            self._head, end, piece = (self._head + piece).partition(_HEAD_END)
-            if not end:
-                return
-            self._headers = http.client.parse_headers(io.BytesIO(self._head.partition(b"\r\n")[2] + _HEAD_END))
-        self._num_body_bytes += len(piece)
-        self._tail = (self._tail + piece)[-len(_CHUNKS_END) :]
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether anything has come."""
-        return bool(self._head)
+    response: aiohttp.ClientResponse
+    wait: Callable[[Coroutine[Any, Any, bytes]], Coroutine[Any, Any, bytes]]
 
     @property
     def is_good(self) -> bool:
-        """Whether it says so; too short a beginning does not."""
-        return self._head.startswith((b"HTTP/1.1 2", b"HTTP/1.0 2"))
+        """Whether it says so."""
+        return 200 <= self.response.status < 300
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all that it announced has come; never, where it ends with its connection."""
-        headers = self._headers
-        if headers is None:
-            return False
-        if "Transfer-Encoding" in headers:
-            return self._tail == _CHUNKS_END
-        length = headers.get("Content-Length", "")
-        return length.isdecimal() and self._num_body_bytes >= int(length)
+    async def body(self) -> bytes:
+        """All of a short answer."""
+        return await self.wait(self.response.read())
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether something is missing of it, now that no more comes."""
-        headers = self._headers
-        return headers is None or (
-            ("Transfer-Encoding" in headers or "Content-Length" in headers) and not self.is_whole
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it comes, until it is whole; where it is cut off, all that came before that."""
+        content = self.response.content
+        try:
+            while piece := await self.wait(content.readany()):
+                yield piece
+        except OSError:
+            content.set_exception(None)  # type: ignore[arg-type]  # else what came with the end is not given out
+            if piece := content.read_nowait():
+                yield piece
+            raise
+
+
+class Upstream:
+    """Asks instances, each request on a connection of its own. Made, used and closed on one event loop."""
+
+    def __init__(self) -> None:
+        tracing = aiohttp.TraceConfig()
+        tracing.on_connection_create_end.append(_note_connected)
+        connector = aiohttp.TCPConnector(force_close=True, limit=0)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+            trace_configs=[tracing],
         )
 
+    async def close(self) -> None:
+        """End all connections."""
+        await self._session.close()
 
-def _readable(sockets: Sequence[socket.socket | None], timeout_seconds: float) -> list[socket.socket]:
-    poll, found = select.poll(), {each.fileno(): each for each in sockets if each is not None}
-    for number in found:
-        poll.register(number, select.POLLIN)
-    return [found[number] for number, _ in poll.poll(max(0.0, timeout_seconds) * 1000)]
+    @asynccontextmanager
+    async def ask(self, place: Place, question: Question) -> AsyncIterator[Answer]:
+        """A request, once its answer has begun; at the end the connection is closed.
+
+        Raises:
+            NotSentError: the instance cannot be reached.
+            TimeoutError: it has the request, or a part of it, and does not answer in time: it may hang on that.
+            ConnectionError: it has ended.
+            OSError: it talks nonsense, or its answer is cut off.
+        """
+        connected = asyncio.Event()
+
+        async def wait(coroutine: Coroutine[Any, Any, T]) -> T:
+            with _builtin_errors():
+                return await self._wait(place, question, coroutine, connected)
+
+        response = await wait(self._send(place, question, connected))
+        try:
+            yield Answer(response, wait)
+        finally:
+            response.close()
+
+    async def is_healthy(self, place: Place) -> bool:
+        """Whether it answers for its health."""
+        try:
+            async with self.ask(place, HEALTH) as answer:
+                await answer.body()
+                return answer.response.status == 200
+        except OSError:
+            return False
+
+    async def _send(self, place: Place, question: Question, connected: asyncio.Event) -> aiohttp.ClientResponse:
+        seconds = min(_CONNECT_SECONDS, question.timeout_seconds)
+        host = f"[{place[0]}]" if ":" in place[0] else place[0]
+        return await self._session.request(
+            question.method,
+            f"http://{host}:{place[1]}{question.path}",
+            data=question.body,
+            headers=_HEADERS,
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=None, connect=seconds, sock_connect=seconds),
+            trace_request_ctx=SimpleNamespace(connected=connected),
+        )
+
+    async def _wait(
+        self, place: Place, question: Question, coroutine: Coroutine[Any, Any, T], connected: asyncio.Event
+    ) -> T:
+        """What the instance says next. It may have much to do, or hang: then its HTTP server does not answer either."""
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(coroutine)
+        try:
+            if not connected.is_set():  # that has a deadline of its own, and no probes
+                await _first(task, connected)
+            until = loop.time() + question.timeout_seconds
+            while not task.done():
+                left = until - loop.time()
+                if left <= 0:
+                    raise TimeoutError(f"no answer within {question.timeout_seconds} s")
+                done, _ = await asyncio.wait({task}, timeout=min(left, question.probe_seconds))
+                if not done and question.probe_seconds < left and not await self.is_healthy(place) and not task.done():
+                    raise TimeoutError("no answer, and none for its health")
+            return task.result()
+        finally:
+            if task.cancel():
+                await asyncio.wait({task})
+
+
+async def _first(task: asyncio.Future[Any], connected: asyncio.Event) -> None:
+    """Until the connection stands, or cannot."""
+    waiting = asyncio.ensure_future(connected.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+
+
+async def _note_connected(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
+    context.trace_request_ctx.connected.set()
+
+
+@contextmanager
+def _builtin_errors() -> Iterator[None]:
+    """aiohttp's errors as Python's own, told apart by what they mean for the request."""
+    try:
+        yield
+    except aiohttp.ConnectionTimeoutError as error:
+        raise NotSentError(error, is_late=True) from error
+    except aiohttp.ClientConnectorError as error:
+        raise NotSentError(error, is_late=isinstance(error.os_error, TimeoutError)) from error
+    except aiohttp.ClientConnectionError as error:
+        raise ConnectionResetError(f"the connection ended: {error!r}") from error
+    except (aiohttp.ClientError, aiohttp.http_exceptions.HttpProcessingError) as error:
+        raise OSError(f"no whole answer: {error!r}") from error

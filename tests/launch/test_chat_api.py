@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ from fastdeploy_cache.launch.reference_engine.generation import (
     GenerationTimeoutError,
 )
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
-from fastdeploy_cache.launch.server import chat_api
-from fastdeploy_cache.launch.server.chat_api import ChatApi, ChatRequest, Message, NotWantedError, TextPart
-from tests.rigs.integer_instance import PROMPT, SECONDS, Instance, instances, prefill
-
-pytestmark = pytest.mark.processes
+from fastdeploy_cache.launch.server import chat, prefills
+from fastdeploy_cache.launch.server.chat import ChatApi
+from fastdeploy_cache.launch.server.chat_request import ChatRequest, Message, TextPart
+from fastdeploy_cache.launch.server.prefills import Prefill
+from tests.launch.test_prefill_decode import PROMPT, SECONDS, Instance, instances, prefill
 
 CHAT = ChatRequest(messages=[Message("user", "hello")], max_tokens=4)
 
@@ -41,36 +42,44 @@ class Numbers(ChatTokenizer):
         return " ".join(map(str, token_ids))
 
 
-def complete(api: ChatApi, is_wanted: Callable[[], bool]) -> None:
-    api.complete(api.submit(CHAT), is_wanted)
+async def complete(api: ChatApi, request: ChatRequest = CHAT) -> dict[str, Any]:
+    return await api.complete(await api.submit(request))
 
 
-def stream(api: ChatApi, is_wanted: Callable[[], bool]) -> None:
-    for _ in api.stream(api.submit(CHAT), False, is_wanted):
+async def stream(api: ChatApi) -> None:
+    async for _ in api.stream(await api.submit(CHAT), False):
         pass
 
 
-def offer(api: ChatApi, is_wanted: Callable[[], bool]) -> None:
-    api.prefill(CHAT, is_wanted)
+async def offer(api: ChatApi) -> None:
+    await api.prefills.compute(CHAT)
+
+
+def compute(api: ChatApi, request: ChatRequest = CHAT, client: str = "") -> Prefill:
+    return asyncio.run(api.prefills.compute(request, client))
 
 
 @pytest.mark.parametrize("ask", [complete, stream, offer])
 @pytest.mark.parametrize("is_there", [False, True])
-def test_nothing_comes(monkeypatch: pytest.MonkeyPatch, ask: Callable[..., None], is_there: bool) -> None:
+def test_nothing_comes(
+    monkeypatch: pytest.MonkeyPatch, ask: Callable[[ChatApi], Awaitable[None]], is_there: bool
+) -> None:
     """The engine stands still: a client that leaves, or has waited too long, leaves nothing behind in the queue."""
-    monkeypatch.setattr(chat_api, "_SLICE_SECONDS", 0.05)
-    for name in ("_TOKEN_TIMEOUT_SECONDS", "_OFFER_TIMEOUT_SECONDS"):
-        monkeypatch.setattr(chat_api, name, 0.2 if is_there else SECONDS)
-    num_asked = []
+    for module, name in ((chat, "_TOKEN_TIMEOUT_SECONDS"), (prefills, "_OFFER_TIMEOUT_SECONDS")):
+        monkeypatch.setattr(module, name, 0.2 if is_there else SECONDS)
 
-    def is_wanted() -> bool:
-        num_asked.append(1)
-        return is_there or len(num_asked) < 2
+    async def client(api: ChatApi) -> None:
+        task = asyncio.ensure_future(ask(api))
+        if not is_there:
+            while not there.engine._waiting:
+                await asyncio.sleep(0.01)
+            task.cancel()
+        await task
 
     with instances(prefill) as (there,):
         assert there.engine.pause(SECONDS)
-        with pytest.raises(GenerationTimeoutError if is_there else NotWantedError):
-            ask(ChatApi(there.engine, Numbers()), is_wanted)
+        with pytest.raises(GenerationTimeoutError if is_there else asyncio.CancelledError):
+            asyncio.run(client(ChatApi(there.engine, Numbers())))
         there.engine.resume()
         assert not there.engine.step()  # nobody waits, nobody runs
         assert there.model.num_computed_tokens == 0
@@ -80,36 +89,36 @@ def test_an_offer_that_is_given_up() -> None:
     """Its blocks go home; given up once more, or never made, it is not found."""
     with instances(prefill) as (there,):
         api = ChatApi(there.engine, Numbers())
-        generation, answer = api.prefill(CHAT, lambda: True)
+        generation, answer = compute(api)
         assert isinstance(generation, Generation)
         assert generation.send is not None
         assert generation.next_token(SECONDS) is None
         assert not generation.send.done
-        assert api.cancel_prefill(answer["offer_id"])
+        assert api.prefills.cancel(answer["offer_id"])
         assert not generation.send.wait(SECONDS)
         assert generation.send.reason == "cancelled"
-        assert not api.cancel_prefill(answer["offer_id"])
+        assert not api.prefills.cancel(answer["offer_id"])
 
 
 def test_ids_of_offers_cannot_be_guessed() -> None:
     """Of two prompts nothing in one answer, and no name that a log or a count gives away, ends the other's offer."""
     with instances(prefill) as (there,):
         api = ChatApi(there.engine, Numbers())
-        (first, mine), (_, other) = (api.prefill(CHAT, lambda: True) for _ in range(2))
+        (first, mine), (_, other) = (compute(api) for _ in range(2))
         assert first is not None and first.send is not None
         ids = [each["offer_id"] for each in (mine, other)]
         assert all(len(base64.urlsafe_b64decode(each + "=")) >= 16 for each in ids)
         assert ids[0][:4] != ids[1][:4]  # nothing is counted in them
         request_id, number = first.request.request_id, str(first.send.number)
         for guess in (request_id, number, "", mine["offer"], ids[0][:-1], ids[0].swapcase()):
-            assert not api.cancel_prefill(guess)
+            assert not api.prefills.cancel(guess)
         assert not first.send.done
-        assert api.cancel_prefill(ids[0])
+        assert api.prefills.cancel(ids[0])
 
 
 def num_cached(api: ChatApi, salt: str | None) -> int:
     chat = ChatRequest(messages=CHAT.messages, max_tokens=1, cache_salt=salt)
-    return api.complete(api.submit(chat), lambda: True)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return asyncio.run(complete(api, chat))["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def test_chats_with_different_salts_share_nothing() -> None:
@@ -126,12 +135,13 @@ def test_an_offer_under_one_salt_is_none_under_another() -> None:
     with instances(prefill, lambda: Instance("decode", 1)) as (there, here):
         computes, answers = ChatApi(there.engine, Numbers()), ChatApi(here.engine, Numbers())
         salted = ChatRequest(messages=CHAT.messages, max_tokens=1, cache_salt="a")
-        offer = base64.b64decode(computes.prefill(salted, lambda: True).answer["offer"])
+        offer = base64.b64decode(compute(computes, salted).answer["offer"])
         for salt in (None, "b"):
             with pytest.raises(GenerationRefusedError, match="namespace"):
-                answers.submit(ChatRequest(messages=CHAT.messages, max_tokens=1, cache_salt=salt, kv_offer=offer))
+                other = ChatRequest(messages=CHAT.messages, max_tokens=1, cache_salt=salt, kv_offer=offer)
+                asyncio.run(answers.submit(other))
         with_offer = ChatRequest(messages=CHAT.messages, max_tokens=1, cache_salt="a", kv_offer=offer)
-        answer = answers.complete(answers.submit(with_offer), lambda: True)
+        answer = asyncio.run(complete(answers, with_offer))
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) // 4 * 4
         assert num_cached(answers, None) == 0
 
@@ -158,19 +168,19 @@ def test_what_can_never_fit_is_not_tokenised(content: Any) -> None:
                 if num_new == 3
                 else (GenerationRefusedError, "397 characters in 1 messages count as 397 tokens or more.*at most 400")
             )
-            for ask in (api.submit, lambda chat: api.prefill(chat, lambda: True)):
+            for ask in (api.submit, api.prefills.compute):
                 with pytest.raises(fault, match=words):
-                    ask(chat)
+                    asyncio.run(ask(chat))  # type: ignore[arg-type]
 
 
 def test_open_prefills_of_one_client_leave_others_room() -> None:
     """Half of what the instance may send; over when they are read, given up or refused, and never counted twice."""
     with instances(lambda: Instance("prefill", 1, max_transfers=4)) as (there,):
         api = ChatApi(there.engine, Numbers())
-        offered = [api.prefill(CHAT, lambda: True, "a") for _ in range(2)]
+        offered = [compute(api, client="a") for _ in range(2)]
         with pytest.raises(GenerationBusyError, match="2 prompts of a are computed, or offered and not read yet"):
-            api.prefill(CHAT, lambda: True, "a")
-        others = [api.prefill(CHAT, lambda: True, "b") for _ in range(2)]
+            compute(api, client="a")
+        others = [compute(api, client="b") for _ in range(2)]
         for prefill_, _ in (*offered, *others):
             assert prefill_ is not None and prefill_.send is not None
             api.cancel(prefill_)
@@ -178,8 +188,8 @@ def test_open_prefills_of_one_client_leave_others_room() -> None:
         too_long = ChatRequest(messages=CHAT.messages, max_tokens=400)
         for _ in range(3):
             with pytest.raises(GenerationRefusedError):
-                api.prefill(too_long, lambda: True, "a")
-        assert api.prefill(CHAT, lambda: True, "a").generation is not None
+                compute(api, too_long, "a")
+        assert compute(api, client="a").generation is not None
 
 
 def test_a_prompt_that_the_answer_makes_too_long() -> None:
@@ -188,9 +198,9 @@ def test_a_prompt_that_the_answer_makes_too_long() -> None:
         api, limit = ChatApi(there.engine, Numbers()), 400 - len(PROMPT)
         too_long = ChatRequest(messages=CHAT.messages, max_tokens=limit + 1)
         with pytest.raises(GenerationRefusedError):
-            api.submit(too_long)
+            asyncio.run(api.submit(too_long))
         with pytest.raises(GenerationRefusedError, match=f"22 prompt tokens before {limit + 1} new ones"):
-            api.prefill(too_long, lambda: True)
-        generation, _ = api.prefill(ChatRequest(messages=CHAT.messages, max_tokens=limit), lambda: True)
+            compute(api, too_long)
+        generation, _ = compute(api, ChatRequest(messages=CHAT.messages, max_tokens=limit))
         assert generation is not None
         api.cancel(generation)

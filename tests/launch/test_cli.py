@@ -129,3 +129,27 @@ def test_the_demo_holds_what_it_promises(tmp_path: Path) -> None:
     assert facts["different_answers"] == []
     assert facts["num_answers"] == sum(kind["requests"] for kind in facts["kinds"].values()) == 20
     assert facts["rank_restarts"] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("found", "words"), [("", "aiohttp is not installed"), ("3.14.3", "aiohttp is 3.14.3")])
+@pytest.mark.parametrize("command", [["serve"], ["route", "--decode", "http://127.0.0.1:1"]])
+def test_serving_without_its_library_is_one_line(command: list[str], found: str, words: str) -> None:
+    """Missing, or too old: status 1 and the extra to install; nothing before that has needed it."""
+    code = """
+import sys
+from importlib import metadata
+found, *sys.argv[1:] = sys.argv[1:]
+def version(name):
+    assert name == "aiohttp" and name not in sys.modules
+    if found:
+        return found
+    raise metadata.PackageNotFoundError(name)
+metadata.version = version
+from fastdeploy_cache.launch.cli import main
+main()
+"""
+    asked = [sys.executable, "-c", code, found, *command]
+    result = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    (line,) = result.stderr.strip().splitlines()
+    assert line == f"fastdeploy-cache: {words}; needed is 3.14.4 or newer: pip install 'fastdeploy-cache[serve]'"

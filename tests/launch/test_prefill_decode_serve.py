@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import subprocess
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -19,11 +18,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.router import Router
-from fastdeploy_cache.launch.server.upstream import Instances
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
 from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, make_secret
-from tests.rigs.command_line import CLI
+from tests.launch.test_serve import CLI, Server
+from tests.rigs.http_rig import served
 from tests.rigs.reference_model import needs_model
 from tests.rigs.server_process import Server
 
@@ -49,13 +49,8 @@ def prefill_of(log: Path, *arguments: str) -> Server:
 
 @contextmanager
 def routed(prefill: list[str], decode: list[str]) -> Iterator[str]:
-    router = Router(("127.0.0.1", 0), Instances(prefill), Instances(decode), SECONDS)
-    thread = threading.Thread(target=router.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{router.server_port}"
-    router.shutdown()
-    thread.join()
-    router.server_close()
+    with served(Router(Instances(prefill), Instances(decode), SECONDS).build()) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.server.router import Router
-from fastdeploy_cache.launch.server.upstream import Instances
+from fastdeploy_cache.launch.server.http_server import HttpServer
+from fastdeploy_cache.launch.server.instances import Instances
 from tests.rigs.router_rig import (
     CHAT,
     SECONDS,
@@ -231,4 +231,4 @@ def test_a_taken_port() -> None:
     """It is said which."""
     taken = Instance(answers)
     with running(taken), pytest.raises(LaunchError, match=f"cannot listen on 127.0.0.1:{taken.server_port}"):
-        Router(("127.0.0.1", taken.server_port), Instances([]), Instances([taken.url]), SECONDS)
+        HttpServer("127.0.0.1", taken.server_port)

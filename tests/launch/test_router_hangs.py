@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fastdeploy_cache.launch.server import upstream
-from fastdeploy_cache.launch.server.upstream import HEALTH, Instances, NotSentError
+from fastdeploy_cache.launch.server import instances
+from fastdeploy_cache.launch.server.instances import Instances
+from fastdeploy_cache.launch.server.upstream import HEALTH, NotSentError, Upstream
 from tests.rigs.router_rig import CHAT, SECONDS, Instance, _Handler, answers, ask, never_answers, offers, routed
 
 
@@ -20,8 +22,8 @@ def test_what_hung_one_instance_is_given_to_no_other(role: str, is_stream: bool)
     by others, and reach the hung one no more."""
     hung, prefill, decode = Instance(never_answers), Instance(offers), Instance(answers)
     hung.is_hung = True
-    instances = ([hung, prefill], [decode]) if role == "prefill" else ([prefill], [hung, decode])
-    with routed(*instances, prefill_seconds=0.3, probe_seconds=0.1) as router:  # type: ignore[arg-type]
+    everyone = ([hung, prefill], [decode]) if role == "prefill" else ([prefill], [hung, decode])
+    with routed(*everyone, prefill_seconds=0.3, probe_seconds=0.1) as router:  # type: ignore[arg-type]
         status, answer = ask(router, {**CHAT, "stream": is_stream})
         assert status == 504
         assert f"the {role} instance at 127.0.0.1:{hung.server_port} does not answer" in answer["error"]["message"]
@@ -36,11 +38,11 @@ def test_what_hung_one_instance_is_given_to_no_other(role: str, is_stream: bool)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_one_that_has_hung_is_asked_for_its_health_first(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
     """When its time is over it gets no chat before it has answered that; then it is one like the others."""
-    monkeypatch.setattr(upstream, "_HUNG_SECONDS", 0.0)
+    monkeypatch.setattr(instances, "_HUNG_SECONDS", 0.0)
     hung, prefill, decode = Instance(never_answers), Instance(offers), Instance(answers)
     hung.is_hung = True
-    instances = ([hung], [decode]) if role == "prefill" else ([prefill], [hung, decode])
-    with routed(*instances, prefill_seconds=0.3, probe_seconds=0.1) as router:  # type: ignore[arg-type]
+    everyone = ([hung], [decode]) if role == "prefill" else ([prefill], [hung, decode])
+    with routed(*everyone, prefill_seconds=0.3, probe_seconds=0.1) as router:  # type: ignore[arg-type]
         assert ask(router)[0] == 504
         num_probes = hung.num_probes
         for _ in range(2):
@@ -54,14 +56,23 @@ def test_one_that_has_hung_is_asked_for_its_health_first(monkeypatch: pytest.Mon
 
 def test_who_still_hangs_is_left_alone_again() -> None:
     """Its health is asked once, in vain; then it is passed over for as long as before."""
-    instances, now = Instances(["http://127.0.0.1:1", "http://127.0.0.1:2"]), time.monotonic()
-    place = instances.in_order()[0]
-    instances._hung_until[place] = now - 1.0
-    assert not instances.is_hung(place)
-    with pytest.raises(NotSentError, match="has hung"), instances.asked(place, HEALTH, None):
-        raise AssertionError("it was asked")
-    assert instances.is_hung(place)
-    assert instances.in_turn()[-1] == place
+    two, now = Instances(["http://127.0.0.1:1", "http://127.0.0.1:2"]), time.monotonic()
+    place = two.in_order()[0]
+    two._hung_until[place] = now - 1.0
+    assert not two.is_hung(place)
+
+    async def ask_first() -> None:
+        upstream = Upstream()
+        try:
+            async with two.asked(upstream, place, HEALTH):
+                raise AssertionError("it was asked")
+        finally:
+            await upstream.close()
+
+    with pytest.raises(NotSentError, match="has hung"):
+        asyncio.run(ask_first())
+    assert two.is_hung(place)
+    assert two.in_turn()[-1] == place
 
 
 def test_a_request_that_hangs_everybody_hangs_one(nobody: str) -> None:

@@ -8,7 +8,6 @@ import http.client
 import json
 import re
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,14 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
-from fastdeploy_cache.launch.server import router, serve
-from fastdeploy_cache.launch.server.chat_api import ChatApi
-from fastdeploy_cache.launch.server.json_http import JsonServer
-from fastdeploy_cache.launch.server.router import Router
-from fastdeploy_cache.launch.server.serve import _Handler, _Server
-from fastdeploy_cache.launch.server.upstream import Instances
-from tests.rigs.integer_instance import SECONDS, Instance, instances
-
-pytestmark = pytest.mark.processes
+from fastdeploy_cache.launch.server import instance_app, router
+from fastdeploy_cache.launch.server.chat import ChatApi
+from fastdeploy_cache.launch.server.instance_app import InstanceApp
+from fastdeploy_cache.launch.server.instances import Instances
+from fastdeploy_cache.launch.server.limits import Limits
+from fastdeploy_cache.launch.server.router import MAX_BODY_BYTES, Router
+from tests.launch.test_prefill_decode import SECONDS, Instance, instances
+from tests.rigs.http_rig import served
 
 CHAT, PREFILL = "/v1/chat/completions", "/v1/prefill"
 ROUTES = {
@@ -47,30 +45,16 @@ class Untouched(ChatTokenizer):
         raise AssertionError("it was tokenised")
 
 
-@contextlib.contextmanager
-def running(server: JsonServer) -> Iterator[None]:
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        thread.join(SECONDS)
-        server.server_close()
-
-
 @pytest.fixture(scope="module")
 def ports() -> Iterator[dict[str, int]]:
     """A server with an engine that computes integers, and a router before it."""
     with contextlib.ExitStack() as stack:
         (there,) = stack.enter_context(instances(lambda: Instance("mixed", 1)))
-        server = _Server(("127.0.0.1", 0), _Handler)
-        server.api, server.engine = ChatApi(there.engine, Untouched()), there.engine
-        stack.enter_context(running(server))
-        url = f"http://127.0.0.1:{server.server_port}"
-        routed = Router(("127.0.0.1", 0), Instances([url]), Instances([url]), SECONDS)
-        stack.enter_context(running(routed))
-        yield {"server": server.server_port, "router": routed.server_port}
+        server = InstanceApp(ChatApi(there.engine, Untouched()), there.cache)
+        port = stack.enter_context(served(server.build()))
+        url = f"http://127.0.0.1:{port}"
+        routed = Router(Instances([url]), Instances([url]), SECONDS).build()
+        yield {"server": port, "router": stack.enter_context(served(routed, Limits(max_body_bytes=MAX_BODY_BYTES)))}
 
 
 def chat(content: Any) -> bytes:
@@ -109,16 +93,18 @@ def all_routes() -> list[tuple[str, str, str]]:
     return [(name, method, path) for name, routes in ROUTES.items() for method, path in routes]
 
 
-@pytest.mark.parametrize(("name", "module"), [("server", serve), ("router", router)])
+@pytest.mark.parametrize(("name", "module"), [("server", instance_app), ("router", router)])
 def test_no_route_is_left_out(name: str, module: Any) -> None:
-    """Every path in the source of the two is walked here, with each method that it has a function for."""
+    """Every path in the source of the two is walked here, with each method that a route is made for."""
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text())
     paths = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    methods = {node.name.removeprefix("do_") for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    made = {call.attr for call in calls if isinstance(call, ast.Attribute) and ast.unparse(call.value) == "web"}
     walked = {path.rstrip("/") for _, path in ROUTES[name]} | {PREFILL}  # which the router asks for
     assert {path for path in paths if re.fullmatch(r"/[a-z0-9/]+", path)} <= walked
-    assert methods & {"GET", "POST", "PUT", "DELETE", "PATCH", "HEAD"} == {method for method, _ in ROUTES[name]}
+    methods = {"get", "post", "put", "delete", "patch", "head", "view", "static"}
+    assert made & methods == {method.lower() for method, _ in ROUTES[name]}
 
 
 @pytest.mark.parametrize(("name", "method", "path"), all_routes())
@@ -145,5 +131,5 @@ def test_heads_that_are_too_much(ports: dict[str, int], name: str, method: str, 
     with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
         connection.sendall(f"{method} {path} HTTP/1.1\r\nContent-Length: {10**17}\r\n\r\n".encode() + bytes(100))
         connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(12) in (b"HTTP/1.1 400", b"HTTP/1.1 404", b"HTTP/1.1 200", b"")
+        assert connection.recv(12) in (b"HTTP/1.0 400", b"HTTP/1.1 400", b"HTTP/1.1 404", b"HTTP/1.1 200", b"")
     assert status_of(port, "GET", "/health") == 200

@@ -8,10 +8,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
 
-from fastdeploy_cache.launch.server.router import Router
-from fastdeploy_cache.launch.server.upstream import Instances
+from fastdeploy_cache.launch.server.client_counts import ClientCounts
+from fastdeploy_cache.launch.server.instances import Instances
+from fastdeploy_cache.launch.server.limits import Limits
+from fastdeploy_cache.launch.server.router import MAX_BODY_BYTES, Router
+from tests.rigs.http_rig import served
 
 SECONDS = 10.0
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
@@ -107,6 +110,13 @@ def running(*servers: ThreadingHTTPServer) -> Iterator[None]:
             server.server_close()
 
 
+class Routed(NamedTuple):
+    """A router that runs."""
+
+    server_port: int
+    open_prefills: ClientCounts
+
+
 @contextmanager
 def routed(
     prefill: list[Instance],
@@ -114,19 +124,20 @@ def routed(
     prefill_seconds: float = SECONDS,
     probe_seconds: float = 5.0,
     max_open_prefills: int = 32,
-) -> Iterator[Router]:
+) -> Iterator[Routed]:
     """A router before these; a text is a URL that nobody listens at."""
     urls = [each if isinstance(each, str) else each.url for each in decode]
     instances = Instances([each.url for each in prefill]), Instances(urls)
     bounds: dict[str, Any] = {"probe_seconds": probe_seconds, "max_open_prefills": max_open_prefills}
-    router = Router(("127.0.0.1", 0), *instances, prefill_seconds, **bounds)
-    servers = [*prefill, *(each for each in decode if not isinstance(each, str)), router]
+    router = Router(*instances, prefill_seconds, **bounds)
+    servers = [*prefill, *(each for each in decode if not isinstance(each, str))]
     with ExitStack() as stack:
         stack.enter_context(running(*servers))
-        yield router
+        port = stack.enter_context(served(router.build(), Limits(max_body_bytes=MAX_BODY_BYTES)))
+        yield Routed(port, router.open_prefills)
 
 
-def ask(router: Router, body: Any = CHAT, method: str = "POST", path: str = "/v1/chat/completions") -> tuple[int, Any]:
+def ask(router: Routed, body: Any = CHAT, method: str = "POST", path: str = "/v1/chat/completions") -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", router.server_port, timeout=SECONDS)
     try:
         connection.request(method, path, body if isinstance(body, bytes) else json.dumps(body))

@@ -1,4 +1,4 @@
-"""How many prompts are being computed for decode instances at the wish of one client."""
+"""How much each client has open of something that many share: connections, or prompts computed at its wish."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import threading
 from collections import Counter
 
 
-class OpenPrefills:
-    """Counts them for each client, by its address; none has more than the others leave room for. Any thread."""
+class ClientCounts:
+    """Counts for each client, by its address; none has more than the others leave room for. Any thread."""
 
     def __init__(self, max_per_client: int) -> None:
         self.max_per_client = max_per_client

@@ -1,0 +1,112 @@
+"""An application of aiohttp on a port: answered by an event loop in one thread, however many clients there are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+
+from aiohttp import HttpVersion10, HttpVersion11, web
+
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.server.answers import failure
+from fastdeploy_cache.launch.server.client_counts import ClientCounts
+from fastdeploy_cache.launch.server.limits import ClientGoneError, Connection, Limits, connection_of
+
+logger = logging.getLogger(__name__)
+
+LOGGED_STATUS = web.RequestKey("logged_status", str)  # what an answer is called in the log, instead of its status
+
+_BACKLOG = 128  # who comes with many others is not made to try again a second later
+_GRACE_SECONDS = 3.0  # for answers that are being given when the server ends
+
+
+class HttpServer:
+    """Listens from its making on; answers while `run` does. One thread runs it, another one stops it."""
+
+    def __init__(self, host: str, port: int, limits: Limits | None = None) -> None:
+        """Raises `LaunchError` where the address cannot be listened on."""
+        self._limits = limits or Limits()
+        try:
+            self._socket = socket.create_server((host, port), backlog=_BACKLOG)
+        except OSError as error:
+            reason = error.strerror or error
+            text = f"cannot listen on {host}:{port}: {reason}; choose another --port, or an address of this host"
+            raise LaunchError(text) from error
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop, self._stopped = self._runner.get_loop(), asyncio.Event()
+
+    @property
+    def port(self) -> int:
+        """On which it listens."""
+        return int(self._socket.getsockname()[1])
+
+    def run(self, app: web.Application) -> None:
+        """Answer with `app` until `stop`; then what is being answered has a few seconds to end."""
+        self._runner.run(self._serve(app))
+
+    def stop(self) -> None:
+        """Let `run` return; before it, it returns at once."""
+        self._loop.call_soon_threadsafe(self._stopped.set)
+
+    def close(self) -> None:
+        """Listen no more; after `run`."""
+        self._runner.close()
+        self._socket.close()
+
+    async def _serve(self, app: web.Application) -> None:
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_GRACE_SECONDS)
+        await runner.setup()
+        server, counts = runner.server, ClientCounts(self._limits.max_connections_per_client)
+        assert server is not None
+        listener = await self._loop.create_server(
+            lambda: Connection(server, self._limits, counts), sock=self._socket, backlog=_BACKLOG
+        )
+        await self._stopped.wait()
+        listener.close()
+        await runner.cleanup()
+
+
+@web.middleware
+async def answering(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Around every route: a request that could be read in two ways is refused, and all are logged."""
+    connection = connection_of(request)
+    connection.is_asked = True  # the answer before it may have cleared that
+    try:
+        response = _refusal(request) or await handler(request)
+    except web.HTTPException as error:  # aiohttp's own, such as for a path that is none
+        response = failure(error.status, error.reason)
+    except (asyncio.CancelledError, ClientGoneError):
+        logger.info("event=client_gone")
+        raise
+    finally:
+        connection.is_asked = False
+    if connection.has_ended or (request.method != "POST" and request.body_exists):
+        response.force_close()  # nobody sends more, or nobody reads that body
+    line = f"{request.method} {request.path_qs} HTTP/{request.version.major}.{request.version.minor}"
+    status = request.get(LOGGED_STATUS, response.status)
+    logger.info('event=http "%s" %s -', line.encode("unicode_escape").decode(), status)
+    return response
+
+
+def _refusal(request: web.Request) -> web.StreamResponse | None:
+    """Of what aiohttp takes, and nobody needs here. What else is unclear it refuses itself."""
+    if request.version not in {HttpVersion10, HttpVersion11}:
+        return failure(505, f"Invalid HTTP version ({request.version.major}.{request.version.minor})", ends=True)
+    if "Transfer-Encoding" in request.headers:
+        return failure(400, "Content-Length is ''; send one number, and no Transfer-Encoding", ends=True)
+    return None
+
+
+def route_of_the_rest(known: Mapping[str, str]) -> web.RouteDef:
+    """Where there is nothing: `known` says by method what is wrong with {path}, and where to turn to."""
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        if request.method not in known:
+            return failure(501, f"Unsupported method ({request.method!r})", ends=True)
+        return failure(404, known[request.method].format(path=request.path_qs), ends=request.method == "POST")
+
+    return web.route("*", "/{path:.*}", refuse)

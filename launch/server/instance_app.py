@@ -1,0 +1,146 @@
+"""What an instance answers: chats, prompts for other instances, its health and state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from fastdeploy_cache import PrefixCacheManager
+from fastdeploy_cache.errors import LaunchError, RequestError
+from fastdeploy_cache.launch.reference_engine.generation import (
+    Generation,
+    GenerationBusyError,
+    GenerationError,
+    GenerationRefusedError,
+)
+from fastdeploy_cache.launch.server.answers import failure, success
+from fastdeploy_cache.launch.server.chat import MODEL_NAME, ChatApi
+from fastdeploy_cache.launch.server.chat_request import ChatRequest
+from fastdeploy_cache.launch.server.http_server import answering, route_of_the_rest
+from fastdeploy_cache.launch.server.limits import connection_of, read_body
+from fastdeploy_cache.launch.server.status import status_of
+from fastdeploy_cache.launch.server.streams import StreamedAnswer
+
+_CHAT, _PREFILL = "/v1/chat/completions", "/v1/prefill"
+_NOT_SERVED = {  # by role and path
+    ("prefill", _CHAT): f"the role of this instance is prefill: use {_PREFILL}, or ask a decode instance",
+    ("decode", _PREFILL): "the role of this instance is decode: ask a prefill instance",
+}
+_NOT_HERE = {
+    "GET": f"no page {{path}}; there are {_CHAT}, /v1/models, /health and /status",
+    "POST": f"nothing is posted to {{path}}; use {_CHAT}",
+    "DELETE": f"nothing is deleted at {{path}}; use {_PREFILL}/OFFER_ID",
+}
+_STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+
+
+class InstanceApp:
+    """The routes of one instance. Where a client goes, aiohttp cancels what answers it."""
+
+    def __init__(self, api: ChatApi, cache: PrefixCacheManager) -> None:
+        self._api, self._cache = api, cache
+
+    def build(self) -> web.Application:
+        """For one `HttpServer`."""
+        app = web.Application(middlewares=[answering], client_max_size=0)  # `read_body` has the bound
+        app.add_routes(
+            [
+                web.get("/health", self._health, allow_head=False),
+                web.get("/status", self._status, allow_head=False),
+                web.get("/v1/models", self._models, allow_head=False),
+                web.post(_CHAT, self._chat),
+                web.post(_PREFILL, self._prefill),
+                web.delete(_PREFILL + "/{offer_id:.*}", self._give_up),
+                route_of_the_rest(_NOT_HERE),
+            ]
+        )
+        return app
+
+    async def _health(self, _: web.Request) -> web.StreamResponse:
+        return success({"status": "ok"})
+
+    async def _status(self, _: web.Request) -> web.StreamResponse:
+        return success(await asyncio.to_thread(status_of, self._cache))  # it takes the cache's lock
+
+    async def _models(self, _: web.Request) -> web.StreamResponse:
+        return success({"object": "list", "data": [{"id": MODEL_NAME, "object": "model"}]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, self._answer)
+
+    async def _prefill(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, self._compute)
+
+    async def _serve(
+        self, request: web.Request, serve: Callable[[web.Request, ChatRequest], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            body = await read_body(request)
+        except LaunchError as error:
+            return failure(400, str(error), ends=True)
+        try:
+            chat = msgspec.json.decode(body, type=ChatRequest)
+            self._check_served(request.path)
+            return await serve(request, chat)
+        except RecursionError:
+            return failure(400, "the body is nested too deeply")
+        except (msgspec.DecodeError, LaunchError, RequestError, GenerationRefusedError, ValueError) as error:
+            return failure(400, str(error))
+        except GenerationBusyError as error:
+            return failure(429, str(error))
+        except GenerationError as error:
+            return failure(503, str(error))
+
+    def _check_served(self, path: str) -> None:
+        config = self._cache.config
+        refusal = _NOT_SERVED.get((config.role, path))
+        if path == _PREFILL and config.peer is None:
+            refusal = "this instance has no others: start it with --role prefill"
+        if refusal is not None:
+            raise LaunchError(refusal)
+
+    async def _compute(self, request: web.Request, chat: ChatRequest) -> web.StreamResponse:
+        prefill = await self._api.prefills.compute(chat, request.remote or "")
+        if prefill.generation is not None and connection_of(request).has_ended:
+            self._api.cancel(prefill.generation)  # else its blocks would wait for somebody who may never come
+        return success(prefill.answer)
+
+    async def _answer(self, request: web.Request, chat: ChatRequest) -> web.StreamResponse:
+        generation = await self._api.submit(chat)
+        if chat.stream:
+            return await self._stream(request, generation, chat.wants_usage)
+        return success(await self._api.complete(generation))
+
+    async def _stream(self, request: web.Request, generation: Generation, wants_usage: bool) -> web.StreamResponse:
+        """Server-sent events. HTTP's chunks tell a client an end from a death in the middle."""
+        answer = StreamedAnswer(request, 200, _STREAM_HEADERS)
+        try:
+            async with aclosing(_events(self._api.stream(generation, wants_usage))) as events:
+                await answer.begin()
+                async for event in events:
+                    await answer.write(b"data: " + event + b"\n\n")
+        except BaseException:
+            self._api.cancel(generation)
+            raise
+        return answer.end()
+
+    async def _give_up(self, request: web.Request) -> web.StreamResponse:
+        """An offer that nobody will ask for: its blocks need not wait. Who knows its id may give it up."""
+        offer_id = request.match_info["offer_id"]
+        if self._api.prefills.cancel(offer_id):
+            return success({"offer_id": offer_id, "status": "cancelled"})
+        return failure(404, f"no open offer has the id {offer_id!r}; it was read, or given up, already")
+
+
+async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
+    try:
+        async for chunk in chunks:
+            yield msgspec.json.encode(chunk)
+        yield b"[DONE]"
+    except GenerationError as error:  # the status is out: say it in the stream
+        yield msgspec.json.encode({"error": {"message": str(error)}})

@@ -1,0 +1,109 @@
+"""Prompts that are computed for other instances, and the offers of their blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from fastdeploy_cache.launch.reference_engine.engine import Engine
+from fastdeploy_cache.launch.reference_engine.generation import (
+    Generation,
+    GenerationBusyError,
+    GenerationError,
+    GenerationTimeoutError,
+)
+from fastdeploy_cache.launch.server.arrivals import Arrivals
+from fastdeploy_cache.launch.server.chat_request import ChatRequest
+from fastdeploy_cache.launch.server.client_counts import ClientCounts
+from fastdeploy_cache.peers.transfers import Send
+
+_OFFER_TIMEOUT_SECONDS = 60.0  # for a prompt to be begun
+_STORED_TIMEOUT_SECONDS = 120.0  # for all of it to be in storage
+
+
+class Prefill(NamedTuple):
+    """A prompt that is computed for another instance: what is done, None where it is too short, and the answer."""
+
+    generation: Generation | None
+    answer: dict[str, Any]
+
+
+class Prefills:
+    """Computes prompts, and remembers what is offered of them. Its coroutines are for one event loop."""
+
+    def __init__(self, engine: Engine, tokens_of: Callable[[ChatRequest], Any]) -> None:
+        self._engine, self._tokens_of = engine, tokens_of
+        peer = engine.cache.config.peer
+        # half of them, so that one client leaves the others room; the router is one client, whomever it asks for
+        self._open = ClientCounts(max(1, peer.max_transfers // 2) if peer is not None else 1)
+        self._lock = threading.Lock()  # a send ends on the cache's thread
+        self._offered: dict[str, Generation] = {}  # by offer id, while their sends are open
+
+    async def compute(self, request: ChatRequest, client: str = "") -> Prefill:
+        """Have the prompt computed for another instance; returns once its blocks can be asked for.
+
+        With the link `storage` that is when they are in the store, with all others as soon as it has begun. It counts
+        as one of the `client`'s until its blocks have been read or given up.
+
+        Raises:
+            GenerationBusyError: that client has as many as it may.
+            GenerationError: too long with its answer, not now, or the engine has stopped.
+        """
+        if not self._open.enter(client):
+            num = self._open.max_per_client
+            text = f"{num} prompts of {client} are computed, or offered and not read yet; that is as many as may be"
+            raise GenerationBusyError(f"{text}: ask again when one of them is over")
+        with ExitStack() as stack:
+            stack.callback(self._open.leave, client)
+            prefill = await self._compute(request)
+            if prefill.generation is not None and prefill.generation.send is not None:
+                prefill.generation.send.on_done(stack.pop_all().close)
+            return prefill
+
+    async def _compute(self, request: ChatRequest) -> Prefill:
+        config, prompt = self._engine.cache.config, await asyncio.to_thread(self._tokens_of, request)
+        if len(prompt) < config.block_size:
+            return Prefill(None, {"offer": None, "offer_id": None, "num_blocks": 0})
+        generation = self._engine.submit_prefill(prompt, request.max_new_tokens, namespace=request.namespace)
+        arrivals = Arrivals(self._engine, generation)
+        send = await arrivals.take(generation.wait_send, _OFFER_TIMEOUT_SECONDS)
+        if config.peer is not None and config.peer.link == "storage":
+            send.on_done(arrivals.note)
+            await arrivals.take(lambda seconds: _wait_stored(send, seconds), _STORED_TIMEOUT_SECONDS)
+        offer = base64.b64encode(send.offer).decode()
+        answer = {"offer": offer, "offer_id": self._note_offered(generation, send), "num_blocks": send.num_blocks}
+        return Prefill(generation, answer)
+
+    def _note_offered(self, generation: Generation, send: Send) -> str:
+        """Returns an id that nobody can guess: who knows it may give the offer up."""
+        offer_id = secrets.token_urlsafe()
+        with self._lock:
+            self._offered[offer_id] = generation
+
+        def forget() -> None:
+            with self._lock:
+                self._offered.pop(offer_id, None)
+
+        send.on_done(forget)
+        return offer_id
+
+    def cancel(self, offer_id: str) -> bool:
+        """Nobody will ask for what `compute` has answered under this id; False where it is read or given up already."""
+        with self._lock:
+            generation = self._offered.get(offer_id)
+        if generation is not None:
+            self._engine.cancel(generation)
+        return generation is not None
+
+
+def _wait_stored(send: Send, seconds: float) -> None:
+    if send.wait(seconds):
+        return
+    if not send.done:
+        raise GenerationTimeoutError("the blocks are not in storage yet")
+    raise GenerationError(f"the blocks are not in storage: {send.error}")

@@ -1,0 +1,91 @@
+"""What the options of `serve` stand for, as the cache's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastdeploy_cache import CacheConfig
+from fastdeploy_cache.errors import ConfigError, LaunchError
+from fastdeploy_cache.launch.reference_engine.serving import layout_of
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
+
+_DEFAULT_FILE = Path(__file__).parent.with_name("serve.toml")
+
+
+def load_config(
+    files: ModelFiles, path: Path | None, settings: Sequence[str], *, role: str, storage_folder: Path | None
+) -> CacheConfig:
+    """The configuration for this model; `settings` are KEY=VALUE and win over everything else.
+
+    Raises:
+        ConfigError: it is none, does not fit the model, or has peers and no secret.
+    """
+    settings = [*_role_settings(files, role), *_storage_settings(files, storage_folder), *settings]
+    config = _load(files, path, settings)
+    _check_secret(config)
+    return config
+
+
+def _role_settings(files: ModelFiles, role: str) -> list[str]:
+    return [f"role={role}", f"peer.weights_id={files.digest}"] if role != "mixed" else []
+
+
+def named(config: CacheConfig, port: int) -> CacheConfig:
+    """With a name that tells the instances of a host apart, where nobody has named this one."""
+    if config.peer is None or config.peer.name:
+        return config
+    return dataclasses.replace(config, peer=dataclasses.replace(config.peer, name=f"{config.role}-{port}"))
+
+
+def _check_secret(config: CacheConfig) -> None:
+    """Offers come over HTTP, from anybody who reaches the port."""
+    if config.peer is not None and config.peer.secret_file is None:
+        raise ConfigError(
+            "peer.secret_file is not set, so anybody who reaches this server could have it cache blocks of his own "
+            "making; make a secret with `fastdeploy-cache peer-secret FILE` and give all instances of the group "
+            "--set peer.secret_file=FILE"
+        )
+
+
+def _storage_settings(files: ModelFiles, folder: Path | None) -> list[str]:
+    if folder is None:
+        return []
+    store = {"kind": "file", "folder": str(folder), "weights_id": files.digest, "admission": "all"}
+    return [f"storage.{key}={value}" for key, value in store.items()]
+
+
+def device_settings(device: str, settings: Sequence[str]) -> list[str]:
+    """What `--device` stands for, beside these settings.
+
+    Raises:
+        LaunchError: neither `cpu` nor `gpu:N`.
+    """
+    if device == "cpu":
+        return []
+    kind, _, number = device.partition(":")
+    if kind != "gpu" or not number.isdigit():
+        raise LaunchError(f"--device is {device!r}; use cpu, or gpu:N with the number of a GPU")
+    sizes = [int(setting.partition("=")[2]) for setting in settings if setting.startswith("transfer.tp_size=")]
+    ids = ",".join([number] * (sizes[-1] if sizes else 1))
+    return ["transfer.device=cuda", f"transfer.device_ids={ids}"]
+
+
+def _load(files: ModelFiles, path: Path | None, settings: Sequence[str]) -> CacheConfig:
+    overrides: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {setting!r} is no KEY=VALUE")
+        table, _, key = name.rpartition(".")
+        parsed = value.split(",") if key == "device_ids" else value
+        (overrides.setdefault(table, {}) if table else overrides)[key] = parsed
+    layout = layout_of(files.spec)
+    config = CacheConfig.load(path or _DEFAULT_FILE, **{"layout": layout, **overrides})
+    if config.layout != layout:
+        raise ConfigError(f"layout is {config.layout}, but the model's is {layout}; leave the table [layout] out")
+    if config.transfer.tp_size not in (1, 3):
+        raise ConfigError(f"transfer.tp_size is {config.transfer.tp_size}; the model has 3 KV heads, so use 1 or 3")
+    return config
