@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fastdeploy_cache.launch.server.library import check_library
-from fastdeploy_cache.launch.storage.command import storage_app
+from fastdeploy_cache.launch.storage.cli import storage_app
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Arrivals:
-    """Of one generation; for one task."""
+    """The arrivals of one generation, for one task."""
 
     def __init__(self, engine: Engine, generation: Generation) -> None:
         self._engine, self._generation = engine, generation

@@ -50,15 +50,15 @@ class ChatRequest(msgspec.Struct):
 
     @property
     def max_new_tokens(self) -> int:
-        """Of the answer."""
+        """The most tokens that the answer may have."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def namespace(self) -> str:
-        """In which its blocks are cached."""
+        """The namespace in which its blocks are cached."""
         return self.cache_salt or ""
 
     @property
     def wants_usage(self) -> bool:
-        """At the end of its stream."""
+        """Whether the end of its stream shall have the counts of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage

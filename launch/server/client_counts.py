@@ -24,7 +24,7 @@ class ClientCounts:
 
     @property
     def num_open(self) -> int:
-        """Of all clients."""
+        """Open connections of all clients together."""
         with self._lock:
             return self._num_open.total()
 

@@ -149,7 +149,7 @@ def receive_line(connection: socket.socket, timeout_seconds: float, max_bytes: i
 
 
 def _address(folder: int, name: str) -> str:
-    """By the folder's descriptor: an address holds 107 bytes, a path may be longer."""
+    """The path by the folder's descriptor: an address holds 107 bytes, a path may be longer."""
     return f"/proc/self/fd/{folder}/{name}"
 
 

@@ -12,7 +12,7 @@ from fastdeploy_cache.launch.server.http_server import LOGGED_STATUS
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.limits import ClientGoneError
 from fastdeploy_cache.launch.server.streams import StreamedAnswer
-from fastdeploy_cache.launch.server.upstream import Answer, Place, Question, Upstream
+from fastdeploy_cache.launch.server.upstream import WholeAnswer, Place, Question, Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Forwarding:
     def _has_begun(self) -> bool:
         return self._answer is not None
 
-    async def _pass_on(self, request: web.Request, answer: Answer) -> None:
+    async def _pass_on(self, request: web.Request, answer: WholeAnswer) -> None:
         headers = answer.response.headers.copy()
         for name in _OF_A_CONNECTION:
             headers.popall(name, None)

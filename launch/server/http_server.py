@@ -39,7 +39,7 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """On which it listens."""
+        """The port on which it listens."""
         return int(self._socket.getsockname()[1])
 
     def run(self, app: web.Application) -> None:
@@ -93,7 +93,7 @@ async def answering(
 
 
 def _refusal(request: web.Request) -> web.StreamResponse | None:
-    """Of what aiohttp takes, and nobody needs here. What else is unclear it refuses itself."""
+    """Why to refuse what aiohttp takes, and nobody needs here. What else is unclear it refuses itself."""
     if request.version not in {HttpVersion10, HttpVersion11}:
         return failure(505, f"Invalid HTTP version ({request.version.major}.{request.version.minor})", ends=True)
     if "Transfer-Encoding" in request.headers:
@@ -102,7 +102,7 @@ def _refusal(request: web.Request) -> web.StreamResponse | None:
 
 
 def route_of_the_rest(known: Mapping[str, str]) -> web.RouteDef:
-    """Where there is nothing: `known` says by method what is wrong with {path}, and where to turn to."""
+    """The answer where there is nothing: `known` says by method what is wrong with {path}, and where to turn to."""
 
     async def refuse(request: web.Request) -> web.StreamResponse:
         if request.method not in known:

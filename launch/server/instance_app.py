@@ -46,7 +46,7 @@ class InstanceApp:
         self._api, self._cache = api, cache
 
     def build(self) -> web.Application:
-        """For one `HttpServer`."""
+        """The application, for one `HttpServer`."""
         app = web.Application(middlewares=[answering], client_max_size=0)  # `read_body` has the bound
         app.add_routes(
             [

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.server.upstream import Answer, NotSentError, Place, Question, Upstream
+from fastdeploy_cache.launch.server.upstream import WholeAnswer, NotSentError, Place, Question, Upstream
 
 _HUNG_SECONDS = 15.0  # so long an instance that did not answer is asked after all others
 
@@ -37,7 +37,7 @@ class Instances:
         return sorted(self._places, key=self.is_hung)
 
     @asynccontextmanager
-    async def asked(self, upstream: Upstream, place: Place, question: Question) -> AsyncIterator[Answer]:
+    async def asked(self, upstream: Upstream, place: Place, question: Question) -> AsyncIterator[WholeAnswer]:
         """A request to one of them. If it hangs, that is noted, and it gets no other one before its health answers.
 
         Raises what `Upstream.ask` raises; `NotSentError`, too, where it still hangs.

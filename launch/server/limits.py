@@ -83,6 +83,10 @@ class Connection(web.RequestHandler):
             self._loop.call_later(self.limits.ended_seconds, self._end_unless_begun)
         return self.is_asked  # then asyncio leaves our side open
 
+    def begin_stream(self) -> None:
+        """An answer in pieces is on its way: from now on only its end ends the connection."""
+        self.has_begun = True
+
     def _end_unless_begun(self) -> None:
         if self.transport is not None and not self.has_begun:
             self.transport.close()
@@ -114,7 +118,7 @@ def _status_of(error: BaseException | None) -> int:
 
 
 def connection_of(request: web.BaseRequest) -> Connection:
-    """On which it has come."""
+    """The connection on which a request has come."""
     assert isinstance(request.protocol, Connection)
     return request.protocol
 

@@ -60,7 +60,7 @@ class Router:
         self._prefill_seconds, self._probe_seconds = prefill_seconds, probe_seconds
 
     def build(self) -> web.Application:
-        """For one `HttpServer`."""
+        """The application, for one `HttpServer`."""
         app = web.Application(middlewares=[answering], client_max_size=0)  # `read_body` has the bound
         app.cleanup_ctx.append(_connect)
         app.add_routes(

@@ -34,7 +34,7 @@ def _role_settings(files: ModelFiles, role: str) -> list[str]:
 
 
 def named(config: CacheConfig, port: int) -> CacheConfig:
-    """With a name that tells the instances of a host apart, where nobody has named this one."""
+    """The settings, with a name that tells the instances of a host apart, where nobody has named this one."""
     if config.peer is None or config.peer.name:
         return config
     return dataclasses.replace(config, peer=dataclasses.replace(config.peer, name=f"{config.role}-{port}"))

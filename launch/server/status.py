@@ -10,7 +10,7 @@ from fastdeploy_cache.policies.breaker import BreakerState
 
 
 def status_of(cache: PrefixCacheManager) -> dict[str, Any]:
-    """For JSON. Any thread."""
+    """What `/status` answers, for JSON. Any thread."""
     stats = cache.stats()
     return {
         "role": cache.config.role,

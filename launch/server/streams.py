@@ -29,7 +29,7 @@ class StreamedAnswer:
 
     async def begin(self) -> None:
         """Send the status and the headers."""
-        self._connection.has_begun = True
+        self._connection.begin_stream()
         try:
             await self._response.prepare(self._request)
         except ConnectionError as error:

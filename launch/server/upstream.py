@@ -50,7 +50,7 @@ class Question(NamedTuple):
 HEALTH = Question("GET", "/health", None, 2.0)
 
 
-class Answer(NamedTuple):
+class WholeAnswer(NamedTuple):
     """An answer that has begun; it is read in one of two ways, which raise what `Upstream.ask` raises."""
 
     response: aiohttp.ClientResponse
@@ -98,7 +98,7 @@ class Upstream:
         await self._session.close()
 
     @asynccontextmanager
-    async def ask(self, place: Place, question: Question) -> AsyncIterator[Answer]:
+    async def ask(self, place: Place, question: Question) -> AsyncIterator[WholeAnswer]:
         """A request, once its answer has begun; at the end the connection is closed.
 
         Raises:
@@ -115,7 +115,7 @@ class Upstream:
 
         response = await wait(self._send(place, question, connected))
         try:
-            yield Answer(response, wait)
+            yield WholeAnswer(response, wait)
         finally:
             response.close()
 
@@ -164,7 +164,7 @@ class Upstream:
 
 
 async def _first(task: asyncio.Future[Any], connected: asyncio.Event) -> None:
-    """Until the connection stands, or cannot."""
+    """Wait until the connection stands, or cannot."""
     waiting = asyncio.ensure_future(connected.wait())
     try:
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -178,7 +178,7 @@ async def _note_connected(_: aiohttp.ClientSession, context: SimpleNamespace, __
 
 @contextmanager
 def _builtin_errors() -> Iterator[None]:
-    """aiohttp's errors as Python's own, told apart by what they mean for the request."""
+    """Errors of aiohttp as Python's own, told apart by what they mean for the request."""
     try:
         yield
     except aiohttp.ConnectionTimeoutError as error:

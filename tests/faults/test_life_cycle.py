@@ -79,7 +79,7 @@ def test_a_rank_that_does_not_acknowledge_fails_the_change() -> None:
 
 def _backed_bytes(cache: PrefixCacheManager, rank: int) -> tuple[int, int]:
     """Bytes of memory behind a rank's KV arrays and its CPU blocks."""
-    memory = cache._client._memory[rank]  # type: ignore[attr-defined]
+    memory = cache._movement.client._memory[rank]  # type: ignore[attr-defined]
     kv, cpu = (os.fstat(segment.fd).st_blocks * 512 for segment in (memory.kv.segments[0], memory.cpu))
     return kv, cpu
 

@@ -179,7 +179,7 @@ def test_changes_of_life_end_transfers(rig: Rig, side: str, verb: str) -> None:
     decode.receive("a", TOKENS, prefill.offer("a", TOKENS))
     prefill.compute("a", 20)
     changed = prefill if side == "prefill" else decode
-    getattr(changed.cache, verb)(*(["w2"] if verb == "update_weights" else []))
+    getattr(changed.cache.life, verb)(*(["w2"] if verb == "update_weights" else []))
     assert not decode.wait_receive("a")[0] and not prefill.wait_send("a")[0]
     prefill.release("a")
     assert decode.receives.pop("a") and decode.check() == prefill.check() == NONE_HELD

@@ -21,7 +21,7 @@ from fastdeploy_cache.launch.server import chat, prefills
 from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.chat_request import ChatRequest, Message, TextPart
 from fastdeploy_cache.launch.server.prefills import Prefill
-from tests.launch.test_prefill_decode import PROMPT, SECONDS, Instance, instances, prefill
+from tests.rigs.integer_instance import PROMPT, SECONDS, Instance, instances, prefill
 
 CHAT = ChatRequest(messages=[Message("user", "hello")], max_tokens=4)
 

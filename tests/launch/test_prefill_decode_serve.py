@@ -22,7 +22,7 @@ from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.router import Router
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
 from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, make_secret
-from tests.launch.test_serve import CLI, Server
+from tests.rigs.command_line import CLI
 from tests.rigs.http_rig import served
 from tests.rigs.reference_model import needs_model
 from tests.rigs.server_process import Server
