@@ -37,7 +37,7 @@ class ChatApi:
         return self._engine.submit(prompt, request.max_new_tokens, request.kv_offer, namespace=request.namespace)
 
     def _tokens_of(self, request: ChatRequest) -> Any:
-        """The tokens of the prompt. What can never fit is refused by its length: to tokenise it may take many seconds."""
+        """The tokens of the prompt. One that can never fit is refused by its length: tokenising it may take seconds."""
         messages = [{"role": message.role, "content": message.text()} for message in request.messages]
         num_least, limit = self._tokenizer.min_tokens(messages), self._engine.max_tokens
         if num_least + request.max_new_tokens > limit:

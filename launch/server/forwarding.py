@@ -12,7 +12,7 @@ from fastdeploy_cache.launch.server.http_server import LOGGED_STATUS
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.limits import ClientGoneError
 from fastdeploy_cache.launch.server.streams import StreamedAnswer
-from fastdeploy_cache.launch.server.upstream import WholeAnswer, Place, Question, Upstream
+from fastdeploy_cache.launch.server.upstream import Place, Question, Upstream, WholeAnswer
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.server.upstream import WholeAnswer, NotSentError, Place, Question, Upstream
+from fastdeploy_cache.launch.server.upstream import NotSentError, Place, Question, Upstream, WholeAnswer
 
 _HUNG_SECONDS = 15.0  # so long an instance that did not answer is asked after all others
 

@@ -22,8 +22,8 @@ from fastdeploy_cache.launch.server.instance_app import InstanceApp
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.limits import Limits
 from fastdeploy_cache.launch.server.router import MAX_BODY_BYTES, Router
-from tests.launch.test_prefill_decode import SECONDS, Instance, instances
 from tests.rigs.http_rig import served
+from tests.rigs.integer_instance import SECONDS, Instance, instances
 
 CHAT, PREFILL = "/v1/chat/completions", "/v1/prefill"
 ROUTES = {

@@ -322,12 +322,20 @@ class Story:
             assert not any(held), f"{tier}: blocks left behind: {stats}"
             assert stats.num_free + stats.num_cached + num_kept == stats.num_blocks
 
+    def _admit_alone(self, prompt: Prompt) -> None:
+        """There is room for it. New arrays of a rank that has come back may be noted only now, and void it: once more."""
+        generation = self.driver.cache.blocks.generation
+        while not self.driver.admit(prompt):
+            assert self.driver.cache.blocks.generation != generation, "no room, although nothing runs"
+            generation = self.driver.cache.blocks.generation
+            self._drop_what_is_void()
+
     def _read_everything(self) -> None:
         """Two rounds over all texts, which do not fit in the GPU pool: what the first leaves the second finds."""
         self.driver.patience = SECONDS
         for number, text in enumerate([*TEXTS, *TEXTS]):
             prompt = Prompt(f"last{number}", [*text[:LONGEST], 1], 0)
-            assert self.driver.admit(prompt), "no room, although nothing runs"
+            self._admit_alone(prompt)
             self.driver.kv.check(prompt, prompt.num_computed)
             self.seen["read at the end"] += prompt.num_computed
             assert self.driver.advance(prompt, len(prompt.tokens) - prompt.num_computed)
