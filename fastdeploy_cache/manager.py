@@ -11,6 +11,7 @@ from typing import Self
 
 from fastdeploy_cache.books.block_pool import REQUEST, BlockPool
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Matched
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.books.transfer import wait_done
@@ -121,11 +122,8 @@ class PrefixCacheManager:
         with self._books:
             self._books.check_open()
             active = requests.begin(request)
-            try:  # what has come from other instances is pinned by the request now
-                self.peers.road.receives.forget(request.request_id)
-            except BaseException:
-                requests.abandon(active)
-                raise
+            if self._books.hears(Matched):
+                self._books.note(Matched(request_id=request.request_id))
         # A settled match is nobody's to change but its caller's: it is described without the lock. Any other is
         # described in a turn of its own, after the loads that were decided on have been handed over.
         loads = MatchLoads(active, requests, self.config.transfer.task_timeout_seconds)

@@ -1,4 +1,4 @@
-"""How blocks that came to the CPU tier from storage, or from a caller's GPU blocks, join the tree."""
+"""How blocks that came to a tier join the tree. Under the lock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from array import array
 
 from fastdeploy_cache.books.block_pool import RUN, TASK
 from fastdeploy_cache.books.prefix_tree import BlockKeys, PrefixTree
-from fastdeploy_cache.books.run import CPU, Run, Usage
+from fastdeploy_cache.books.run import CPU, GPU, Run, Usage
+from fastdeploy_cache.books.transfer import Segment
 
 
 def insert_copies(
@@ -39,3 +40,46 @@ def insert_copies(
         raise
     tree.residency.added_ids(run, CPU, len(joined))
     return len(joined)
+
+
+def land(tree: PrefixTree, segment: Segment, succeeded: bool) -> int:
+    """End a segment: its blocks join the run where they still fit, the pin goes.
+
+    Returns how many joined: the last ones. The other ids are still the task's; all of them where memory runs out.
+    """
+    run = segment.run
+    joined = _fitting(segment) if succeeded and run.epoch == tree.epoch else array("i")
+    try:
+        if joined:
+            _join(tree, segment, joined)
+    except MemoryError:
+        tree.mishaps.note("landing")
+        joined = array("i")
+    tree.unpin(segment)
+    return len(joined)
+
+
+def _join(tree: PrefixTree, segment: Segment, ids: array[int]) -> None:
+    run, residency = segment.run, tree.residency
+    if segment.transfer.tier is GPU:
+        tree.adopt(run, ids, TASK)
+        return
+    if run.ids[CPU] and run.cpu_start == segment.end:
+        residency.add_copies_below(run, ids)
+    else:
+        if not run.ids[CPU]:
+            run.cpu_start = segment.start
+        residency.add_ids(run, CPU, ids)
+    tree.pools[CPU].hand_over(ids, TASK, RUN)
+
+
+def _fitting(segment: Segment) -> array[int]:
+    """The tail of a segment's ids that continues the run's interval in the destination tier."""
+    run = segment.run
+    if segment.transfer.tier is CPU:
+        fits = not run.ids[CPU] or run.cpu_end == segment.start or run.cpu_start == segment.end
+        return segment.ids if fits else array("i")
+    # freshly computed blocks may have been adopted meanwhile; an earlier load may have failed
+    assert run.parent is not None
+    fits = segment.start <= run.num_gpu < segment.end and run.parent.num_gpu == run.parent.num_blocks
+    return segment.ids[run.num_gpu - segment.start :] if fits else array("i")

@@ -58,7 +58,7 @@ class Books:
         self._lock = threading.Lock()
         self._thread: int | None = None  # whose turn it is
         self._changes: deque[Change] = deque()
-        self._listeners: dict[type[Change], list[Callable[[Any], None]]] = {}
+        self._listeners: dict[type[Change], list[Callable[[Any], object]]] = {}
         self._outlets: tuple[Outlet, ...] = ()
         self._calls: deque[Callable[[], object]] = deque()
         self._waiters: set[object] = set()  # for CPU blocks
@@ -145,11 +145,11 @@ class Books:
 
     # -- what rooms give and hear; all of it in a turn, but for `add_outlet` while rooms are built
 
-    def listen(self, change: type[C], hear: Callable[[C], None]) -> None:
+    def listen(self, change: type[C], hear: Callable[[C], object]) -> None:
         """Have `hear` called with each such change, under the lock, at the end of the turn in which it happened."""
         self._listeners.setdefault(change, []).append(hear)
 
-    def ignore(self, change: type[C], hear: Callable[[C], None]) -> None:
+    def ignore(self, change: type[C], hear: Callable[[C], object]) -> None:
         """The reverse of `listen`."""
         listeners = [each for each in self._listeners[change] if each != hear]
         self._listeners[change] = listeners

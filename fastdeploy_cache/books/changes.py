@@ -19,6 +19,13 @@ class Change:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
+class Matched(Change):
+    """The request of that id is matched: what was fetched or received for it is pinned by the request now."""
+
+    request_id: str
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class Copied(Change):
     """The run of `pin` has `num_blocks` more blocks in the CPU tier."""
 

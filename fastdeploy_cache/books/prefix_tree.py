@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES, TOKEN_BYTES, BlockHasher, root_hash
-from fastdeploy_cache.books.block_pool import REQUEST, RUN, TASK, BlockPool, Owner
+from fastdeploy_cache.books.block_pool import REQUEST, RUN, BlockPool, Owner
 from fastdeploy_cache.books.generations import Generations, Reason
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.residency import Residency
@@ -218,7 +218,7 @@ class PrefixTree:
                 num_there = min(num_known, max(0, run.num_gpu - offset))
                 known = duplicates + ids[position : position + num_there]
                 if num_there < num_known:
-                    self._adopt(run, ids[position + num_there : position + num_known], REQUEST)
+                    self.adopt(run, ids[position + num_there : position + num_known], REQUEST)
                 position, offset, duplicates = position + num_known, offset + num_known, known
                 done = Insertion(run, offset, duplicates, position)
         except MemoryError:
@@ -280,50 +280,10 @@ class PrefixTree:
         self.residency.num_protected[0] += len(ids)
         return True
 
-    def _adopt(self, run: Run, ids: array[int], giver: Owner) -> None:
+    def adopt(self, run: Run, ids: array[int], giver: Owner) -> None:
+        """These are the next blocks of a run on the GPU, as copies of what it has below."""
         self.residency.add_ids(run, GPU, ids)
         self.pools[0].hand_over(ids, giver, RUN)
-
-    def land(self, segment: Segment, succeeded: bool) -> int:
-        """End a segment: its blocks join the run where they still fit, the pin goes.
-
-        Returns how many joined: the last ones. The other ids are still the task's; all of them where memory runs out.
-        """
-        run = segment.run
-        joined = self._fitting(segment) if succeeded and run.epoch == self.epoch else array("i")
-        try:
-            if joined:
-                self._join(segment, joined)
-        except MemoryError:
-            self.mishaps.note("landing")
-            joined = array("i")
-        self.unpin(segment)
-        return len(joined)
-
-    def _join(self, segment: Segment, ids: array[int]) -> None:
-        run, residency = segment.run, self.residency
-        if segment.transfer.tier is GPU:
-            self._adopt(run, ids, TASK)
-            return
-        if run.ids[CPU] and run.cpu_start == segment.end:
-            residency.add_copies_below(run, ids)
-        else:
-            if not run.ids[CPU]:
-                run.cpu_start = segment.start
-            residency.add_ids(run, CPU, ids)
-        self.pools[CPU].hand_over(ids, TASK, RUN)
-
-    @staticmethod
-    def _fitting(segment: Segment) -> array[int]:
-        """The tail of a segment's ids that continues the run's interval in the destination tier."""
-        run = segment.run
-        if segment.transfer.tier is CPU:
-            fits = not run.ids[CPU] or run.cpu_end == segment.start or run.cpu_start == segment.end
-            return segment.ids if fits else array("i")
-        # freshly computed blocks may have been adopted meanwhile; an earlier load may have failed
-        assert run.parent is not None
-        fits = segment.start <= run.num_gpu < segment.end and run.parent.num_gpu == run.parent.num_blocks
-        return segment.ids[run.num_gpu - segment.start :] if fits else array("i")
 
     def reset(self) -> None:
         """Forget everything. What is pinned stays owned, out of reach, until it is unpinned."""

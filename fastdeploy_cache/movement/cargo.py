@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
+from fastdeploy_cache.books.arrivals import land
 from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Copied
@@ -46,7 +47,7 @@ class Landings:
         transfer, books = self._transfer, self._books
         while transfer.segments:
             segment = transfer.segments[0]
-            num_joined = books.tree.land(segment, succeeded)
+            num_joined = land(books.tree, segment, succeeded)
             del transfer.segments[0]
             self._num_landed[transfer.tier] += num_joined
             num_left = len(segment.ids) - num_joined

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Matched
 from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import LayoutError, PeerError
@@ -60,6 +61,7 @@ class LinkRoad:
         self._books, self._metrics = books, metrics
         self._outbox = Outbox(client, self.on_result, books.mishaps)
         books.add_outlet(self._outbox)
+        books.listen(Matched, lambda matched: self.receives.forget(matched.request_id))
         self.sends = PeerSends(books, self._put)
         self.receives = PeerReceives(books, movement, self._put)
         self._settled = threading.Event()  # nothing is on its way

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Matched
 from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.books.transfer import Transfer
@@ -199,6 +200,7 @@ class StoreRoad:
         self.offers, self._storage, self._prefetches = offers, storage, prefetches
         self.sends = StoredSends(books, mover, storage)
         self.receives = StoredReceives(books)
+        books.listen(Matched, lambda matched: self.receives.forget(matched.request_id))
         self.is_quiet = False
 
     def num_offered(self, request: Request) -> int:

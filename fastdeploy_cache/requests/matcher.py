@@ -33,8 +33,7 @@ class Matcher:
 
     def find_with_storage(self, active: ActiveRequest) -> None:
         """`find`, with what a prefetch of the request has brought, or still brings."""
-        prefetch = self._storage.reads.take(active.request.request_id)
-        if prefetch is not None:
+        if self._storage.is_attached and (prefetch := self._storage.reads.take(active.request.request_id)) is not None:
             self.follow(active, prefetch)
         self.find(active)
 

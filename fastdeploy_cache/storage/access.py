@@ -41,6 +41,7 @@ class StorageAccess:
         self._detached: list[StorageTier] = []  # whose last answers are still to come
         self._given: StorageConfig | None = None  # the settings of a store whose processes we start
         self._is_attaching = False
+        self.is_attached = False  # whether there is a store, whether or not it works now
 
     # -- verbs
 
@@ -86,7 +87,7 @@ class StorageAccess:
             with self._books:
                 self._books.check_open()
                 self._books.follow_weights(storage.weights_id)
-                self._tier = tier
+                self._tier, self.is_attached = tier, True
                 tier.attach()
                 tier.be_quiet(self._movement.mover.is_quiet)
         except ClosedError:
@@ -108,7 +109,7 @@ class StorageAccess:
 
     def _detach(self) -> None:
         with self._books:
-            tier, self._tier = self._tier, NoTier()
+            tier, self._tier, self.is_attached = self._tier, NoTier(), False
             if isinstance(tier, NoTier):
                 return
             tier.detach()
@@ -130,11 +131,6 @@ class StorageAccess:
         if isinstance(tier, NoTier):
             return False
         return Flush(self._books, self._movement, tier).run(deadline)
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether there is a store, whether or not it works now."""
-        return isinstance(self._tier, StorageTier)
 
     # -- for the other rooms, under the lock
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from fastdeploy_cache.books.arrivals import land
 from fastdeploy_cache.books.block_pool import TASK
 from fastdeploy_cache.books.path import Part
 from fastdeploy_cache.books.run import GPU
@@ -90,7 +91,7 @@ def break_landing(patch: Patch, verb: str) -> None:
         start(self, parts)
         transfer = self.in_flight[max(self.in_flight)]
         while transfer.segments:
-            self._tree.land(transfer.segments.pop(0), True)
+            land(self._tree, transfer.segments.pop(0), True)
 
     patch.setattr(BlockMover, verb, land_at_once)
 

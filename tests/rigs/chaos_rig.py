@@ -323,7 +323,7 @@ class Story:
             assert stats.num_free + stats.num_cached + num_kept == stats.num_blocks
 
     def _admit_alone(self, prompt: Prompt) -> None:
-        """There is room for it. New arrays of a rank that has come back may be noted only now, and void it: once more."""
+        """There is room for it. New arrays of a rank may be noted only now, and void it: once more."""
         generation = self.driver.cache.blocks.generation
         while not self.driver.admit(prompt):
             assert self.driver.cache.blocks.generation != generation, "no room, although nothing runs"

@@ -22,7 +22,6 @@ NOT_IMPLEMENTED: set[str] = {
 }
 LONG_CLASSES: set[str] = {
     "fastdeploy_cache/adapters/fastdeploy/manager.py: PrefixCacheManager",
-    "fastdeploy_cache/books/prefix_tree.py: PrefixTree",
     "launch/reference_engine/engine.py: Engine",
 }
 REWIRED: set[str] = set()
