@@ -14,6 +14,7 @@ from fastdeploy_cache.books.run import Run, Tier
 from fastdeploy_cache.books.transfer import Segment
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.metrics.cache_metrics import STEPS
+from fastdeploy_cache.movement import cargo
 from fastdeploy_cache.policies.eviction import LeastRecentlyUsed
 from fastdeploy_cache.transfer_manager.task import TransferTask
 from tests.rigs.cache_model import CacheModel
@@ -114,13 +115,13 @@ def test_a_policy_that_names_a_held_run_is_replaced() -> None:
 
 def broken_landing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """The next segment does not land: a fault of ours that nobody knows yet. Returns what mends it."""
-    land = PrefixTree.land
+    land = cargo.land
 
     def fail(self: PrefixTree, segment: Segment, succeeded: bool) -> int:
         raise ZeroDivisionError("landing")
 
-    monkeypatch.setattr(PrefixTree, "land", fail)
-    return lambda: monkeypatch.setattr(PrefixTree, "land", land)
+    monkeypatch.setattr(cargo, "land", fail)
+    return lambda: monkeypatch.setattr(cargo, "land", land)
 
 
 def test_a_landing_that_raises_costs_one_task(monkeypatch: pytest.MonkeyPatch) -> None:
