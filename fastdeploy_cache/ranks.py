@@ -83,7 +83,7 @@ class RankAccess:
             # What was computed while the arrays were missing, or on some that came too late, is nowhere. The rank can
             # move bytes already: copied down before this, the zeros of the new arrays would pass for it.
             self._forget_gpu(rank, has_kv=has_kv)
-        self._peers.road.attach_kv(rank)
+        self._peers.road.processes.attach_kv(rank)
 
     def kv_lost(self, rank: int) -> None:
         """The rank's worker is gone, and its KV arrays with it.
@@ -94,7 +94,7 @@ class RankAccess:
         self._config.check_rank(rank)
         self._client.kv_lost(rank)
         try:
-            self._peers.road.lose_kv(rank)
+            self._peers.road.processes.lose_kv(rank)
         finally:
             self._forget_gpu(rank, has_kv=False)
 
@@ -106,10 +106,10 @@ class RankAccess:
     def on_kv_lost(self, rank: int) -> None:
         """A rank that owns its KV arrays has died with them, or has made new ones. On the client's thread."""
         try:
-            self._peers.road.lose_kv(rank)
+            self._peers.road.processes.lose_kv(rank)
         finally:  # whatever else fails: what has gone must not be found
             self._forget_gpu(rank, has_kv=None)
-        self._peers.road.attach_kv(rank)
+        self._peers.road.processes.attach_kv(rank)
         if (tell := self._tell_kv_lost) is not None:
             call_user(lambda: tell(rank))
 

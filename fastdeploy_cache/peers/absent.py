@@ -6,11 +6,9 @@ from array import array
 
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.books.transfer import Transfer
-from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.peers.processes import NoProcesses
 from fastdeploy_cache.peers.transfers import Send
 from fastdeploy_cache.requests.active_request import ActiveRequest
-from fastdeploy_cache.transfer_manager.client import RankStatus
-from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
 
 
 class NoTransfers:
@@ -45,6 +43,7 @@ class NoRoad:
 
     def __init__(self) -> None:
         self.sends = self.receives = NoTransfers()
+        self.processes = NoProcesses()
 
     def be_quiet(self, quiet: bool) -> None:
         """Nothing is on its way."""
@@ -61,21 +60,3 @@ class NoRoad:
 
     def close(self) -> None:
         """There are no processes."""
-
-    def step_progress(self, rank: int) -> StepProgress:  # noqa: ARG002 (see `LinkRoad`)
-        """Nobody reads layers."""
-        raise ConfigError("this cache sends no layers; give its configuration a table 'peer' with a link")
-
-    def wait_ready(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (see `LinkRoad`)
-        """There are no processes to wait for."""
-        return True
-
-    def statuses(self) -> list[RankStatus]:
-        """There are no processes."""
-        return []
-
-    def attach_kv(self, rank: int) -> None:
-        """No process reads KV arrays."""
-
-    def lose_kv(self, rank: int) -> None:
-        """No process reads KV arrays."""

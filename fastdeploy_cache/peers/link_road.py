@@ -17,22 +17,22 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Matched
 from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.errors import LayoutError, PeerError
+from fastdeploy_cache.errors import PeerError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.movement.outbox import Outbox
 from fastdeploy_cache.peers.offers import PeerOffers
+from fastdeploy_cache.peers.processes import LinkProcesses
 from fastdeploy_cache.peers.receives import OpenReceive, PeerReceives
 from fastdeploy_cache.peers.sends import PeerSends
 from fastdeploy_cache.peers.transfers import Receive, Send, why_of
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import ActiveRequest
-from fastdeploy_cache.transfer_manager.client import RankStatus
 from fastdeploy_cache.transfer_manager.peer.client import PeerClient
 from fastdeploy_cache.transfer_manager.peer.messages import Detail
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
-from fastdeploy_cache.transfer_manager.peer.peer_signal import NUM_PEER_SLOTS, StepProgress
+from fastdeploy_cache.transfer_manager.peer.peer_signal import NUM_PEER_SLOTS
 from fastdeploy_cache.transfer_manager.task import Lane, TaskKind, TransferResult, TransferTask
 
 logger = event_log(__name__)
@@ -55,7 +55,8 @@ class LinkRoad:
         metrics: CacheMetrics,
     ) -> None:
         assert config.peer is not None
-        self._peer, self.offers, self._client, self._ranks = config.peer, offers, client, movement.client
+        self._peer, self.offers, self._client = config.peer, offers, client
+        self.processes = LinkProcesses(client, movement.client)
         self._timeout_seconds = config.transfer.task_timeout_seconds  # of tasks that are answered at once
         self._stop_seconds = config.transfer.stop_timeout_seconds
         self._books, self._metrics = books, metrics
@@ -132,31 +133,6 @@ class LinkRoad:
         with self._books:  # hand over what the last answers led to
             pass
         self._books.remove_outlet(self._outbox)
-
-    # -- the processes
-
-    def step_progress(self, rank: int) -> StepProgress:
-        """Where the rank's worker marks the layers that it has computed."""
-        return self._client.step_progress(rank)
-
-    def wait_ready(self, timeout_seconds: float) -> bool:
-        """Wait until every peer process is ready; False when the time is over first."""
-        return self._client.wait_ready(timeout_seconds)
-
-    def statuses(self) -> list[RankStatus]:
-        """One entry for each peer process."""
-        return self._client.statuses()
-
-    def attach_kv(self, rank: int) -> None:
-        """The rank has other KV arrays."""
-        try:
-            self._client.attach_kv(rank, self._ranks.kv_handle(rank))
-        except LayoutError:  # not there yet
-            logger.info("event=peer_waits_for_kv rank=%d", rank)
-
-    def lose_kv(self, rank: int) -> None:
-        """The rank's KV arrays have gone."""
-        self._client.kv_lost(rank)
 
     # -- turns of the client's threads
 

@@ -109,18 +109,18 @@ class Peers:
             ConfigError: no such rank, or no link that moves single layers.
         """
         self._config.check_rank(rank)
-        return self.road.step_progress(rank)
+        return self.road.processes.step_progress(rank)
 
     def wait_ready(self, timeout_seconds: float) -> bool:
         """Wait until every peer process is ready, after one has died, too; False when the time is over first.
 
         True where there are none: without a table `peer`, and through storage.
         """
-        return self.road.wait_ready(timeout_seconds)
+        return self.road.processes.wait_ready(timeout_seconds)
 
     def statuses(self) -> list[RankStatus]:
         """One entry for each peer process; none where there are none."""
-        return self.road.statuses()
+        return self.road.processes.statuses()
 
     # -- the side that has not
 

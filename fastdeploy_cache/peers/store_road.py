@@ -17,18 +17,17 @@ from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.errors import ConfigError, PeerError
+from fastdeploy_cache.errors import PeerError
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
 from fastdeploy_cache.peers.offers import PeerOffers
+from fastdeploy_cache.peers.processes import NoProcesses
 from fastdeploy_cache.peers.transfers import Receive, Send
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.prefetches import Prefetches
 from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import StoragePrefetch, StorageTaskEnded, StorageWentIdle
-from fastdeploy_cache.transfer_manager.client import RankStatus
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
-from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
 Why = tuple[str, str]
@@ -201,6 +200,7 @@ class StoreRoad:
         self.sends = StoredSends(books, mover, storage)
         self.receives = StoredReceives(books)
         books.listen(Matched, lambda matched: self.receives.forget(matched.request_id))
+        self.processes = NoProcesses()
         self.is_quiet = False
 
     def num_offered(self, request: Request) -> int:
@@ -257,21 +257,3 @@ class StoreRoad:
         """Tell whom it concerns."""
         with self._books:
             self.cancel_all("the cache is closed")
-
-    def step_progress(self, rank: int) -> StepProgress:  # noqa: ARG002 (see `LinkRoad`)
-        """A store takes whole blocks, no layers."""
-        raise ConfigError("this cache sends no layers; give its configuration a table 'peer' with a link")
-
-    def wait_ready(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (see `LinkRoad`)
-        """There are no processes to wait for."""
-        return True
-
-    def statuses(self) -> list[RankStatus]:
-        """There are no processes."""
-        return []
-
-    def attach_kv(self, rank: int) -> None:
-        """No process reads KV arrays."""
-
-    def lose_kv(self, rank: int) -> None:
-        """No process reads KV arrays."""
