@@ -154,7 +154,8 @@ class PrefixCacheManager:
         num_blocks = operator.index(num_blocks)
         with self._books:
             active = self._requests.active(request)
-            self._books.check_awake()
+            if self._books.asleep:
+                self._books.check_awake()
             if num_blocks < 0:
                 raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
             ids = self._requests.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads)
@@ -202,7 +203,8 @@ class PrefixCacheManager:
             if not active.is_admitted:
                 requests.admit(active)
             requests.publisher.commit(active, num_computed_tokens)
-            self.peers.road.sends.committed(active)
+            if active.is_offered:
+                self.peers.road.sends.committed(active)
 
     def release(self, request: Request) -> None:
         """The engine has finished the last step that reads or writes the request's blocks: unpin, free what is its own.
@@ -215,15 +217,16 @@ class PrefixCacheManager:
             active = requests.active(request)
             loads = list(active.loads)
             private_ids = requests.end(active)
-            kept = self.peers.road.sends.released(active)
-            if kept:
+            if active.is_offered:
+                kept = self.peers.road.sends.released(active)
                 private_ids = array("i", [block_id for block_id in private_ids if block_id not in kept])
             if private_ids:
                 self._books.pools[GPU].free(private_ids, REQUEST)
-            requests.ahead.leave(active)
             num_skipped = requests.publisher.release(active)
-            self._movement.mover.cancel_unwanted(loads)
-            self._record_skipped(num_skipped)
+            if loads:
+                self._movement.mover.cancel_unwanted(loads)
+            if num_skipped:
+                self._record_skipped(num_skipped)
 
     def prefetch(self, request: Request) -> Prefetch:
         """A request has been queued: fetch from storage, to the CPU tier, what no tier here has of it.

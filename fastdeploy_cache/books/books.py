@@ -74,7 +74,12 @@ class Books:
         self._thread = me
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        is_at_rest = self._settle_and_leave() if self._changes or self._waiters else self._leave()
+        if self._changes or self._waiters:
+            is_at_rest = self._settle_and_leave()
+        else:
+            self._thread = None
+            self._lock.release()
+            is_at_rest = True
         for outlet in self._outlets:
             if outlet.queued:
                 outlet.hand_over()
@@ -83,18 +88,13 @@ class Books:
         if not is_at_rest:
             self._take_more_turns()
 
-    def _leave(self) -> bool:
-        """Give the lock back."""
-        self._thread = None
-        self._lock.release()
-        return True
-
     def _settle_and_leave(self) -> bool:
         """Whether settling has come to an end."""
         try:
             return self._settle()
         finally:
-            self._leave()
+            self._thread = None
+            self._lock.release()
 
     def _settle(self) -> bool:
         """Let every room hear of what has changed, and of what changes by that; whether it has come to an end."""
@@ -141,7 +141,10 @@ class Books:
                 call = self._calls.popleft()
             except IndexError:  # another thread took it
                 return
-            self.mishaps.contain("callback", call)
+            try:
+                call()
+            except Exception:  # whoever is called: the others are called all the same
+                self.mishaps.note("callback")
 
     # -- what rooms give and hear; all of it in a turn, but for `add_outlet` while rooms are built
 

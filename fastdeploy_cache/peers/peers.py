@@ -75,7 +75,9 @@ class Peers:
                 what = f"request {request.request_id!r} is older than a reset, or holds other blocks than are cached"
                 raise PeerError(f"{what}; release and match it again")
             self._check_room(road, TaskKind.SEND)
-            return road.offer(active, num_blocks)
+            send = road.offer(active, num_blocks)
+            active.is_offered = True
+            return send
 
     def begin_step(self, request: Request, num_computed_tokens: int, step: int) -> None:
         """Before a step: it computes the offered request's tokens up to `num_computed_tokens`, and the workers mark its

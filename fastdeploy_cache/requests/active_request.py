@@ -60,6 +60,7 @@ class ActiveRequest:
     generation: int  # of the cache, when it was matched
     phase: RequestPhase = WAITING
     is_admitted: bool = False  # it got blocks, or committed some: else its release is no use
+    is_offered: bool = False  # to another instance
     is_detached: bool = False  # its blocks continue nothing that is cached: it publishes nothing
     # -- the match
     pin: Pin | None = None

@@ -33,7 +33,8 @@ class Publisher:
 
     def _may(self, active: ActiveRequest) -> bool:
         """Whether what it computes continues something that is cached."""
-        return active.phase is SETTLED and not active.is_detached and not self._matcher.is_stale(active)
+        is_current = active.generation >= self._tree.generations.last_reset
+        return is_current and active.phase is SETTLED and not active.is_detached
 
     def write(self, active: ActiveRequest, storage: StorageAccess) -> None:
         """Write what is committed to storage now, whatever the policies say."""
@@ -77,7 +78,8 @@ class Publisher:
 
     def release(self, active: ActiveRequest) -> int:
         """Note the use, copy the rest down, take the pin back; returns how many blocks could not be copied."""
-        self._matcher.end_prefetch(active)
+        if active.prefetch is not None:
+            self._matcher.end_prefetch(active)
         pin, num_skipped = active.pin, 0
         if pin is None:
             return 0

@@ -16,7 +16,7 @@ from fastdeploy_cache.errors import OutOfBlocksError, PromptTooLongError, Reques
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest
+from fastdeploy_cache.requests.active_request import AHEAD, WAITING, ActiveRequest
 from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.requests.prefetches import Prefetches
 from fastdeploy_cache.requests.publisher import Publisher
@@ -130,9 +130,12 @@ class Requests:
 
     def end(self, active: ActiveRequest) -> array[int]:
         """The request goes; returns the blocks that are its own, which are the caller's to free."""
-        if active.is_ahead:
+        if active.phase is AHEAD:
             self.ahead.end(active, arrived=False)
-        self.matcher.settle(active)
+        elif active.phase is WAITING:
+            self.matcher.settle(active)
+        if active.ahead:
+            self.ahead.leave(active)
         private_ids = active.private_ids()
         del self._requests[active.request.request_id]  # after what may lack memory: a failed release can be repeated
         return private_ids
