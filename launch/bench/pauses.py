@@ -26,11 +26,13 @@ class _TimedLock:
         self._lock = threading.Lock()
         self.held: list[int] = []
 
-    def __enter__(self) -> None:
+    def acquire(self) -> None:
+        """See `threading.Lock`."""
         self._lock.acquire()
         self._since = thread_time_ns()
 
-    def __exit__(self, *_: object) -> None:
+    def release(self) -> None:
+        """See `threading.Lock`."""
         self.held.append(thread_time_ns() - self._since)
         self._lock.release()
 
@@ -82,7 +84,7 @@ def pauses(pool: Pool, num_more: int = 2000) -> dict[str, dict[str, float]]:
         return result
 
     cache, lock = PrefixCacheManager(config), _TimedLock()
-    cache._books = lock  # type: ignore[assignment]  # noqa: SLF001 (nothing outside tells how long it is held)
+    cache._books._lock = lock  # type: ignore[assignment]  # noqa: SLF001 (nothing outside tells how long it is held)
     gc.collect()
     gc.disable()
     for number, tokens in enumerate(_prompts(pool, num_more)):
