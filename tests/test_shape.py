@@ -19,7 +19,7 @@ PERMITTED_BASES = {
 }
 # Objects of other rooms, or of others than us, whose fields are theirs to be set.
 SET_FROM_OUTSIDE = {
-    "fastdeploy_cache/adapters/fastdeploy/launching.py: Launching: self._their_config.cache_config",  # the engine's
+    "fastdeploy_cache/adapters/fastdeploy/current_cache.py: CurrentCache: self.their_config.cache_config",  # theirs
     "transfer_manager/device/cuda_driver.py: Cuda: self._attributes.srcAccessOrder",  # a structure of NVIDIA's
     "launch/bench/report.py: Report: self._console.width",  # rich's own way
     "transfer_manager/peer/worker.py: PeerServer: self._signal.state",  # a word in shared memory, of this process

@@ -8,13 +8,13 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fastdeploy_cache.books.run import DEFAULT_PRIORITY, Run, Tier, Usage
+from fastdeploy_cache.policies.leaf_heap import MIN_SWEEP, IsLeaf, LeafHeap
 from fastdeploy_cache.request import Request
 
-IsLeaf = Callable[[Run, Tier], bool]
 Split = Callable[[Run, int], Run]
 Clock = Callable[[], float]
-_MIN_SWEEP = 64
-_NUM_SAMPLED = 64
+Level = Callable[[Usage], float]
+Mark = Callable[[Usage, Request, float], None]
 
 
 class Asked(NamedTuple):
@@ -75,108 +75,6 @@ class EvictionPolicy(Protocol):
         ...
 
 
-class _LeafHeap:
-    """Leaves of one tier by rank, lowest first; O(log n).
-
-    A leaf has one entry. When its rank has risen, the entry is put right as it comes up; when it has fallen, `push`
-    adds a second and the first goes stale. Entries of runs that are no leaves any more are dropped as they come up, or
-    in a sweep once the heap has doubled.
-    """
-
-    def __init__(self, tier: Tier, rank: Callable[[Run], Any], is_leaf: IsLeaf) -> None:
-        self._tier = tier
-        self._rank = rank
-        self._is_leaf = is_leaf
-        self._heap: list[tuple[Any, int, Run]] = []
-        self._num_pushed = 0
-        self._sweep_at = _MIN_SWEEP
-
-    def push(self, run: Run) -> None:
-        rank, queued = self._rank(run), run.queued[self._tier]
-        self.mend_first()
-        if queued is not None and queued <= rank:
-            return
-        run.queued[self._tier] = rank
-        self._num_pushed += 1
-        heapq.heappush(self._heap, (rank, self._num_pushed, run))
-        if len(self._heap) >= self._sweep_at:
-            self._sweep()
-
-    def _sweep(self) -> None:
-        """Drop entries that stand for nothing, where a sample says that they are many: a sweep looks at all."""
-        step = max(1, len(self._heap) // _NUM_SAMPLED)
-        sample = self._heap[::step]
-        if 2 * sum([self._stands(entry) for entry in sample]) < len(sample):
-            tier = self._tier
-            kept = [entry for entry in self._heap if self._stands(entry)]
-            for queued, _, run in self._heap:
-                if run.queued[tier] == queued:
-                    run.queued[tier] = None
-            for rank, _, run in kept:
-                run.queued[tier] = rank
-            heapq.heapify(kept)
-            self._heap = kept
-        self._sweep_at = max(_MIN_SWEEP, 2 * len(self._heap))
-
-    def mend_first(self) -> None:
-        """Put an outdated entry at the top right: each push or touch leaves one, and no eviction shall pay for all."""
-        if not self._heap:
-            return
-        queued, _, run = self._heap[0]
-        if run.queued[self._tier] != queued:
-            heapq.heappop(self._heap)
-        elif not self._is_leaf(run, self._tier):
-            run.queued[self._tier] = None
-            heapq.heappop(self._heap)
-        elif (rank := self._rank(run)) != queued:
-            run.queued[self._tier] = rank
-            self._num_pushed += 1
-            heapq.heapreplace(self._heap, (rank, self._num_pushed, run))
-
-    def first(self) -> Run:
-        tier, is_leaf, heap = self._tier, self._is_leaf, self._heap
-        while True:
-            queued, _, run = heap[0]
-            if run.queued[tier] == queued:
-                if is_leaf(run, tier):
-                    rank = self._rank(run)
-                    if rank == queued:
-                        return run
-                    run.queued[tier] = rank
-                    self._num_pushed += 1
-                    heapq.heapreplace(heap, (rank, self._num_pushed, run))
-                    continue
-                run.queued[tier] = None
-            heapq.heappop(heap)
-
-    def walk(self) -> Generator[Run]:
-        """Leaves in rank order; the heap is as before when the iterator is closed. Costs what taking them would."""
-        taken: list[tuple[Any, int, Run]] = []
-        try:
-            while self._heap:
-                queued, _, run = entry = heapq.heappop(self._heap)
-                if run.queued[self._tier] != queued:
-                    continue
-                if not self._is_leaf(run, self._tier):
-                    run.queued[self._tier] = None
-                    continue
-                rank = self._rank(run)
-                if rank > queued:  # it has risen: its turn is later
-                    run.queued[self._tier] = rank
-                    self._num_pushed += 1
-                    heapq.heappush(self._heap, (rank, self._num_pushed, run))
-                    continue
-                taken.append(entry)
-                yield run
-        finally:
-            for entry in taken:
-                heapq.heappush(self._heap, entry)
-
-    def _stands(self, entry: tuple[Any, int, Run]) -> bool:
-        rank, _, run = entry
-        return bool(run.queued[self._tier] == rank) and self._is_leaf(run, self._tier)
-
-
 class LeastRecentlyUsed:
     """`lru`: what was used longest ago goes first. The other ranking policies differ in `rank`, and in what of it may
     become one run without loss."""
@@ -188,14 +86,14 @@ class LeastRecentlyUsed:
         self._clock = clock
         self.keeps_borders = keeps_borders
         self._num_uses = num_uses
-        self._heaps: tuple[_LeafHeap, ...] = ()
+        self._heaps: tuple[LeafHeap, ...] = ()
 
     def rank(self, run: Run) -> Any:
         """Lowest goes first."""
         return run.usage.last_used
 
     def clear(self, is_leaf: IsLeaf, split: Split) -> None:  # noqa: ARG002
-        self._heaps = tuple(_LeafHeap(tier, self.rank, is_leaf) for tier in Tier)
+        self._heaps = tuple(LeafHeap(tier, self.rank, is_leaf) for tier in Tier)
 
     def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:  # noqa: ARG002
         self.touch(path)
@@ -297,31 +195,30 @@ class SegmentedLeastRecentlyUsed(LeastRecentlyUsed):
 class _ForATime(LeastRecentlyUsed):
     """Ranks by a level that a request gives to what it used, until `usage.keep_until`; then by level 0."""
 
+    def __init__(
+        self, clock: Clock, level: Level, mark: Mark, *, keeps_borders: bool = False, num_uses: int = 0
+    ) -> None:
+        """`level`: of what was marked, while that lasts. `mark` notes what a request asks for, until a time."""
+        super().__init__(clock, keeps_borders=keeps_borders, num_uses=num_uses)
+        self._level, self._mark = level, mark
+
     def clear(self, is_leaf: IsLeaf, split: Split) -> None:
         super().clear(is_leaf, split)
         self._is_leaf = is_leaf
         self._ends: list[tuple[float, int, Run]] = []  # when the levels of leaves end
         self._watched: dict[Run, float] = {}  # the end that counts
         self._num_watches = 0
-        self._sweep_at = _MIN_SWEEP
-
-    def level(self, usage: Usage) -> float:
-        """The level while it lasts."""
-        raise NotImplementedError
-
-    def mark(self, usage: Usage, request: Request, until: float) -> None:
-        """Note what the request asks for."""
-        raise NotImplementedError
+        self._sweep_at = MIN_SWEEP
 
     def rank(self, run: Run) -> Any:
         usage = run.usage
-        return (self.level(usage) if self._clock() < usage.keep_until else 0), usage.last_used
+        return (self._level(usage) if self._clock() < usage.keep_until else 0), usage.last_used
 
     def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:
         super().use(path, request, asked)
         until = math.inf if request.keep_seconds is None else self._clock() + request.keep_seconds
         for run in path:
-            self.mark(run.usage, request, until)
+            self._mark(run.usage, request, until)
             for tier in Tier:
                 if self._is_leaf(run, tier):  # behind a pin; its rank may have fallen
                     self.push(run, tier)
@@ -341,7 +238,7 @@ class _ForATime(LeastRecentlyUsed):
         self._watched = {run: until for run, until in self._watched.items() if run.parent is not None}
         self._ends = [end for end in self._ends if self._watched.get(end[2]) == end[0]]
         heapq.heapify(self._ends)
-        self._sweep_at = max(_MIN_SWEEP, 2 * len(self._ends))
+        self._sweep_at = max(MIN_SWEEP, 2 * len(self._ends))
 
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
         now = self._clock()
@@ -366,12 +263,8 @@ class Priority(_ForATime):
     given, 35. This is the retention priority of TensorRT-LLM.
     """
 
-    def level(self, usage: Usage) -> float:
-        return usage.priority - DEFAULT_PRIORITY
-
-    def mark(self, usage: Usage, request: Request, until: float) -> None:
-        if request.priority is not None:
-            usage.priority, usage.keep_until = request.priority, until
+    def __init__(self, clock: Clock, *, keeps_borders: bool = False, num_uses: int = 0) -> None:
+        super().__init__(clock, _level_by_priority, _mark_priority, keeps_borders=keeps_borders, num_uses=num_uses)
 
 
 class PinForATime(_ForATime):
@@ -380,12 +273,26 @@ class PinForATime(_ForATime):
     Pinned blocks do go when nothing else is left: a pin must not keep an engine from serving.
     """
 
-    def level(self, usage: Usage) -> int:  # noqa: ARG002
-        return 1
+    def __init__(self, clock: Clock, *, keeps_borders: bool = False, num_uses: int = 0) -> None:
+        super().__init__(clock, _level_of_pinned, _mark_pinned, keeps_borders=keeps_borders, num_uses=num_uses)
 
-    def mark(self, usage: Usage, request: Request, until: float) -> None:
-        if request.keep_seconds is not None:
-            usage.keep_until = max(usage.keep_until, until)
+
+def _level_by_priority(usage: Usage) -> float:
+    return usage.priority - DEFAULT_PRIORITY
+
+
+def _mark_priority(usage: Usage, request: Request, until: float) -> None:
+    if request.priority is not None:
+        usage.priority, usage.keep_until = request.priority, until
+
+
+def _level_of_pinned(_: Usage) -> float:
+    return 1
+
+
+def _mark_pinned(usage: Usage, request: Request, until: float) -> None:
+    if request.keep_seconds is not None:
+        usage.keep_until = max(usage.keep_until, until)
 
 
 RANKING_POLICIES: dict[str, type[LeastRecentlyUsed]] = {

@@ -7,7 +7,8 @@ from typing import Any
 
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.run import TIERS, Run, Tier
-from fastdeploy_cache.policies.eviction import EvictionPolicy, IsLeaf, LeastRecentlyUsed, Split
+from fastdeploy_cache.policies.eviction import EvictionPolicy, LeastRecentlyUsed, Split
+from fastdeploy_cache.policies.leaf_heap import IsLeaf
 
 _TOLD = ("use", "touch", "grow", "shrink", "push")  # and asked for nothing
 _PASSED_ON = ("use", "touch", "grow", "shrink", "push", "is_colder", "alike", "clear", "victim", "coldest")

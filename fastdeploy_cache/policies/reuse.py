@@ -10,7 +10,8 @@ import numpy as np
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.run import Run, Tier, Usage
-from fastdeploy_cache.policies.eviction import Asked, Clock, IsLeaf, LeastRecentlyUsed, Split
+from fastdeploy_cache.policies.eviction import Asked, Clock, LeastRecentlyUsed, Split
+from fastdeploy_cache.policies.leaf_heap import IsLeaf
 from fastdeploy_cache.policies.reuse_history import (
     ENDED_CLASS,
     PENDING_CLASS,

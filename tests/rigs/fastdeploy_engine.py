@@ -73,7 +73,7 @@ def new_config(
 
 def launch(manager: PrefixCacheManager, suffix: Any, tp_size: int = 1) -> list[Any]:
     """Start the ranks as FastDeploy's engine does; `suffix` is the port behind the names of its signals."""
-    cache_config = manager._their_config.cache_config
+    cache_config = manager.parts.current.their_config.cache_config
     devices = list(range(tp_size))
     return manager.launch_cache_manager(cache_config, tp_size, devices, "127.0.0.1", suffix, "unused", True)
 

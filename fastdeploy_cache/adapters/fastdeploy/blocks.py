@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache
 from fastdeploy_cache.adapters.fastdeploy.task import NotEnoughBlocksError
 from fastdeploy_cache.books.run import CPU, GPU
 from fastdeploy_cache.errors import LifeCycleError, OutOfBlocksError, RequestError
-from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 
 T = TypeVar("T")
 
@@ -18,34 +18,31 @@ T = TypeVar("T")
 class BlockCalls:
     """The part of the adapter about blocks that are the caller's, or nobody's. Nothing here waits."""
 
-    cache: NativeManager
     gpu_free_task_future: Future[int] | None = None
+
+    def __init__(self, current: CurrentCache) -> None:
+        self._current = current
 
     @property
     def available_gpu_resource(self) -> float:
         """Share of the GPU blocks that are free; 0.0 of an empty pool."""
-        gpu = self.cache.blocks.view.tier_stats()
+        gpu = self._current.cache.blocks.view.tier_stats()
         return gpu.num_free / gpu.num_blocks if gpu.num_blocks else 0.0
 
-    @staticmethod
-    def get_required_block_num(input_token_num: int, block_size: int) -> int:
-        """Blocks for so many tokens."""
-        return -(-input_token_num // block_size)
-
-    def can_allocate_gpu_blocks(self, num_blocks: int, try_free_gpu_blocks: bool = True) -> bool:
+    def can_allocate_gpu_blocks(self, num_blocks: int, try_free_gpu_blocks: bool) -> bool:
         """Whether so many blocks are free; where they are not, evicts exactly what is missing, if all of it can go.
 
         False while the GPU sleeps.
         """
-        if self.cache.life.is_gpu_asleep:
+        if self._current.cache.life.is_gpu_asleep:
             return False
-        gpu = self.cache.blocks.view.tier_stats()
+        gpu = self._current.cache.blocks.view.tier_stats()
         missing = num_blocks - gpu.num_free
         if missing > 0 and try_free_gpu_blocks and missing <= gpu.num_evictable:
-            missing -= self.cache.blocks.evict(missing)
+            missing -= self._current.cache.blocks.evict(missing)
         return missing <= 0
 
-    def allocate_gpu_blocks(self, num_blocks: int, req_id: str | None = None) -> list[int]:  # noqa: ARG002
+    def allocate_gpu_blocks(self, num_blocks: int) -> list[int]:
         """The lowest free ids, the caller's from now on; what is missing is evicted. None for a negative number: a
         scheduler that has allocated ahead asks for what it needs less what it has.
 
@@ -55,34 +52,34 @@ class BlockCalls:
         if num_blocks <= 0:
             return []
         try:
-            return self.cache.blocks.allocate(num_blocks)
+            return self._current.cache.blocks.allocate(num_blocks)
         except OutOfBlocksError as error:
             raise NotEnoughBlocksError(error.missing, error.coming) from error
         except LifeCycleError as error:
             raise NotEnoughBlocksError(num_blocks, 0) from error
 
-    def recycle_gpu_blocks(self, gpu_block_ids: int | Sequence[int], req_id: str | None = None) -> None:  # noqa: ARG002
+    def recycle_gpu_blocks(self, gpu_block_ids: int | Sequence[int]) -> None:
         """The caller's blocks are free again; one or many.
 
         Raises:
             BlockOwnerError: one is not the caller's (any more); nothing was changed.
         """
-        self.cache.blocks.free(_as_list(gpu_block_ids))
+        self._current.cache.blocks.free(_as_list(gpu_block_ids))
 
     def allocate_cpu_blocks(self, num_blocks: int) -> list[int]:
-        """As `allocate_gpu_blocks`, in the CPU tier."""
+        """The same as `allocate_gpu_blocks`, in the CPU tier."""
         try:
-            return self.cache.blocks.allocate(num_blocks, CPU)
+            return self._current.cache.blocks.allocate(num_blocks, CPU)
         except OutOfBlocksError as error:
             raise NotEnoughBlocksError(error.missing, error.coming) from error
 
     def recycle_cpu_blocks(self, cpu_block_ids: int | Sequence[int]) -> None:
-        """As `recycle_gpu_blocks`, in the CPU tier."""
-        self.cache.blocks.free(_as_list(cpu_block_ids), CPU)
+        """The same as `recycle_gpu_blocks`, in the CPU tier."""
+        self._current.cache.blocks.free(_as_list(cpu_block_ids), CPU)
 
     def free_block_ids(self, need_block_num: int) -> int:
         """Evict exactly so many GPU blocks, or as many as can go; returns how many. Copies stay in the CPU tier."""
-        return self.cache.blocks.evict(need_block_num, GPU)
+        return self._current.cache.blocks.evict(need_block_num, GPU)
 
     def free_block_ids_async(self, need_block_num: int) -> Future[int]:
         """`free_block_ids`, which never waits: the future is done."""
@@ -91,7 +88,7 @@ class BlockCalls:
 
     def free_cpu_block_ids(self, need_block_num: int) -> int:
         """Evict so many blocks of the CPU tier, or as many as can go; returns how many."""
-        return self.cache.blocks.evict(need_block_num, CPU)
+        return self._current.cache.blocks.evict(need_block_num, CPU)
 
     def free_nodes_directly(self, node: Any) -> int:
         """Forget a node that has none behind it, and those before it up to the first that is held or has other
@@ -100,7 +97,12 @@ class BlockCalls:
             block_hash = bytes.fromhex(node.node_id)
         except (AttributeError, TypeError, ValueError) as error:
             raise RequestError(f"{node!r:.80} is no node of node_map: {error}") from error
-        return self.cache.blocks.drop(block_hash) if block_hash else 0
+        return self._current.cache.blocks.drop(block_hash) if block_hash else 0
+
+
+def num_blocks_of(num_tokens: int, block_size: int) -> int:
+    """Blocks for so many tokens."""
+    return -(-num_tokens // block_size)
 
 
 def _as_list(block_ids: int | Sequence[int]) -> Sequence[int]:
@@ -111,6 +113,7 @@ def _as_list(block_ids: int | Sequence[int]) -> Sequence[int]:
 
 
 def done(call: Callable[[], T]) -> Future[T]:
+    """What a call that never waits gives, or the error that it raises, as a future that is done."""
     future: Future[T] = Future()
     try:
         future.set_result(call())

@@ -6,35 +6,28 @@ call by call.
 
 from __future__ import annotations
 
-import operator
-import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
-from fastdeploy_cache.adapters.fastdeploy.blocks import BlockCalls, done
-from fastdeploy_cache.adapters.fastdeploy.config import cache_config, num_gpu_blocks
-from fastdeploy_cache.adapters.fastdeploy.launching import Launching
-from fastdeploy_cache.adapters.fastdeploy.peers import PeerCalls
-from fastdeploy_cache.adapters.fastdeploy.storage import StorageCalls
+from fastdeploy_cache.adapters.fastdeploy.blocks import done, num_blocks_of
+from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache
+from fastdeploy_cache.adapters.fastdeploy.launching import RankProcess
+from fastdeploy_cache.adapters.fastdeploy.parts import Parts, Shown
 from fastdeploy_cache.adapters.fastdeploy.task import (
-    HeldTask,
     NotEnoughBlocksError,
     Task,
     UnknownTaskError,
     block_hash_extra_keys,
     is_inside_image,
-    new_request,
 )
-from fastdeploy_cache.adapters.fastdeploy.views import Views
-from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError, UnknownRequestError
-from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
-from fastdeploy_cache.match import Match
+from fastdeploy_cache.metrics.fastdeploy_names import FastDeployNames
+from fastdeploy_cache.peers.transfers import Receive, Send
 
-__all__ = ["NotEnoughBlocksError", "PrefixCacheManager"]
+__all__ = ["NotEnoughBlocksError", "PrefixCacheManager", "UnknownTaskError"]
 
 
-class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
+class PrefixCacheManager:
     """Two call sequences, any thread; calls for one request come one at a time.
 
     v0: `request_block_ids`, compute, `release_block_ids`.
@@ -47,6 +40,9 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
     Both schedulers hand blocks over before a worker has computed them. They become visible once the task's
     `output_token_ids` have grown since its match, which says that all before its last token is computed; or by
     `mark_computed`. Of a task that has said nothing, nothing becomes visible, not at its release either.
+
+    FastDeploy's callers find all of this on one object, so most methods here only hand on, with the same
+    arguments, to one of `parts`, which says what a call promises and raises.
     """
 
     def __init__(
@@ -68,20 +64,23 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
         Raises:
             ConfigError: an impossible setting.
         """
-        self.splitwise_role = splitwise_role
-        self._their_config, self._tp_size, self._dp_id = config, tensor_parallel_size, local_data_parallel_id
-        self._num_blocks = num_gpu_blocks(config, splitwise_role)
-        self._load_timeout_seconds, self._schedules_ahead = load_timeout_seconds, schedules_ahead
-        self._tasks: dict[str, HeldTask] = {}
-        self._signals = None
-        self._show_signals()
-        self._begin_calls()
-        ours = cache_config(
-            config, tp_size=tensor_parallel_size, num_blocks=self._num_blocks, data_parallel_id=local_data_parallel_id
+        current = CurrentCache(
+            config,
+            tp_size=tensor_parallel_size,
+            splitwise_role=splitwise_role,
+            data_parallel_id=local_data_parallel_id,
         )
-        self.cache = NativeManager(ours)
+        self.parts = Parts.of(
+            current,
+            tensor_parallel_size,
+            load_timeout_seconds=load_timeout_seconds,
+            schedules_ahead=schedules_ahead,
+        )
 
-    # -- v1
+    cache = Shown(lambda parts: parts.current.cache)  # the native one; another after a launch, or with a new size
+    splitwise_role = Shown(lambda parts: parts.current.splitwise_role)
+
+    # -- v1: see `CallSequences`
 
     def request_match_blocks(
         self,
@@ -89,199 +88,36 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
         block_size: int,
         *_: object,  # theirs takes more, and does not look at it
     ) -> tuple[list[int], int, dict[str, Any]]:
-        """The task's cached blocks, pinned until it is released; their tokens; where they came from.
-
-        Waits for what is below the GPU, at most `load_timeout_seconds`. At least one token is left to compute, so a
-        prompt that is cached whole gives back one block less. Sets `task.num_cached_blocks`.
-
-        Raises:
-            RequestError: an empty prompt, or the task is held already. PromptTooLongError: it never fits. In each case
-            nothing is held.
-        """
-        self._check_block_size(block_size)
-        held = HeldTask(task, new_request(task), with_path=False)
-        match, seconds = self._match(held)
-        held.num_handed_blocks = len(match.block_ids)
-        self._hold(held)
-        return match.block_ids, match.num_tokens, self._metrics_of(match, seconds)
-
-    def _hold(self, held: HeldTask) -> None:
-        """From here on the task holds what was found; where it does not take that in, nothing does."""
-        try:
-            held.task.num_cached_blocks = held.num_handed_blocks  # type: ignore[attr-defined]
-        except BaseException:
-            self.cache.release(held.request)
-            raise
-        self._tasks[held.request.request_id] = held
-
-    def _match(self, held: HeldTask) -> tuple[Match, float]:
-        started = time.monotonic()
-        for other in list(self._tasks.values()):
-            self._show_proven(other)
-        if self.cache.config.storage is not None:
-            self.cache.prefetch(held.request)
-        try:
-            return self.cache.match(held.request).wait(self._load_timeout_seconds), time.monotonic() - started
-        except RequestError:
-            self.cache.end_prefetch(held.request)
-            raise
-
-    def _metrics_of(self, match: Match, seconds: float) -> dict[str, Any]:
-        size = self.cache.config.block_size
-        num_gpu = match.num_gpu_tokens // size
-        num_cpu = match.num_cpu_tokens // size
-        ids = match.block_ids
-        return {
-            "gpu_match_token_num": match.num_gpu_tokens,
-            "cpu_match_token_num": match.num_cpu_tokens,
-            "storage_match_token_num": match.num_storage_tokens,
-            "match_gpu_block_ids": ids[:num_gpu],
-            "gpu_recv_block_ids": ids[num_gpu : num_gpu + num_cpu],
-            "match_storage_block_ids": ids[num_gpu + num_cpu :],
-            "cpu_cache_prepare_time": seconds if num_cpu else 0.0,
-            "storage_cache_prepare_time": seconds if match.num_storage_tokens else 0.0,
-        }
+        """The task's cached blocks, pinned until it is released; their tokens; where they came from."""
+        return self.parts.sequences.request_match_blocks(task, block_size)
 
     def update_cache_blocks(self, task: Task, block_size: int, num_computed_tokens: int) -> None:
-        """The first `num_computed_tokens` tokens are computed: their full blocks, from `task.block_tables`, are the
-        cache's from now on, and findable. Sets `task.num_cached_blocks`.
-
-        Raises:
-            UnknownTaskError: not matched, or released. BlockOwnerError: its table has a block that is not its own.
-        """
-        self._check_block_size(block_size)
-        held = self._held(task)
-        held.follow_outputs()
-        self._commit(held, num_computed_tokens, visible=not self._schedules_ahead)
-        held.num_updated_tokens = max(held.num_updated_tokens, num_computed_tokens)
+        """The first `num_computed_tokens` tokens are computed, or will be in the step that is scheduled."""
+        self.parts.sequences.update_cache_blocks(task, block_size, num_computed_tokens)
 
     def cache_output_blocks(self, task: Task, block_size: int) -> None:
-        """At its end: what the task has said is computed, but for the last token, whose keys nobody has computed. Where
-        it has said nothing since its match, no more than is visible already.
-
-        With `enable_output_caching` off only the prompt's blocks are kept.
-        """
-        self._check_block_size(block_size)
-        held = self._held(task)
-        held.follow_outputs()
-        proven = min(held.num_proven_tokens, held.num_tokens)  # the task may have said more since
-        self._commit(held, proven or (0 if self._schedules_ahead else held.num_updated_tokens))
-
-    def _commit(self, held: HeldTask, num_computed_tokens: int, *, visible: bool = True) -> None:
-        request, size = held.request, self.cache.config.block_size
-        if num_computed_tokens <= 0:  # not admitted: no use, and no hit
-            return
-        if num_computed_tokens > request.num_tokens:
-            raise RequestError(
-                f"{num_computed_tokens} tokens of {request.request_id!r} computed; it has {request.num_tokens}"
-            )
-        num_blocks = self._hand_over(held, num_computed_tokens)
-        if visible:
-            self.cache.commit(request, num_blocks * size)
-
-    def _hand_over(self, held: HeldTask, num_tokens: int) -> int:
-        """The full blocks of its first tokens are the cache's, of output only where that is cached; how many."""
-        num_blocks, num_handed = self._num_cacheable_blocks(held, num_tokens), held.num_handed_blocks
-        if not held.with_path:
-            num_new = max(0, num_blocks - num_handed)
-            table = list(held.task.block_tables[num_handed:num_blocks]) if num_new else []  # type: ignore[attr-defined]
-            if len(table) < num_new:
-                raise RequestError(
-                    f"{num_blocks} full blocks of {held.request.request_id!r} are computed, but its block_tables "
-                    f"has {num_handed + len(table)}"
-                )
-            self.cache.blocks.hand_over(held.request, table)  # also none: the request counts as admitted
-        held.num_handed_blocks = max(num_handed, num_blocks)
-        held.task.num_cached_blocks = held.num_handed_blocks  # type: ignore[attr-defined]
-        return num_blocks
-
-    def _num_cacheable_blocks(self, held: HeldTask, num_tokens: int) -> int:
-        # under the v0 scheduler the first token that a decode instance is sent is not among its task's outputs
-        misses_one = held.with_path and self.splitwise_role == "decode"
-        if misses_one or not self.cache.config.cache_outputs:
-            num_tokens = min(num_tokens, held.request.num_prompt_tokens)
-        return min(num_tokens // self.cache.config.block_size, held.num_path_blocks)
-
-    def _show_proven(self, held: HeldTask) -> None:
-        """What the cache has of a task, and is computed by what the task has said, is findable from now on.
-
-        Also of a task that is in another thread's call: then it is released meanwhile, at worst.
-        """
-        told = held.num_tokens if held.with_path else held.num_updated_tokens
-        if told <= held.num_shown_tokens:  # most tasks: one after another is looked at in every match
-            return
-        if held.num_marked_tokens is not None or not (held.with_path or self._schedules_ahead):
-            return
-        if (num_tokens := min(told, held.num_proven_tokens)) > held.num_shown_tokens:
-            num_blocks = self._num_cacheable_blocks(held, num_tokens)
-            with held.lock, suppress(UnknownRequestError):
-                self.cache.commit(held.request, num_blocks * self.cache.config.block_size)
-            held.num_shown_tokens = num_tokens
+        """The task ends: what it has said is computed, but for the last token."""
+        self.parts.sequences.cache_output_blocks(task, block_size)
 
     def release_block_ids(self, task: Task) -> None:
-        """The task is over: what it holds of the cache is unpinned. Ids behind `num_cached_blocks` stay the caller's
-        (v1), or go home with it (v0). What it has computed for certain is visible from now on, if not before.
-
-        Raises:
-            UnknownTaskError: it holds nothing.
-        """
-        held = self._held(task)
-        try:
-            if held.num_marked_tokens is None and (held.with_path or self._schedules_ahead):
-                if held.with_path:
-                    held.follow_outputs()
-                told = held.num_tokens if held.with_path else held.num_updated_tokens
-                self._commit(held, min(told, held.num_proven_tokens))
-        finally:
-            del self._tasks[held.request.request_id]
-            self.cache.release(held.request)
+        """The task is over: what it holds of the cache is unpinned."""
+        self.parts.sequences.release_block_ids(task)
 
     def release_block_ids_async(self, task: Task) -> Future[None]:
         """`release_block_ids`, which never waits: the future is done."""
         return done(lambda: self.release_block_ids(task))
 
-    # -- v0
+    # -- v0: see `CallSequences`
 
     def request_block_ids(
         self, task: Task, block_size: int, dec_token_num: int = 0, *_: object
     ) -> tuple[list[int], list[int], dict[str, int]]:
-        """The task's cached blocks, blocks of its own for the rest of the prompt and `dec_token_num` tokens more, and
-        how many of the first were in which tier.
-
-        Raises:
-            NotEnoughBlocksError: no room; nothing is held.
-        """
-        self._check_block_size(block_size)
-        held = HeldTask(task, new_request(task), with_path=True)
-        num_reserved = operator.index(dec_token_num)
-        if num_reserved < 0:
-            raise RequestError(f"dec_token_num is {dec_token_num}; give 0 or more")
-        num_blocks = self.get_required_block_num(held.num_tokens + num_reserved, block_size)
-        match = self._match(held)[0]
-        try:
-            own = self.cache.allocate(held.request, num_blocks - len(match.block_ids))
-        except BaseException as error:
-            self.cache.release(held.request)
-            if isinstance(error, OutOfBlocksError):
-                raise NotEnoughBlocksError(error.missing, error.coming) from error
-            raise
-        held.num_handed_blocks, held.num_path_blocks = len(match.block_ids), len(match.block_ids) + len(own)
-        num_full = held.num_tokens // block_size - len(match.block_ids)
-        held.unfilled_ids = tuple(own[num_full:])
-        self._hold(held)
-        num_gpu = match.num_gpu_tokens // block_size
-        return match.block_ids, own, {"gpu_cache_blocks": num_gpu, "cpu_cache_blocks": len(match.block_ids) - num_gpu}
+        """The task's cached blocks, blocks of its own for the rest, and how many of the first were in which tier."""
+        return self.parts.sequences.request_block_ids(task, block_size, dec_token_num)
 
     def mark_computed(self, task: Task, num_computed_tokens: int) -> None:
-        """So many tokens of the task are computed by now: they are findable at once, and no more at its release.
-
-        `num_computed_tokens` counts from the first token of the prompt as it was matched. For an engine that knows when
-        a step has ended: others find the blocks then, not when the task says its first token.
-        """
-        held = self._held(task)
-        held.follow_outputs()
-        self._commit(held, num_computed_tokens)
-        held.num_marked_tokens = num_computed_tokens
+        """So many tokens of the task are computed by now: they are findable at once, and no more at its release."""
+        self.parts.sequences.mark_computed(task, num_computed_tokens)
 
     # -- images
 
@@ -296,7 +132,196 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
         """Whether so many tokens end inside an image, and the index of that image; 0 where they do not."""
         return is_inside_image(mm_inputs, matched_token_num)
 
-    # -- all of it
+    # -- single blocks and their pools: see `BlockCalls`
+
+    available_gpu_resource = Shown(lambda parts: parts.blocks.available_gpu_resource)
+    gpu_free_task_future = Shown(lambda parts: parts.blocks.gpu_free_task_future)
+
+    @staticmethod
+    def get_required_block_num(input_token_num: int, block_size: int) -> int:
+        """Blocks for so many tokens."""
+        return num_blocks_of(input_token_num, block_size)
+
+    def can_allocate_gpu_blocks(self, num_blocks: int, try_free_gpu_blocks: bool = True) -> bool:
+        """Whether so many blocks are free, evicting what is missing."""
+        return self.parts.blocks.can_allocate_gpu_blocks(num_blocks, try_free_gpu_blocks)
+
+    def allocate_gpu_blocks(self, num_blocks: int, req_id: str | None = None) -> list[int]:  # noqa: ARG002
+        """The lowest free ids, the caller's from now on."""
+        return self.parts.blocks.allocate_gpu_blocks(num_blocks)
+
+    def recycle_gpu_blocks(self, gpu_block_ids: int | Sequence[int], req_id: str | None = None) -> None:  # noqa: ARG002
+        """The caller's blocks are free again; one or many."""
+        self.parts.blocks.recycle_gpu_blocks(gpu_block_ids)
+
+    def allocate_cpu_blocks(self, num_blocks: int) -> list[int]:
+        """The same as `allocate_gpu_blocks`, in the CPU tier."""
+        return self.parts.blocks.allocate_cpu_blocks(num_blocks)
+
+    def recycle_cpu_blocks(self, cpu_block_ids: int | Sequence[int]) -> None:
+        """The same as `recycle_gpu_blocks`, in the CPU tier."""
+        self.parts.blocks.recycle_cpu_blocks(cpu_block_ids)
+
+    def free_block_ids(self, need_block_num: int) -> int:
+        """Evict so many GPU blocks, or as many as can go; returns how many."""
+        return self.parts.blocks.free_block_ids(need_block_num)
+
+    def free_block_ids_async(self, need_block_num: int) -> Future[int]:
+        """`free_block_ids`, which never waits: the future is done."""
+        return self.parts.blocks.free_block_ids_async(need_block_num)
+
+    def free_cpu_block_ids(self, need_block_num: int) -> int:
+        """Evict so many blocks of the CPU tier, or as many as can go; returns how many."""
+        return self.parts.blocks.free_cpu_block_ids(need_block_num)
+
+    def free_nodes_directly(self, node: Any) -> int:
+        """Forget a node of `node_map` that has none behind it, and what then has none; returns how many."""
+        return self.parts.blocks.free_nodes_directly(node)
+
+    # -- looking in: see `Views`
+
+    gpu_free_block_list = Shown(lambda parts: parts.views.gpu_free_block_list)
+    cpu_free_block_list = Shown(lambda parts: parts.views.cpu_free_block_list)
+    num_gpu_blocks = Shown(lambda parts: parts.views.num_gpu_blocks)
+    num_cpu_blocks = Shown(lambda parts: parts.views.num_cpu_blocks)
+    node_map = Shown(lambda parts: parts.views.node_map)
+    radix_tree_root = Shown(lambda parts: parts.views.radix_tree_root)
+    gpu_lru_leaf_heap = Shown(lambda parts: parts.views.gpu_lru_leaf_heap)
+    gpu_lru_leaf_set = Shown(lambda parts: parts.views.gpu_lru_leaf_set)
+    cpu_lru_leaf_heap = Shown(lambda parts: parts.views.cpu_lru_leaf_heap)
+    cpu_lru_leaf_set = Shown(lambda parts: parts.views.cpu_lru_leaf_set)
+    req_leaf_map = Shown(lambda parts: parts.views.req_leaf_map)
+    leaf_req_map = Shown(lambda parts: parts.views.leaf_req_map)
+    req_to_radix_tree_info = Shown(lambda parts: parts.views.req_to_radix_tree_info)
+    unfilled_req_block_map = Shown(lambda parts: parts.views.unfilled_req_block_map)
+    metrics = Shown(lambda parts: parts.views.metrics)
+    kvcache_storage_backend = Shown(lambda parts: parts.views.kvcache_storage_backend)
+
+    def fastdeploy_names(self, *, with_dp: bool = False) -> FastDeployNames:
+        """A collector of FastDeploy's series, for `cache.serve_metrics(also=[...])`."""
+        return self.parts.views.fastdeploy_names(with_dp=with_dp)
+
+    # -- copies that the caller names block by block: see `StorageCalls`
+
+    task_swapping_event = Shown(lambda parts: parts.storage.task_swapping_event)
+    task_write_back_event = Shown(lambda parts: parts.storage.task_write_back_event)
+    task_prefetch_event = Shown(lambda parts: parts.storage.task_prefetch_event)
+    storage_prefetch_block_ids = Shown(lambda parts: parts.storage.storage_prefetch_block_ids)
+
+    def issue_swap_task(  # noqa: PLR0917 (theirs)
+        self,
+        transfer_task_id: str,
+        swap_node_ids: Sequence[Any],
+        gpu_block_ids: Sequence[int],
+        cpu_block_ids: Sequence[int],
+        event_type: Any,
+        is_sync: bool = True,
+    ) -> bool:
+        """Copy between GPU and CPU blocks of the caller's; whether all ranks did it. The nodes are not looked at."""
+        del swap_node_ids
+        copy = self.parts.storage.issue_swap_task
+        return copy(transfer_task_id, gpu_block_ids, cpu_block_ids, event_type, is_sync=is_sync)
+
+    def sync_swap_task(self, transfer_task_id: str) -> bool:
+        """Wait for a swap task that another thread has issued; False where it is late."""
+        return self.parts.storage.sync_swap_task(transfer_task_id)
+
+    def write_cache_to_storage(self, request: Task) -> None:
+        """Write what of a held task is cached to storage, in the background. Before release."""
+        self.parts.storage.write_cache_to_storage(request)
+
+    def write_cache_to_storage_decode(self, request: Task) -> bool:
+        """Copy the full blocks of a task without a match to the CPU tier, and on to storage."""
+        return self.parts.storage.write_cache_to_storage_decode(request)
+
+    def issue_write_back_storage_task(self, task: Any, is_sync: bool = True) -> bool:
+        """Write blocks that a storage task names."""
+        return self.parts.storage.issue_write_back_storage_task(task, is_sync=is_sync)
+
+    def wait_write_storage_task(self, task_id: str) -> bool:
+        """Wait for a write that another thread has issued; False where it is late."""
+        return self.parts.storage.wait_write_storage_task(task_id)
+
+    def issue_prefetch_storage_task(self, task: Any, is_sync: bool = True) -> list[int]:  # noqa: ARG002
+        """Read blocks that a storage task names, always in sync; returns those that all ranks have filled."""
+        return self.parts.storage.issue_prefetch_storage_task(task)
+
+    def wait_prefetch_storage_task(self, task_id: str) -> list[int]:
+        """The blocks that a read has filled, waiting for one that another thread has issued; each once."""
+        return self.parts.storage.wait_prefetch_storage_task(task_id)
+
+    # -- prefill and decode apart: see `PeerCalls`
+
+    def offer_blocks(self, task: Task) -> Send:
+        """Offer the full blocks of a held task's tokens to a decode instance."""
+        return self.parts.peers.offer_blocks(task)
+
+    def begin_step(self, task: Task, num_computed_tokens: int, step: int) -> None:
+        """Tell of a step that computes the task's tokens up to there, before it begins."""
+        self.parts.peers.begin_step(task, num_computed_tokens, step)
+
+    def cancel_send(self, send: Send) -> None:
+        """Nobody is to read it any more."""
+        self.parts.peers.cancel_send(send)
+
+    def receive_blocks(self, task: Task, offer: bytes) -> Receive:
+        """Bring what a prefill instance offers of the task's tokens to the GPU; returns at once."""
+        return self.parts.peers.receive_blocks(task, offer)
+
+    def cancel_receive(self, task: Task) -> None:
+        """The task has gone, and no `request_match_blocks` follows: what has come may be evicted."""
+        self.parts.peers.cancel_receive(task)
+
+    # -- processes and states: see `Launcher`
+
+    shm_cache_task_flag_broadcast = Shown(lambda parts: parts.launcher.signals["cache_task_broadcast_signal"])
+    cache_task_is_paused_signal = Shown(lambda parts: parts.launcher.signals["cache_task_is_paused"])
+    cache_task_inflight_signal = Shown(lambda parts: parts.launcher.signals["cache_task_inflight"])
+    cache_ready_signal = Shown(lambda parts: parts.launcher.signals["cache_ready_signal"])
+    swap_space_ready_signal = Shown(lambda parts: parts.launcher.signals["swap_space_ready_signal"])
+    cache_transfer_inited_signal = Shown(lambda parts: parts.launcher.signals["cache_transfer_inited_signal"])
+    prefix_tree_status_signal = Shown(lambda parts: parts.launcher.signals["prefix_tree_status"])
+
+    def launch_cache_manager(  # noqa: PLR0917 (theirs)
+        self,
+        cache_config: Any,
+        tensor_parallel_size: int,
+        device_ids: Sequence[int],
+        pod_ip: str,
+        engine_worker_queue_port: int | str,
+        ipc_suffix: int | str,
+        create_cache_tensor: bool = True,
+    ) -> list[RankProcess]:
+        """Start the ranks, and the peer processes where the role needs them. The first argument and the last two are
+        not used."""
+        del cache_config, ipc_suffix, create_cache_tensor
+        launch = self.parts.launcher.launch_cache_manager
+        return launch(tensor_parallel_size, device_ids, pod_ip, engine_worker_queue_port)
+
+    def launch_cache_messager(  # noqa: PLR0917 (theirs)
+        self,
+        cache_config: Any,
+        tensor_parallel_size: int,
+        device_ids: Sequence[int],
+        key_cache_shape: Any,
+        value_cache_shape: Any,
+        pod_ip: str,
+        engine_worker_queue_port: int | str,
+        ipc_suffix: int | str,
+    ) -> list[RankProcess] | None:
+        """The ranks' peer processes, ready; None where they are not in time. Configuration, shapes and `ipc_suffix` are
+        not used."""
+        del cache_config, key_cache_shape, value_cache_shape, ipc_suffix
+        launch = self.parts.launcher.launch_cache_messager
+        return launch(tensor_parallel_size, device_ids, pod_ip, engine_worker_queue_port)
+
+    def update_cache_config(self, cache_config: Any) -> None:
+        """Take over a new pool size, after profiling."""
+        self.parts.launcher.update_cache_config(cache_config)
+
+    def control(self, verb: str, args: Mapping[str, Any] | None = None) -> tuple[int, str]:
+        """One of pause, resume, sleep, wakeup, clear, update_weights: a status as of HTTP, and what there is to say."""
+        return self.parts.launcher.control(verb, args)
 
     def reset(self, wait_for_tasks_done: bool = False) -> None:
         """Forget every prefix. Running tasks keep their blocks until they give them back."""
@@ -307,16 +332,5 @@ class PrefixCacheManager(BlockCalls, Views, StorageCalls, PeerCalls, Launching):
 
     def close(self) -> None:
         """End the ranks, remove the signals."""
-        self._close_signals()
+        self.parts.launcher.close_signals()
         self.cache.close()
-
-    def _held(self, task: Task) -> HeldTask:
-        held = self._tasks.get(str(task.request_id))
-        if held is None:
-            raise UnknownTaskError(f"request {task.request_id!r} holds nothing here; match it first, release it once")
-        held.task = task
-        return held
-
-    def _check_block_size(self, block_size: int) -> None:
-        if block_size != self.cache.config.block_size:
-            raise ConfigError(f"block_size {block_size}; this cache has {self.cache.config.block_size}")

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import operator
 
-from fastdeploy_cache.adapters.fastdeploy.task import (
-    HeldTask,
-    NotEnoughBlocksError,
-    Task,
-    new_request,
-)
+from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache
+from fastdeploy_cache.adapters.fastdeploy.held_tasks import HeldTasks
+from fastdeploy_cache.adapters.fastdeploy.launching import Launcher
+from fastdeploy_cache.adapters.fastdeploy.task import NotEnoughBlocksError, Task, new_request
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError
-from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from fastdeploy_cache.peers.transfers import Receive, Send
-from fastdeploy_cache.transfer_manager.rank.worker_signals import WorkerSignals
 
 
 class PeerCalls:
@@ -24,9 +20,8 @@ class PeerCalls:
     that is done.
     """
 
-    cache: NativeManager
-    splitwise_role: str
-    _signals: WorkerSignals | None
+    def __init__(self, current: CurrentCache, tasks: HeldTasks, launcher: Launcher) -> None:
+        self._current, self._tasks, self._launcher = current, tasks, launcher
 
     # -- prefill
 
@@ -43,7 +38,7 @@ class PeerCalls:
             has no full block. ConfigError: no peers.
         """
         self._check_peers("offer_blocks")
-        return self.cache.peers.offer(self._held(task).request)
+        return self._current.cache.peers.offer(self._tasks.get(task).request)
 
     def begin_step(self, task: Task, num_computed_tokens: int, step: int) -> None:
         """Before a step that computes the task's tokens up to there, and whose layers the workers mark under the number
@@ -56,17 +51,17 @@ class PeerCalls:
             UnknownTaskError: it holds nothing. BlockOwnerError: its table has a block that is not its own.
             RequestError: more tokens than it has, or than its table holds.
         """
-        held, num_tokens = self._held(task), operator.index(num_computed_tokens)
+        held, num_tokens = self._tasks.get(task), operator.index(num_computed_tokens)
         held.follow_outputs()
         if not 0 <= num_tokens <= held.num_tokens:
             what = f"step {step} of request {task.request_id!r} computes {num_tokens} tokens"
             raise RequestError(f"{what}; it has {held.num_tokens}")
-        num_blocks = self._hand_over(held, num_tokens)
-        self.cache.peers.begin_step(held.request, num_blocks * self.cache.config.block_size, step)
+        num_blocks = self._tasks.hand_over(held, num_tokens)
+        self._current.cache.peers.begin_step(held.request, num_blocks * self._current.block_size, step)
 
     def cancel_send(self, send: Send) -> None:
         """Nobody is to read it any more."""
-        self.cache.peers.cancel_send(send)
+        self._current.cache.peers.cancel_send(send)
 
     # -- decode
 
@@ -83,23 +78,17 @@ class PeerCalls:
         """
         self._check_peers("receive_blocks")
         try:
-            return self.cache.peers.receive(new_request(task), offer)
+            return self._current.cache.peers.receive(new_request(task), offer)
         except OutOfBlocksError as error:
             raise NotEnoughBlocksError(error.missing, error.coming) from error
 
     def cancel_receive(self, task: Task) -> None:
         """The task has gone, and no `request_match_blocks` follows: what has come may be evicted."""
-        self.cache.peers.cancel_receive(new_request(task))
+        self._current.cache.peers.cancel_receive(new_request(task))
 
     def _check_peers(self, verb: str) -> None:
-        if self.cache.config.peer is None:
-            what = f"{verb}, with splitwise_role {self.splitwise_role!r}"
-            if self._signals is None:
+        if self._current.cache.config.peer is None:
+            what = f"{verb}, with splitwise_role {self._current.splitwise_role!r}"
+            if not self._launcher.is_launched:
                 raise ConfigError(f"{what}, before the processes are started; call launch_cache_manager first")
             raise ConfigError(f"{what}: no blocks go between instances; use 'prefill' and 'decode'")
-
-    def _held(self, task: Task) -> HeldTask:
-        raise NotImplementedError
-
-    def _hand_over(self, held: HeldTask, num_tokens: int) -> int:
-        raise NotImplementedError

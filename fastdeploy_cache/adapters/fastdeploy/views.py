@@ -4,46 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache
+from fastdeploy_cache.adapters.fastdeploy.held_tasks import HeldTasks
 from fastdeploy_cache.adapters.fastdeploy.nodes import BlockNode, NodeView
-from fastdeploy_cache.adapters.fastdeploy.task import HeldTask, path_hashes
+from fastdeploy_cache.adapters.fastdeploy.task import path_hashes
 from fastdeploy_cache.books.run import CPU, GPU, Tier
-from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from fastdeploy_cache.metrics.fastdeploy_names import FastDeployNames
 
 
 class Views:
     """The part of the adapter that changes nothing. Each look costs a walk over pool or tree: for tests and doubt."""
 
-    cache: NativeManager
-    _their_config: Any
-    _tasks: dict[str, HeldTask]
+    def __init__(self, current: CurrentCache, tasks: HeldTasks) -> None:
+        self._current, self._tasks = current, tasks
 
     @property
     def gpu_free_block_list(self) -> list[int]:
         """Free GPU blocks, lowest first: a heap."""
-        return self.cache.blocks.view.free_block_ids(GPU)
+        return self._current.cache.blocks.view.free_block_ids(GPU)
 
     @property
     def cpu_free_block_list(self) -> list[int]:
         """Free CPU blocks, lowest first: a heap."""
-        return self.cache.blocks.view.free_block_ids(CPU)
+        return self._current.cache.blocks.view.free_block_ids(CPU)
 
     @property
     def num_gpu_blocks(self) -> int:
         """Blocks of the GPU pool."""
-        return self.cache.blocks.view.tier_stats(GPU).num_blocks
+        return self._current.cache.blocks.view.tier_stats(GPU).num_blocks
 
     @property
     def num_cpu_blocks(self) -> int:
         """Blocks of the CPU pool."""
-        return self.cache.blocks.view.tier_stats(CPU).num_blocks
+        return self._current.cache.blocks.view.tier_stats(CPU).num_blocks
 
     def _nodes(self) -> NodeView:
-        size = self.cache.config.block_size
-        held = {
-            name: path_hashes(task.request, task.num_handed_blocks, size) for name, task in list(self._tasks.items())
-        }
-        return NodeView(self.cache.blocks.view.runs(), size, held)
+        size = self._current.block_size
+        held = {name: path_hashes(task.request, task.num_handed_blocks, size) for name, task in self._tasks.items()}
+        return NodeView(self._current.cache.blocks.view.runs(), size, held)
 
     @property
     def node_map(self) -> dict[str, BlockNode]:
@@ -58,7 +56,7 @@ class Views:
     @property
     def gpu_lru_leaf_heap(self) -> list[BlockNode]:
         """Leaves on the GPU that no task holds, those first that would be evicted first."""
-        return self._nodes().leaves(self.cache.blocks.view.eviction_order(GPU), on_gpu=True)
+        return self._nodes().leaves(self._current.cache.blocks.view.eviction_order(GPU), on_gpu=True)
 
     @property
     def gpu_lru_leaf_set(self) -> set[str]:
@@ -68,7 +66,7 @@ class Views:
     @property
     def cpu_lru_leaf_heap(self) -> list[BlockNode]:
         """Leaves in the CPU tier only that no task holds, those first that would be evicted first."""
-        return self._nodes().leaves(self.cache.blocks.view.eviction_order(CPU), on_gpu=False)
+        return self._nodes().leaves(self._current.cache.blocks.view.eviction_order(CPU), on_gpu=False)
 
     @property
     def cpu_lru_leaf_set(self) -> set[str]:
@@ -77,17 +75,17 @@ class Views:
 
     @property
     def req_leaf_map(self) -> dict[str, BlockNode]:
-        """By task, the last cached node that it holds."""
-        nodes, size = self._nodes(), self.cache.config.block_size
+        """The last cached node that each task holds."""
+        nodes, size = self._nodes(), self._current.block_size
         leaves = {}
-        for name, held in list(self._tasks.items()):
+        for name, held in self._tasks.items():
             hashes = path_hashes(held.request, held.num_handed_blocks, size)
             leaves[name] = nodes.by_hash.get(hashes[-1].hex(), nodes.root) if hashes else nodes.root
         return leaves
 
     @property
     def leaf_req_map(self) -> dict[str, set[str]]:
-        """By node id, the tasks whose last node it is."""
+        """The tasks whose last node each is, by node id."""
         tasks: dict[str, set[str]] = {}
         for name, node in self.req_leaf_map.items():
             tasks.setdefault(node.node_id, set()).add(name)
@@ -95,25 +93,25 @@ class Views:
 
     @property
     def req_to_radix_tree_info(self) -> dict[str, list[Any]]:
-        """By task, [its last node, tokens of it that are in the tree]."""
-        size = self.cache.config.block_size
-        tokens = {name: held.num_handed_blocks * size for name, held in list(self._tasks.items())}
+        """[Its last node, tokens of it that are in the tree] for each task."""
+        size = self._current.block_size
+        tokens = {name: held.num_handed_blocks * size for name, held in self._tasks.items()}
         return {name: [node, tokens[name]] for name, node in self.req_leaf_map.items() if name in tokens}
 
     @property
     def unfilled_req_block_map(self) -> dict[str, list[int]]:
-        """By v0 task, its blocks behind the full ones of its prompt: the tail, and the reserve for decoding."""
-        return {name: list(held.unfilled_ids) for name, held in list(self._tasks.items()) if held.unfilled_ids}
+        """The blocks of each v0 task behind the full ones of its prompt: the tail, and the reserve for decoding."""
+        return {name: list(held.unfilled_ids) for name, held in self._tasks.items() if held.unfilled_ids}
 
     @property
     def metrics(self) -> dict[str, float]:
         """Hit rates over the sliding window: `request`, `token`, `gpu`, `cpu`, `storage`."""
-        return self.cache.metrics.hit_rates()
+        return self._current.cache.metrics.hit_rates()
 
     @property
     def kvcache_storage_backend(self) -> str | None:
         """The attached store's kind."""
-        storage = self.cache.config.storage
+        storage = self._current.cache.config.storage
         return storage.kind if storage is not None else None
 
     def fastdeploy_names(self, *, with_dp: bool = False) -> FastDeployNames:
@@ -121,10 +119,10 @@ class Views:
 
         `with_dp`: with the label `dp`, which they do not have there, for several managers on one page.
         """
-        return FastDeployNames(self.cache.metrics, self._block_gauges, self._shown_config, with_dp=with_dp)
+        return FastDeployNames(self._current.cache.metrics, self._block_gauges, self._shown_config, with_dp=with_dp)
 
     def _block_gauges(self) -> dict[str, float]:
-        gpu, cpu = (self.cache.blocks.view.tier_stats(tier) for tier in Tier)
+        gpu, cpu = (self._current.cache.blocks.view.tier_stats(tier) for tier in Tier)
         num_free = gpu.num_available
         return {
             "available_gpu_block_num": num_free,
@@ -136,7 +134,7 @@ class Views:
         }
 
     def _shown_config(self) -> dict[str, object]:
-        theirs = self._their_config.cache_config
+        theirs = self._current.their_config.cache_config
         names = [n for n in vars(theirs) if not n.startswith("_")] if hasattr(theirs, "__dict__") else []
         simple = {n: getattr(theirs, n) for n in names}
         return {n: v for n, v in simple.items() if isinstance(v, str | int | float | bool | None)}

@@ -113,7 +113,8 @@ def test_a_preempted_task_is_counted_once_and_keeps_no_outputs_where_they_are_of
         task.output_token_ids = outputs
         manager.request_match_blocks(task, 4)
         task.block_tables = task.block_tables[:0] + manager.allocate_gpu_blocks(4)
-        task.block_tables = manager.cache.blocks.lookup(manager._tasks["a"].request).block_ids + task.block_tables
+        held = manager.parts.tasks.get(task)
+        task.block_tables = manager.cache.blocks.lookup(held.request).block_ids + task.block_tables
         manager.update_cache_blocks(task, 4, task.num_total_tokens)
         give_up_v1(manager, task)
     assert len(manager.node_map) == 2
@@ -211,7 +212,7 @@ def test_a_new_size_with_a_store_and_a_new_launch(tmp_path: Path) -> None:
     held = manager.allocate_gpu_blocks(1)
     with pytest.raises(ConfigError, match="1 blocks are held"):
         manager.update_cache_config(config.cache_config)
-    assert manager._their_config.cache_config is resized
+    assert manager.parts.current.their_config.cache_config is resized
     manager.recycle_gpu_blocks(np.int64(held[0]))  # type: ignore[arg-type]
     launch(manager, SUFFIX)
     assert serve_v1(manager, Task("a", PROMPT), [1], Kernel(manager)) == 0

@@ -57,7 +57,7 @@ def test_12_a_failing_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     made = PrefixCacheManager(new_config(8, 8, transfer={"device": "cuda", "log_dir": str(folder)}), 1)
     if (Path("/dev/nvidiactl")).exists():
         pytest.skip("a GPU is here: the rank would start")
-    made._their_config.cache_config.fastdeploy_cache["transfer"]["kv_owner"] = "transfer"
+    made.parts.current.their_config.cache_config.fastdeploy_cache["transfer"]["kv_owner"] = "transfer"
     with pytest.raises(RankStartError, match="rank 0"):
         launch(made, SUFFIX)
     assert not list(tmp_path.glob("**/oops")) and not list(Path("/dev/shm").glob(f"*.{SUFFIX}"))
@@ -188,11 +188,11 @@ def test_24_a_worker_clears_one_engine_and_not_its_neighbour() -> None:
     words = managers[0].prefix_tree_status_signal.value
     for asked, answer in ((-1, -2), (1, 0)):
         words[0] = asked
-        signals = managers[0]._signals
+        signals = managers[0].parts.launcher._words
         assert signals is not None
         assert signals._words["prefix_tree_status"].wait_change(0, asked, 5) == answer
         assert managers[0].node_map == {} and len(managers[1].node_map) == 5
         serve_v1(managers[0], Task("b", PROMPT), [1], Kernel(managers[0]))
-    assert [int(w) for w in managers[0]._signals.signal("cache_ready_signal").value] == [1]  # type: ignore[union-attr]
+    assert [int(w) for w in managers[0].parts.launcher._words.signal("cache_ready_signal").value] == [1]  # type: ignore[union-attr]
     for manager in managers:
         manager.close()

@@ -58,8 +58,8 @@ def engine_words(suffix: str, tp_size: int = 1) -> Iterator[dict[str, Any]]:
 
 def wait_tree_status(manager: PrefixCacheManager, seen: int) -> int:
     """What comes after `seen`."""
-    assert manager._signals is not None
-    return manager._signals._words["prefix_tree_status"].wait_change(0, seen, 10)
+    assert manager.parts.launcher._words is not None
+    return manager.parts.launcher._words._words["prefix_tree_status"].wait_change(0, seen, 10)
 
 
 def test_the_engine_sees_in_its_own_words_that_all_is_ready() -> None:

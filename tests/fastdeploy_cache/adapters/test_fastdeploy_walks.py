@@ -60,7 +60,7 @@ def test_random_schedulers(seed: int, num_gpu: int, num_cpu: int, outputs: bool,
     """Prompts cut and overwritten, outputs appended, tables extended, tasks given up at any time: after each step every
     block that can be found holds what was computed from the tokens that it is found by."""
     with closing(manager_of(num_gpu, num_cpu, outputs=outputs, after_steps=after_steps)) as manager:
-        manager.splitwise_role = role
+        manager.parts.current.splitwise_role = role
         engine = Engine(manager, random.Random(seed), after_steps=after_steps)
         for _ in range(120):
             engine.walk()

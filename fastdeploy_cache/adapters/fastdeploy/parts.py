@@ -1,0 +1,70 @@
+"""What the adapter is put together from, and how an attribute of a manager shows what a part has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, NoReturn, Protocol, Self, TypeVar, overload
+
+from fastdeploy_cache.adapters.fastdeploy.blocks import BlockCalls
+from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache
+from fastdeploy_cache.adapters.fastdeploy.held_tasks import HeldTasks
+from fastdeploy_cache.adapters.fastdeploy.launching import Launcher
+from fastdeploy_cache.adapters.fastdeploy.peers import PeerCalls
+from fastdeploy_cache.adapters.fastdeploy.sequences import CallSequences
+from fastdeploy_cache.adapters.fastdeploy.storage import StorageCalls
+from fastdeploy_cache.adapters.fastdeploy.views import Views
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Each is about one kind of calls. All look at one current cache, and most at the tasks that are held."""
+
+    current: CurrentCache
+    tasks: HeldTasks
+    sequences: CallSequences
+    blocks: BlockCalls
+    views: Views
+    storage: StorageCalls
+    peers: PeerCalls
+    launcher: Launcher
+
+    @classmethod
+    def of(cls, current: CurrentCache, tp_size: int, *, load_timeout_seconds: float, schedules_ahead: bool) -> Parts:
+        """Put them together around a cache."""
+        tasks = HeldTasks(current, load_timeout_seconds=load_timeout_seconds, schedules_ahead=schedules_ahead)
+        launcher = Launcher(current, tasks, tp_size=tp_size)
+        return cls(
+            current=current,
+            tasks=tasks,
+            sequences=CallSequences(current, tasks),
+            blocks=BlockCalls(current),
+            views=Views(current, tasks),
+            storage=StorageCalls(current, tasks, load_timeout_seconds=load_timeout_seconds),
+            peers=PeerCalls(current, tasks, launcher),
+            launcher=launcher,
+        )
+
+
+class _HasParts(Protocol):
+    @property
+    def parts(self) -> Parts: ...
+
+
+class Shown(Generic[T_co]):
+    """An attribute of a manager: what a part has there at the moment of the look. Nobody can set it."""
+
+    def __init__(self, look: Callable[[Parts], T_co]) -> None:
+        self._look = look
+
+    @overload
+    def __get__(self, manager: None, kind: type) -> Self: ...
+    @overload
+    def __get__(self, manager: _HasParts, kind: type) -> T_co: ...
+    def __get__(self, manager: _HasParts | None, kind: type) -> Self | T_co:
+        return self if manager is None else self._look(manager.parts)
+
+    def __set__(self, manager: _HasParts, value: object) -> NoReturn:
+        raise AttributeError("this attribute is read from the cache; nobody can set it")
