@@ -370,9 +370,9 @@ class PrefixCacheManager:
 
     def _record_task(self, result: TransferResult) -> None:
         """What each rank has moved."""
+        kind, contain, record = result.task.kind.value, self._books.mishaps.contain, self.metrics.record_task
         for r in result.ranks:
-            sums = result.task.kind.value, r.rank, r.num_bytes, r.seconds, r.error is not None
-            self._books.mishaps.contain("metrics", functools.partial(self.metrics.record_task, *sums))
+            contain("metrics", functools.partial(record, kind, r.rank, r.num_bytes, r.seconds, r.error is not None))
 
     def _record_skipped(self, num_blocks: int) -> None:
         if num_blocks:

@@ -60,12 +60,12 @@ class Mishaps:
 
     def contain(self, step: str, call: Callable[[], object]) -> bool:
         """Make a call for what it does; False where it has raised, which is noted as `step`."""
-
-        def make() -> bool:
+        try:
             call()
-            return True
-
-        return self.ask(step, make, otherwise=False)
+        except Exception:  # as above
+            self.note(step)
+            return False
+        return True
 
 
 class _Room(Protocol):

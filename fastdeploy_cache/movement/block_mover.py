@@ -199,7 +199,7 @@ class BlockMover:
     def on_result(self, result: TransferResult) -> None:
         """Of a rank's answer, or of a task that the client has raised for: it costs no other task, and no verb. Any
         thread; a turn of its own."""
-        self._books.mishaps.contain("callback", lambda: self._take(result))
+        self._books.mishaps.contain("callback", functools.partial(self._take, result))
 
     def _take(self, result: TransferResult) -> None:
         with self._books:
