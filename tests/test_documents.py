@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import os
@@ -28,6 +29,7 @@ from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
 
 ROOT = Path(__file__).parent.parent
 TABLES = ("layout", "transfer", "storage", "peer")
+SPLIT = ("fastdeploy_cache", "transfer_manager", "launch")  # into rooms
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -95,6 +97,41 @@ def test_the_samples_of_pages_print_what_they_say(page: str) -> None:
     result = subprocess.run([sys.executable, "-c", sample], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.splitlines() == re.findall(r"^# (.*)", sample, re.MULTILINE)
     assert len([line for line in sample.splitlines() if not line.startswith(("#", "from", "import")) and line]) <= 15
+
+
+def is_room(path: Path) -> bool:
+    return not path.is_symlink() and (path / "__init__.py").exists()
+
+
+def names_in(path: Path) -> set[str]:
+    """What a module defines: functions, classes, and the methods of these as `Class.method`."""
+    definition = ast.FunctionDef | ast.ClassDef
+    top = [node for node in ast.parse(path.read_text()).body if isinstance(node, definition)]
+    below = {(node, each) for node in top if isinstance(node, ast.ClassDef) for each in node.body}
+    methods = {f"{node.name}.{each.name}" for node, each in below if isinstance(each, ast.FunctionDef)}
+    return {node.name for node in top} | methods
+
+
+def test_the_architecture_names_what_is_there() -> None:
+    """Each path in it exists, each step of a walk is a function or class of the file that is named beside it, and each
+    room has its row."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    paths = re.findall(r"`([\w./]+(?:\.py|/))`", text)
+    assert len(paths) > 20
+    assert not [path for path in paths if not any((home / path).exists() for home in (ROOT, ROOT / "fastdeploy_cache"))]
+    steps = re.findall(r"^(\S+\.py) +· (\S+) +· \S", text, re.MULTILINE)
+    assert len(steps) == 4 * 6
+    assert not [step for step in steps if step[1] not in names_in(ROOT / "fastdeploy_cache" / step[0])]
+    rows = text.partition("## Where does my change go?")[2].partition("\n## ")[0]
+    rooms = {f"{each.parent.name}/{each.name}/" for name in SPLIT for each in (ROOT / name).iterdir() if is_room(each)}
+    assert not [room for room in (*rooms, "ipc/", "metrics/") if f"`{room}`" not in rows]
+
+
+def test_the_architecture_is_short() -> None:
+    """At most 120 lines of at most 100 columns."""
+    lines = (ROOT / "ARCHITECTURE.md").read_text().splitlines()
+    assert len(lines) <= 120
+    assert max(map(len, lines)) <= 100
 
 
 def test_every_adapter_has_its_page_and_its_row() -> None:
