@@ -134,12 +134,40 @@ def test_the_architecture_is_short() -> None:
     assert max(map(len, lines)) <= 100
 
 
-def test_every_adapter_has_its_page_and_its_row() -> None:
-    """A page under docs/adapters for each adapter, named in the README's table, and no page for others."""
+def test_every_adapter_has_its_page_and_is_named() -> None:
+    """A page under docs/adapters for each adapter, named in the README and in docs/adapters.md, and no page for
+    others."""
     pages = {path.stem for path in (ROOT / "docs/adapters").glob("*.md")}
     assert pages == {"fastdeploy", "sglang", "mini_sglang", "vllm", "vllm_connector", "slots"}
     readme = (ROOT / "README.md").read_text()
     assert all(f"(docs/adapters/{page}.md)" in readme for page in pages)
+    overview = (ROOT / "docs/adapters.md").read_text()
+    assert all(f"(adapters/{page}.md)" in overview for page in pages)
+
+
+def test_the_readme_is_short() -> None:
+    """At most 150 lines."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    """Each relative link of a page names a file that is there and, behind a #, one of its headings."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    broken = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+        if not link.startswith("http") and not leads_somewhere(page, *link.partition("#")[::2])
+    ]
+    assert not broken
+
+
+def leads_somewhere(page: Path, file: str, heading: str) -> bool:
+    target = page.parent / file if file else page
+    if not target.exists() or not heading:
+        return target.exists()
+    headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE)
+    return heading in {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
 
 
 def test_the_documented_toml_is_valid(tmp_path: Path) -> None:
