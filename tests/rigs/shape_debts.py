@@ -74,4 +74,6 @@ DOCSTRINGS: set[str] = {
     "launch/server/status.py: status_of",
     "launch/server/upstream.py: Upstream._wait",
 }
-WIDE_PAGES: set[str] = set()
+WIDE_PAGES: set[str] = {
+    "CHANGELOG.md",
+}
