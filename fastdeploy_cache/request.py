@@ -122,7 +122,7 @@ class Request:
         self.tokens += _pack(self.request_id, token_ids)
 
     def extra_keys(self, block_size: int) -> dict[int, bytes] | None:
-        """By block: what is part of its key beside its tokens; None where there are no images.
+        """What is part of each block's key beside its tokens; None where there are no images.
 
         For each image that overlaps the block, in order: offset and length as u64 LE, the length of its hash as u32 LE,
         its hash (text as UTF-8).
@@ -223,7 +223,7 @@ def _pack(request_id: str, token_ids: TokenIds) -> bytes | memoryview:
 
 
 def _pack_few(token_ids: TokenIds) -> bytes | None:
-    """As `_pack` does, or None where something looks wrong."""
+    """The same as `_pack` gives, or None where something looks wrong."""
     if type(token_ids) is np.ndarray:
         if token_ids.dtype != np.int32 or token_ids.ndim != 1:
             return None

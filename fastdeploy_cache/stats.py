@@ -130,11 +130,11 @@ class CacheStats:
         return list(self.num_refused_transfers.items())
 
     def failure_counts(self) -> tuple[Mapping[str, int], int]:
-        """By step, how often it failed; quarantined blocks."""
+        """How often each step failed, and the quarantined blocks."""
         return self.num_failed_steps, self.num_quarantined_blocks
 
     def storage_counts(self) -> StorageCounts:
-        """Of the attached store; zeros without one."""
+        """What became of blocks and objects of the attached store; zeros without one."""
         tier = self.storage
         if tier is None:
             return StorageCounts()

@@ -102,7 +102,7 @@ def _parts(layout: RankLayout) -> str:
 
 
 def _total_bytes(config: CacheConfig) -> int:
-    """In this machine's memory; KV arrays on a GPU are not."""
+    """The bytes that are taken in this machine's memory. KV arrays on a GPU are not in it."""
     layout, (num_gpu_blocks, num_cpu_blocks) = config.rank_layout(), config.pool_sizes()
     if layout is None:
         return 0

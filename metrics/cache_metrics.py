@@ -37,8 +37,10 @@ FailureCounts = tuple[Mapping[str, int], int]  # by step, failures; quarantined 
 
 
 class StorageCounts(NamedTuple):
-    """Of the attached store: breaker state by operation, blocks by what became of them here, objects by how it lost
-    them."""
+    """What is known of the attached store.
+
+    The breaker's state by operation, blocks by what became of them here, objects by how it lost them.
+    """
 
     is_up: bool = False
     breakers: Mapping[str, int] = MappingProxyType({})
@@ -155,7 +157,7 @@ class CacheMetrics:
             self._num_skipped_writes += num_blocks
 
     def hit_rates(self) -> dict[str, float]:
-        """Over the window: `request`, `token`, and the token hit rate of each tier."""
+        """The hit rates over the window: `request`, `token`, and the token hit rate of each tier."""
         with self._lock:
             now = self._clock()
             rates = {"request": self._window.request_hit_rate(now), "token": self._window.token_hit_rate(now)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import os
@@ -28,6 +29,7 @@ from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
 
 ROOT = Path(__file__).parent.parent
 TABLES = ("layout", "transfer", "storage", "peer")
+SPLIT = ("fastdeploy_cache", "transfer_manager", "launch")  # into rooms
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -97,12 +99,75 @@ def test_the_samples_of_pages_print_what_they_say(page: str) -> None:
     assert len([line for line in sample.splitlines() if not line.startswith(("#", "from", "import")) and line]) <= 15
 
 
-def test_every_adapter_has_its_page_and_its_row() -> None:
-    """A page under docs/adapters for each adapter, named in the README's table, and no page for others."""
+def is_room(path: Path) -> bool:
+    return not path.is_symlink() and (path / "__init__.py").exists()
+
+
+def names_in(path: Path) -> set[str]:
+    """What a module defines: functions, classes, and the methods of these as `Class.method`."""
+    definition = ast.FunctionDef | ast.ClassDef
+    top = [node for node in ast.parse(path.read_text()).body if isinstance(node, definition)]
+    below = {(node, each) for node in top if isinstance(node, ast.ClassDef) for each in node.body}
+    methods = {f"{node.name}.{each.name}" for node, each in below if isinstance(each, ast.FunctionDef)}
+    return {node.name for node in top} | methods
+
+
+def test_the_architecture_names_what_is_there() -> None:
+    """Each path in it exists, each step of a walk is a function or class of the file that is named beside it, and each
+    room has its row."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    paths = re.findall(r"`([\w./]+(?:\.py|/))`", text)
+    assert len(paths) > 20
+    assert not [path for path in paths if not any((home / path).exists() for home in (ROOT, ROOT / "fastdeploy_cache"))]
+    steps = re.findall(r"^(\S+\.py) +· (\S+) +· \S", text, re.MULTILINE)
+    assert len(steps) == 4 * 6
+    assert not [step for step in steps if step[1] not in names_in(ROOT / "fastdeploy_cache" / step[0])]
+    rows = text.partition("## Where does my change go?")[2].partition("\n## ")[0]
+    rooms = {f"{each.parent.name}/{each.name}/" for name in SPLIT for each in (ROOT / name).iterdir() if is_room(each)}
+    assert not [room for room in (*rooms, "ipc/", "metrics/") if f"`{room}`" not in rows]
+
+
+def test_the_architecture_is_short() -> None:
+    """At most 120 lines of at most 100 columns."""
+    lines = (ROOT / "ARCHITECTURE.md").read_text().splitlines()
+    assert len(lines) <= 120
+    assert max(map(len, lines)) <= 100
+
+
+def test_every_adapter_has_its_page_and_is_named() -> None:
+    """A page under docs/adapters for each adapter, named in the README and in docs/adapters.md, and no page for
+    others."""
     pages = {path.stem for path in (ROOT / "docs/adapters").glob("*.md")}
     assert pages == {"fastdeploy", "sglang", "mini_sglang", "vllm", "vllm_connector", "slots"}
     readme = (ROOT / "README.md").read_text()
     assert all(f"(docs/adapters/{page}.md)" in readme for page in pages)
+    overview = (ROOT / "docs/adapters.md").read_text()
+    assert all(f"(adapters/{page}.md)" in overview for page in pages)
+
+
+def test_the_readme_is_short() -> None:
+    """At most 150 lines."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    """Each relative link of a page names a file that is there and, behind a #, one of its headings."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    broken = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+        if not link.startswith("http") and not leads_somewhere(page, *link.partition("#")[::2])
+    ]
+    assert not broken
+
+
+def leads_somewhere(page: Path, file: str, heading: str) -> bool:
+    target = page.parent / file if file else page
+    if not target.exists() or not heading:
+        return target.exists()
+    headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE)
+    return heading in {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
 
 
 def test_the_documented_toml_is_valid(tmp_path: Path) -> None:
@@ -114,7 +179,10 @@ def test_the_documented_toml_is_valid(tmp_path: Path) -> None:
 
 def test_every_setting_is_documented() -> None:
     """docs/configuration.md has a row for every key, with its true default, and none for others."""
-    rows = dict(re.findall(r"^\| `([\w.]+)` \|([^|]*)\|", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE))
+    text = (ROOT / "docs/configuration.md").read_text()
+    listed = re.findall(r"^- `([\w.]+)`(?: \(default ([^)]*)\))?: \S", text, re.MULTILINE)
+    rows = dict(listed)
+    assert len(rows) == len(listed)
     fields = {f.name: f for f in dataclasses.fields(CacheConfig) if f.name not in TABLES}
     fields |= {f"layout.{f.name}": f for f in dataclasses.fields(KVLayout)}
     fields |= {f"transfer.{f.name}": f for f in dataclasses.fields(TransferConfig)}
@@ -131,7 +199,7 @@ def test_every_metric_is_documented() -> None:
     text = (ROOT / "docs/metrics.md").read_text()
     rows = {
         (n, t, tuple(re.findall(r"`(\w+)`", ls)))
-        for n, t, ls in re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]*)\|", text, re.MULTILINE)
+        for n, t, ls in re.findall(r"^- `(\w+)` \((\w+)(?:; labels? ([^)]*))?\): \S", text, re.MULTILINE)
     }
     metrics, families = CacheMetrics(), set()
     metrics.observe(lambda: [("gpu", "free", 1)], tuple, lambda: [(0, True, 0)])

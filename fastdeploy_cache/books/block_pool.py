@@ -144,7 +144,7 @@ class BlockPool:
         return len(self._num_readers) - len(self._deferred)
 
     def num_read_of(self, owner: Owner) -> int:
-        """Of these, an owner's; a walk over what is being read."""
+        """How many of these are an owner's. Walks over what is being read."""
         return sum(self._owners[block_id] == owner for block_id in self._num_readers)
 
     def ids_of(self, owner: Owner) -> list[int]:

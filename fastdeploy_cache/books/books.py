@@ -189,7 +189,7 @@ class Books:
     # -- whether the cache may be used
 
     def close(self) -> None:
-        """From now on every verb raises `ClosedError`."""
+        """Make every verb raise `ClosedError` from now on."""
         self.is_closed = True
 
     def fall_asleep(self, tiers: frozenset[Tier]) -> None:

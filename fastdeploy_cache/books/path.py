@@ -12,7 +12,8 @@ Part = tuple[Run, int, int]  # a run, its first block, number of blocks
 
 
 def gpu_ids(path: list[Run], num_blocks: int) -> array[int]:
-    """Of a path's first `num_blocks` those on the GPU: the first ones, as residency is prefix-closed."""
+    """The ids of those of a path's first `num_blocks` blocks that are on the GPU: the leading ones, as residency is
+    prefix-closed."""
     ids = array("i")
     for run in path:
         ids += run.ids[0]

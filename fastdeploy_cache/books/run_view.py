@@ -46,12 +46,12 @@ class RunView:
 
     @cached_property
     def hashes(self) -> list[bytes]:
-        """Of each block."""
+        """The hash of each block."""
         return [self.joined_hashes[i : i + HASH_BYTES] for i in range(0, len(self.joined_hashes), HASH_BYTES)]
 
     @property
     def last_hash(self) -> bytes:
-        """Of the last block."""
+        """The hash of the last block."""
         return self.joined_hashes[-HASH_BYTES:]
 
     @property
@@ -61,7 +61,7 @@ class RunView:
 
 
 def views_of(tree: PrefixTree) -> Iterator[RunView]:
-    """Of every run that can be found, parents first. Under the manager's lock."""
+    """Views of every run that can be found, parents first. Under the manager's lock."""
     below = [(root, name, 0) for name, root in tree.roots.items()]
     while below:
         run, namespace, first_block = below.pop()
@@ -72,7 +72,7 @@ def views_of(tree: PrefixTree) -> Iterator[RunView]:
 
 
 def path_views(path: list[Run], namespace: str) -> Iterator[RunView]:
-    """Of the runs of a path, first to last. Under the manager's lock."""
+    """Views of the runs of a path, first to last. Under the manager's lock."""
     first_block = 0
     for run in path:
         assert run.parent is not None

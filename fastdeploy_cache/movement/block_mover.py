@@ -65,7 +65,7 @@ class BlockMover:
         return False
 
     def be_quiet(self, quiet: bool) -> None:
-        """From now on start nothing; or go on."""
+        """Start nothing from now on, or go on."""
         self.is_quiet = quiet
 
     def note_kv(self, rank: int, *, is_there: bool) -> None:
@@ -197,8 +197,8 @@ class BlockMover:
         return sum(len(cargo.ids) for cargo in stuck if cargo is not None)
 
     def on_result(self, result: TransferResult) -> None:
-        """Of a rank's answer, or of a task that the client has raised for: it costs no other task, and no verb. Any
-        thread; a turn of its own."""
+        """Take the ranks' answer, or that to a task for which the client has raised. What this raises costs no other
+        task, and no verb. Any thread; a turn of its own."""
         self._books.mishaps.contain("callback", functools.partial(self._take, result))
 
     def _take(self, result: TransferResult) -> None:

@@ -192,7 +192,7 @@ def _num_uncopied(run: Run) -> int:
 
 
 def _pieces(parts: Sequence[Part], num_blocks: int) -> list[Part]:
-    """Of the parts so many blocks, such that each joins what its run has."""
+    """So many blocks of the parts, chosen such that each piece joins what its run has."""
     chosen: list[Part] = []
     for run, first, length in parts:
         if num_blocks:

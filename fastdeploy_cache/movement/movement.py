@@ -24,7 +24,7 @@ class Movement:
         self.loader = Loader(config, books, self.mover, self.copy_down, self.speeds)
 
     def be_quiet(self, quiet: bool) -> None:
-        """From now on start nothing; or go on, first of all with what should be copied down."""
+        """Start nothing from now on, or go on, first of all with what should be copied down."""
         self.mover.be_quiet(quiet)
         if not quiet:
             self.copy_down.look_ahead()

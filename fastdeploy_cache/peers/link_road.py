@@ -89,7 +89,7 @@ class LinkRoad:
             raise PeerError(f"{kind.value}: {why}; try again")
 
     def offer(self, active: ActiveRequest, num_blocks: int) -> Send:
-        """Of a settled request."""
+        """Offer the first blocks of a settled request."""
         send = self.offers.new_send(active, num_blocks)
         self.sends.begin(active, send)
         return send
@@ -110,7 +110,7 @@ class LinkRoad:
             self.receives.forget(request.request_id)
 
     def be_quiet(self, quiet: bool) -> None:
-        """From now on start nothing, and end what is on its way. Under the lock."""
+        """Start nothing from now on, and end what is on its way; or go on. Under the lock."""
         self.is_quiet = quiet
         if quiet:
             self.cancel_all("the instance moves nothing now")
@@ -181,7 +181,7 @@ class LinkRoad:
             self._note_settled()
 
     def num_layers_in_flight(self) -> dict[str, int]:
-        """By peer: layers that it has computed and that are not here yet, over all ranks and receives."""
+        """The layers that each peer has computed and that are not here yet, over all ranks and receives."""
         names = [*self._names, OTHERS] if len(self._names) == NUM_PEER_SLOTS - 1 else self._names
         return {name: self._client.num_layers_in_flight(slot) for slot, name in enumerate(names)}
 

@@ -22,7 +22,7 @@ class PeerOffers:
         self._next_number = 1
 
     def next_number(self) -> int:
-        """Of an offer, or a receive."""
+        """The number of the next offer or receive."""
         number, self._next_number = self._next_number, self._next_number + 1
         return number
 

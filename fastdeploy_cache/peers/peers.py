@@ -80,8 +80,9 @@ class Peers:
             return send
 
     def begin_step(self, request: Request, num_computed_tokens: int, step: int) -> None:
-        """Before a step: it computes the offered request's tokens up to `num_computed_tokens`, and the workers mark its
-        layers under the number `step` (`StepProgress.mark`).
+        """Say, before a step, that it computes the offered request's tokens up to `num_computed_tokens`.
+
+        The workers mark the step's layers under the number `step` (`StepProgress.mark`).
 
         Numbers rise; each is for one step. Only for requests that are offered, and only to send earlier: `commit`
         tells the same at the end of the step.
@@ -105,7 +106,7 @@ class Peers:
             self.road.sends.cancel(send)
 
     def step_progress(self, rank: int) -> StepProgress:
-        """For the model worker of a rank: where it marks the layers that it has computed.
+        """The place where the model worker of a rank marks the layers that it has computed.
 
         Raises:
             ConfigError: no such rank, or no link that moves single layers.
@@ -186,7 +187,7 @@ class Peers:
         return self.road
 
     def _check_may_receive(self, road: Road, request: Request, offer: Offer) -> None:
-        """Under the lock."""
+        """Raise where this request may not be received now. Under the lock."""
         self._books.check_open()
         road.offers.check_fits(offer)  # again: the weights may have changed meanwhile
         self._requests.check_new(request)

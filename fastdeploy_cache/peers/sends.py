@@ -59,7 +59,7 @@ class PeerSends:
 
     @property
     def pins(self) -> list[Pin]:
-        """On what has left its request."""
+        """The pins on blocks that have left their request."""
         return [each.pin for each in self._by_task.values() if each.pin is not None]
 
     @property

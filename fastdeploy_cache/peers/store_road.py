@@ -62,7 +62,7 @@ class StoredSends:
 
     @property
     def pins(self) -> list[Pin]:
-        """On what is being written."""
+        """The pins on what is being written."""
         return [each.pin for each in self._open.values() if each.pin is not None]
 
     held_ids: tuple[int, ...] = ()
@@ -214,7 +214,7 @@ class StoreRoad:
             raise PeerError(f"{kind.value}: no store is attached; attach one with cache.storage.attach first")
 
     def offer(self, active: ActiveRequest, num_blocks: int) -> Send:
-        """Of a settled request."""
+        """Offer the first blocks of a settled request."""
         send = self.offers.new_send(active, num_blocks)
         self.sends.begin(active, send, self._peer.offer_timeout_seconds)
         return send
@@ -237,7 +237,7 @@ class StoreRoad:
         self._prefetches.end(request)
 
     def be_quiet(self, quiet: bool) -> None:
-        """From now on start nothing, and end what is on its way."""
+        """Start nothing from now on, and end what is on its way; or go on."""
         self.is_quiet = quiet
         if quiet:
             self.cancel_all("the instance moves nothing now")

@@ -55,7 +55,10 @@ class PeerTransfer:
         call_user(call)
 
     def end(self, why: tuple[str, str] | None) -> None:
-        """By the cache: reason and error, None where it succeeded. Not under the manager's lock. Once counts."""
+        """The cache says how it ended: reason and error, None where it succeeded. Only the first call counts.
+
+        Not under the manager's lock.
+        """
         with self._lock:
             if self.done:
                 return

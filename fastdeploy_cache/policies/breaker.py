@@ -8,7 +8,7 @@ _MAX_PAUSE_SECONDS = 60.0
 
 
 class BreakerState(IntEnum):
-    """As the metric shows it."""
+    """The states of a breaker, numbered as the metric shows them."""
 
     CLOSED = 0
     HALF_OPEN = 1

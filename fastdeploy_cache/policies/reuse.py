@@ -186,7 +186,7 @@ class Reuse(LeastRecentlyUsed):
         return chosen, num_blocks
 
     def _lowest(self, tier: Tier) -> Run:
-        """Of some random leaves the one with the lowest score, of equal ones the one used longest ago."""
+        """The leaf with the lowest score among some random ones; of equal ones that which was used longest ago."""
         leaves, now = self._leaves[tier], self._now()
         best, lowest, num_left = None, (0.0, 0), _NUM_CANDIDATES
         while num_left and (leaves or best is None):

@@ -71,7 +71,7 @@ class ReuseHistory:
     """Ages are in ticks: milliseconds plus block references (see `Reuse`). One thread at a time."""
 
     def __init__(self, num_blocks: int, history_bytes: int) -> None:
-        """For a cache of `num_blocks`; the history takes about `history_bytes` at most."""
+        """Make a history for a cache of `num_blocks`. It takes about `history_bytes` at most."""
         sample = max(64, min(SAMPLE_BLOCKS, history_bytes // (ENTRY_BYTES * HISTORY_FACTOR), num_blocks))
         self.ratio = min(1.0, sample / num_blocks)
         self.num_entries = int(HISTORY_FACTOR * num_blocks * self.ratio) + 1

@@ -9,7 +9,7 @@ from fastdeploy_cache.policies.eviction import RANKING_POLICIES, Clock, Eviction
 def whole_runs(name: str, clock: Clock) -> EvictionPolicy:
     """The ranking policy of that name, under which a run ends where an insert has ended.
 
-    Only `Blocks.evict_runs` takes whole runs; what `allocate` evicts is still exact. A request
+    Only `CallerBlocks.evict_runs` takes whole runs; what `allocate` evicts is still exact. A request
     that commits block by block gets a run for each commit.
 
     Raises:

@@ -106,7 +106,7 @@ class ActiveRequest:
         return self.phase is VOID
 
     def num_storage_blocks(self, num_gpu_blocks: int, num_blocks: int) -> int:
-        """Of the matched blocks [num_gpu_blocks, num_blocks) those that its prefetch has brought from storage."""
+        """How many of the matched blocks [num_gpu_blocks, num_blocks) its prefetch has brought from storage."""
         if self.prefetch is None:
             return 0
         end = self.prefetch.first + self.prefetch.num_landed

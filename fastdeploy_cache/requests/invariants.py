@@ -65,7 +65,7 @@ def _check_owners(
     *,
     held_ids: Sequence[int],
 ) -> None:
-    """free + runs + requests + tasks = all, and one owner each."""
+    """Check that free + runs + requests + tasks = all, and that each block has one owner."""
     owned: dict[Owner, list[int]] = {
         FREE: list(pool.free_ids()),
         RUN: [i for run in runs for i in run.ids[tier]],

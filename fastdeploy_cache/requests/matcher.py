@@ -104,7 +104,7 @@ class Matcher:
             active.prefetch.loads = active.loads
 
     def _copy_last(self, active: ActiveRequest, num_found: int) -> bool:
-        """Of a prompt that is cached whole: copy the last block, to compute its last token into the copy."""
+        """Copy the last block of a prompt that is cached whole, to compute its last token into the copy."""
         request, size, residency = active.request, self._tree.block_size, self._books.residency
         num_blocks = num_found + 1
         if not self._recompute_last_token or size == 1 or num_blocks * size != request.num_tokens:
@@ -149,7 +149,7 @@ class Matcher:
         return self._tree.generations.last_gpu_loss > active.generation
 
     def arrived(self, active: ActiveRequest) -> tuple[array[int], list[Run]]:
-        """Of the pinned blocks those that may be read, and the pinned path."""
+        """The ids of those pinned blocks that may be read, and the pinned path."""
         path = active.pin.run.path() if active.pin is not None else []
         ids = gpu_ids(path, active.num_pinned_blocks)
         del ids[active.request.whole_images(len(ids), self._tree.block_size) :]
@@ -237,7 +237,7 @@ class Matcher:
             active.prefetch.loads = active.loads
 
     def cut(self, active: ActiveRequest, path: list[Run], num_blocks: int) -> None:
-        """Of the pinned blocks only so many are its match any more."""
+        """Only so many of the pinned blocks are its match any more."""
         if num_blocks < active.num_pinned_blocks:
             self._pin(active, path, num_blocks)
 

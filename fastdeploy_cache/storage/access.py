@@ -136,7 +136,7 @@ class StorageAccess:
 
     @property
     def settings(self) -> StorageConfig | None:
-        """Of a store whose processes are ours to start again; None without one."""
+        """The settings of a store whose processes are ours to start again; None without one."""
         return self._given
 
     @property
@@ -175,7 +175,7 @@ class StorageAccess:
     def new_prefetch(
         self, request: Request, keys: BlockKeys, first: int, parent_hash: bytes, epoch: int
     ) -> StoragePrefetch:
-        """Of the request's blocks from `first` on, as the tree was in `epoch`. Hashes them."""
+        """A prefetch of the request's blocks from `first` on, as the tree was in `epoch`. Hashes them."""
         num_blocks = (request.num_tokens - 1) // self._config.block_size - first
         hashes = BlockHasher(self._config.block_size).extend(parent_hash, keys.tokens, first, num_blocks, keys.extras)
         return StoragePrefetch(

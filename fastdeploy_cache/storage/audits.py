@@ -91,7 +91,7 @@ class StorageAudits:
                 audit.done.set()
 
     def _ask(self, audit: Audit) -> None:
-        """Of one prompt, from its end up to what was asked for already."""
+        """Ask for the blocks of one prompt, from its end up to what was asked for already."""
         run = audit.runs.pop()
         if run in audit.num_asked or run.parent is None or run.epoch != self._tree.epoch:
             return
@@ -120,7 +120,7 @@ class StorageAudits:
 
     @staticmethod
     def _note_missing(question: _Question, num_there: int) -> None:
-        """Behind the first `num_there` blocks nothing counts."""
+        """Nothing behind the first `num_there` blocks counts."""
         for run, num_blocks, last_hash in question.parts:
             num_found = min(max(num_there, 0), num_blocks)
             num_there -= num_blocks

@@ -57,7 +57,7 @@ class StorageLink:
         self._books.remove_outlet(self.outbox)
 
     def be_quiet(self, quiet: bool) -> None:
-        """From now on start nothing; or go on."""
+        """Start nothing from now on, or go on."""
         self.is_quiet = quiet
 
     @property

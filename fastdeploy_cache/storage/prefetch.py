@@ -28,7 +28,7 @@ class StorageLimits:
 
     @classmethod
     def of(cls, config: CacheConfig) -> StorageLimits:
-        """By the size of the CPU pool."""
+        """The limits that follow from the size of the CPU pool."""
         num_cpu_blocks, block_bytes = config.pool_sizes()[1], config.block_bytes()
         chunk, max_chunk = (
             max(1, min(num_bytes // max(1, block_bytes), num_cpu_blocks // 4))

@@ -112,7 +112,7 @@ class StorageReads:
 
     @contained("prefetch", None)
     def advance(self) -> None:
-        """At the end of a turn: go on with those that were answered, then with those that wait for room."""
+        """Go on with those that were answered, then with those that wait for room: at the end of a turn."""
         answered, self._answered = self._answered, []
         for prefetch in (*answered, *self._waiting):
             self._go_on(prefetch)

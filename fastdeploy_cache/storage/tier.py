@@ -52,7 +52,7 @@ class StorageTier:
         self._was_open = self._was_probed = False
 
     def attach(self) -> None:
-        """From now on hear of what is copied and used, and of room that comes."""
+        """Hear of what is copied and used from now on, and of room that comes."""
         books, config, self.is_attached = self._books, self._config, True
         self.writes.forget_stored()
         books.listen(Copied, self.write_out.on_copied)

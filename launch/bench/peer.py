@@ -54,8 +54,8 @@ class Overlap(NamedTuple):
 
 
 def medians(ways: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Of what they return: rounds of all of them in a random order, as each finds in the processor's caches what the
-    one before it has left. The first round, which meets new memory, does not count."""
+    """The medians of what these ways return. Each round plays all of them in a random order, as each finds in the
+    processor's caches what the one before it has left. The first round, which meets new memory, does not count."""
     order, rng = list(ways), random.Random(1)  # noqa: S311  nothing secret
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats + 1):
@@ -123,7 +123,7 @@ def overlap(kind: str, memory_bytes: int, repeats: int) -> Overlap:
 
 
 def smallest_receive_seconds(kind: str, repeats: int) -> float:
-    """Of one block of 32 KiB: what a receive costs beside its bytes."""
+    """The seconds that a receive of one block of 32 KiB takes: what it costs beside its bytes."""
     instances = Instances(kind, KVLayout(num_layers=1, num_kv_heads=1, head_dim=128), _BLOCK_SIZE, 1)
     try:
         return medians({"receive": instances.whole_seconds}, repeats)["receive"]

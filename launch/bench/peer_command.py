@@ -51,7 +51,7 @@ def bench_peer(json_file: Path | None, repeats: int, memory_mib: int, kinds: Seq
 
 
 def _check_memory(memory_mib: int) -> None:
-    """Before anything is started: a process that the system ends for want of memory says nothing."""
+    """Check this before anything is started: a process that the system ends for want of memory says nothing."""
     needed, available = _MEMORY_TIMES * memory_mib * _MIB, available_memory_bytes()
     if needed > available:
         raise NotEnoughMemoryError(

@@ -57,7 +57,7 @@ class Instances:
                 getattr(self, name).close()
 
     def whole_seconds(self) -> float:
-        """From the call of `receive` to its end, of a prompt that is computed already."""
+        """The time from the call of `receive` to its end, for a prompt that is computed already."""
         mine, theirs, ids = self._new_prompt()
         self._prefill.commit(mine, self.num_blocks * self.block_size)
         send = self._offer(mine)
@@ -67,7 +67,7 @@ class Instances:
         return ended - started
 
     def after_last_layer_seconds(self, layer_seconds: float, pause_seconds: float = 0.0) -> float:
-        """From the moment at which the last layer is computed to the end of `receive`.
+        """The time from the moment at which the last layer is computed to the end of `receive`.
 
         A layer's keys and values are written, and the rest of its `layer_seconds` is slept away. With a pause before
         the last layer, nothing but that layer is left to be sent.
@@ -94,7 +94,7 @@ class Instances:
         return ended - computed
 
     def _new_prompt(self) -> tuple[Request, Request, list[int]]:
-        """Of both sides, and the blocks that the prefill side has taken."""
+        """A prompt's requests on both sides, and the blocks that the prefill side has taken."""
         self._num_prompts += 1
         name = f"prompt {self._num_prompts}"
         mine, theirs = (self._request(name, self._num_prompts, self.num_blocks) for _ in range(2))

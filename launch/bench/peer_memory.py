@@ -73,7 +73,7 @@ class _Process:
         return said
 
     def say(self, line: str) -> None:
-        """To its standard input."""
+        """Write a line to its standard input."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n".encode())
 
@@ -135,7 +135,7 @@ class _Reader:
         self._ready: dict[Way, Callable[[], object]] = {}
 
     def seconds(self, way: Way) -> float:
-        """Of one read. The first of its kind is checked: all bytes have to be there."""
+        """The seconds that one read takes. The first of its kind is checked: all bytes have to be there."""
         run = self._ready.get(way)
         if run is None:
             pieces = scattered(len(self._local), way.piece_bytes, way.num_pieces)

@@ -107,7 +107,7 @@ class Store:
 
 
 class PlainFile:
-    """As many bytes, by positioned calls on as many threads, without names or checksums: the floor."""
+    """The floor: as many bytes, by positioned calls on as many threads, without names or checksums."""
 
     def __init__(self, folder: Path, object_bytes: int, num_objects: int, num_threads: int) -> None:
         self.path = folder / "plain"

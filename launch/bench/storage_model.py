@@ -50,7 +50,10 @@ def load_or_compute(folder: Path) -> dict[str, float]:
 def _seconds_to_first_token(
     files: ModelFiles, config: CacheConfig, prompt: np.ndarray, *, warm_up: bool
 ) -> tuple[float, int]:
-    """With a new engine; also how many tokens it found cached. What it computed is in storage when this returns."""
+    """The seconds that a new engine takes, and how many tokens it found cached.
+
+    What it has computed is in storage when this returns.
+    """
     with running_engine(files, config) as engine:
         if warm_up:
             _answer(engine, prompt[::-1][: 4 * _BLOCK_SIZE])

@@ -108,7 +108,7 @@ class Ranks:
         return task_id
 
     def wait(self) -> None:
-        """Until the task has ended. Raises `RuntimeError` if it failed."""
+        """Wait until the task has ended. Raises `RuntimeError` if it failed."""
         if not self._ended.wait(_WAIT_SECONDS) or self._error is not None:
             raise RuntimeError(f"a benchmark task failed: {self._error or 'no answer'}")
 
@@ -126,7 +126,7 @@ class Ranks:
         self.client.stop()
 
     def pids(self) -> list[int]:
-        """Of the rank processes."""
+        """The process ids of the ranks."""
         return [status.pid for status in self.client.statuses() if status.pid is not None]
 
 

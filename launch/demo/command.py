@@ -50,7 +50,7 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
 def _run(
     console: Console, files: ModelFiles, config: CacheConfig, max_new_tokens: int, kill_rank: int | None
 ) -> tuple[Played, Played, Played]:
-    """With the cache; the last turns again, after a restart; all with the cache off."""
+    """Play the turns with the cache, the last ones again after a restart, and all of them with the cache off."""
     num_turns, tokenizer = len(CONVERSATIONS[0].turns), ChatTokenizer(files)
     plain_config = dataclasses.replace(config, enable_prefix_caching=False, num_cpu_blocks=None, storage=None)
     with progress_on(console) as progress:

@@ -42,12 +42,12 @@ class Answer:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompt, in any tier."""
+        """How many tokens of the prompt were cached, in any tier."""
         return self.num_gpu_tokens + self.num_cpu_tokens + self.num_storage_tokens
 
     @property
     def kind(self) -> str:
-        """By the lowest tier that it took from."""
+        """The kind of answer, by the lowest tier that it took from."""
         if self.num_storage_tokens or (self.after_restart and self.num_cached_tokens):
             return "storage hit"  # of a new engine's, also what an earlier match of this one had loaded already
         return "CPU hit" if self.num_cpu_tokens else "GPU hit" if self.num_gpu_tokens else "cold"

@@ -86,7 +86,7 @@ class Intake:
 
     @property
     def max_tokens(self) -> int:
-        """Of a prompt with its answer: what the context and the GPU pool hold."""
+        """The tokens that a prompt with its answer may have: what the context and the GPU pool hold."""
         config = self.cache.config
         return min(self._context_length, config.pool_sizes()[0] * config.block_size)
 

@@ -41,7 +41,7 @@ class Clairvoyant(LeastRecentlyUsed):
 
 
 def _uses_after(trace: Trace, num_blocks: int) -> list[np.ndarray[Any, np.dtype[np.int64]] | None]:
-    """By request: for each of its blocks, the number of the next request that has it; None for one that cannot fit."""
+    """For each block of a request, the number of the next request that has it; None for a request that cannot fit."""
     following = np.full(trace.num_distinct_ids, _NEVER)
     uses: list[np.ndarray[Any, np.dtype[np.int64]] | None] = []
     for number in range(len(trace.requests) - 1, -1, -1):

@@ -123,7 +123,7 @@ def _console(json_file: Path | None) -> Console:
 
 
 def _say(console: Console, text: str) -> None:
-    """As it is, however long."""
+    """Print a line as it is, however long."""
     console.print(Text(text), soft_wrap=True)
 
 

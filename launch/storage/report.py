@@ -56,7 +56,7 @@ def checked_facts(checked: Checked, names: Mapping[str, str]) -> Facts:
 
 
 def in_order(spaces: Iterable[Facts]) -> list[Facts]:
-    """By weights and rank."""
+    """The spaces, ordered by weights and rank."""
     return sorted(spaces, key=lambda row: (weights(row), row["tp_size"] or 0, row["rank"] or 0, row["where"]))
 
 
@@ -104,7 +104,7 @@ def title(row: Facts) -> str:
 
 
 def shown(text: str) -> str:
-    """As it is, or quoted where it would not be seen as it is: a store may hold any names."""
+    """The text as it is, or quoted where it would not be seen as it is: a store may hold any names."""
     return text if text.isprintable() and text and text == text.strip() else repr(text)
 
 

@@ -75,7 +75,7 @@ class CpuDevice:
         return len(source_ids) * self._block_bytes
 
     def _copy_leading(self, spans: Sequence[tuple[slice, slice]], num_tokens: int | None) -> int:
-        """Within the GPU: whole blocks, or their first tokens. Returns the bytes of one block that were copied."""
+        """Copy whole blocks, or their first tokens, within the GPU. Returns the bytes of one block that were copied."""
         num_bytes = 0
         for strip in leading_strips(self._layout, self._places, num_tokens):
             pieces = self._pieces(strip)

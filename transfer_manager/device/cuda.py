@@ -133,7 +133,7 @@ class CudaDevice:
             self._kernel.copy_pieces(table, num_pieces, num_bytes, stream)
 
     def _copy_leading(self, sources: Int32Array, destinations: Int32Array, num_tokens: int | None) -> int:
-        """Within the GPU: whole blocks, or their first tokens. Returns the bytes of one block that were copied."""
+        """Copy whole blocks, or their first tokens, within the GPU. Returns the bytes of one block that were copied."""
         moved, stream = 0, self._streams[Lane.IN]
         for strip in leading_strips(self._layout, self._places, num_tokens):
             to, source = self._on_gpu(strip, destinations), self._on_gpu(strip, sources)

@@ -283,7 +283,7 @@ class RankLayout:
     def kv_views(
         self, segments: Sequence[np.ndarray[Any, np.dtype[np.uint8]]], places: Places
     ) -> list[dict[str, np.ndarray[Any, np.dtype[Any]]]]:
-        """Per layer, by part name, the array [blocks, *part.storage_shape] over a rank's KV memory; nothing is copied.
+        """The arrays [blocks, *part.storage_shape] over a rank's KV memory, by layer and part name. Nothing is copied.
 
         `segments` are the memory's pieces as flat bytes.
         """

@@ -136,7 +136,7 @@ class KVMemory:
         return [segment.view(np.uint8, (segment.num_bytes,)) for segment in self.segments]
 
     def views(self) -> KVViews:
-        """Per layer, by part name, the array [blocks, *part.storage_shape] that the model reads and writes."""
+        """The arrays [blocks, *part.storage_shape] that the model reads and writes, by layer and part name."""
         return self._layout.kv_views(self.flat(), self.places)
 
     def close(self) -> None:

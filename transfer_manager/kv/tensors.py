@@ -66,7 +66,7 @@ ArrayLike = Any  # an ArrayPlace, or what `ArrayPlace.of` takes
 
 
 def array_places(layout: RankLayout, layers: Sequence[Mapping[str, ArrayLike]]) -> list[list[ArrayPlace]]:
-    """Per layer and part the place of its array [blocks, ...], checked against the layout.
+    """The places of the arrays [blocks, ...], by layer and part, checked against the layout.
 
     Blocks may be any distance apart ([2, blocks, ...] and [blocks, 2, ...] of an engine come in as two slices each);
     inside a block the array is contiguous, in whatever shape.

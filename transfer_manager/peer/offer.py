@@ -109,5 +109,5 @@ def check_fits(here: InstanceInfo, there: InstanceInfo) -> None:
 
 
 def _shared(layout: KVLayout) -> KVLayout:
-    """Without how each side keeps its own arrays."""
+    """The layout without how each side keeps its own arrays."""
     return dataclasses.replace(layout, device_order="layer_first", extra_layer_block_ratio=1.0)

@@ -52,7 +52,7 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """After the last task."""
+        """Give back what is held. Called after the last task."""
         ...
 
 

@@ -31,7 +31,7 @@ class RankOwner:
         self._tell_kv_lost: Callable[[int], None] = ignore_kv_lost
 
     def listen(self, tell_kv_lost: Callable[[int], None]) -> None:
-        """Before the start: call this for a rank whose own arrays have gone, and again when it has made new ones."""
+        """Have this called for a rank whose own arrays have gone, and again when it has new ones. Before the start."""
         self._tell_kv_lost = tell_kv_lost
 
     def spawn(self, rank: int, incarnation: int, queue_address: str) -> ChildProcess:

@@ -41,7 +41,7 @@ class TransferClient(TaskClient, Protocol):
         ...
 
     def kv_views(self, rank: int) -> KVViews:
-        """Per layer, by part name, the rank's KV array [num_gpu_blocks, *part shape].
+        """The rank's KV arrays [num_gpu_blocks, *part shape], by layer and part name.
 
         Raises:
             LayoutError: the arrays are not here: nobody has attached them, or they are on a GPU.
