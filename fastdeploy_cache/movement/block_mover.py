@@ -221,7 +221,9 @@ class BlockMover:
         transfer.succeeded = result.error is None
         if transfer.tier is CPU:
             self.num_storing -= sum([len(segment.ids) for segment in transfer.segments])
-        if not self._books.mishaps.contain("landing", functools.partial(transfer.cargo.end, transfer.succeeded)):
+        if self._books.mishaps.contain("landing", functools.partial(transfer.cargo.end, transfer.succeeded)):
+            transfer.cargo = None  # which points back: a cycle of garbage for each task would be the collector's to find
+        else:
             transfer.succeeded, transfer.is_quarantined = False, True
         if not transfer.kept_ids and not transfer.is_quarantined:
             del self.in_flight[transfer.task_id]
