@@ -222,7 +222,7 @@ class BlockMover:
         if transfer.tier is CPU:
             self.num_storing -= sum([len(segment.ids) for segment in transfer.segments])
         if self._books.mishaps.contain("landing", functools.partial(transfer.cargo.end, transfer.succeeded)):
-            transfer.cargo = None  # which points back: a cycle of garbage for each task would be the collector's to find
+            transfer.cargo = None  # it points back: such a cycle for each task would be left to the garbage collector
         else:
             transfer.succeeded, transfer.is_quarantined = False, True
         if not transfer.kept_ids and not transfer.is_quarantined:

@@ -44,8 +44,4 @@ DOCSTRINGS: set[str] = {
     "launch/reference_engine/engine.py: Engine.preempt_all",
     "launch/server/engine_control.py: EngineControl._still",
 }
-WIDE_PAGES: set[str] = {
-    "README.md",
-    "docs/adapter_verbs.md",
-    "docs/metrics.md",
-}
+WIDE_PAGES: set[str] = set()
