@@ -42,7 +42,7 @@ class Generation:
     output: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop" (end token), "length", "sent" (a prefill), "cancelled" or "error"
     queued: float = field(default_factory=time.monotonic)
-    cancelled: bool = False  # see `Engine.cancel`
+    cancelled: bool = False  # see `Intake.cancel`
     error: str | None = None
     # of its first admission
     num_gpu_tokens: int = 0

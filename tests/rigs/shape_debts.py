@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 INHERITANCE: set[str] = {
-    "launch/reference_engine/engine.py: Engine(Intake)",
     "transfer_manager/peer/link_shm.py: _ShmPeer(Peer)",
 }
 NOT_IMPLEMENTED: set[str] = {
@@ -11,7 +10,6 @@ NOT_IMPLEMENTED: set[str] = {
 }
 LONG_CLASSES: set[str] = {
     "fastdeploy_cache/books/prefix_tree.py: PrefixTree",
-    "launch/reference_engine/engine.py: Engine",
 }
 REWIRED: set[str] = set()
 DOCSTRINGS: set[str] = {
@@ -98,14 +96,9 @@ DOCSTRINGS: set[str] = {
     "launch/demo/command.py: _run",
     "launch/demo/scenario.py: Answer.kind",
     "launch/demo/scenario.py: Answer.num_cached_tokens",
-    "launch/reference_engine/engine.py: Engine._confirm",
-    "launch/reference_engine/engine.py: Engine._hold_seconds",
-    "launch/reference_engine/engine.py: Engine._waits",
-    "launch/reference_engine/engine.py: Engine.preempt_all",
     "launch/reference_engine/generation.py: Generation.num_cached_tokens",
     "launch/reference_engine/generation.py: Generation.num_wanted_tokens",
     "launch/reference_engine/generation.py: Generation.seconds_to_first_token",
-    "launch/reference_engine/intake.py: Intake.max_tokens",
     "launch/reference_engine/open_transfers.py: OpenTransfers.look",
     "launch/reference_engine/open_transfers.py: OpenTransfers.wait_end",
     "launch/reference_engine/receiving.py: Receives.__init__",
