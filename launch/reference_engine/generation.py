@@ -69,7 +69,7 @@ class Generation:
 
     @property
     def num_wanted_tokens(self) -> int:
-        """To be computed before it is sampled, or has been sent."""
+        """Tokens to be computed before it is sampled, or has been sent."""
         return self.num_offered_tokens or self.request.num_tokens
 
     @property
@@ -84,12 +84,12 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompt, in any tier."""
+        """Tokens of the prompt that were cached, in any tier."""
         return self.num_gpu_tokens + self.num_cpu_tokens + self.num_storage_tokens
 
     @property
     def seconds_to_first_token(self) -> float:
-        """From its match (so loads count; its wait in the queue does not) to the first token."""
+        """The time from its match (so loads count; its wait in the queue does not) to the first token."""
         if self.matched is None or self.first_token is None:
             raise GenerationError("the request has no first token yet")
         return self.first_token - self.matched

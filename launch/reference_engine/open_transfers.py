@@ -29,7 +29,7 @@ class OpenTransfers:
         transfer.on_done(self._end)
 
     def look(self) -> None:
-        """From here on an end counts for `may_give_blocks`, and ends a `Hold` that begins."""
+        """Note which have ended: an end after this counts for `may_give_blocks`, and ends a `Hold` that begins."""
         with self._changed:
             self._num_seen = self._num_ended
 
@@ -53,7 +53,7 @@ class OpenTransfers:
             return self._num_open > 0 or self._num_ended > self._num_seen
 
     def wait_end(self, timeout_seconds: float) -> None:
-        """Until one has ended since the last look, or the time is over."""
+        """Wait until one has ended since the last look, or the time is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_ended > self._num_seen, timeout_seconds)
 

@@ -26,7 +26,7 @@ class Sends:
         return bool(generation.num_offered_tokens and self.hold.seconds_left)
 
     def offer(self, generation: Generation) -> bool:
-        """Of an admitted prefill; False where it has to wait for others to end.
+        """Offer the blocks of an admitted prefill; False where it has to wait for others to end.
 
         Raises:
             PeerError, CacheError: see `PrefixCacheManager.offer`; it can never be, or not in time.

@@ -275,9 +275,8 @@ def test_no_more_is_received_than_may_run() -> None:
         there.engine.resume()
         offers = [prefill.wait_send(SECONDS).offer for prefill in prefills]
         answers = [here.engine.intake.submit(np.array(p), 6, offer) for p, offer in zip(prompts, offers, strict=True)]
-        plain = here.engine.intake.submit(
-            np.array([7, 8, 9]), 1
-        )  # behind them: once it is answered, they were looked at
+        # behind them: once it is answered, they were looked at
+        plain = here.engine.intake.submit(np.array([7, 8, 9]), 1)
         assert len(all_tokens(plain)) == 1
         assert [each.receive is not None for each in answers] == [True, True, False, False, False]
         gate.open()
