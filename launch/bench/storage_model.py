@@ -67,7 +67,7 @@ def _seconds_to_first_token(
 
 def _answer(engine: Engine, prompt: np.ndarray) -> int:
     """One token; how many of the prompt's were cached."""
-    generation = engine.submit(prompt, 1)
+    generation = engine.intake.submit(prompt, 1)
     while engine.step():
         pass
     if generation.error is not None:

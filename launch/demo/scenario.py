@@ -131,8 +131,8 @@ def _ended(engine: Engine, answers: list[Answer], prompts: Sequence[np.ndarray],
         last_prompts=tuple(prompts),
         stats=cache.stats(),
         task_bytes=cache.metrics.task_bytes(),
-        load_seconds=engine.load_seconds,
-        waited_seconds=engine.waited_for_layers_seconds,
+        load_seconds=engine.overlap.load_seconds,
+        waited_seconds=engine.overlap.waited_for_layers_seconds,
         killed_rank=kill_rank,
         rank_returned=returned,
         flushed=flushed,
@@ -158,7 +158,7 @@ def _kill(engine: Engine, rank: int) -> None:
 def _answer_all(
     engine: Engine, prompts: Sequence[np.ndarray], max_new_tokens: int, on_answer: OnAnswer
 ) -> list[Generation]:
-    generations = [engine.submit(prompt, max_new_tokens) for prompt in prompts]
+    generations = [engine.intake.submit(prompt, max_new_tokens) for prompt in prompts]
     open_ones = list(generations)
     while open_ones:
         engine.step()

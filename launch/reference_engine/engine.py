@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,14 +15,15 @@ from fastdeploy_cache.errors import CacheError, OutOfBlocksError
 from fastdeploy_cache.launch.reference_engine.generation import Generation
 from fastdeploy_cache.launch.reference_engine.intake import Intake
 from fastdeploy_cache.launch.reference_engine.open_transfers import OpenTransfers
+from fastdeploy_cache.launch.reference_engine.overlap import LOAD_SECONDS, LoadOverlap
 from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
 from fastdeploy_cache.launch.reference_engine.receiving import Receives
 from fastdeploy_cache.launch.reference_engine.sending import Sends
+from fastdeploy_cache.launch.reference_engine.waiting_line import WaitingLine
 
 # Tokens of one step: enough to use the matrix units, few enough that running answers do not stall behind a prompt.
 _STEP_TOKENS = 256
 _TRANSFER_WAIT_SECONDS = 1.0
-_LOAD_SECONDS = 2.0  # what has not come from the CPU tier by then is computed
 
 
 class Model(Protocol):
@@ -37,43 +39,57 @@ class Model(Protocol):
         ...
 
 
-class Engine(Intake):
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine has to know of its model, and how it serves.
+
+    Attributes:
+        eos_token_id: the token that ends an answer.
+        context_length: the most tokens that the model takes, prompt and answer.
+        max_running: how many generations share a step.
+        overlap: a prompt is computed while its cached prefix is still being loaded: each layer waits for its own.
+        recompute_not_received: without it a prompt whose blocks do not come from the instance that offered them has
+            failed.
+    """
+
+    eos_token_id: int
+    context_length: int
+    max_running: int = 4
+    overlap: bool = True
+    recompute_not_received: bool = True
+
+
+class Engine:
     """Continuous batching with greedy sampling: match, allocate, run, commit per step, release.
 
-    With `overlap` a prompt is computed while its cached prefix is still being loaded: each layer waits for its own.
-    Without `recompute_not_received` a prompt whose blocks do not come from the instance that offered them has failed.
-    `step` and `run` may be called by one thread, `pause`, `preempt_all` and `resume` by another one, what `Intake` has
-    by any.
+    `step` and `run` may be called by one thread, `pause`, `preempt_all` and `resume` by another one, `stop` and what
+    `intake` has by any.
     """
 
     def __init__(
         self,
         cache: PrefixCacheManager,
         model: Model,
+        settings: EngineSettings,
         *,
-        eos_token_id: int,
-        context_length: int,
-        max_running: int = 4,
-        overlap: bool = True,
-        recompute_not_received: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(cache, context_length)
-        self._model = model
-        self._eos_token_id = eos_token_id
-        self._max_running = max_running
-        ranks = range(cache.config.transfer.tp_size)
-        progress = [cache.ranks.layer_progress(rank) for rank in ranks] if overlap and cache.config.layout else []
-        self._progress = [each for each in progress if each is not None]
-        # of the loads that steps ran ahead of: how long they took, and how long the model stood still for their layers
-        self.load_seconds = self.waited_for_layers_seconds = 0.0
-        self._clock = clock
+        self.cache = cache
+        self._model, self._settings, self._clock = model, settings, clock
+        self._line = WaitingLine()
+        self.intake = Intake(cache, settings.context_length, self._line)
+        self.overlap = LoadOverlap(cache, is_wanted=settings.overlap)
         self._running: list[Generation] = []  # oldest first
         self._paused = False
         self._step_lock = threading.Lock()  # held while _running changes: by a step, by preempt_all, at the end
-        self._transfers = OpenTransfers(self._wake)
+        self._transfers = OpenTransfers(self._line.ring)
         self._sends = Sends(cache, self._transfers)
-        self._receives = Receives(cache, self._transfers, max_open=max_running, can_recompute=recompute_not_received)
+        self._receives = Receives(
+            cache,
+            self._transfers,
+            max_open=settings.max_running,
+            can_recompute=settings.recompute_not_received,
+        )
 
     def step(self) -> bool:
         """Admit what fits and compute one batch, unless paused; False when there is nothing to do."""
@@ -84,32 +100,32 @@ class Engine(Intake):
                 batch = self._plan()
                 if batch:
                     self._compute(batch)
-            return bool(self._running or self._waiting)
+            return bool(self._running or self._line)
 
     def run(self) -> None:
         """Serve until `stop`; then every unfinished generation fails."""
         try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._stopping or (not self._paused and self._has_work()), self._hold_seconds()
-                    )
-                    if self._stopping:
-                        return
+            while self._line.wait(self._may_step, self._hold_seconds):
                 self.step()
         finally:
             self._abort_all()
 
-    def _has_work(self) -> bool:
-        """What only waits for another instance's blocks wakes `run` when they have come."""
-        return bool(self._running) or any(each.cancelled or not self._waits(each) for each in self._waiting)
+    def stop(self) -> None:
+        """Let `run` return after its present step."""
+        self._line.close()
+
+    def _may_step(self) -> bool:
+        """Whether a step would find work. What only waits for another instance's blocks rings when they have come."""
+        if self._paused:
+            return False
+        return bool(self._running) or any(each.cancelled or not self._waits(each) for each in self._line.snapshot())
 
     def _waits(self, generation: Generation) -> bool:
-        """For another instance: it is not looked at meanwhile."""
+        """Whether it waits for another instance: it is not looked at meanwhile."""
         return self._receives.waits(generation) or self._sends.waits(generation)
 
     def _hold_seconds(self) -> float | None:
-        """Until somebody may ask again; None where nobody waits for that, and while paused."""
+        """How long until somebody may ask again; None where nobody waits for that, and while paused."""
         holds = [each.hold.seconds_left for each in (self._receives, self._sends)]
         return None if self._paused else min(filter(None, holds), default=None)
 
@@ -129,17 +145,15 @@ class Engine(Intake):
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        with self._changed:
-            self._paused = False
-            self._changed.notify()
+        self._paused = False
+        self._line.ring()
 
     def preempt_all(self) -> None:
-        """While paused: take back every block that a generation holds. It is matched again after `resume`."""
+        """Take back every block that a generation holds, while paused. It is matched again after `resume`."""
         with self._step_lock:
             for generation in self._running[::-1]:  # the oldest last, so that it is the first again
                 self._preempt(generation)
-            with self._changed:
-                matched = [generation for generation in self._waiting if generation.match is not None]
+            matched = [generation for generation in self._line.snapshot() if generation.match is not None]
             for generation in matched:  # they wait for their loads
                 self.cache.release(generation.request)
                 generation.note_refusal()
@@ -149,12 +163,9 @@ class Engine(Intake):
             is_over = generation.send is not None and generation.send.done
             if is_over and not generation.cancelled:  # early: refused, or its reader has it all
                 self._end_prefill(generation)
-        with self._changed:  # a submit meanwhile would change what is iterated over
-            cancelled = [g for g in (*self._running, *self._waiting) if g.cancelled]
-        for generation in cancelled:
+        for generation in [g for g in (*self._running, *self._line.snapshot()) if g.cancelled]:
             self._withdraw(generation)
-            with self._changed:
-                (self._running if generation in self._running else self._waiting).remove(generation)
+            (self._running if generation in self._running else self._line).remove(generation)
             generation.finish("cancelled")
 
     def _withdraw(self, generation: Generation) -> None:
@@ -169,17 +180,15 @@ class Engine(Intake):
     # -- admission
 
     def _admit(self) -> None:
-        with self._changed:
-            waiting = list(self._waiting)
+        waiting = self._line.snapshot()
         self._transfers.look()
         for generation in waiting:
-            if len(self._running) == self._max_running:
+            if len(self._running) == self._settings.max_running:
                 break
             if self._waits(generation):
                 continue
             if self._try_admit(generation):
-                with self._changed:
-                    self._waiting.remove(generation)
+                self._line.remove(generation)
             elif not self._waits(generation):
                 return  # nobody takes the blocks that it waits for
         self._receives.begin_next(each for each in waiting if not each.finish_reason)
@@ -189,14 +198,14 @@ class Engine(Intake):
         request = generation.request
         try:
             match = self._match(generation) if self._receives.is_settled(generation) else None
-            if match is None or not (match.ready or self._can_overlap(generation, match)):
+            if match is None or not (match.ready or self.overlap.is_possible(generation, match)):
                 return False
             num_matched = len(match.block_ids) + len(match.coming_block_ids)
             num_missing = self._num_blocks(generation.num_wanted_tokens) - num_matched
             generation.is_ahead = not match.ready
             new = self.cache.allocate(request, num_missing, ahead_of_loads=generation.is_ahead)
             if generation.is_ahead:
-                self._follow(match)
+                self.overlap.follow(match)
                 match = match.poll()
             if generation.num_offered_tokens and not self._sends.offer(generation):
                 self._withdraw(generation)
@@ -235,29 +244,14 @@ class Engine(Intake):
     def _match(self, generation: Generation) -> Match:
         """Its match: ready, or to be asked for again. Answers that run do not stall behind somebody else's loads."""
         if generation.match is None:
-            generation.note_match(self._clock(), self.cache.match(generation.request), _LOAD_SECONDS)
+            generation.note_match(self._clock(), self.cache.match(generation.request), LOAD_SECONDS)
         assert generation.match is not None
         generation.match = generation.match.poll()
-        if not generation.match.ready and not self._can_overlap(generation, generation.match):
+        if not generation.match.ready and not self.overlap.is_possible(generation, generation.match):
             seconds_left = max(0.0, generation.load_deadline - self._clock())
             if not self._running or not seconds_left:
                 generation.match = generation.match.wait(seconds_left)
         return generation.match
-
-    def _follow(self, match: Match) -> None:
-        """Note how long the loads of a match take from now on: without overlap the request would wait for that."""
-        started = time.monotonic()
-
-        def note() -> None:
-            self.load_seconds += time.monotonic() - started
-
-        match.on_ready(note)
-
-    def _can_overlap(self, generation: Generation, match: Match) -> bool:
-        """Whether all that is coming is followed layer by layer. A prefill offers what is there, so it waits."""
-        num_coming = len(match.coming_block_ids) * self.cache.config.block_size
-        can_follow = bool(self._progress) and not generation.num_offered_tokens
-        return can_follow and 0 < num_coming == match.num_coming_tokens
 
     # -- one step
 
@@ -299,8 +293,7 @@ class Engine(Intake):
             generation.finish("error", "its blocks were taken back before they were computed")
             return
         generation.block_ids, generation.is_ahead, generation.load_ids, generation.match = [], False, (), None
-        with self._changed:
-            self._waiting.appendleft(generation)
+        self._line.add_first(generation)
 
     def _compute(self, batch: list[tuple[Generation, int]]) -> None:
         chunks = []
@@ -310,7 +303,7 @@ class Engine(Intake):
             blocks = np.array(generation.block_ids, dtype=np.int32)
             chunks.append(SequenceChunk(tokens[start : start + num_tokens], start, blocks))
         arrived = {generation: True for generation, _ in batch if generation.is_ahead}
-        wait, mark = self._layer_waiter(arrived), self._sends.begin_step(batch)
+        wait, mark = self.overlap.layer_waiter(arrived), self._sends.begin_step(batch)
 
         def before_layer(layer: int) -> None:
             mark(layer)  # those before it are written
@@ -327,25 +320,10 @@ class Engine(Intake):
             elif generation.num_computed_tokens == generation.request.num_tokens:
                 self._sample(generation, int(scores.argmax()))
 
-    def _layer_waiter(self, arrived: dict[Generation, bool]) -> Callable[[int], None]:
-        """Waits until a layer is in for those that run ahead; notes for whom it was not, and waits no more for them."""
-        deadline = time.monotonic() + _LOAD_SECONDS
-
-        def wait(layer: int) -> None:
-            started = time.monotonic()
-            for generation in [g for g, hopeful in arrived.items() if hopeful]:
-                arrived[generation] = all(
-                    progress.wait_layer(generation.load_ids, layer, max(0.0, deadline - time.monotonic()))
-                    for progress in self._progress
-                )
-            self.waited_for_layers_seconds += time.monotonic() - started if arrived else 0.0
-
-        return wait
-
     def _confirm(self, generation: Generation, arrived: bool) -> bool:
-        """After a step ahead of loads: False where one did not come; the step was for nothing, and it starts over."""
+        """Whether all loads came that a step ran ahead of; else the step was for nothing, and it starts over."""
         generation.is_ahead, generation.load_ids = False, ()
-        if self.cache.confirm(generation.request, _LOAD_SECONDS, arrived=arrived):
+        if self.cache.confirm(generation.request, LOAD_SECONDS, arrived=arrived):
             generation.note_confirmed()
             return True
         self._preempt(generation)
@@ -354,7 +332,7 @@ class Engine(Intake):
     def _sample(self, generation: Generation, token_id: int) -> None:
         generation.request.append_output([token_id])
         generation.push(token_id)
-        is_last = token_id == self._eos_token_id
+        is_last = token_id == self._settings.eos_token_id
         if is_last or len(generation.output) == generation.max_new_tokens:
             self._running.remove(generation)
             self.cache.release(generation.request)
@@ -374,14 +352,13 @@ class Engine(Intake):
             generation.finish("sent")
 
     def _abort_all(self) -> None:
-        with self._changed:
-            self._stopping = True  # nobody joins them any more
+        self._line.close()  # nobody joins them any more
         with self._step_lock:
-            unfinished = [*self._running, *self._waiting]
+            unfinished = [*self._running, *self._line.snapshot()]
             for generation in unfinished:
                 self._withdraw(generation)
             self._running = []
-            self._waiting.clear()
+            self._line.clear()
         for generation in unfinished:
             generation.finish("error", "the engine has stopped")
 

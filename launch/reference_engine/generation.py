@@ -42,7 +42,7 @@ class Generation:
     output: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop" (end token), "length", "sent" (a prefill), "cancelled" or "error"
     queued: float = field(default_factory=time.monotonic)
-    cancelled: bool = False  # see `Engine.cancel`
+    cancelled: bool = False  # see `Intake.cancel`
     error: str | None = None
     # of its first admission
     num_gpu_tokens: int = 0
@@ -69,7 +69,7 @@ class Generation:
 
     @property
     def num_wanted_tokens(self) -> int:
-        """The tokens that are to be computed before it is sampled, or has been sent."""
+        """Tokens to be computed before it is sampled, or has been sent."""
         return self.num_offered_tokens or self.request.num_tokens
 
     @property
@@ -84,12 +84,12 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int:
-        """How many tokens of the prompt were cached, in any tier."""
+        """Tokens of the prompt that were cached, in any tier."""
         return self.num_gpu_tokens + self.num_cpu_tokens + self.num_storage_tokens
 
     @property
     def seconds_to_first_token(self) -> float:
-        """The time from its match to the first token. So loads count, and its wait in the queue does not."""
+        """The time from its match (so loads count; its wait in the queue does not) to the first token."""
         if self.matched is None or self.first_token is None:
             raise GenerationError("the request has no first token yet")
         return self.first_token - self.matched

@@ -1,9 +1,8 @@
-"""How requests come to the engine, and what waits for it."""
+"""How requests come to the engine."""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,18 +10,16 @@ import numpy as np
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.errors import PeerRefusedError
 from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
+from fastdeploy_cache.launch.reference_engine.waiting_line import WaitingLine
 
 
 class Intake:
-    """The part of `Engine` that callers of any thread use."""
+    """What callers of any thread use: `Engine.intake`."""
 
-    def __init__(self, cache: PrefixCacheManager, context_length: int) -> None:
-        self.cache = cache
-        self._context_length = context_length
-        self._waiting: deque[Generation] = deque()
-        self._changed = threading.Condition()  # guards _waiting and _stopping
-        self._stopping = False
-        self._num_submitted = 0
+    def __init__(self, cache: PrefixCacheManager, context_length: int, line: WaitingLine) -> None:
+        """Requests join the `line` that the engine takes them from."""
+        self._cache, self._context_length, self._line = cache, context_length, line
+        self._numbers = itertools.count(1)
 
     def submit(
         self,
@@ -51,7 +48,7 @@ class Intake:
         request = self._new_request(prompt_token_ids, namespace)
         if offer is not None:
             try:
-                self.cache.peers.check_offer(request, offer)
+                self._cache.peers.check_offer(request, offer)
             except PeerRefusedError as error:
                 raise GenerationRefusedError(f"kv_offer: {error}") from error
         return self._enqueue(Generation(request, max_new_tokens, offer=offer))
@@ -68,7 +65,7 @@ class Intake:
             GenerationRefusedError: no full block, or with the answer more than the context or the GPU pool holds.
             GenerationError: the engine has stopped.
         """
-        num_tokens, size = len(prompt_token_ids), self.cache.config.block_size
+        num_tokens, size = len(prompt_token_ids), self._cache.config.block_size
         limit = self.max_tokens - max_new_tokens
         if not size <= num_tokens <= limit:
             with_new = f" before {max_new_tokens} new ones" if max_new_tokens else ""
@@ -81,40 +78,26 @@ class Intake:
         """Nobody wants it any more: it ends, and what is sent of it, with the next step."""
         generation.cancelled = True
         if generation.send is not None:
-            self.cache.peers.cancel_send(generation.send)
-        self._wake()
+            self._cache.peers.cancel_send(generation.send)
+        self._line.ring()
 
     @property
     def max_tokens(self) -> int:
-        """The tokens that a prompt with its answer may have: what the context and the GPU pool hold."""
-        config = self.cache.config
+        """The most that a prompt with its answer may have: what the context and the GPU pool hold."""
+        config = self._cache.config
         return min(self._context_length, config.pool_sizes()[0] * config.block_size)
 
     def _new_request(self, prompt_token_ids: np.ndarray[Any, Any], namespace: str) -> Request:
-        with self._changed:
-            if self._stopping:
-                raise GenerationError("the engine has stopped")
-            self._num_submitted += 1
-            name = f"request-{self._num_submitted}"
-            return Request(request_id=name, prompt_token_ids=prompt_token_ids, namespace=namespace)
+        self._line.check_open()
+        name = f"request-{next(self._numbers)}"
+        return Request(request_id=name, prompt_token_ids=prompt_token_ids, namespace=namespace)
 
     def _enqueue(self, generation: Generation) -> Generation:
         if generation.offer is None:  # else its blocks need not be anywhere here
-            self.cache.prefetch(generation.request)  # before anybody can match it
-        with self._changed:
-            if self._stopping:
-                self.cache.end_prefetch(generation.request)
-                raise GenerationError("the engine has stopped")
-            self._waiting.append(generation)
-            self._changed.notify()
+            self._cache.prefetch(generation.request)  # before anybody can match it
+        try:
+            self._line.add(generation)
+        except GenerationError:
+            self._cache.end_prefetch(generation.request)
+            raise
         return generation
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify()
-
-    def stop(self) -> None:
-        """Let `run` return after its present step."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()

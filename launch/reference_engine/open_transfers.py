@@ -29,7 +29,7 @@ class OpenTransfers:
         transfer.on_done(self._end)
 
     def look(self) -> None:
-        """Note what has ended so far. An end after this counts for `may_give_blocks`, and ends a `Hold` that begins."""
+        """Note which have ended: an end after this counts for `may_give_blocks`, and ends a `Hold` that begins."""
         with self._changed:
             self._num_seen = self._num_ended
 

@@ -20,7 +20,7 @@ class Receives:
     def __init__(
         self, cache: PrefixCacheManager, transfers: OpenTransfers, *, max_open: int, can_recompute: bool
     ) -> None:
-        """Let at most `max_open` prompts hold blocks before they run. Without `can_recompute` a prompt whose blocks do
+        """No more than `max_open` prompts hold blocks before they run. Without `can_recompute` a prompt whose blocks do
         not come has failed."""
         self._cache, self._transfers = cache, transfers
         self._max_open, self._can_recompute = max_open, can_recompute

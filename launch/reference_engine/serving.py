@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager
-from fastdeploy_cache.launch.reference_engine.engine import Engine
+from fastdeploy_cache.launch.reference_engine.engine import Engine, EngineSettings
 from fastdeploy_cache.launch.reference_engine.model import KVShard, Llama
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, ModelSpec
 
@@ -53,10 +53,12 @@ def running_engine(
         engine = Engine(
             cache,
             model,
-            eos_token_id=files.spec.eos_token_id,
-            context_length=files.spec.context_length,
-            max_running=max_running,
-            recompute_not_received=recompute_not_received,
+            EngineSettings(
+                eos_token_id=files.spec.eos_token_id,
+                context_length=files.spec.context_length,
+                max_running=max_running,
+                recompute_not_received=recompute_not_received,
+            ),
         )
         engines.append(engine)
         yield engine

@@ -137,8 +137,7 @@ def _turn_text(role: str, content: str) -> str:
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    """Encode the text as a batch of one. That lets other threads go on meanwhile, while `encode` keeps the
-    interpreter's lock."""
+    """Encode a batch of one: that lets other threads go on meanwhile, while `encode` keeps the interpreter's lock."""
     return list(tokenizer.encode_batch_fast([text])[0].ids)
 
 

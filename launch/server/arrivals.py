@@ -42,9 +42,9 @@ class Arrivals:
                         return look(0.0)
                     await self._news.wait()
         except TimeoutError:
-            self._engine.cancel(self._generation)
+            self._engine.intake.cancel(self._generation)
             text = f"nothing came within {seconds} s; the engine is overloaded, paused or asleep"
             raise GenerationTimeoutError(text) from None
         except BaseException:
-            self._engine.cancel(self._generation)
+            self._engine.intake.cancel(self._generation)
             raise

@@ -34,12 +34,12 @@ class ChatApi:
             GenerationError: too long, or the engine has stopped.
         """
         prompt = await asyncio.to_thread(self._tokens_of, request)  # others are answered meanwhile
-        return self._engine.submit(prompt, request.max_new_tokens, request.kv_offer, namespace=request.namespace)
+        return self._engine.intake.submit(prompt, request.max_new_tokens, request.kv_offer, namespace=request.namespace)
 
     def _tokens_of(self, request: ChatRequest) -> Any:
         """The tokens of the prompt. One that can never fit is refused by its length: tokenising it may take seconds."""
         messages = [{"role": message.role, "content": message.text()} for message in request.messages]
-        num_least, limit = self._tokenizer.min_tokens(messages), self._engine.max_tokens
+        num_least, limit = self._tokenizer.min_tokens(messages), self._engine.intake.max_tokens
         if num_least + request.max_new_tokens > limit:
             num_chars = sum(len(message["content"]) for message in messages)
             raise GenerationRefusedError(
@@ -50,7 +50,7 @@ class ChatApi:
 
     def cancel(self, generation: Generation) -> None:
         """Nobody waits for it any more."""
-        self._engine.cancel(generation)
+        self._engine.intake.cancel(generation)
 
     async def complete(self, generation: Generation) -> dict[str, Any]:
         """Wait for the whole answer.

@@ -69,7 +69,7 @@ class Prefills:
         config, prompt = self._engine.cache.config, await asyncio.to_thread(self._tokens_of, request)
         if len(prompt) < config.block_size:
             return Prefill(None, {"offer": None, "offer_id": None, "num_blocks": 0})
-        generation = self._engine.submit_prefill(prompt, request.max_new_tokens, namespace=request.namespace)
+        generation = self._engine.intake.submit_prefill(prompt, request.max_new_tokens, namespace=request.namespace)
         arrivals = Arrivals(self._engine, generation)
         send = await arrivals.take(generation.wait_send, _OFFER_TIMEOUT_SECONDS)
         if config.peer is not None and config.peer.link == "storage":
@@ -97,7 +97,7 @@ class Prefills:
         with self._lock:
             generation = self._offered.get(offer_id)
         if generation is not None:
-            self._engine.cancel(generation)
+            self._engine.intake.cancel(generation)
         return generation is not None
 
 

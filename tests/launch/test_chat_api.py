@@ -71,7 +71,7 @@ def test_nothing_comes(
     async def client(api: ChatApi) -> None:
         task = asyncio.ensure_future(ask(api))
         if not is_there:
-            while not there.engine._waiting:
+            while not there.engine._line:
                 await asyncio.sleep(0.01)
             task.cancel()
         await task

@@ -22,7 +22,7 @@ def test_every_answer_is_the_one_computed_alone(seed: int) -> None:
         histories = [[choose.randrange(VOCABULARY) for _ in range(choose.randint(1, 20))] for _ in range(6)]
         for _ in range(3):
             prompts = [[*history, *(choose.randrange(VOCABULARY) for _ in range(5))][:50] for history in histories]
-            generations = [engine.submit(np.array(prompt), 9) for prompt in prompts]
+            generations = [engine.intake.submit(np.array(prompt), 9) for prompt in prompts]
             finish(engine, generations)
             for prompt, generation in zip(prompts, generations, strict=True):
                 assert generation.output == expected(prompt, 9)
@@ -38,7 +38,7 @@ def test_cached_tokens_are_not_computed_again() -> None:
     with cache:
         for num_expected in (21, 1):
             before = model.num_computed_tokens
-            finish(engine, [engine.submit(prompt, 1)])
+            finish(engine, [engine.intake.submit(prompt, 1)])
             assert model.num_computed_tokens - before == num_expected
 
 
@@ -47,7 +47,7 @@ def test_two_equal_prompts_in_a_pool_that_cannot_hold_both_copies() -> None:
     cache, engine, _ = make(num_gpu=12, num_cpu=0)
     prompt = list(range(1, 22))
     with cache:
-        generations = [engine.submit(np.array(prompt), 20) for _ in range(2)]
+        generations = [engine.intake.submit(np.array(prompt), 20) for _ in range(2)]
         finish(engine, generations)
         assert all(g.output == expected(prompt, 20) for g in generations)
         cache.check_invariants()
@@ -62,10 +62,10 @@ def test_running_answers_do_not_wait_for_the_loads_of_others() -> None:
     old, other = list(range(1, 42)), list(range(41, 0, -1))
     with cache:
         for prompt in (old, other):
-            finish(engine, [engine.submit(np.array(prompt), 1)])
-        running = engine.submit(np.arange(2, 9), 30)
+            finish(engine, [engine.intake.submit(np.array(prompt), 1)])
+        running = engine.intake.submit(np.arange(2, 9), 30)
         engine.step()
-        late = engine.submit(np.array([*old, 1]), 3)
+        late = engine.intake.submit(np.array([*old, 1]), 3)
         for _ in range(5):
             engine.step()
         assert client.held, "the late one is being loaded"
@@ -84,10 +84,10 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     with cache:
         for prompt, max_new_tokens in ((np.ones(40, int), 1), (np.ones(4, int), 0)):
             with pytest.raises(GenerationError, match="at most 40"):
-                engine.submit(prompt, max_new_tokens)
+                engine.intake.submit(prompt, max_new_tokens)
         for prompt in (np.array([], int), np.array([-1])):
             with pytest.raises(RequestError):
-                engine.submit(prompt, 1)
+                engine.intake.submit(prompt, 1)
         assert not engine.step()
 
 
@@ -95,7 +95,7 @@ def test_a_stopped_engine_answers_everybody() -> None:
     """Stop while requests run and wait: each ends with an error, the cache holds nothing of theirs."""
     cache, engine, _ = make(num_gpu=40, num_cpu=0, max_running=1)
     with cache:
-        generations = [engine.submit(np.arange(1, 9), 30) for _ in range(3)]
+        generations = [engine.intake.submit(np.arange(1, 9), 30) for _ in range(3)]
         thread = threading.Thread(target=engine.run)
         thread.start()
         assert generations[0].next_token(10) is not None
@@ -108,7 +108,7 @@ def test_a_stopped_engine_answers_everybody() -> None:
                     pass
                 raise GenerationError("stopped: it had finished before")
         with pytest.raises(GenerationError, match="stopped"):
-            engine.submit(np.arange(3), 1)
+            engine.intake.submit(np.arange(3), 1)
         assert cache.stats().num_requests == 0
 
 
@@ -116,7 +116,7 @@ def test_an_answer_that_nobody_wants_any_more_is_dropped() -> None:
     """Running or waiting: its blocks go home at the next step, the others go on."""
     cache, engine, _ = make(num_gpu=40, num_cpu=0, max_running=1)
     with cache:
-        first, second, third = (engine.submit(np.arange(start, 30), 30) for start in (1, 2, 3))
+        first, second, third = (engine.intake.submit(np.arange(start, 30), 30) for start in (1, 2, 3))
         engine.step()
         first.cancelled = second.cancelled = True
         finish(engine, [first, second, third])

@@ -71,12 +71,12 @@ def test_answers_stand_still_and_go_on(verb: str) -> None:
     control = EngineControl(engine)
     with cache:
         prompts = [list(range(start, 20)) for start in (1, 2)]
-        before = engine.submit(np.array(prompts[0]), 30)
+        before = engine.intake.submit(np.array(prompts[0]), 30)
         for _ in range(4):
             engine.step()
         apply(control, verb)
         num_tokens = len(before.output)
-        meanwhile = engine.submit(np.array(prompts[1]), 30)
+        meanwhile = engine.intake.submit(np.array(prompts[1]), 30)
         assert engine.step() and engine.step()
         assert (len(before.output), meanwhile.output) == (num_tokens, [])
         cache.check_invariants()
@@ -92,7 +92,7 @@ def test_nobody_holds_kv_that_goes(verb: str) -> None:
     control = EngineControl(engine)
     with cache:
         prompt = list(range(1, 25))
-        generations = [engine.submit(np.array([*prompt, last]), 20) for last in (1, 2)]
+        generations = [engine.intake.submit(np.array([*prompt, last]), 20) for last in (1, 2)]
         for _ in range(3):
             engine.step()
         before = model.num_computed_tokens
@@ -111,13 +111,13 @@ def test_clear_and_new_weights_let_it_go_on_by_itself() -> None:
     control = EngineControl(engine)
     with cache:
         for verb in ("clear", "update-weights"):
-            generation = engine.submit(np.arange(1, 9), 3)
+            generation = engine.intake.submit(np.arange(1, 9), 3)
             apply(control, verb)
             finish(engine, [generation])
             apply(control, "pause")
             apply(control, verb)
             assert control.status == "paused"
-            waiting = engine.submit(np.arange(1, 9), 3)
+            waiting = engine.intake.submit(np.arange(1, 9), 3)
             engine.step()
             assert not waiting.output
             apply(control, "resume")
@@ -127,17 +127,17 @@ def test_clear_and_new_weights_let_it_go_on_by_itself() -> None:
 def test_a_request_that_waits_for_its_loads_gives_them_back() -> None:
     """It holds a match without running: sleep takes that back as well, and it is matched again."""
     cache, engine, _ = make(num_gpu=20, num_cpu=60, client_type=OnceLateClient)
-    engine._progress = []  # it waits for its loads instead of running ahead of them
+    engine.overlap._progress = []  # it waits for its loads instead of running ahead of them
     client = cache._movement.client
     assert isinstance(client, OnceLateClient)
     client.held = []
     old, other = list(range(1, 42)), list(range(41, 0, -1))
     with cache:
         for prompt in (old, other):
-            finish(engine, [engine.submit(np.array(prompt), 1)])
-        running_one = engine.submit(np.arange(2, 9), 30)
+            finish(engine, [engine.intake.submit(np.array(prompt), 1)])
+        running_one = engine.intake.submit(np.arange(2, 9), 30)
         engine.step()
-        late = engine.submit(np.array([*old, 1]), 3)
+        late = engine.intake.submit(np.array([*old, 1]), 3)
         engine.step()
         assert late.match is not None and client.held
         engine.pause(1)
@@ -165,7 +165,7 @@ def test_random_verbs_change_no_answer(seed: int) -> None:
         for _ in range(60):
             if choose.random() < 0.3:
                 prompt = [*range(choose.randint(1, 20)), choose.randrange(VOCABULARY)]
-                asked.append((prompt, engine.submit(np.array(prompt), choose.randint(1, 12))))
+                asked.append((prompt, engine.intake.submit(np.array(prompt), choose.randint(1, 12))))
             for _ in range(choose.randint(0, 4)):
                 engine.step()
             try:
@@ -185,7 +185,7 @@ def test_verbs_from_another_thread_change_no_answer() -> None:
     cache, engine, _ = make(num_gpu=40, num_cpu=40)
     control, prompts = EngineControl(engine), [list(range(start, 20)) for start in range(1, 7)]
     with cache, running(engine):
-        generations = [engine.submit(np.array(prompt), 60) for prompt in prompts]
+        generations = [engine.intake.submit(np.array(prompt), 60) for prompt in prompts]
         for verb in ("pause", "resume", "clear", "sleep", "wake", "update-weights", "sleep gpu", "wake"):
             apply(control, verb)
         assert [tokens(generation) for generation in generations] == [expected(prompt, 60) for prompt in prompts]
@@ -196,7 +196,7 @@ def test_a_refused_verb_leaves_the_engine_as_it_was() -> None:
     cache, engine, _ = make(num_gpu=40, num_cpu=0)
     control = EngineControl(engine)
     with cache:
-        generation = engine.submit(np.arange(1, 9), 3)
+        generation = engine.intake.submit(np.arange(1, 9), 3)
         apply(control, "wake")
         assert engine.step() and len(generation.output) == 1
         apply(control, "sleep")
@@ -221,7 +221,7 @@ def test_a_step_that_takes_too_long_is_not_waited_for() -> None:
 
     model.forward = slow  # type: ignore[method-assign]
     with cache, running(engine):
-        generation = engine.submit(np.arange(1, 9), 3)
+        generation = engine.intake.submit(np.arange(1, 9), 3)
         assert inside.wait(10)
         with pytest.raises(LaunchError, match=r"not over within 0\.01 s"):
             apply(control, "pause", 0.01)
@@ -235,7 +235,7 @@ def test_a_paused_engine_can_be_stopped(verb: str) -> None:
     """What ran and what waited is answered with an error; nothing of theirs stays."""
     cache, engine, _ = make(num_gpu=40, num_cpu=0, max_running=1)
     with cache:
-        generations = [engine.submit(np.arange(1, 9), 30) for _ in range(2)]
+        generations = [engine.intake.submit(np.arange(1, 9), 30) for _ in range(2)]
         engine.step()
         apply(EngineControl(engine), verb)
         with running(engine):
@@ -250,10 +250,10 @@ def test_the_longest_running_one_comes_back_first() -> None:
     """Preempting all keeps their order."""
     cache, engine, _ = make(num_gpu=40, num_cpu=0)
     with cache:
-        generations = [engine.submit(np.arange(start, 9), 30) for start in (1, 2, 3)]
+        generations = [engine.intake.submit(np.arange(start, 9), 30) for start in (1, 2, 3)]
         engine.step()
         assert engine.pause(1)
         engine.preempt_all()
-        assert list(engine._waiting) == generations
+        assert engine._line.snapshot() == generations
         engine.resume()
         finish(engine, generations)

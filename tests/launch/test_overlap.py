@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, TransferConfig
-from fastdeploy_cache.launch.reference_engine.engine import Engine
+from fastdeploy_cache.launch.reference_engine.engine import Engine, EngineSettings
 from fastdeploy_cache.launch.reference_engine.generation import Generation
 from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
 from fastdeploy_cache.transfer_manager.device.strips import load_steps
@@ -83,7 +83,7 @@ class Setup:
 
     def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 1) -> list[Generation]:
         """Serve prompts together; every answer must be the one computed alone."""
-        generations = [self.engine.submit(np.array(prompt), max_new_tokens) for prompt in prompts]
+        generations = [self.engine.intake.submit(np.array(prompt), max_new_tokens) for prompt in prompts]
         finish(self.engine, generations)
         for prompt, generation in zip(prompts, generations, strict=True):
             assert generation.error is None
@@ -111,7 +111,8 @@ def serving(overlap: bool = True, tp_size: int = 2, num_gpu: int = NUM_GPU, **tr
     client = FailingClient(config.transfer, layout, num_gpu, NUM_CPU)
     with PrefixCacheManager(config, client=client) as cache:
         model = LayeredModel(cache)
-        yield Setup(cache, client, model, Engine(cache, model, eos_token_id=EOS, context_length=1000, overlap=overlap))
+        settings = EngineSettings(eos_token_id=EOS, context_length=1000, overlap=overlap)
+        yield Setup(cache, client, model, Engine(cache, model, settings))
 
 
 def prompt_of(number: int, length: int = 41) -> list[int]:
@@ -152,7 +153,7 @@ def test_a_prompt_runs_ahead_of_its_load(tp_size: int) -> None:
         (generation,) = setup.answer([prompt_of(1)])
         assert begun == [True]
         assert generation.num_cpu_tokens == 40 and setup.model.num_computed_tokens - before == 1
-        assert setup.engine.waited_for_layers_seconds > 0
+        assert setup.engine.overlap.waited_for_layers_seconds > 0
 
 
 def test_without_overlap_a_step_never_begins_before_its_loads() -> None:
@@ -163,7 +164,7 @@ def test_without_overlap_a_step_never_begins_before_its_loads() -> None:
         setup.model.on_step = lambda: ahead.append(any(g.is_ahead for g in setup.engine._running))
         (generation,) = setup.answer([prompt_of(1)])
         assert generation.num_cpu_tokens == 40
-        assert ahead and not any(ahead) and setup.engine.waited_for_layers_seconds == 0
+        assert ahead and not any(ahead) and setup.engine.overlap.waited_for_layers_seconds == 0
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -257,7 +258,7 @@ def test_an_answer_that_nobody_wants_while_it_is_ahead_is_dropped() -> None:
         victims = pids(setup.client)
         for pid in victims:
             stopped(pid)
-        generation = setup.engine.submit(np.array(prompt_of(1)), 3)
+        generation = setup.engine.intake.submit(np.array(prompt_of(1)), 3)
         setup.engine._admit()
         assert generation.is_ahead
         generation.cancelled = True

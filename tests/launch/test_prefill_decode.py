@@ -37,7 +37,7 @@ def test_the_answer_is_the_one_computed_alone(num_prefill: int, num_decode: int)
         for prompt in (PROMPT, [*PROMPT, *expected(PROMPT, 4), 7, 8, 9]):
             before, computed = here.num_bytes("receive"), here.model.num_computed_tokens
             prefill, offer = there.offer(prompt)
-            answer = here.engine.submit(np.array(prompt), 8, offer)
+            answer = here.engine.intake.submit(np.array(prompt), 8, offer)
             assert all_tokens(answer) == expected(prompt, 8)
             assert answer.num_gpu_tokens == len(prompt) // SIZE * SIZE
             assert here.model.num_computed_tokens - computed == len(prompt) % SIZE + len(answer.output) - 1
@@ -90,7 +90,7 @@ def test_what_decode_has_is_not_sent() -> None:
         for num_times in range(2):
             before = here.num_bytes("receive")
             _, offer = there.offer(PROMPT)
-            assert all_tokens(here.engine.submit(np.array(PROMPT), 4, offer)) == expected(PROMPT, 4)
+            assert all_tokens(here.engine.intake.submit(np.array(PROMPT), 4, offer)) == expected(PROMPT, 4)
             assert (here.num_bytes("receive") > before) == (num_times == 0)
 
 
@@ -100,7 +100,7 @@ def test_layers_arrive_while_the_step_computes_the_next_ones() -> None:
         gate = Gate(there, NUM_LAYERS - 1)
         _, offer = there.offer(PROMPT)
         gate.wait_reached()
-        answer = here.engine.submit(np.array(PROMPT), 4, offer)
+        answer = here.engine.intake.submit(np.array(PROMPT), 4, offer)
         wait_arrived(here, NUM_LAYERS - 2)
         assert not here.cache.ranks.kv_views(0)[NUM_LAYERS - 1]["key"].any()
         gate.open()
@@ -115,9 +115,9 @@ def test_a_send_that_fails_midway(here_type: Callable[[], Instance]) -> None:
         gate = Gate(there, 1)
         generation, offer = there.offer(LONG)
         gate.wait_reached()
-        answer = here.engine.submit(np.array(LONG), 4, offer)
+        answer = here.engine.intake.submit(np.array(LONG), 4, offer)
         wait_arrived(here, 0)
-        there.engine.cancel(generation)
+        there.engine.intake.cancel(generation)
         gate.open()
         if here_type is decode:
             assert all_tokens(answer) == expected(LONG, 4)
@@ -127,7 +127,7 @@ def test_a_send_that_fails_midway(here_type: Callable[[], Instance]) -> None:
         assert generation.next_token(SECONDS) is None
         assert generation.finish_reason == "cancelled"
         _, offer = there.offer(PROMPT[::-1])
-        assert all_tokens(here.engine.submit(np.array(PROMPT[::-1]), 4, offer)) == expected(PROMPT[::-1], 4)
+        assert all_tokens(here.engine.intake.submit(np.array(PROMPT[::-1]), 4, offer)) == expected(PROMPT[::-1], 4)
 
 
 @pytest.mark.parametrize("here_type", [decode, decode_or_fail])
@@ -137,9 +137,9 @@ def test_an_offer_that_is_none_or_of_another_prompt(here_type: Callable[[], Inst
         _, other = there.offer(PROMPT[::-1])
         for offer, words in ((b"nothing", "no offer"), (other, "another prompt")):
             with pytest.raises(GenerationRefusedError, match=f"kv_offer: .*{words}"):
-                here.engine.submit(np.array(PROMPT), 4, offer)
+                here.engine.intake.submit(np.array(PROMPT), 4, offer)
         assert here.num_bytes("receive") == 0
-        assert all_tokens(here.engine.submit(np.array(PROMPT), 4)) == expected(PROMPT, 4)
+        assert all_tokens(here.engine.intake.submit(np.array(PROMPT), 4)) == expected(PROMPT, 4)
 
 
 def test_cancelled_while_it_is_received() -> None:
@@ -149,11 +149,11 @@ def test_cancelled_while_it_is_received() -> None:
         generation, offer = there.offer(LONG)
         gate.wait_reached()
         num_free = here.cache.stats().gpu.by_state()["free"]
-        answer = here.engine.submit(np.array(LONG), 4, offer)
+        answer = here.engine.intake.submit(np.array(LONG), 4, offer)
         wait_arrived(here, 0)
         receive = answer.receive
         assert receive is not None
-        here.engine.cancel(answer)
+        here.engine.intake.cancel(answer)
         assert answer.next_token(SECONDS) is None
         assert answer.finish_reason == "cancelled"
         assert generation.send is not None
@@ -172,7 +172,7 @@ def test_a_prompt_taken_back_is_computed_by_the_other() -> None:
         gate = Gate(there, 1)
         generation, offer = there.offer(LONG)
         gate.wait_reached()
-        answer = here.engine.submit(np.array(LONG), 4, offer)
+        answer = here.engine.intake.submit(np.array(LONG), 4, offer)
         there.model.on_layer = lambda _: None
         pausing = threading.Thread(target=there.engine.pause, args=(SECONDS,))
         pausing.start()
@@ -190,9 +190,9 @@ def test_prompts_that_cannot_be_offered() -> None:
     with instances(prefill, decode) as (there, here):
         for prompt in (np.arange(SIZE - 1), np.arange(100 * SIZE + 1)):
             with pytest.raises(GenerationRefusedError, match="4 to 400"):
-                there.engine.submit_prefill(prompt)
+                there.engine.intake.submit_prefill(prompt)
         with pytest.raises(GenerationError, match="'decode'"):
-            here.engine.submit_prefill(np.array(PROMPT)).wait_send(SECONDS)
+            here.engine.intake.submit_prefill(np.array(PROMPT)).wait_send(SECONDS)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -205,14 +205,14 @@ def test_pools_that_hold_few_of_the_prompts(seed: int) -> None:
         lambda: Instance("prefill", 1, int(sizes[0])), lambda: Instance("decode", 1, int(sizes[1]), max_running=3)
     ) as (there, here):
         prompts = [choose.integers(1, VOCABULARY, choose.integers(4, 40)).tolist() for _ in range(14)]
-        prefills = [there.engine.submit_prefill(np.array(prompt)) for prompt in prompts]
+        prefills = [there.engine.intake.submit_prefill(np.array(prompt)) for prompt in prompts]
         answers = []
         for prompt, prefill in zip(prompts, prefills, strict=True):
             fate = choose.random()
             offer = prefill.wait_send(SECONDS).offer if fate < 0.9 else None
             if fate >= 0.8:
-                there.engine.cancel(prefill)
-            answers.append(here.engine.submit(np.array(prompt), 6, offer))
+                there.engine.intake.cancel(prefill)
+            answers.append(here.engine.intake.submit(np.array(prompt), 6, offer))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert all_tokens(answer) == expected(prompt, 6)
 
@@ -226,12 +226,12 @@ def test_who_may_not_send_or_receive_now_waits(num_sends: int, num_receives: int
     ) as (there, here):
         prompts = [[n, *PROMPT] for n in range(3)]
         there.engine.pause(SECONDS)
-        prefills = [there.engine.submit_prefill(np.array(prompt)) for prompt in prompts]
+        prefills = [there.engine.intake.submit_prefill(np.array(prompt)) for prompt in prompts]
         there.engine.resume()
 
         def answer(prompt: list[int], prefill: Generation) -> list[int]:
             offer = prefill.wait_send(SECONDS).offer
-            return all_tokens(here.engine.submit(np.array(prompt), 6, offer))
+            return all_tokens(here.engine.intake.submit(np.array(prompt), 6, offer))
 
         with ThreadPoolExecutor() as pool:
             answers = list(pool.map(answer, prompts, prefills))
@@ -244,7 +244,7 @@ def test_who_waits_too_long_to_be_sent_has_failed() -> None:
     """Nobody takes the only offer that may be open: the next prompt ends at its deadline, with the reason."""
     with instances(lambda: Instance("prefill", 1, max_transfers=1, offer_timeout_seconds=2.0)) as (there,):
         there.engine.pause(SECONDS)
-        first, second = (there.engine.submit_prefill(np.array([n, *PROMPT])) for n in range(2))
+        first, second = (there.engine.intake.submit_prefill(np.array([n, *PROMPT])) for n in range(2))
         held = there.cache.peers.offer
         asked = []
 
@@ -271,11 +271,12 @@ def test_no_more_is_received_than_may_run() -> None:
         gate = Gate(there, 1)
         prompts = [[n, *PROMPT] for n in range(5)]
         there.engine.pause(SECONDS)
-        prefills = [there.engine.submit_prefill(np.array(prompt)) for prompt in prompts]
+        prefills = [there.engine.intake.submit_prefill(np.array(prompt)) for prompt in prompts]
         there.engine.resume()
         offers = [prefill.wait_send(SECONDS).offer for prefill in prefills]
-        answers = [here.engine.submit(np.array(p), 6, offer) for p, offer in zip(prompts, offers, strict=True)]
-        plain = here.engine.submit(np.array([7, 8, 9]), 1)  # behind them: once it is answered, they were looked at
+        answers = [here.engine.intake.submit(np.array(p), 6, offer) for p, offer in zip(prompts, offers, strict=True)]
+        # behind them: once it is answered, they were looked at
+        plain = here.engine.intake.submit(np.array([7, 8, 9]), 1)
         assert len(all_tokens(plain)) == 1
         assert [each.receive is not None for each in answers] == [True, True, False, False, False]
         gate.open()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
-from fastdeploy_cache.launch.reference_engine.engine import Engine
+from fastdeploy_cache.launch.reference_engine.engine import Engine, EngineSettings
 from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.server.chat import ChatApi
@@ -54,7 +54,7 @@ def main() -> None:
     """Serve until the end of standard input."""
     limits = Limits(head_seconds=float(sys.argv[1]), body_seconds=float(sys.argv[2]))
     with PrefixCacheManager(CacheConfig(block_size=4, num_gpu_blocks=100, transfer_client="inline")) as cache:
-        engine = Engine(cache, OneModel(), eos_token_id=2, context_length=100)
+        engine = Engine(cache, OneModel(), EngineSettings(eos_token_id=2, context_length=100))
         thread = threading.Thread(target=engine.run)
         thread.start()
         with served(InstanceApp(ChatApi(engine, Ones()), cache).build(), limits) as port:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, TransferConfig
-from fastdeploy_cache.launch.reference_engine.engine import Engine
+from fastdeploy_cache.launch.reference_engine.engine import Engine, EngineSettings
 from fastdeploy_cache.launch.reference_engine.generation import Generation
 from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
 from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
@@ -82,7 +82,8 @@ def make(
     )
     cache = PrefixCacheManager(config, client=client_type(config.rank_layout(), num_gpu, num_cpu, 2))
     model = EchoModel(cache)
-    return cache, Engine(cache, model, eos_token_id=EOS, context_length=1000, max_running=max_running), model
+    settings = EngineSettings(eos_token_id=EOS, context_length=1000, max_running=max_running)
+    return cache, Engine(cache, model, settings), model
 
 
 def finish(engine: Engine, generations: Sequence[Generation]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, TransferConfig
-from fastdeploy_cache.launch.reference_engine.engine import Engine
+from fastdeploy_cache.launch.reference_engine.engine import Engine, EngineSettings
 from fastdeploy_cache.launch.reference_engine.generation import Generation
 from fastdeploy_cache.launch.reference_engine.paged_kv import SequenceChunk
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
@@ -71,10 +71,9 @@ class Instance:
         self.engine = Engine(
             self.cache,
             self.model,
-            eos_token_id=EOS,
-            context_length=1000,
-            max_running=max_running,
-            recompute_not_received=recompute,
+            EngineSettings(
+                eos_token_id=EOS, context_length=1000, max_running=max_running, recompute_not_received=recompute
+            ),
         )
         self._thread = threading.Thread(target=self.engine.run)
         self._thread.start()
@@ -88,7 +87,7 @@ class Instance:
         self.cache.close()
 
     def offer(self, prompt: Sequence[int]) -> tuple[Generation, bytes]:
-        generation = self.engine.submit_prefill(np.array(prompt))
+        generation = self.engine.intake.submit_prefill(np.array(prompt))
         return generation, generation.wait_send(SECONDS).offer
 
     def num_bytes(self, kind: str) -> float:

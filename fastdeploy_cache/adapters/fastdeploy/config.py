@@ -34,8 +34,8 @@ def num_gpu_blocks(config: Any, splitwise_role: str) -> int:
 
 
 def pool_size(cache: Any) -> int:
-    """Of the GPU pool, by a `cache_config`. With the v0 scheduler that is its prefill share: its workers hand out the
-    rest themselves."""
+    """The size of the GPU pool by a `cache_config`. With the v0 scheduler that is its prefill share: its workers hand
+    out the rest themselves."""
     names = ("total_block_num", "prefill_kvcache_block_num")
     for name in names if has_v1_scheduler() else reversed(names):
         if (size := getattr(cache, name, None)) is not None:

@@ -100,7 +100,7 @@ def _first_port(ports: Any, tp_size: int) -> int:
 
 
 def _port(given: Any) -> int | None:
-    """As a number or a text; None where it is no port."""
+    """A port that is given as a number or a text; None where it is no port."""
     if isinstance(given, str):
         text = given.strip()
         number = int(text) if text.isascii() and text.isdecimal() else 0

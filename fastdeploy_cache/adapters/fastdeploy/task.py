@@ -66,7 +66,7 @@ class HeldTask:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output, as far as they are known here."""
+        """Tokens of prompt and output, as far as they are known here."""
         return self.request.num_tokens
 
     @property

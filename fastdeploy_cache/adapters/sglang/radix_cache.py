@@ -150,8 +150,8 @@ class HiRadixCache:
         return self._insert(request, pages_of(value[: request.num_tokens], self.page_size), 0, used=not chunked)[0]
 
     def _insert(self, request: Request, pages: list[int], num_adopted: int, *, used: bool) -> tuple[int, int]:
-        """Of a request's first pages, of which `num_adopted` are the cache's by its own account: the tokens up to which
-        the cache had pages, and those up to which it has them now.
+        """Insert a request's first pages, of which `num_adopted` are the cache's by its own account. Returns the tokens
+        up to which the cache had pages, and those up to which it has them now.
 
         Both are what was adopted where the cache has forgotten that prefix, or keeps nothing: the rest is the caller's.
         """

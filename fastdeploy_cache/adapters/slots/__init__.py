@@ -1,1 +1,1 @@
-"""For engines that number token slots instead of blocks."""
+"""Adapters for engines that number token slots instead of blocks."""

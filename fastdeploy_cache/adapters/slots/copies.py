@@ -31,7 +31,7 @@ class ArraySlots:
         self._num_layers = num_layers
 
     def check(self, last_slot: int, num_positions: int) -> None:
-        """As the protocol says."""
+        """Raise `RequestError` unless all arrays have this slot, so many positions, and the layers to copy."""
         needed = (last_slot + 1, num_positions, self._num_layers)
         for array in self._arrays:
             if array.ndim < 3 or any(has < needs for has, needs in zip(array.shape, needed, strict=False)):
@@ -40,7 +40,7 @@ class ArraySlots:
             raise RequestError(f"n_layers is {self._num_layers}; copy 1 or more")
 
     def copy(self, source_slot: int, target_slot: int, num_positions: int) -> bool:
-        """As the protocol says."""
+        """Copy the first positions of a slot in each array, at once: always True."""
         for array in self._arrays:
             part = array[:, :num_positions, : self._num_layers]
             part[target_slot] = part[source_slot]
@@ -76,7 +76,7 @@ class RankSlots:
         return range(slot * self._blocks_per_slot, (slot + 1) * self._blocks_per_slot)
 
     def check(self, last_slot: int, num_positions: int) -> None:
-        """As the protocol says."""
+        """Raise `RequestError` unless there is this slot, with room for so many tokens."""
         num_slots = len(self._ids) // self._blocks_per_slot
         slot_tokens = self._blocks_per_slot * self._manager.config.block_size
         if not 0 <= last_slot < num_slots or num_positions > slot_tokens:
@@ -85,7 +85,8 @@ class RankSlots:
             )
 
     def copy(self, source_slot: int, target_slot: int, num_positions: int) -> bool:
-        """As the protocol says, on every rank. Waits until nothing is being written to the target any more."""
+        """Copy the first positions of a slot on every rank; False where the target's bytes are unknown now. Waits until
+        nothing is being written to the target any more."""
         sources, targets = self.block_ids(source_slot), self.block_ids(target_slot)
         num_full, num_more = divmod(num_positions, self._manager.config.block_size)
         end = num_full + 1

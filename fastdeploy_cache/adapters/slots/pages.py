@@ -16,7 +16,7 @@ Given = Callable[[Slots], Any]  # slots as an engine is given them: an array, or
 
 
 def as_integers(values: Integers) -> np.ndarray[Any, Any]:
-    """As an array [n]. Raises `RequestError` where it is none of integers."""
+    """The values as an array [n]. Raises `RequestError` where it is none of integers."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:
@@ -27,7 +27,7 @@ def as_integers(values: Integers) -> np.ndarray[Any, Any]:
 
 
 def as_array(slots: Slots) -> Slots:
-    """As they are: int32."""
+    """The slots as they are: int32."""
     return slots
 
 

@@ -1,4 +1,4 @@
-"""For engines without paging: a sequence's KV lies in one contiguous slot. Which prefix is in which slot?
+"""A prefix cache for engines without paging: a sequence's KV lies in one contiguous slot. Which prefix is in which?
 
 A slot is *taken* by `alloc` or `occupy`, and its content belongs to who has taken it. `insert` says what it holds now,
 exactly; that stands until the slot is taken again. So what is being overwritten is never found.
@@ -205,7 +205,7 @@ class SlotPrefixCache:
         return self.copy_slot(token_ids, target_slot, ArraySlots(kv_cache, n_layers))
 
     def copy_slot(self, token_ids: TokenIds, target_slot: int, slots: CopiesSlots) -> int:
-        """As `copy_kv`, through `slots`: `RankSlots` copies in every rank's GPU memory. 0 also where that fails."""
+        """Do what `copy_kv` does, through `slots`: `RankSlots` copies in each rank's GPU memory. 0 if that fails, too."""
         tokens = _packed(token_ids, may_be_empty=True)
         with self._lock:
             target_slot = self._taken(target_slot)

@@ -197,7 +197,7 @@ class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._number_done = metadata.plan.number if is_awaited else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """With `layerwise_load`: until the layer is there."""
+        """Wait until the layer is there, with `layerwise_load`."""
         self.worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:

@@ -78,7 +78,7 @@ class KVCacheManager:
         return self.block_pool.get_num_free_blocks()
 
     def prefetch(self, request: EngineRequest) -> Prefetch:
-        """As a request is queued: fetch from storage what is nowhere else (`PrefixCacheManager.prefetch`)."""
+        """Fetch from storage what is nowhere else (`PrefixCacheManager.prefetch`), as a request is queued."""
         return self.manager.prefetch(self._waiting(request).native)
 
     def get_computed_blocks(self, request: EngineRequest) -> tuple[KVCacheBlocks, int]:

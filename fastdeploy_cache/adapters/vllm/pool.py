@@ -28,7 +28,7 @@ class PooledBlock:
 
     @property
     def block_hash(self) -> BlockHashType | None:
-        """Of a block that can be found; None of others, also of a copy of a block that was cached before."""
+        """The hash of a block that can be found; None of others, also of a copy of a block that was cached before."""
         found = self._pool.find(self.block_id)
         return None if found is None else hash_of(*found)
 
@@ -49,7 +49,7 @@ class PooledBlock:
 
 
 def hash_of(run: RunView, index: int) -> BlockHashType:
-    """Of the block at `index` of a run."""
+    """The hash of the block at `index` of a run."""
     size = len(run.token_ids) // len(run.hashes)
     return BlockHashType(run.hashes[index], tuple(run.token_ids[index * size : (index + 1) * size].tolist()))
 
@@ -59,11 +59,11 @@ class KVCacheBlocks(list[PooledBlock]):
 
     @property
     def blocks(self) -> tuple[Sequence[PooledBlock], ...]:
-        """By KV cache group: there is one."""
+        """The blocks of each KV cache group: there is one."""
         return (self,)
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """By KV cache group: there is one."""
+        """The ids of each KV cache group: there is one."""
         return ([block.block_id for block in self],)
 
 

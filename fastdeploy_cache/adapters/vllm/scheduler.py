@@ -52,7 +52,7 @@ class _Load:
 
     @property
     def failed_ids(self) -> list[int]:
-        """As far as it has ended: blocks that do not hold what they should."""
+        """Blocks that do not hold what they should, as far as it has ended."""
         has_failed = self.transfer.done and not self.transfer.succeeded
         return self.missing_ids + self.block_ids if has_failed else self.missing_ids
 
@@ -238,7 +238,7 @@ class SchedulerHalf:
         return bool(self._stores)
 
     def storable(self, request_ids: Iterable[str]) -> list[str]:
-        """Of these, the requests with full blocks that were computed and not offered yet."""
+        """Those of the requests that have full blocks which were computed and not offered yet."""
         size = self._config.block_size
         sequences = [self._sequences[request_id] for request_id in request_ids if request_id in self._sequences]
         return [

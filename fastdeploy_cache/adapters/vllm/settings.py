@@ -1,4 +1,4 @@
-"""From vLLM's configuration to ours; what cannot be served is refused here, by name."""
+"""Our settings, made of vLLM's configuration; what cannot be served is refused here, by name."""
 
 from __future__ import annotations
 

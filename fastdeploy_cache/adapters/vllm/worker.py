@@ -105,7 +105,8 @@ class WorkerHalf:
             self._wait(self._layer_of[name])
 
     def wait_all(self) -> None:
-        """Before the step ends: its blocks may be given to others behind it, so nothing may still be written there."""
+        """Wait for all loads before the step ends: its blocks may be given to others behind it, so nothing may still be
+        written there."""
         if self._waiting:
             self._wait(max(self._layer_of.values()))
             self._waiting = []
