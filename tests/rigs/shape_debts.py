@@ -65,15 +65,6 @@ DOCSTRINGS: set[str] = {
     "launch/reference_engine/engine.py: Engine._hold_seconds",
     "launch/reference_engine/engine.py: Engine._waits",
     "launch/reference_engine/engine.py: Engine.preempt_all",
-    "launch/server/chat_api.py: ChatRequest.max_new_tokens",
-    "launch/server/chat_api.py: ChatRequest.namespace",
-    "launch/server/control_socket.py: _address",
     "launch/server/engine_control.py: EngineControl._still",
-    "launch/server/json_http.py: JsonHandler.log_message",
-    "launch/server/open_prefills.py: OpenPrefills.num_open",
-    "launch/server/status.py: status_of",
-    "launch/server/upstream.py: Upstream._wait",
 }
-WIDE_PAGES: set[str] = {
-    "CHANGELOG.md",
-}
+WIDE_PAGES: set[str] = set()
