@@ -17,13 +17,20 @@ import pytest
 import typer
 
 from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, PrefixCacheManager, StorageConfig, TransferConfig
+from fastdeploy_cache.callers.blocks import CallerBlocks
+from fastdeploy_cache.callers.copies import BlockCopies
+from fastdeploy_cache.callers.view import BlockView
 from fastdeploy_cache.ipc.peer_channel import make_keys
 from fastdeploy_cache.ipc.private_directory import PrivateDirectory
 from fastdeploy_cache.launch.cli import app
 from fastdeploy_cache.launch.server.control_socket import PrivateListener
 from fastdeploy_cache.launch.server.limits import Limits
 from fastdeploy_cache.launch.server.router import MAX_BODY_BYTES
+from fastdeploy_cache.life_cycle import LifeCycle
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.peers.peers import Peers
+from fastdeploy_cache.ranks import RankAccess
+from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.transfer_manager.peer.signature import make_secret
 from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
 
@@ -143,6 +150,30 @@ def test_every_adapter_has_its_page_and_is_named() -> None:
     assert all(f"(docs/adapters/{page}.md)" in readme for page in pages)
     overview = (ROOT / "docs/adapters.md").read_text()
     assert all(f"(adapters/{page}.md)" in overview for page in pages)
+
+
+def test_the_verbs_in_pages_are_there() -> None:
+    """Whatever pages call `cache.PART.verb`, and `cache.verb(` outside the pages of adapters, exists."""
+    parts = {"storage": StorageAccess, "peers": Peers, "blocks": CallerBlocks, "ranks": RankAccess, "life": LifeCycle}
+    parts |= {"blocks.copies": BlockCopies, "blocks.view": BlockView}
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        text = page.read_text()
+        for part, verb in re.findall(
+            r"\bcache\.((?:storage|peers|blocks|ranks|life)(?:\.copies|\.view)?)\.(\w+)", text
+        ):
+            assert verb in {"copies", "view"} or hasattr(parts[part], verb), f"{page}: cache.{part}.{verb}"
+        if page.parent.name != "adapters":
+            for verb in re.findall(r"\bcache\.(\w+)\(", text):
+                assert hasattr(PrefixCacheManager, verb), f"{page}: cache.{verb}"
+
+
+def test_decisions_are_short() -> None:
+    """Each has a number of its own and at most ten lines."""
+    entries = re.split(r"^#+ ", (ROOT / "DECISIONS.md").read_text(), flags=re.MULTILINE)
+    numbered = [each.strip().splitlines() for each in entries if re.match(r"\d+\. ", each)]
+    numbers = [lines[0].partition(".")[0] for lines in numbered]
+    assert len(set(numbers)) == len(numbers) >= 60
+    assert max(map(len, numbered)) <= 1 + 10
 
 
 def test_the_readme_is_short() -> None:
