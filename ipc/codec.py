@@ -57,7 +57,7 @@ def unpack_int32(data: bytes) -> Int32Array:
 def _to_wire(value: object) -> bytes:
     if isinstance(value, np.ndarray):
         return pack_int32(value)
-    raise NotImplementedError(f"{type(value)} goes in no message")
+    raise TypeError(f"{type(value)} goes in no message")
 
 
 def _from_wire(wanted: object, value: object) -> Int32Array:

@@ -14,6 +14,7 @@ PERMITTED_BASES = {
     "fastdeploy_cache/books/run.py: Pin",  # a segment is one that also names what comes
     "fastdeploy_cache/callers/transfers.py: CallerTransfer",
     "fastdeploy_cache/peers/transfers.py: PeerTransfer",
+    "transfer_manager/peer/link.py: Peer",  # each link adds what its library needs
     "fastdeploy_cache/policies/eviction.py: LeastRecentlyUsed",  # a policy differs from it in how it ranks
     "fastdeploy_cache/policies/eviction.py: _ForATime",
 }

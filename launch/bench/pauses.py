@@ -104,7 +104,7 @@ def pauses(pool: Pool, num_more: int = 2000) -> dict[str, dict[str, float]]:
 
 
 def _prompts(pool: Pool, num_more: int) -> Iterator[Tokens]:
-    """As many distinct prompts as fill the pool, each once and again, and then new ones."""
+    """Distinct prompts, as many as fill the pool, each once and again, and then new ones."""
     num_prompts = pool.num_blocks // pool.blocks_per_prompt - 1
     num_tokens = pool.blocks_per_prompt * _BLOCK_SIZE
     block = np.arange(num_tokens, dtype=np.int32) % 50_000

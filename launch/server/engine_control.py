@@ -65,7 +65,7 @@ class EngineControl:
 
     @contextmanager
     def _still(self, timeout_seconds: float) -> Iterator[float]:
-        """Between two steps of the engine; gives the deadline."""
+        """Hold the engine between two of its steps; gives the deadline."""
         deadline = time.monotonic() + timeout_seconds
         if not self._engine.pause(timeout_seconds):
             raise LaunchError(f"the engine's step was not over within {timeout_seconds} s; try again with more time")

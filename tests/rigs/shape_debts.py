@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-INHERITANCE: set[str] = {
-    "transfer_manager/peer/link_shm.py: _ShmPeer(Peer)",
-}
-NOT_IMPLEMENTED: set[str] = {
-    "ipc/codec.py: _to_wire",
-}
+INHERITANCE: set[str] = set()
+NOT_IMPLEMENTED: set[str] = set()
 LONG_CLASSES: set[str] = set()
 REWIRED: set[str] = set()
-DOCSTRINGS: set[str] = {
-    "launch/bench/pauses.py: _prompts",
-    "launch/server/engine_control.py: EngineControl._still",
-}
+DOCSTRINGS: set[str] = set()
 WIDE_PAGES: set[str] = set()

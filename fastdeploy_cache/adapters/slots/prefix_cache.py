@@ -205,7 +205,7 @@ class SlotPrefixCache:
         return self.copy_slot(token_ids, target_slot, ArraySlots(kv_cache, n_layers))
 
     def copy_slot(self, token_ids: TokenIds, target_slot: int, slots: CopiesSlots) -> int:
-        """Do what `copy_kv` does, through `slots`: `RankSlots` copies in each rank's GPU memory. 0 if that fails, too."""
+        """Do what `copy_kv` does, through `slots`: `RankSlots` copies in each rank's GPU memory. 0 if that fails."""
         tokens = _packed(token_ids, may_be_empty=True)
         with self._lock:
             target_slot = self._taken(target_slot)
