@@ -52,7 +52,7 @@ ROOMS = {
         "request": {"books", "errors"},
         "stats": {"books", "policies"},
         "books": {"errors", "policies"},
-        "policies": {"books", "errors", "request"},  # beside the books: state in, choice out
+        "policies": {"books", "errors"},  # beside the books: state in, choice out
         "movement": {"books", "config", "policies"},
         "storage": {"movement", "books", "config", "errors", "policies", "request", "stats"},
         "requests": {"storage", "movement", "books", "config", "errors", "match", "policies", "request"},

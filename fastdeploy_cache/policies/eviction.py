@@ -9,12 +9,24 @@ from typing import Any, NamedTuple, Protocol
 
 from fastdeploy_cache.books.run import DEFAULT_PRIORITY, Run, Tier, Usage
 from fastdeploy_cache.policies.leaf_heap import MIN_SWEEP, IsLeaf, LeafHeap
-from fastdeploy_cache.request import Request
+
+
+class Hints(Protocol):
+    """What of a request a policy may go by. See `Request`, which has all of it."""
+
+    @property
+    def priority(self) -> float | None: ...
+    @property
+    def keep_seconds(self) -> float | None: ...
+
+    session_ended: bool
+    tool_call_pending: bool
+
 
 Split = Callable[[Run, int], Run]
 Clock = Callable[[], float]
 Level = Callable[[Usage], float]
-Mark = Callable[[Usage, Request, float], None]
+Mark = Callable[[Usage, Hints, float], None]
 
 
 class Asked(NamedTuple):
@@ -35,7 +47,7 @@ class EvictionPolicy(Protocol):
         """
         ...
 
-    def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:
+    def use(self, path: Sequence[Run], request: Hints, asked: Asked) -> None:
         """A request whose prefix lies on `path` is released, the first time after it was admitted."""
         ...
 
@@ -95,7 +107,7 @@ class LeastRecentlyUsed:
     def clear(self, is_leaf: IsLeaf, split: Split) -> None:  # noqa: ARG002
         self._heaps = tuple(LeafHeap(tier, self.rank, is_leaf) for tier in Tier)
 
-    def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:  # noqa: ARG002
+    def use(self, path: Sequence[Run], request: Hints, asked: Asked) -> None:  # noqa: ARG002
         self.touch(path)
         for run in path:
             run.usage.num_uses += 1
@@ -214,7 +226,7 @@ class _ForATime(LeastRecentlyUsed):
         usage = run.usage
         return (self._level(usage) if self._clock() < usage.keep_until else 0), usage.last_used
 
-    def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:
+    def use(self, path: Sequence[Run], request: Hints, asked: Asked) -> None:
         super().use(path, request, asked)
         until = math.inf if request.keep_seconds is None else self._clock() + request.keep_seconds
         for run in path:
@@ -281,7 +293,7 @@ def _level_by_priority(usage: Usage) -> float:
     return usage.priority - DEFAULT_PRIORITY
 
 
-def _mark_priority(usage: Usage, request: Request, until: float) -> None:
+def _mark_priority(usage: Usage, request: Hints, until: float) -> None:
     if request.priority is not None:
         usage.priority, usage.keep_until = request.priority, until
 
@@ -290,7 +302,7 @@ def _level_of_pinned(_: Usage) -> float:
     return 1
 
 
-def _mark_pinned(usage: Usage, request: Request, until: float) -> None:
+def _mark_pinned(usage: Usage, request: Hints, until: float) -> None:
     if request.keep_seconds is not None:
         usage.keep_until = max(usage.keep_until, until)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.run import Run, Tier, Usage
-from fastdeploy_cache.policies.eviction import Asked, Clock, LeastRecentlyUsed, Split
+from fastdeploy_cache.policies.eviction import Asked, Clock, Hints, LeastRecentlyUsed, Split
 from fastdeploy_cache.policies.leaf_heap import IsLeaf
 from fastdeploy_cache.policies.reuse_history import (
     ENDED_CLASS,
@@ -21,7 +21,6 @@ from fastdeploy_cache.policies.reuse_history import (
     score_at,
     shared_class,
 )
-from fastdeploy_cache.request import Request
 
 _NUM_CANDIDATES = 64
 _NUM_COLDEST = 512  # leaves that copying ahead looks at
@@ -76,7 +75,7 @@ class Reuse(LeastRecentlyUsed):
     def shrink(self, run: Run, first_block: int) -> None:
         self._num_resident -= len(self._observed(run, first_block))
 
-    def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:
+    def use(self, path: Sequence[Run], request: Hints, asked: Asked) -> None:
         goes_on = path[-1].usage.num_uses > 0  # else its last run is new
         self.touch(path)
         self._chosen = [None, None]
@@ -238,7 +237,7 @@ class Reuse(LeastRecentlyUsed):
         return a.is_shared and b.is_shared and a.reuse_class == b.reuse_class
 
 
-def _class_of(usage: Usage, request: Request, num_tokens: int) -> int:
+def _class_of(usage: Usage, request: Hints, num_tokens: int) -> int:
     if usage.is_shared:
         return shared_class(usage.num_uses)
     if request.session_ended:

@@ -9,8 +9,7 @@ import numpy as np
 
 from fastdeploy_cache.books.run import Run, Tier
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceRequest
-from fastdeploy_cache.policies.eviction import Asked, LeastRecentlyUsed
-from fastdeploy_cache.request import Request
+from fastdeploy_cache.policies.eviction import Asked, Hints, LeastRecentlyUsed
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -29,7 +28,7 @@ class Clairvoyant(LeastRecentlyUsed):
         if uses is not None:
             self._next_use[request.blocks] = uses
 
-    def use(self, path: Sequence[Run], request: Request, asked: Asked) -> None:
+    def use(self, path: Sequence[Run], request: Hints, asked: Asked) -> None:
         """What is used is known beforehand."""
 
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:  # noqa: ARG002
