@@ -11,7 +11,6 @@ from typing import Self
 
 from fastdeploy_cache.books.block_pool import REQUEST, BlockPool
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import Matched
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.books.transfer import wait_done
@@ -72,7 +71,7 @@ class PrefixCacheManager:
         `client`, `peer_client` and `policy` replace the configured ones (tests, simulation); `clock` gives the seconds
         that eviction policies and hit-rate windows go by. `on_kv_lost` is called with a rank that has died with the KV
         arrays that it owned (`kv_owner = "transfer"`), and again when it has made new ones; each time everything on the
-        GPU has been forgotten.
+        GPU has been forgotten. It runs on the I/O thread and must not block; it is not called for the end by `close`.
 
         Raises:
             RankStartError: a rank did not start within its deadline; none is left.
@@ -122,8 +121,6 @@ class PrefixCacheManager:
         with self._books:
             self._books.check_open()
             active = requests.begin(request)
-            if self._books.hears(Matched):
-                self._books.note(Matched(request_id=request.request_id))
         # A settled match is nobody's to change but its caller's: it is described without the lock. Any other is
         # described in a turn of its own, after the loads that were decided on have been handed over.
         loads = MatchLoads(active, requests, self.config.transfer.task_timeout_seconds)
@@ -281,8 +278,7 @@ class PrefixCacheManager:
 
     def close(self) -> None:
         """End the ranks and give the memory up; views that the engine holds stay valid. Safe to call twice."""
-        with self._books:
-            self._books.close()
+        self._books.close()
         self.storage.detach()
         self.peers.road.close()
         self._movement.client.stop()
@@ -344,6 +340,8 @@ class PrefixCacheManager:
             ConfigError: two caches of one data-parallel id.
             PortInUseError: the address cannot be listened on.
         """
+        with self._books:
+            self._books.check_open()
         ids = [c.data_parallel_id for c in (self.metrics, *also) if isinstance(c, CacheMetrics)]
         if len(set(ids)) < len(ids):
             raise ConfigError(f"metrics of caches with data-parallel ids {ids}; give each its own data_parallel_id")

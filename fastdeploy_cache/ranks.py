@@ -110,7 +110,7 @@ class RankAccess:
         finally:  # whatever else fails: what has gone must not be found
             self._forget_gpu(rank, has_kv=None)
         self._peers.road.processes.attach_kv(rank)
-        if (tell := self._tell_kv_lost) is not None:
+        if (tell := self._tell_kv_lost) is not None and not self._books.is_closed:  # their end is no loss
             call_user(lambda: tell(rank))
 
     def _check_rank(self, rank: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +20,8 @@ from fastdeploy_cache.ipc.event_log import event_log
 
 logger = event_log(__name__)
 
+_STUCK_SECONDS = 60.0  # a turn takes milliseconds
+_STUCK = f"a turn of another thread has not ended for {_STUCK_SECONDS:.0f} s, or was interrupted on its way in or out"
 MAX_ROUNDS = 16  # of settling in one turn, and of turns after one that did not come to rest
 
 C = TypeVar("C", bound=Change)
@@ -60,7 +62,7 @@ class Books:
         self._changes: deque[Change] = deque()
         self._listeners: dict[type[Change], list[Callable[[Any], object]]] = {}
         self._outlets: tuple[Outlet, ...] = ()
-        self._calls: deque[Callable[[], object]] = deque()
+        self._calls: list[Callable[[], object]] = []  # of this turn
         self._waiters: set[object] = set()  # for CPU blocks
         self._num_room = -1  # CPU blocks that could be had when this was last looked at
 
@@ -70,28 +72,37 @@ class Books:
         me = get_ident()
         if self._thread == me:  # nobody else can have written our own number: no lock is needed to read it
             raise RuntimeError("a turn is taken inside another one of the same thread; leave that one first")
-        self._lock.acquire()
+        if not self._lock.acquire(True, _STUCK_SECONDS):
+            raise LifeCycleError(f"{_STUCK}; close the manager and make a new one")
         self._thread = me
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self._changes or self._waiters:
-            is_at_rest = self._settle_and_leave()
+            is_at_rest, calls = self._settle_and_leave()
         else:
+            is_at_rest, calls = True, self._calls
+            if calls:
+                self._calls = []
             self._thread = None
             self._lock.release()
-            is_at_rest = True
         for outlet in self._outlets:
             if outlet.queued:
                 outlet.hand_over()
-        if self._calls:
-            self._make_calls()
+        if calls:
+            self._make(calls)
         if not is_at_rest:
             self._take_more_turns()
 
-    def _settle_and_leave(self) -> bool:
-        """Whether settling has come to an end."""
+    def _settle_and_leave(self) -> tuple[bool, Sequence[Callable[[], object]]]:
+        """Whether settling has come to an end, and the calls to make."""
         try:
-            return self._settle()
+            try:
+                is_at_rest = self._settle()
+            except Exception:  # memory has run out between the rooms: what is left is the next turn's
+                self.mishaps.note("settling")
+                is_at_rest = True
+            calls, self._calls = self._calls, []
+            return is_at_rest, calls
         finally:
             self._thread = None
             self._lock.release()
@@ -103,18 +114,23 @@ class Books:
                 self._look_for_room()
             if not self._changes:
                 return True
-            changes, self._changes = self._changes, deque()
-            for change in changes:
-                for hear in self._listeners.get(type(change), ()):
-                    try:
-                        hear(change)
-                    except Exception:  # a room's fault costs that room's work, and not the verb
-                        self.mishaps.note("settling")
-                if change.pin is not None:
-                    self.tree.unpin(change.pin)
+            for _ in range(len(self._changes)):
+                self._tell(self._changes.popleft())
         if self._changes:
             self.mishaps.count("settling", f"rooms still change each other after {MAX_ROUNDS} rounds")
         return not self._changes
+
+    def _tell(self, change: Change) -> None:
+        """Everybody hears of it, then its run is let go: also where a listener is interrupted."""
+        try:
+            for hear in self._listeners.get(type(change), ()):
+                try:
+                    hear(change)
+                except Exception:  # a room's fault costs that room's work, and not the verb
+                    self.mishaps.note("settling")
+        finally:
+            if change.pin is not None:
+                self.tree.unpin(change.pin)
 
     def _look_for_room(self) -> None:
         num_room = self.residency.num_available(CPU)
@@ -130,17 +146,18 @@ class Books:
                 return
             self._lock.acquire()
             self._thread = get_ident()
-            is_at_rest = self._settle_and_leave()
+            is_at_rest, calls = self._settle_and_leave()
             for outlet in self._outlets:
                 outlet.hand_over()
-            self._make_calls()
+            self._make(calls)
 
-    def _make_calls(self) -> None:
-        while self._calls:
-            try:
-                call = self._calls.popleft()
-            except IndexError:  # another thread took it
-                return
+    def _make(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Only the thread whose turn decided on a call makes it, and each turn has a list of its own.
+
+        With one list for all, a callback of a load would be made inside whatever verb another thread is in, under
+        that thread's own locks; and a call that takes a turn would make the next call inside itself, and so on.
+        """
+        for call in calls:
             try:
                 call()
             except Exception:  # whoever is called: the others are called all the same
@@ -154,10 +171,11 @@ class Books:
 
     def ignore(self, change: type[C], hear: Callable[[C], object]) -> None:
         """The reverse of `listen`."""
-        listeners = [each for each in self._listeners[change] if each != hear]
-        self._listeners[change] = listeners
-        if not listeners:
-            del self._listeners[change]
+        listeners = [each for each in self._listeners.get(change, ()) if each != hear]
+        if listeners:
+            self._listeners[change] = listeners
+        else:
+            self._listeners.pop(change, None)
 
     def hears(self, change: type[Change]) -> bool:
         """Whether any room listens to such changes: else nobody needs to note them."""
@@ -189,8 +207,19 @@ class Books:
     # -- whether the cache may be used
 
     def close(self) -> None:
-        """Make every verb raise `ClosedError` from now on."""
+        """Let every verb raise `ClosedError` from now on. Not in a turn.
+
+        An interrupt (Ctrl-C) between the lock and the note of its owner, or before the lock is given back, leaves it
+        taken: no code of Python can rule that out. Nothing may hinder the end of the processes, so then it is replaced.
+        """
+        is_left_over = self._thread == get_ident()
+        if is_left_over or not self._lock.acquire(True, _STUCK_SECONDS):
+            logger.error("event=turn_stuck is_own=%s", is_left_over)
+            self._lock, self._thread = threading.Lock(), None
+            self.is_closed = True
+            return
         self.is_closed = True
+        self._lock.release()
 
     def fall_asleep(self, tiers: frozenset[Tier]) -> None:
         """These tiers have no memory from now on; all others have."""

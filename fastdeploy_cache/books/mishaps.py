@@ -19,10 +19,16 @@ T = TypeVar("T")
 
 
 def call_user(call: Callable[[], object]) -> None:
-    """Run a user's callback; what it raises is the user's, and must not end the thread that all transfers need."""
+    """Run a user's callback; what it raises is the user's, and must not end the thread that all transfers need.
+
+    That holds for what is no `Exception`, too, such as `asyncio.CancelledError` and `SystemExit`. An interrupt is only
+    ever raised in the main thread, whose it is.
+    """
     try:
         call()
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         logger.exception("event=user_callback_failed")
 
 

@@ -207,12 +207,13 @@ class CallerBlocks:
         with self._books:
             self._books.check_open()
             path, _ = self._tree.find(request.namespace, keys, first_block)
-            if len(gpu_ids(path, first_block)) < first_block:
+            num_there, is_current = len(gpu_ids(path, first_block)), self._own.are_current(ids, generation)
+            if num_there < first_block and is_current:
                 raise RequestError(f"insert behind block {first_block}, but not all before it is on the GPU")
             self._books.pools[GPU].check(ids, CALLER)
             caches = self._config.enable_prefix_caching and GPU not in self._books.asleep
-            if not num_blocks or not caches or not self._own.are_current(ids, generation):
-                return Inserted(first_block, ids.tolist(), self._books.pin_prefix(path, first_block) if pin else None)
+            if not num_blocks or not caches or not is_current:
+                return Inserted(num_there, ids.tolist(), self._books.pin_prefix(path, num_there) if pin else None)
             run, end = self._tree.place(path, first_block)
             if ids:
                 at = (run, end) if run is not None else (self._tree.root(request.namespace), 0)

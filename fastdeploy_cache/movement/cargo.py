@@ -75,28 +75,22 @@ class OneBlock:
         self.block_ids = block_ids
         self.is_wanted = True  # until the request has settled without it
         self.has_landed = False
-        self._has_ended = False
-
-    @property
-    def ids(self) -> Sequence[int]:
-        return () if self._has_ended else self.block_ids
-
-    @property
-    def pins(self) -> Sequence[Pin]:
-        return () if self._has_ended else (self._source,)
+        self.ids: Sequence[int] = block_ids
+        self.pins: Sequence[Pin] = (source,)
 
     def num_freed(self, held: dict[Run, int]) -> int:  # noqa: ARG002 (see `Cargo`)
         return 0 if self.is_wanted else len(self.block_ids)
 
     def end(self, succeeded: bool) -> None:
         """The block is its request's, if that still waits for it."""
-        self._has_ended = True
         self._books.tree.unpin(self._source)
+        self.pins = ()
         if succeeded and self.is_wanted:
             self._books.pools[GPU].hand_over(self.block_ids, TASK, REQUEST)
             self.has_landed = True
         else:
             self._books.pools[GPU].free(self.block_ids, TASK)
+        self.ids = ()
 
 
 class CallersBlocks:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import LetGo
 from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.path import Part
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
@@ -48,6 +49,7 @@ class CopyDown:
         self._has_more = False
         self._num_started = 0  # blocks that were on their way after the last look
         books.listen(TaskEnded, self._on_task_ended)
+        books.listen(LetGo, lambda gone: self.moved(max(0, gone.num_held - gone.run.num_held)))
 
     def follow_storage(self, policy: str | None, min_uses: int) -> None:
         """Storage is written through (or not any more): what goes there is copied to the CPU tier at once, too."""

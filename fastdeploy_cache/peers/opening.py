@@ -49,7 +49,8 @@ def open_road(
     name = given.name or f"{socket.gethostname()}-{config.transfer.data_parallel_id}"[:64]
     peer, instance_id = dataclasses.replace(given, name=name), os.urandom(ID_BYTES)
     signer = OfferSigner(load_secret(Path(peer.secret_file)) if peer.secret_file is not None else b"")
-    books.follow_weights(peer.weights_id)
+    with books:
+        books.follow_weights(peer.weights_id)
     if peer.link == "storage":
         offers = PeerOffers(_instance_info(config, peer, instance_id), signer)
         return StoreRoad(

@@ -42,10 +42,11 @@ class Peers:
         Raises:
             PeerRefusedError: the link's settings, or the group's secret, are wrong.
         """
-        self.road = open_road(
+        road = open_road(
             self._config, self._books, movement, self._requests, storage, metrics=self._metrics, client=client
         )
-        self.road.start()
+        road.start()
+        self.road = road  # only now: one that has not started has nothing to be told, and nothing to stop
 
     # -- the side that has computed
 
@@ -205,6 +206,6 @@ class Peers:
         road.check_room(kind)
 
     def _on_forgotten(self, forgotten: Forgotten) -> None:
-        self.road.cancel_all("the cache was reset")
         if not isinstance(self.road, NoRoad) and forgotten.weights_id is not None:
-            self.road.offers.rename_weights(forgotten.weights_id)
+            self.road.offers.rename_weights(forgotten.weights_id)  # first: with the old name, old KV would be taken
+        self.road.cancel_all("the cache was reset")

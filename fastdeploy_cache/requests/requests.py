@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Matched
 from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.config import CacheConfig
@@ -79,6 +80,8 @@ class Requests:
         try:
             if self._config.enable_prefix_caching and GPU not in self.books.asleep:
                 self.matcher.find_with_storage(active)
+            if self.books.hears(Matched):
+                self.books.note(Matched(request_id=request.request_id))
         except BaseException:
             self.abandon(active)
             raise

@@ -11,7 +11,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.errors import ClosedError, ConfigError
+from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.stats import StorageTierStats
@@ -87,12 +87,12 @@ class StorageAccess:
             with self._books:
                 self._books.check_open()
                 self._books.follow_weights(storage.weights_id)
-                self._tier, self.is_attached = tier, True
                 tier.attach()
                 tier.be_quiet(self._movement.mover.is_quiet)
-        except ClosedError:
+                self._tier, self.is_attached = tier, True
+        except BaseException:
             client.stop()
-            tier.link.close()
+            tier.close()
             raise
 
     def detach(self) -> None:
@@ -124,8 +124,8 @@ class StorageAccess:
 
         What is on the GPU only goes through the CPU tier, in as many rounds as that takes. An admission filter decides
         as ever. Then storage is asked for every block: it may have dropped what it took, for later blocks or on a full
-        disk; what is missing so is written by the next flush. False: no store, one that fails, declines or drops, or
-        the time is over.
+        disk; what is missing so is written by the next flush. False: no store, one that fails, declines or drops, the
+        time is over, or traffic beside it that adds as much as a round writes: flush when requests have stopped.
         """
         deadline, tier = time.monotonic() + timeout_seconds, self._tier
         if isinstance(tier, NoTier):

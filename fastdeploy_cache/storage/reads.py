@@ -113,8 +113,9 @@ class StorageReads:
     @contained("prefetch", None)
     def advance(self) -> None:
         """Go on with those that were answered, then with those that wait for room: at the end of a turn."""
-        answered, self._answered = self._answered, []
-        for prefetch in (*answered, *self._waiting):
+        while self._answered:  # one by one: what fails costs one of them
+            self._go_on(self._answered.pop(0))
+        for prefetch in list(self._waiting):
             self._go_on(prefetch)
 
     def follow(self, prefetch: StoragePrefetch) -> None:

@@ -71,8 +71,10 @@ class StorageTier:
         self.stop()
 
     def close(self) -> None:
-        """Every task has been answered."""
-        books = self._books
+        """Every task has been answered, or it could not be attached."""
+        books, self.is_attached = self._books, False
+        books.ignore(Copied, self.write_out.on_copied)
+        books.ignore(Used, self.write_out.on_used)
         books.ignore(TaskEnded, self._on_copy_ended)
         books.ignore(RoomCame, self._on_room_came)
         books.ignore(StorageTaskEnded, self._go_on)

@@ -10,6 +10,7 @@ import pytest
 
 from fastdeploy_cache import KVLayout, PeerConfig, Request, StorageConfig, TransferConfig
 from fastdeploy_cache.errors import LayoutError, PeerRefusedError, PromptTooLongError, RequestError
+from fastdeploy_cache.peers.receives import PeerReceives
 from fastdeploy_cache.transfer_manager.peer.offer import Offer, prompt_digest
 from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, make_secret
 from tests.rigs.cache_model import CacheModel
@@ -334,3 +335,16 @@ def test_names_of_weights_are_checked_before_anything_changes(pair: Pair, weight
     with pytest.raises(LayoutError):
         pair.a.cache.reset(weights_id=weights_id)
     assert pair.a.cache.blocks.lookup(Request(request_id="x", prompt_token_ids=TEXT)).num_blocks == 11
+
+
+def test_new_weights_are_named_whatever_else_fails(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offers under the old name would be taken for ours: a failing end of receives does not keep it."""
+
+    def fail(self: PeerReceives) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(PeerReceives, "cancel_all", fail)
+    pair.a.cache.reset(weights_id="v")
+    monkeypatch.undo()
+    assert pair.a.cache.peers.road.offers.info.weights_id == "v"  # type: ignore[union-attr]
+    pair.a.steps_may_fail = True

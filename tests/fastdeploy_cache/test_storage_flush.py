@@ -97,7 +97,7 @@ def test_a_store_that_cannot_be_asked() -> None:
         end()
         flush.join(SECONDS)
         assert not flush.is_alive() and found.pop() is False
-        if cache.storage._tier is not None:
+        if cache.storage.is_attached:
             with cache._books:
                 cache.storage._tier.be_quiet(False)
         rig.store.submit = submit  # type: ignore[method-assign]

@@ -161,7 +161,7 @@ def test_new_weights_find_nothing_of_old_ones(tmp_path: Path) -> None:
         assert cache.match(request).wait(10).num_tokens == 0
         cache.release(request)
         cache.life.update_weights("old")
-        assert cache.storage._tier is not None and cache.storage._tier.settled.wait(10)
+        assert cache.storage.is_attached and cache.storage.wait_settled(10)
         request = Request(request_id="old", prompt_token_ids=PROMPT)
         assert cache.prefetch(request).wait(10)
         match = cache.match(request).wait(10)

@@ -94,7 +94,7 @@ class CacheModel:
         live = LiveRequest(request, match, self.epoch)
         self.check_readable(live, match.block_ids)
         found = match.num_tokens + match.num_coming_tokens
-        if self.cache.storage._tier is not None:  # what may still come from there is not known
+        if self.cache.storage.is_attached:  # what may still come from there is not known
             found = match.num_tokens
         assert found < len(tokens), "one token is left to compute"
         if found:
@@ -258,7 +258,7 @@ class CacheModel:
     def reset(self) -> None:
         self.cache.reset()
         self.epoch += 1
-        if self.cache.storage._tier is None:  # which forgets nothing
+        if not self.cache.storage.is_attached:  # which forgets nothing
             self.committed.clear()
 
     def kv_lost(self) -> None:

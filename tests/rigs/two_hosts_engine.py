@@ -49,7 +49,7 @@ class TwoHostsEngine:
     """One end of the test."""
 
     def __init__(self, cache: PrefixCacheManager) -> None:
-        assert cache.storage._tier is not None
+        assert cache.storage.is_attached
         self._cache, self._tier = cache, cache.storage._tier
         self._engine = Engine(cache, TP_SIZE)
 

@@ -1,0 +1,194 @@
+"""What interrupts, failures and callers' callbacks do to a turn: nothing is lost, and nobody hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+
+import pytest
+
+from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.books.changes import RoomCame, Used
+from fastdeploy_cache.errors import ClosedError
+from fastdeploy_cache.storage.tier import StorageTier
+from tests.rigs.cache_model import CacheModel
+from tests.rigs.simulated_storage import SimulatedStorage
+from tests.rigs.storage_rig import STORE, A, Rig
+
+TEXT = list(range(41))
+
+
+def test_all_who_wait_for_one_load_are_called_in_order() -> None:
+    """A thousand matches of one prompt wait for one load: each is called once, first come first, on one thread."""
+    model = CacheModel(4, 24, 40)
+    model.serve_and_copy(TEXT, list(range(100, 190)))
+    called: list[int] = []
+    requests = [Request(request_id=f"w{i}", prompt_token_ids=TEXT) for i in range(1000)]
+    for i, request in enumerate(requests):
+        match = model.cache.match(request)
+        assert match.num_coming_tokens
+        match.on_ready(lambda i=i: called.append(i))  # type: ignore[misc]
+    assert not called
+    model.client.land_all()
+    assert called == list(range(1000))
+    for request in requests:
+        model.cache.release(request)
+    model.finish()
+
+
+def test_a_call_is_made_by_the_thread_whose_turn_decided_on_it() -> None:
+    """Another thread's turn, between the end of the first and its calls, does not make them under its own locks."""
+    model = CacheModel(4, 8, 0)
+    books, made_by = model.cache._books, list[int]()
+
+    class Slow:
+        def __init__(self) -> None:
+            self.queued = deque(["something"])
+
+        def hand_over(self) -> None:
+            self.queued.clear()
+            other = threading.Thread(target=model.cache.stats)
+            other.start()
+            other.join(10)
+
+    books.add_outlet(Slow())
+    with books:
+        books.call_later(lambda: made_by.append(threading.get_ident()))
+    assert made_by == [threading.get_ident()]
+    model.finish()
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+def test_a_release_makes_room_for_copies_down_with_a_store_as_without(has_store: bool) -> None:
+    """`write_back` looks at the cold end as often: what a release lets go counts, though storage holds it till then."""
+    num_moved: list[int] = []
+    rig = Rig(write_policy="write_back", storage_write_policy="write_back")
+    if not has_store:
+        rig.model.cache.storage.detach()
+    copy_down = rig.model.cache._movement.copy_down
+    moved = copy_down.moved
+    live = rig.match(A)
+    assert rig.model.allocate(live, 11)
+    rig.model.compute(live, 41)
+    copy_down.moved = lambda num_blocks: (num_moved.append(num_blocks), moved(num_blocks))[0]  # type: ignore[assignment,func-returns-value,method-assign]
+    rig.model.release(live)
+    del copy_down.moved
+    assert num_moved == [10]
+    rig.finish()
+
+
+def test_an_interrupt_while_rooms_settle_loses_no_pin() -> None:
+    """A listener is interrupted: the others hear with the next turn, and every run is let go."""
+    rig = Rig()
+    books = rig.model.cache._books
+
+    def interrupt(used: Used) -> None:
+        raise KeyboardInterrupt
+
+    books.listen(Used, interrupt)
+    live = rig.match(A)
+    assert rig.model.allocate(live, 11)
+    rig.model.compute(live, 41)
+    with pytest.raises(KeyboardInterrupt):
+        rig.model.cache.release(live.request)
+    rig.model.live.remove(live)
+    books.ignore(Used, interrupt)
+    rig.land_all()
+    rig.model.cache.check_invariants()
+    rig.finish()
+
+
+def test_no_memory_between_the_rooms_fails_no_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has happened has happened: the verb returns, its tasks go out, and the failure is counted."""
+    rig = Rig()
+    rig.model.steps_may_fail = True
+    books = rig.model.cache._books
+    note = books.note
+
+    def fail(change: object) -> None:
+        if isinstance(change, RoomCame):
+            raise MemoryError
+        note(change)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(books, "note", fail)
+    waiter = object()
+    with books:
+        books.await_room(waiter, True)
+    with books:
+        books.await_room(waiter, False)
+    assert books.mishaps.counts["settling"] == 1 and not books._lock.locked()
+    monkeypatch.undo()
+    rig.finish()
+
+
+def test_an_attach_that_fails_half_way_can_be_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it stays: the store can be attached, and the cache closed."""
+    rig = Rig()
+    cache = rig.model.cache
+    cache.storage.detach()
+    attach = StorageTier.attach
+
+    def fail(self: StorageTier) -> None:
+        attach(self)
+        raise MemoryError
+
+    monkeypatch.setattr(StorageTier, "attach", fail)
+    with pytest.raises(MemoryError):
+        cache.storage.attach(STORE, client=SimulatedStorage(rig.model.client))
+    assert not cache.storage.is_attached
+    monkeypatch.undo()
+    cache.storage.attach(STORE, client=rig.store)
+    rig.finish()
+
+
+@pytest.mark.parametrize("leaves_owner", [True, False])
+def test_a_close_after_an_interrupted_turn_ends_everything(leaves_owner: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between the lock and the note of its owner, or before the lock goes back: `close` forces its way."""
+    monkeypatch.setattr("fastdeploy_cache.books.books._STUCK_SECONDS", 0.05)
+    model = CacheModel(4, 8, 0)
+    books = model.cache._books
+    books._lock.acquire()
+    books._thread = threading.get_ident() if leaves_owner else None
+    model.cache.close()
+    with pytest.raises(ClosedError):
+        model.cache.match(Request(request_id="late", prompt_token_ids=TEXT[:5]))
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, GeneratorExit])
+def test_a_callback_cannot_end_the_thread_that_calls_it(error: type[BaseException]) -> None:
+    """Also with what is no `Exception`: the answer of the ranks is taken, and the next one is, too."""
+    model = CacheModel(4, 24, 40)
+    model.serve_and_copy(TEXT, list(range(100, 190)))
+    live = model.must_match(TEXT)
+
+    def fail() -> None:
+        raise error
+
+    live.match.on_ready(fail)
+    model.client.land_all()
+    assert len(model.settle(live)) == 10
+    model.release(live)
+    model.finish()
+
+
+def test_an_insert_of_an_older_generation_behind_what_has_gone_caches_nothing() -> None:
+    """A reset came in between: all stays the caller's, as for an insert from the first block on."""
+    model = CacheModel(4, 12, 0)
+    blocks, request = model.cache.blocks, Request(request_id="names", prompt_token_ids=TEXT[:16])
+    ids = blocks.allocate(4)
+    blocks.insert(request, ids[:2])
+    model.cache.reset()
+    done = blocks.insert(request, ids[2:], first_block=2, pin=True)
+    assert (done.num_blocks, done.duplicate_ids) == (0, ids[2:])
+    assert done.pinned is not None and not done.pinned.block_ids
+    blocks.free(ids[2:])
+    model.cache.close()
+
+
+def test_a_closed_cache_serves_no_metrics() -> None:
+    """No thread and no port that nobody would end."""
+    cache = PrefixCacheManager(CacheConfig(block_size=4, num_gpu_blocks=4, num_cpu_blocks=0, transfer_client="inline"))
+    cache.close()
+    with pytest.raises(ClosedError):
+        cache.serve_metrics()
