@@ -26,10 +26,11 @@ class _TimedLock:
         self._lock = threading.Lock()
         self.held: list[int] = []
 
-    def acquire(self) -> None:
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """See `threading.Lock`."""
-        self._lock.acquire()
+        is_taken = self._lock.acquire(blocking, timeout)
         self._since = thread_time_ns()
+        return is_taken
 
     def release(self) -> None:
         """See `threading.Lock`."""

@@ -63,8 +63,11 @@ def test_both_directions_under_load_all_finish() -> None:
         client.submit(task(0, OUT, [0, 1, 2, 3], [0, 1, 2, 3]))
         assert answers.wait(1)[0].error is None
 
+        together = threading.Barrier(2)  # or one thread may have all its tasks answered before the other begins
+
         def submit(first: int, kind: TaskKind, gpu: list[int], cpu: list[int]) -> None:
             for number in range(first, first + 100):
+                together.wait(SECONDS)
                 client.submit(task(number, kind, gpu, cpu, LONG))
 
         loads = threading.Thread(target=submit, args=(1000, IN, [12, 13, 14, 15], [3, 2, 1, 0]))
@@ -116,8 +119,7 @@ def test_a_ranks_death_in_both_directions_answers_everything(
     """Each task has one answer; those that the dead rank had not done fail; the next incarnation works."""
     with big_client(tp_size=2) as (client, answers):
         victim = pids(client)[1]
-        if is_stopped:
-            stopped(victim)
+        stopped(victim)  # until all tasks lie before it: else it may have done them before it is killed
 
         def answer_and_kill(result: TransferResult) -> None:
             answers(result)
@@ -131,6 +133,8 @@ def test_a_ranks_death_in_both_directions_answers_everything(
         if is_stopped:
             eventually(lambda: [flight.waiting for flight in client._processes.io.tasks.flights.all()] == [{1}] * 120)
             os.kill(victim, signal.SIGKILL)
+        else:
+            os.kill(victim, signal.SIGCONT)
         results = answers.wait(120)
         assert sorted(order(answers)) == list(range(120))
         failed = [result for result in results if result.error is not None]
