@@ -23,6 +23,8 @@ from fastdeploy_cache.launch.server.chat_request import ChatRequest, Message, Te
 from fastdeploy_cache.launch.server.prefills import Prefill
 from tests.rigs.integer_instance import PROMPT, SECONDS, Instance, instances, prefill
 
+pytestmark = pytest.mark.processes
+
 CHAT = ChatRequest(messages=[Message("user", "hello")], max_tokens=4)
 
 

@@ -19,6 +19,8 @@ from fastdeploy_cache.launch.server.prefills import Prefill
 from tests.rigs.http_rig import SECONDS, said, served
 from tests.rigs.router_rig import Instance, _Handler, answers, routed
 
+pytestmark = pytest.mark.processes
+
 CHAT = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
 STREAM = CHAT[:-1] + b', "stream": true}'
 HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"

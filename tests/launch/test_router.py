@@ -27,6 +27,8 @@ from tests.rigs.router_rig import (
     running,
 )
 
+pytestmark = pytest.mark.processes
+
 
 def test_the_offer_goes_to_the_decode_instance() -> None:
     """The chat is posted to both, to the second with what the first has offered; a client's own offer goes nowhere."""

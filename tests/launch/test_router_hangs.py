@@ -14,6 +14,8 @@ from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.upstream import HEALTH, NotSentError, Upstream
 from tests.rigs.router_rig import CHAT, SECONDS, Instance, _Handler, answers, ask, never_answers, offers, routed
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("is_stream", [False, True])

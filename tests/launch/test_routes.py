@@ -25,6 +25,8 @@ from fastdeploy_cache.launch.server.router import MAX_BODY_BYTES, Router
 from tests.rigs.http_rig import served
 from tests.rigs.integer_instance import SECONDS, Instance, instances
 
+pytestmark = pytest.mark.processes
+
 CHAT, PREFILL = "/v1/chat/completions", "/v1/prefill"
 ROUTES = {
     "server": [("GET", "/health"), ("GET", "/status"), ("GET", "/v1/models"), ("POST", CHAT), ("POST", PREFILL)],

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 SECONDS = 30.0
 NUM_SLOW = 400
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n"
