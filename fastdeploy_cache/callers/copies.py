@@ -208,14 +208,13 @@ class BlockCopies:
 
     def _room_below(self, num_blocks: int, pins: list[Pin]) -> array[int]:
         """Up to so many CPU blocks, the task's; never at the cost of what is pinned here."""
-        residency, pool = self._tree.residency, self._books.pools[CPU]
         for pin in pins:
             self._tree.pin(pin)
-        num_blocks = min(num_blocks, residency.num_available(CPU))
-        residency.evict(CPU, max(0, num_blocks - pool.num_free))
-        for pin in pins:
-            self._tree.unpin(pin)
-        return pool.allocate(num_blocks, TASK)
+        try:
+            return self._books.take(min(num_blocks, self._tree.residency.num_available(CPU)), CPU, TASK)
+        finally:
+            for pin in pins:
+                self._tree.unpin(pin)
 
     def _end_copies(self, namespace: str, keys: BlockKeys, first: int, ids: array[int]) -> None:
         """Copies have come to the CPU tier: they join the tree and may go on to storage."""

@@ -91,6 +91,8 @@ class StorageAccess:
                 tier.be_quiet(self._movement.mover.is_quiet)
                 self._tier, self.is_attached = tier, True
         except BaseException:
+            with self._books:
+                tier.detach()  # also what had been told of it, such as what to copy down
             client.stop()
             tier.close()
             raise

@@ -71,10 +71,8 @@ class StorageTier:
         self.stop()
 
     def close(self) -> None:
-        """Every task has been answered, or it could not be attached."""
-        books, self.is_attached = self._books, False
-        books.ignore(Copied, self.write_out.on_copied)
-        books.ignore(Used, self.write_out.on_used)
+        """Hear of nothing any more: it is detached, and every task has been answered."""
+        books = self._books
         books.ignore(TaskEnded, self._on_copy_ended)
         books.ignore(RoomCame, self._on_room_came)
         books.ignore(StorageTaskEnded, self._go_on)

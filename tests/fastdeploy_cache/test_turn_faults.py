@@ -123,8 +123,8 @@ def test_no_memory_between_the_rooms_fails_no_verb(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_attach_that_fails_half_way_can_be_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of it stays: the store can be attached, and the cache closed."""
-    rig = Rig()
+    """Nothing of it stays: nothing is copied down for it, the store can be attached, and the cache closed."""
+    rig = Rig(write_policy="write_back")
     cache = rig.model.cache
     cache.storage.detach()
     attach = StorageTier.attach
@@ -136,7 +136,7 @@ def test_an_attach_that_fails_half_way_can_be_done_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(StorageTier, "attach", fail)
     with pytest.raises(MemoryError):
         cache.storage.attach(STORE, client=SimulatedStorage(rig.model.client))
-    assert not cache.storage.is_attached
+    assert not cache.storage.is_attached and not cache._movement.copy_down._through
     monkeypatch.undo()
     cache.storage.attach(STORE, client=rig.store)
     rig.finish()
