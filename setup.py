@@ -1,6 +1,6 @@
 """Packaging; tool settings are in pyproject.toml."""
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 # Installed, everything is `fastdeploy_cache.*`. The folders beside it are its subpackages by `package_dir` alone: the
 # symbolic links inside it serve checkouts, and a wheel made from an archive without links is the same.
@@ -19,7 +19,9 @@ setup(
     python_requires=">=3.11",
     packages=PACKAGES,
     package_dir={"fastdeploy_cache": "fastdeploy_cache", **{f"fastdeploy_cache.{name}": name for name in BESIDE}},
-    package_data={"fastdeploy_cache": ["py.typed"], "fastdeploy_cache.launch": ["*.toml"]},
+    package_data={"fastdeploy_cache": ["py.typed", "*.pyi"], "fastdeploy_cache.launch": ["*.toml"]},
+    # never needed: without a compiler or Python's headers the same is done in Python
+    ext_modules=[Extension("fastdeploy_cache._native", ["fastdeploy_cache/_native.c"], optional=True)],
     install_requires=[
         "numpy>=1.26",
         "pyzmq>=26",

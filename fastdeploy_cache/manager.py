@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 from fastdeploy_cache.books.block_pool import REQUEST, BlockPool
@@ -16,29 +15,28 @@ from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.errors import ConfigError, RequestError
+from fastdeploy_cache.errors import CacheError, RequestError
 from fastdeploy_cache.life_cycle import LifeCycle
 from fastdeploy_cache.match import Match, Prefetch
-from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
-from fastdeploy_cache.metrics.exporter import Collector, MetricsExporter
-from fastdeploy_cache.movement.block_mover import TaskEnded
+from fastdeploy_cache.metrics.exporter import Collector
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.movement.new_client import new_client
 from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.policies import new_policy
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.ranks import RankAccess
+from fastdeploy_cache.recorder import Recorder
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import WAITING
 from fastdeploy_cache.requests.invariants import Held, check
 from fastdeploy_cache.requests.loads import MatchLoads
 from fastdeploy_cache.requests.requests import Requests
+from fastdeploy_cache.requests.steps import Steps
 from fastdeploy_cache.stats import CacheStats, TierStats
 from fastdeploy_cache.storage.access import StorageAccess
-from fastdeploy_cache.storage.prefetch import StorageTaskEnded
+from fastdeploy_cache.tokens import TokenIds
 from fastdeploy_cache.transfer_manager.peer.client import PeerClient
 from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
-from fastdeploy_cache.transfer_manager.task import TransferResult
 
 
 class PrefixCacheManager:
@@ -80,7 +78,8 @@ class PrefixCacheManager:
         """
         self.config = config
         client = client if client is not None else new_client(config)  # first: it refuses what does not fit
-        self.metrics = _new_metrics(config, clock)
+        self._recorder = Recorder(config, clock)
+        self.metrics = self._recorder.metrics
         num_gpu_blocks, num_cpu_blocks = config.pool_sizes()
         pools = (BlockPool("GPU", num_gpu_blocks), BlockPool("CPU", num_cpu_blocks))
         self._books = books = Books(PrefixTree(config.block_size, pools, policy or _new_policy(config, clock)))
@@ -88,10 +87,9 @@ class PrefixCacheManager:
         self._movement = movement = Movement(config, books, client)
         self.storage = storage = StorageAccess(config, books, movement)
         self._requests = requests = Requests(config, books, movement, storage, self.metrics)
+        self._steps = Steps(requests, config.block_size)
         self.blocks = CallerBlocks(config, books, movement, requests)
-        books.listen(TaskEnded, self._on_task_ended)
-        books.listen(StorageTaskEnded, self._on_task_ended)
-        self._exporters: list[MetricsExporter] = []
+        self._recorder.follow(books)
         self.peers = Peers(config, books, requests, self.metrics)
         self.ranks = RankAccess(config, books, movement, self.peers, on_kv_lost)
         self.life = LifeCycle(config, books, movement, requests=requests, storage=storage, peers=self.peers)
@@ -103,7 +101,7 @@ class PrefixCacheManager:
         except BaseException:
             self.close()
             raise
-        self._show_metrics()
+        self._recorder.show(self.stats)
 
     # -- the verbs of a request
 
@@ -148,7 +146,8 @@ class PrefixCacheManager:
         Raises:
             OutOfBlocksError: not that many can be had now; nothing was changed.
         """
-        num_blocks = operator.index(num_blocks)
+        if type(num_blocks) is not int:
+            num_blocks = operator.index(num_blocks)
         with self._books:
             active = self._requests.active(request)
             if self._books.asleep:
@@ -188,7 +187,8 @@ class PrefixCacheManager:
         Raises:
             CommitError: more tokens than the request has or its blocks hold; nothing was changed.
         """
-        num_computed_tokens = operator.index(num_computed_tokens)
+        if type(num_computed_tokens) is not int:
+            num_computed_tokens = operator.index(num_computed_tokens)
         requests = self._requests
         with self._books:
             active = requests.active(request)
@@ -197,11 +197,31 @@ class PrefixCacheManager:
             num_held = len(active.block_ids) * self.config.block_size
             if not 0 <= num_computed_tokens <= min(request.num_tokens, num_held):
                 active.refuse_commit(num_computed_tokens, num_held)
-            if not active.is_admitted:
-                requests.admit(active)
-            requests.publisher.commit(active, num_computed_tokens)
-            if active.is_offered:
-                self.peers.road.sends.committed(active)
+            requests.commit(active, num_computed_tokens, time.monotonic())
+
+    def step(self, steps: Iterable[tuple[Request, TokenIds, int]]) -> list[list[int] | CacheError | MemoryError]:
+        """What one step of the engine means for its requests, in one turn: `append_output`, `allocate` and `commit`.
+
+        Each is (request, tokens sampled since its last step, tokens computed so far): the tokens are appended, blocks
+        are allocated until all of its tokens have room, and what is computed is committed. For each the answer has its
+        new block ids, behind those that it has, or the error for which nothing of its step was done; the others go on.
+
+        The errors, which are answered and not raised:
+            OutOfBlocksError: its tokens do not fit; release another request, and give it again.
+            CommitError: more computed tokens than it has, or than the blocks hold that it had before.
+            RequestError: tokens that are none, the same request twice, one that ran ahead of blocks that did not come.
+            UnknownRequestError: not matched, or released already.
+            MemoryError: the process has none left.
+
+        Raises:
+            ClosedError, LifeCycleError: the cache is closed, or asleep.
+        """
+        packed = Steps.pack(steps)
+        with self._books:
+            self._books.check_awake()
+            done = self._steps.run(packed)
+            self._movement.copy_down.moved(self._steps.num_taken_blocks)
+        return done
 
     def release(self, request: Request) -> None:
         """The engine has finished the last step that reads or writes the request's blocks: unpin, free what is its own.
@@ -223,7 +243,7 @@ class PrefixCacheManager:
             if loads:
                 self._movement.mover.cancel_unwanted(loads)
             if num_skipped:
-                self._record_skipped(num_skipped)
+                self._recorder.note_skipped(num_skipped)
 
     def prefetch(self, request: Request) -> Prefetch:
         """A request has been queued: fetch from storage, to the CPU tier, what no tier here has of it.
@@ -282,8 +302,7 @@ class PrefixCacheManager:
         self.storage.detach()
         self.peers.road.close()
         self._movement.client.stop()
-        while self._exporters:
-            self._exporters.pop().close()
+        self._recorder.close()
 
     def __enter__(self) -> Self:
         return self
@@ -310,6 +329,8 @@ class PrefixCacheManager:
                 num_swapped_out_blocks=mover.num_landed[CPU],
                 num_refused_transfers={d.value: n for d, n in mover.num_refused.items()},
                 num_failed_steps=dict(books.mishaps.counts),
+                num_hashed_blocks=books.tree.names.num_hashed,
+                hash_seconds=books.tree.names.seconds,
                 num_quarantined_blocks=mover.num_quarantined_blocks,
                 epoch=books.tree.epoch,
                 hit_rates=self.metrics.hit_rates(),
@@ -342,49 +363,7 @@ class PrefixCacheManager:
         """
         with self._books:
             self._books.check_open()
-        ids = [c.data_parallel_id for c in (self.metrics, *also) if isinstance(c, CacheMetrics)]
-        if len(set(ids)) < len(ids):
-            raise ConfigError(f"metrics of caches with data-parallel ids {ids}; give each its own data_parallel_id")
-        exporter = MetricsExporter(self.metrics, *also, host=host, port=port)
-        self._exporters.append(exporter)
-        return exporter.url
-
-    def _show_metrics(self) -> None:
-        self.metrics.observe(
-            lambda: self.stats().block_counts(),
-            lambda: self.stats().eviction_counts(),
-            lambda: self.stats().rank_counts(),
-            lambda: self.stats().refused_counts(),
-            lambda: self.stats().storage_counts(),
-            failures=lambda: self.stats().failure_counts(),
-        )
-
-    # -- what is recorded; the metrics are told after the turn, as they have a lock of their own
-
-    def _on_task_ended(self, ended: TaskEnded | StorageTaskEnded) -> None:
-        self._books.call_later(functools.partial(self._record_task, ended.result))
-        if isinstance(ended, TaskEnded):
-            self._record_skipped(ended.num_lost)
-
-    def _record_task(self, result: TransferResult) -> None:
-        """What each rank has moved."""
-        kind, contain, record = result.task.kind.value, self._books.mishaps.contain, self.metrics.record_task
-        for r in result.ranks:
-            contain("metrics", functools.partial(record, kind, r.rank, r.num_bytes, r.seconds, r.error is not None))
-
-    def _record_skipped(self, num_blocks: int) -> None:
-        if num_blocks:
-            record = functools.partial(self.metrics.record_skipped_writes, num_blocks)
-            self._books.call_later(functools.partial(self._books.mishaps.contain, "metrics", record))
-
-
-def _new_metrics(config: CacheConfig, clock: Callable[[], float]) -> CacheMetrics:
-    return CacheMetrics(
-        tp_size=config.transfer.tp_size,
-        data_parallel_id=config.transfer.data_parallel_id,
-        window_seconds=config.hit_rate_window_seconds,
-        clock=clock,
-    )
+        return self._recorder.serve(host, port, also)
 
 
 def _new_policy(config: CacheConfig, clock: Callable[[], float]) -> EvictionPolicy:

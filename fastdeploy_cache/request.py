@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 import operator
 import struct
-import sys
-from array import array
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES
+from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.errors import RequestError
+from fastdeploy_cache.tokens import PackedTokens, TokenIds, pack
 
-TokenIds = Sequence[int] | np.ndarray[Any, Any]
-_MAX_TOKEN_ID = 2**31 - 1
-_FEW = 64
 _EXTRA = struct.Struct("<QQI")
 
 
@@ -35,10 +32,10 @@ class Image(NamedTuple):
 
 
 class Request:
-    """Prompt and output tokens, kept as packed little-endian int32.
+    """Prompt and output tokens, kept as packed little-endian int32 in `prompt` and `output`.
 
-    The engine owns it and appends what it samples; one thread at a time. A list of 128k tokens takes milliseconds to
-    pack, an int32 array microseconds: pack once, keep the request.
+    The engine owns it and appends what it samples; one thread at a time. A list of 128k tokens takes a millisecond
+    to pack, an int32 array microseconds: pack once, keep the request.
     """
 
     __slots__ = (
@@ -49,9 +46,11 @@ class Request:
         "match_inside_images",
         "namespace",
         "num_prompt_tokens",
+        "num_tokens",
+        "output",
+        "prompt",
         "request_id",
         "session_ended",
-        "tokens",
         "tool_call_pending",
         "used",
     )
@@ -60,7 +59,7 @@ class Request:
         self,
         *,
         request_id: str,
-        prompt_token_ids: TokenIds,
+        prompt_token_ids: TokenIds | PackedTokens,
         namespace: str = "",
         images: Sequence[tuple[int, int, bytes | str]] = (),
         match_inside_images: bool = False,
@@ -71,7 +70,7 @@ class Request:
 
         Args:
             request_id: unique among the requests that are matched at the same time.
-            prompt_token_ids: 0 to 2**31 - 1.
+            prompt_token_ids: 0 to 2**31 - 1; an int32 array is the fastest. See `following` for a next turn.
             namespace: tenant salt, LoRA adapter, model revision.
             images: (offset, length, hash) of each, in order; they become part of the key of every block they overlap.
             match_inside_images: let a match end inside an image; else it ends before the image.
@@ -90,8 +89,9 @@ class Request:
         self.namespace = namespace
         self.counted = False  # set by the manager once the request is part of the hit rates
         self.used = False  # likewise, once the eviction policy has heard of it
-        self.tokens = bytearray(_pack(request_id, prompt_token_ids))
-        self.num_prompt_tokens = len(self.tokens) // TOKEN_BYTES
+        self.prompt = pack(request_id, prompt_token_ids)  # never moved: what is appended goes to `output`
+        self.output = bytearray()
+        self.num_tokens = self.num_prompt_tokens = len(self.prompt) // TOKEN_BYTES  # the first grows with the output
         if not self.num_prompt_tokens:
             raise RequestError(f"request {request_id!r} has an empty prompt; give it at least one token")
         self.images = tuple([self._as_image(image) for image in _as_list(request_id, images)]) if images != () else ()
@@ -101,6 +101,35 @@ class Request:
         self.session_ended = False
         self.tool_call_pending = False
         self._check_images()
+
+    @classmethod
+    def following(
+        cls,
+        previous: Request,
+        new_token_ids: TokenIds,
+        *,
+        request_id: str,
+        images: Sequence[tuple[int, int, bytes | str]] = (),
+        priority: float | None = None,
+        keep_seconds: float | None = None,
+    ) -> Request:
+        """The next turn of a conversation: the tokens of `previous`, prompt and output, and new ones behind them.
+
+        What was packed is not packed again. Namespace, images and `match_inside_images` are those of `previous`, which
+        stays as it is; `images` are further ones, behind them, by their offsets in the whole prompt.
+
+        Raises:
+            RequestError: as `__init__` does.
+        """
+        return cls(
+            request_id=request_id,
+            prompt_token_ids=PackedTokens(previous.tokens + pack(request_id, new_token_ids)),
+            namespace=previous.namespace,
+            images=(*previous.images, *_as_list(request_id, images)),
+            match_inside_images=previous.match_inside_images,
+            priority=priority,
+            keep_seconds=keep_seconds,
+        )
 
     @property
     def priority(self) -> float | None:
@@ -112,14 +141,33 @@ class Request:
         """See `__init__`."""
         return self._keep_seconds
 
+    def token_ids(self, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Its tokens [start, end), prompt and output: not to be written."""
+        keys = BlockKeys(self.prompt, self.output, None)
+        return np.frombuffer(keys.part(start * TOKEN_BYTES, end * TOKEN_BYTES), "<i4")
+
     @property
-    def num_tokens(self) -> int:
-        """Tokens of prompt and output."""
-        return len(self.tokens) // TOKEN_BYTES
+    def tokens(self) -> bytes:
+        """Prompt and output, packed: a copy."""
+        return self.prompt + self.output
 
     def append_output(self, token_ids: TokenIds) -> None:
         """Append sampled tokens; all of them or, on `RequestError`, none."""
-        self.tokens += _pack(self.request_id, token_ids)
+        self.append_packed(pack(self.request_id, token_ids))
+
+    def append_packed(self, tokens: bytes | memoryview) -> None:
+        """The same with tokens that `pack` has checked."""
+        self.output += tokens
+        self.num_tokens = self.num_prompt_tokens + len(self.output) // TOKEN_BYTES
+
+    def cut_output(self, num_tokens: int) -> None:
+        """The reverse: only so many tokens, with the prompt's, are left."""
+        del self.output[(num_tokens - self.num_prompt_tokens) * TOKEN_BYTES :]
+        self.num_tokens = num_tokens
+
+    def keys(self, block_size: int) -> BlockKeys:
+        """What its blocks are found by; what is appended to its output later is seen."""
+        return BlockKeys(self.prompt, self.output, self.extra_keys(block_size) if self.images else None)
 
     def extra_keys(self, block_size: int) -> dict[int, bytes] | None:
         """What is part of each block's key beside its tokens; None where there are no images.
@@ -199,57 +247,3 @@ def _as_list(request_id: str, images: Sequence[tuple[int, int, bytes | str]]) ->
         raise RequestError(
             f"request {request_id!r} has images {images!r}; give a list of (offset, length, hash)"
         ) from None
-
-
-def _pack(request_id: str, token_ids: TokenIds) -> bytes | memoryview:
-    """The tokens as little-endian int32."""
-    # a decode step has few: NumPy's fixed cost would be most of it
-    if isinstance(token_ids, Sized) and len(token_ids) <= _FEW and sys.byteorder == "little":
-        few = _pack_few(token_ids)
-        if few is not None:
-            return few
-    values = _as_array(request_id, token_ids)
-    if not values.size:
-        return b""
-    if values.dtype == np.int32:  # a negative id is a large one without its sign: one pass
-        bad = int(values.view(np.uint32).max()) > _MAX_TOKEN_ID
-    else:
-        bad = int(values.min()) < 0 or int(values.max()) > _MAX_TOKEN_ID
-    if bad:
-        low, high = int(values.min()), int(values.max())
-        token_id = low if low < 0 else high
-        raise RequestError(f"request {request_id!r} has token id {token_id}; ids are 0 to {_MAX_TOKEN_ID}")
-    return np.ascontiguousarray(values, dtype="<i4").data.cast("B")
-
-
-def _pack_few(token_ids: TokenIds) -> bytes | None:
-    """The same as `_pack` gives, or None where something looks wrong."""
-    if type(token_ids) is np.ndarray:
-        if token_ids.dtype != np.int32 or token_ids.ndim != 1:
-            return None
-        data = token_ids.tobytes()
-    elif type(token_ids) is list and all(
-        type(token_id) is int and 0 <= token_id <= _MAX_TOKEN_ID for token_id in token_ids
-    ):
-        data = array("i", token_ids).tobytes()
-    else:
-        return None
-    return data if data[3::4].isascii() else None  # no highest bit: none is negative
-
-
-def _as_array(request_id: str, token_ids: TokenIds) -> np.ndarray[Any, Any]:
-    if isinstance(token_ids, array) and token_ids.typecode not in "fdu":
-        values = np.frombuffer(token_ids, dtype=token_ids.typecode) if token_ids else np.empty(0, np.int32)
-    else:
-        try:
-            values = np.asarray(token_ids)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise RequestError(f"tokens of request {request_id!r} are no flat list of integers: {error}") from error
-    if values.ndim != 1:
-        raise RequestError(f"tokens of request {request_id!r} have shape {values.shape}; give a flat list of integers")
-    if values.size and values.dtype.kind not in "iu":
-        for token_id in token_ids:  # integers beyond 64 bits make NumPy choose another type: name them
-            if type(token_id) is int and not 0 <= token_id <= _MAX_TOKEN_ID:
-                raise RequestError(f"request {request_id!r} has token id {token_id}; ids are 0 to {_MAX_TOKEN_ID}")
-        raise RequestError(f"tokens of request {request_id!r} are of type {values.dtype}; give integers")
-    return values

@@ -101,6 +101,8 @@ class CacheStats:
     num_swapped_out_blocks: int
     num_refused_transfers: Mapping[str, int]
     num_failed_steps: Mapping[str, int]  # that verbs took along and did without: see `Mishaps`
+    num_hashed_blocks: int  # cached blocks whose hash somebody has asked for, and what computing these took
+    hash_seconds: float
     num_quarantined_blocks: int  # of tasks that have ended and whose landing failed: nobody's, for good
     epoch: int
     hit_rates: Mapping[str, float]
@@ -132,6 +134,10 @@ class CacheStats:
     def failure_counts(self) -> tuple[Mapping[str, int], int]:
         """How often each step failed, and the quarantined blocks."""
         return self.num_failed_steps, self.num_quarantined_blocks
+
+    def hash_counts(self) -> tuple[int, float]:
+        """Blocks hashed, and seconds."""
+        return self.num_hashed_blocks, self.hash_seconds
 
     def storage_counts(self) -> StorageCounts:
         """What became of blocks and objects of the attached store; zeros without one."""

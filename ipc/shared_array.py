@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache.errors import IPCError, NotEnoughMemoryError
+from fastdeploy_cache.ipc.huge_pages import map_shared, take_huge_pages
 from fastdeploy_cache.ipc.memory_limit import check_available
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; asm-generic/mman-common.h
@@ -46,8 +47,9 @@ class SharedArray:
             raise IPCError(f"shared segment has {actual_bytes} bytes, {num_bytes} expected; was it created elsewhere?")
         self.num_bytes = num_bytes
         self.is_released = False
+        self._map: mmap.mmap | None
+        self._map, self._start = map_shared(fd, num_bytes) if actual_bytes else (None, 0)
         self._fd = fd
-        self._map: mmap.mmap | None = mmap.mmap(fd, max(num_bytes, 1)) if actual_bytes else None
 
     @classmethod
     def create(cls, name: str, num_bytes: int) -> SharedArray:
@@ -58,35 +60,49 @@ class SharedArray:
         check_available(num_bytes, f"shared segment {name!r}")
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
-            if num_bytes:
-                _take_pages(fd, num_bytes, name)
+            os.ftruncate(fd, num_bytes)
             array = cls(fd, num_bytes)
         except BaseException:
             os.close(fd)
             raise
-        array.prefault()
+        try:
+            array._back(name)
+        except BaseException:
+            array.close()
+            raise
         return array
+
+    def _back(self, name: str) -> None:
+        """Give every byte its memory, and enter it into this process's page table."""
+        if self._map is None:
+            return
+        try:
+            take_huge_pages(self._fd, self._map, self._start, self.num_bytes)
+            _take_pages(self._fd, self.num_bytes, name)
+        except NotEnoughMemoryError:
+            self._map.madvise(mmap.MADV_REMOVE, self._start, self.num_bytes)  # the huge pages that there were
+            raise
+        self.prefault()
 
     def prefault(self) -> None:
         """Enter every page into this process's page table now instead of at first touch."""
         if self._map is not None:
             with contextlib.suppress(OSError):  # an older kernel: pages are entered at first touch, only slower
-                self._map.madvise(_MADV_POPULATE_WRITE)
+                self._map.madvise(_MADV_POPULATE_WRITE, self._start, self.num_bytes)
 
     def release(self) -> int:
         """Give its pages back to the system and return the bytes; every mapping, in any process, reads zeros then."""
         if self._map is None or self.is_released:
             return 0
-        self._map.madvise(mmap.MADV_REMOVE)
+        self._map.madvise(mmap.MADV_REMOVE, self._start, self.num_bytes)
         self.is_released = True
         return self.num_bytes
 
     def retake(self) -> None:
         """Reserve pages again, so that no touch can fail; raises `NotEnoughMemoryError`."""
         if self._map is not None and self.is_released:
-            _take_pages(self._fd, self.num_bytes, "released earlier")
+            self._back("released earlier")
             self.is_released = False
-            self.prefault()
 
     @property
     def fd(self) -> int:
@@ -98,7 +114,8 @@ class SharedArray:
         if self._map is None:
             raise IPCError("shared segment is closed or empty; take views before closing it")
         count = int(np.prod(shape, dtype=np.int64))
-        return np.frombuffer(self._map, dtype=dtype, count=count, offset=offset_bytes).reshape(shape)
+        own = memoryview(self._map)[self._start : self._start + self.num_bytes]
+        return np.frombuffer(own, dtype=dtype, count=count, offset=offset_bytes).reshape(shape)
 
     def __del__(self) -> None:
         if hasattr(self, "_fd"):  # not so when the constructor refused

@@ -23,6 +23,26 @@ Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer pr
 LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank.")]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        from fastdeploy_cache.tokens import IS_NATIVE
+
+        typer.echo(f"fastdeploy-cache {version('fastdeploy-cache')}")
+        typer.echo(f"native packing: {'yes' if IS_NATIVE else 'no'}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    _version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
 @app.command()
 def demo(
     ranks: Ranks = 3,
@@ -231,12 +251,22 @@ def control(
     trace: Annotated[Path | None, typer.Option(help="Also serve the first 400 requests of this trace.")] = None,
     trace_block_size: Annotated[int, typer.Option(min=1, help="Tokens that one hash id of it stands for.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="How often each workload is served; medians count.")] = 5,
-    scale_blocks: Annotated[str, typer.Option(help="Pool sizes of the scale workload.")] = "10000,100000,1000000",
+    scale_blocks: Annotated[
+        str, typer.Option(help="Pool sizes, of full pools and worst calls; try 10000000, too.")
+    ] = "10000,100000,1000000",
+    max_runs: Annotated[
+        int, typer.Option(min=1, help="Pools of more cached prompts are left out of the worst calls: they take long.")
+    ] = 250_000,
+    peer: Annotated[
+        str | None, typer.Option(help="vllm=FOLDER: beside vLLM's own manager; the folder holds its package.")
+    ] = None,
 ) -> None:
-    """What the engine's thread pays: match, allocate, commit, release, eviction, bytes. Status 1: a figure missed."""
+    """What the engine's thread pays: verbs, steps, pauses, bytes, each beside a floor. Status 1: a figure missed."""
+    from fastdeploy_cache.launch.bench.control_command import ControlOptions
     from fastdeploy_cache.launch.bench.control_command import bench_control as run
 
-    raise typer.Exit(0 if run(trace, trace_block_size, json, repeats, scale_blocks) else 1)
+    options = ControlOptions(trace, trace_block_size, repeats, scale_blocks, max_runs, peer)
+    raise typer.Exit(0 if run(options, json) else 1)
 
 
 @bench_app.command()

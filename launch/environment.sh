@@ -90,7 +90,7 @@ install() {
         rm -rf "$VENV"
         "$python" -m venv "$VENV" || die "python -m venv failed"
     fi
-    wanted="$ROOT $("$PYTHON" --version) $(cksum <"$ROOT/setup.py")"
+    wanted="$ROOT $("$PYTHON" --version) $(cat "$ROOT/setup.py" "$ROOT/fastdeploy_cache/_native.c" | cksum)"
     for extra in ${extras//,/ }; do
         [ "$(cat "$VENV/.installed-$extra" 2>/dev/null)" = "$wanted" ] || missing=1
     done

@@ -33,6 +33,7 @@ BlockCounts = Iterable[tuple[str, str, int]]  # tier, state, blocks
 EvictionCounts = Iterable[tuple[str, str, int]]  # tier, kind, blocks
 RefusedCounts = Iterable[tuple[str, int]]  # kind, tasks
 RankCounts = Iterable[tuple[int, bool, int]]  # rank, up, restarts
+HashCounts = tuple[int, float]  # blocks, seconds
 FailureCounts = tuple[Mapping[str, int], int]  # by step, failures; quarantined blocks
 
 
@@ -97,6 +98,7 @@ class CacheMetrics:
         self._refused: Callable[[], RefusedCounts] = tuple
         self._storage: Callable[[], StorageCounts] = StorageCounts
         self._failures: Callable[[], FailureCounts] = lambda: ({}, 0)
+        self._hashes: Callable[[], HashCounts] = lambda: (0, 0.0)
 
     @property
     def data_parallel_id(self) -> int:
@@ -112,10 +114,12 @@ class CacheMetrics:
         storage: Callable[[], StorageCounts] = StorageCounts,
         *,
         failures: Callable[[], FailureCounts] = lambda: ({}, 0),
+        hashes: Callable[[], HashCounts] = lambda: (0, 0.0),
     ) -> None:
         """Read these at every scrape: blocks by tier and state, blocks evicted so far, ranks up and restarted, tasks
-        that a full queue kept from starting; storage; steps that failed, and blocks in quarantine."""
-        self._storage, self._failures = storage, failures
+        that a full queue kept from starting; storage; steps that failed, and blocks in quarantine; blocks hashed, and
+        the seconds that this took."""
+        self._storage, self._failures, self._hashes = storage, failures, hashes
         self._blocks, self._evictions, self._rank_counts, self._refused = blocks, evictions, ranks, refused
 
     def record_request(self, num_tokens: int, hit_tokens: tuple[int, ...]) -> None:
@@ -250,6 +254,10 @@ class CacheMetrics:
         steps, num_quarantined_blocks = self._failures()
         text = "Steps that a verb took along, that failed, and that it did without"
         yield self._counter("failed_steps", text, ("step",), {(s,): steps.get(s, 0) for s in STEPS})
+        num_hashed_blocks, hash_seconds = self._hashes()
+        text = "Cached blocks whose hash storage, a peer or an adapter has asked for"
+        yield self._counter("hashed_blocks", text, (), {(): num_hashed_blocks})
+        yield self._counter("hash_seconds", "Time spent on computing these hashes", (), {(): hash_seconds})
         text = "Blocks of ended tasks whose landing failed: nobody gets them any more"
         yield self._gauge("quarantined_blocks", text, (), {(): num_quarantined_blocks})
         text = "Layers that another instance has computed and that have not come yet"

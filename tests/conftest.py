@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
@@ -12,16 +12,22 @@ pytest_plugins = ("tests.rigs.fast_door",)
 pytest.register_assert_rewrite("tests.rigs")  # before anything of it is imported: its assertions show their values
 
 
-def pytest_collection_finish() -> None:
-    """What was loaded so far stays until the end: no later look for garbage has to go over it."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is loaded here stays until the end: no look for garbage goes over it, neither meanwhile nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves processes, descriptors or /dev/shm files; `leaks_allowed` names the exceptions."""
-    from tests.rigs.leaks import child_pids, handles, shm_files
+    from tests.rigs.leaks import child_pids, handles, new_shm_files, shm_files
 
     if "leaks_allowed" in request.keywords:
         yield
@@ -33,7 +39,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         left = (
             child_pids() - before[0],
             {fd: name for fd, name in handles().items() if before[1].get(fd) != name},
-            shm_files() - before[2],
+            new_shm_files(before[2]),
         )
         if not any(left) or time.monotonic() > deadline:
             break

@@ -49,34 +49,49 @@ ROOMS = {
         "errors": set(),
         "match": set(),
         "config": {"errors", "policies"},
-        "request": {"books", "errors"},
+        "tokens": {"errors", "_native"},
+        "request": {"books", "errors", "tokens"},
         "stats": {"books", "policies"},
         "books": {"errors", "policies"},
         "policies": {"books", "errors"},  # beside the books: state in, choice out
         "movement": {"books", "config", "policies"},
         "storage": {"movement", "books", "config", "errors", "policies", "request", "stats"},
-        "requests": {"storage", "movement", "books", "config", "errors", "match", "policies", "request"},
+        "requests": {"storage", "movement", "books", "config", "errors", "match", "policies", "request", "tokens"},
         "peers": {"requests", "storage", "movement", "books", "config", "errors", "request"},
         "callers": {"requests", "movement", "books", "config", "errors", "policies", "request", "stats"},
         "ranks": {"peers", "movement", "books", "config", "errors"},
         "life_cycle": {"peers", "requests", "storage", "movement", "books", "config", "errors"},
+        "recorder": {"movement", "storage", "books", "config", "errors", "stats"},
         "manager": {
-            *("callers", "life_cycle", "movement", "peers", "ranks", "requests", "storage", "books", "policies"),
-            *("config", "errors", "match", "request", "stats"),
+            *(
+                "recorder",
+                "callers",
+                "life_cycle",
+                "movement",
+                "peers",
+                "ranks",
+                "requests",
+                "storage",
+                "books",
+                "policies",
+            ),
+            *("config", "errors", "match", "request", "stats", "tokens"),
         },
         "adapters": {
             *("manager", "callers", "life_cycle", "peers", "books", "policies", "config", "errors", "match", "request"),
+            "tokens",
         },
     },
     "transfer_manager": {
         "task": set(),
         "config": set(),
         "client": {"task"},
+        "crew": set(),
         "process": {"task", "config", "client"},
         "kv": {"config"},
-        "device": {"task", "kv"},
+        "device": {"task", "kv", "crew"},
         "rank": {"task", "config", "client", "process", "kv", "device"},
-        "storage": {"task", "config", "client", "process", "kv"},
+        "storage": {"task", "config", "client", "process", "kv", "crew"},
         "peer": {"task", "config", "client", "process", "kv"},
         "__main__": {"rank"},
     },
@@ -92,7 +107,9 @@ HOMES = {
         "transfer_manager/storage/file_space.py",
         "transfer_manager/storage/mooncake_admin.py",
         "transfer_manager/storage/valkey.py",
+        "fastdeploy_cache/books/run.py",
         "fastdeploy_cache/match.py",
+        "fastdeploy_cache/tokens.py",
         "ipc/codec.py",
         "transfer_manager/kv/memory.py",
         "transfer_manager/storage/keys.py",
@@ -161,13 +178,28 @@ def tree_of(path: Path) -> ast.Module:
 
 
 @functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All of the kinds that are looked at here: one walk for all tests."""
+    kinds = ast.stmt, ast.ExceptHandler, ast.keyword
+    return [node for node in ast.walk(tree_of(path)) if isinstance(node, kinds)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_go() -> Iterator[None]:
+    """They are a million objects, and every look for garbage in a later test would go over them."""
+    yield
+    nodes_of.cache_clear()
+    tree_of.cache_clear()
+
+
+@functools.cache
 def imports(path: Path) -> frozenset[str]:
     """What a file imports. Modules of ours are named by where they lie: `fastdeploy_cache.ipc.codec` is `ipc.codec`."""
     return frozenset(_imports(path))
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (by_place(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -270,7 +302,7 @@ def test_files_and_functions_stay_short() -> None:
     for path in files(*PACKAGES, "tests"):
         text = path.read_text()
         assert len(text.splitlines()) <= MAX_FILE_LINES, name(path)
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 num_lines = (node.end_lineno or 0) - node.lineno + 1
                 assert num_lines <= MAX_FUNCTION_LINES, f"{name(path)}: {node.name} has {num_lines} lines"
@@ -285,11 +317,10 @@ def test_no_module_is_a_drawer() -> None:
 def test_forbidden_ways() -> None:
     """No pickle, no shell=True, no bare except anywhere in the product."""
     for path in files(*PACKAGES):
-        tree = tree_of(path)
         used = {module.partition(".")[0] for module in imports(path)}
         allowed = {"multiprocessing"} if name(path) == "launch/bench/ping_pong.py" else set()  # a benchmark's baseline
         assert not ({"pickle", "marshal", "shelve", "multiprocessing"} & used) - allowed, name(path)
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{name(path)}: bare except"
             assert not (isinstance(node, ast.keyword) and node.arg == "shell"), f"{name(path)}: shell="
 
@@ -299,7 +330,7 @@ def test_a_class_has_its_name_alone() -> None:
     that are known: each name stands for one thing."""
     homes: dict[str, list[str]] = {}
     for path in files(*PACKAGES):
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(name(path))
     assert {known for known, found in homes.items() if len(found) > 1} == NAMES_OF_OTHERS | NAMES_OF_TWO
@@ -311,7 +342,7 @@ def test_broad_except_only_at_the_boundaries() -> None:
     found = {
         name(path)
         for path in files(*PACKAGES)
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name) and node.type.id == "Exception"
     }
     assert found == {
@@ -327,7 +358,7 @@ def test_broad_except_only_at_the_boundaries() -> None:
 def test_every_test_says_what_it_shows() -> None:
     """Each test function has a docstring of one line or more."""
     for path in files("tests"):
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 assert ast.get_docstring(node), f"{name(path)}: {node.name} has no docstring"
 
@@ -341,5 +372,5 @@ def test_what_tests_share_lies_in_rigs() -> None:
                 f"{name(path)} imports {module}: move what they share to tests/rigs"
             )
     for path in files("tests/rigs"):
-        tests = [n.name for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef) and n.name[:5] == "test_"]
+        tests = [n.name for n in nodes_of(path) if isinstance(n, ast.FunctionDef) and n.name[:5] == "test_"]
         assert not tests and not path.stem.startswith("test_"), f"{name(path)} has tests"

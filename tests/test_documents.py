@@ -106,6 +106,13 @@ def test_the_samples_of_pages_print_what_they_say(page: str) -> None:
     assert len([line for line in sample.splitlines() if not line.startswith(("#", "from", "import")) and line]) <= 15
 
 
+def test_the_sample_of_a_next_turn_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """The sample of docs/engine.md that has a conversation's next turn hits what its comment says."""
+    (sample,) = [block for block in blocks("docs/engine.md", "python") if "Request.following" in block]
+    exec(sample, {})
+    assert capsys.readouterr().out.splitlines() == re.findall(r"^# (.*)", sample, re.MULTILINE)
+
+
 def is_room(path: Path) -> bool:
     return not path.is_symlink() and (path / "__init__.py").exists()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 
+from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import RUN, TASK
-from fastdeploy_cache.books.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, GPU, Run, Usage
 from fastdeploy_cache.books.transfer import Segment
 
@@ -32,11 +33,11 @@ def insert_copies(
     run.num_stored = run.num_offered = run.num_blocks if stored else 0
     tree.policy.touch(run.path())  # or it would be the coldest
     key = tree.key(keys, num_found)
-    above.children[key] = run
+    above.add_child(key, run)
     try:
         tree.pools[CPU].hand_over(joined, TASK, RUN)
     except BaseException:  # no memory: in the tree with blocks of the task's it would have two owners
-        del above.children[key]
+        above.remove_child(key)
         raise
     tree.residency.added_ids(run, CPU, len(joined))
     return len(joined)
@@ -64,10 +65,10 @@ def _join(tree: PrefixTree, segment: Segment, ids: array[int]) -> None:
     if segment.transfer.tier is GPU:
         tree.adopt(run, ids, TASK)
         return
-    if run.ids[CPU] and run.cpu_start == segment.end:
+    if run.cpu_ids and run.cpu_start == segment.end:
         residency.add_copies_below(run, ids)
     else:
-        if not run.ids[CPU]:
+        if not run.cpu_ids:
             run.cpu_start = segment.start
         residency.add_ids(run, CPU, ids)
     tree.pools[CPU].hand_over(ids, TASK, RUN)
@@ -77,7 +78,7 @@ def _fitting(segment: Segment) -> array[int]:
     """The tail of a segment's ids that continues the run's interval in the destination tier."""
     run = segment.run
     if segment.transfer.tier is CPU:
-        fits = not run.ids[CPU] or run.cpu_end == segment.start or run.cpu_start == segment.end
+        fits = not run.cpu_ids or run.cpu_end == segment.start or run.cpu_start == segment.end
         return segment.ids if fits else array("i")
     # freshly computed blocks may have been adopted meanwhile; an earlier load may have failed
     assert run.parent is not None

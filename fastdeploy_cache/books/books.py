@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from fastdeploy_cache.books.block_pool import Owner
 from fastdeploy_cache.books.changes import Change, Forgotten, RoomCame
+from fastdeploy_cache.books.graves import A_TURN
 from fastdeploy_cache.books.path import gpu_ids
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.prefix_tree import PrefixTree
@@ -51,7 +52,7 @@ class Books:
     """
 
     def __init__(self, tree: PrefixTree) -> None:
-        self.tree = tree
+        self.tree, self._graves = tree, tree.graves
         self.pools, self.residency, self.mishaps = tree.pools, tree.residency, tree.mishaps
         self.pinned: dict[Pin, PinnedPrefix] = {}  # by callers that have no request
         self.weights_id: str | None = None  # of what is cached, as far as a store or a peer has told
@@ -72,12 +73,12 @@ class Books:
         me = get_ident()
         if self._thread == me:  # nobody else can have written our own number: no lock is needed to read it
             raise RuntimeError("a turn is taken inside another one of the same thread; leave that one first")
-        if not self._lock.acquire(True, _STUCK_SECONDS):
+        if not self._lock.acquire(False) and not self._lock.acquire(True, _STUCK_SECONDS):
             raise LifeCycleError(f"{_STUCK}; close the manager and make a new one")
         self._thread = me
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if self._changes or self._waiters:
+        if self._changes or self._waiters or self._graves.open:
             is_at_rest, calls = self._settle_and_leave()
         else:
             is_at_rest, calls = True, self._calls
@@ -97,6 +98,8 @@ class Books:
         """Whether settling has come to an end, and the calls to make."""
         try:
             try:
+                if self._graves.open:
+                    self._graves.clear(A_TURN)
                 is_at_rest = self._settle()
             except Exception:  # memory has run out between the rooms: what is left is the next turn's
                 self.mishaps.note("settling")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 
-from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.books.transfer import Transfer, segments_of
 
@@ -16,18 +15,9 @@ def gpu_ids(path: list[Run], num_blocks: int) -> array[int]:
     prefix-closed."""
     ids = array("i")
     for run in path:
-        ids += run.ids[0]
+        ids += run.gpu_ids
     del ids[num_blocks:]
     return ids
-
-
-def hash_at(path: list[Run], num_blocks: int) -> bytes:
-    """The hash of the last of a path's first `num_blocks`, which names them all; b"" for none."""
-    for run in path:
-        if 0 < num_blocks <= run.num_blocks:
-            return bytes(run.hashes[(num_blocks - 1) * HASH_BYTES : num_blocks * HASH_BYTES])
-        num_blocks -= run.num_blocks
-    return b""
 
 
 def coming_and_cold(path: list[Run], num_blocks: int) -> tuple[int, list[Part]]:
@@ -36,7 +26,8 @@ def coming_and_cold(path: list[Run], num_blocks: int) -> tuple[int, list[Part]]:
     Behind the first part that nobody loads, everything counts as such: a load in flight there lands before ours, finds
     its parent missing, and is dropped.
     """
-    num_coming, parts = 0, list[Part]()
+    num_coming = 0
+    parts: list[Part] = []
     for run in path:
         length = min(num_blocks, run.num_blocks)
         num_blocks -= length
@@ -54,12 +45,13 @@ def coming_and_cold(path: list[Run], num_blocks: int) -> tuple[int, list[Part]]:
 def coming_ids(path: list[Run], first: int, num_blocks: int) -> tuple[array[int], list[Transfer]]:
     """Where blocks [first, num_blocks) of a path are or will be on the GPU, up to the first that nobody loads, and the
     loads that bring them."""
-    ids, transfers, depth = array("i"), dict[Transfer, None](), 0
+    ids, depth = array("i"), 0
+    transfers: dict[Transfer, None] = {}
     for run in path:
         segments = segments_of(run, GPU)
         for block in range(max(0, first - depth), min(run.num_blocks, num_blocks - depth)):
             if block < run.num_gpu:
-                ids.append(run.ids[0][block])
+                ids.append(run.gpu_ids[block])
                 continue
             segment = next((s for s in segments if s.start <= block < s.end), None)
             if segment is None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from fastdeploy_cache.books.block_hash import HASH_BYTES, TOKEN_BYTES, BlockHasher, root_hash
+from fastdeploy_cache.books.block_hash import HASH_BYTES, TOKEN_BYTES, root_hash
+from fastdeploy_cache.books.block_keys import BlockKeys
+from fastdeploy_cache.books.block_names import BlockNames
 from fastdeploy_cache.books.block_pool import REQUEST, RUN, BlockPool, Owner
 from fastdeploy_cache.books.generations import Generations, Reason
+from fastdeploy_cache.books.graves import AT_ONCE
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.residency import Residency
-from fastdeploy_cache.books.run import CPU, GPU, TIERS, Pin, Run, Tier, Usage
+from fastdeploy_cache.books.run import GPU, TIERS, Pin, Run, Tier, Usage
 from fastdeploy_cache.books.transfer import Segment, split_pins
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.policies.guarded import GuardedPolicy
@@ -31,13 +34,6 @@ class Insertion(NamedTuple):
     num_blocks: int
 
 
-class BlockKeys(NamedTuple):
-    """What the blocks of a request are found by: its tokens, and the extra keys of blocks that have any."""
-
-    tokens: bytearray
-    extras: Mapping[int, bytes] | None
-
-
 class PrefixTree:
     """A radix tree of runs, one root per namespace; `residency` keeps their blocks."""
 
@@ -50,11 +46,20 @@ class PrefixTree:
         self.residency = Residency(self.block_bytes, pools, self.policy)
         self.roots: dict[str, Run] = {}
         self.generations = Generations()
-        self.old_roots: list[Run] = []  # of earlier epochs, as long as something under them is pinned
-        self._hasher = BlockHasher(block_size)
+        self.graves = self.residency.graves
+        self.names = BlockNames(block_size)
+        self._wants_hashes = getattr(policy, "wants_hashes", False)
         self.policy.clear(self.residency.is_leaf, self.split)
         self._sweep_roots_at = _MIN_ROOTS
         self._num_appended = 0
+
+    def __del__(self) -> None:
+        """The collector does not see runs, so their circles of parents and children are opened here."""
+        stack = [*self.graves.unlinked(), *self.roots.values(), *self.graves.roots]
+        while stack:
+            run = stack.pop()
+            stack.extend(run.children.values())
+            run.cut_off()
 
     @property
     def epoch(self) -> int:
@@ -76,7 +81,7 @@ class PrefixTree:
                 self.roots = {name: root for name, root in self.roots.items() if root.children}
                 self._sweep_roots_at = max(_MIN_ROOTS, 2 * len(self.roots))
             run = Run(None, self.epoch, Usage())
-            run.hashes = bytearray(root_hash(namespace, self.block_size))
+            run.hashes = root_hash(namespace, self.block_size)
             self.roots[namespace] = run
         return run
 
@@ -86,7 +91,8 @@ class PrefixTree:
         On its way it joins runs between which a fork has vanished.
         """
         path: list[Run] = []
-        tokens, size = keys.tokens, self.block_bytes
+        size = self.block_bytes
+        tokens, _ = keys.buffer(0, max_blocks * size)
         run, position = self.roots.get(namespace), 0
         while run is not None and position < max_blocks:
             child = run.children.get(self.key(keys, position))
@@ -110,7 +116,7 @@ class PrefixTree:
     def key(self, keys: BlockKeys, block: int) -> bytes:
         """What a run that begins with this block is found under."""
         start = block * self.block_bytes
-        tokens = memoryview(keys.tokens)[start : start + self.block_bytes].tobytes()
+        tokens = keys.part(start, start + self.block_bytes)
         return tokens if keys.extras is None else tokens + keys.extras.get(block, b"")
 
     def _num_common(self, run: Run, offset: int, keys: BlockKeys, position: int, end: int) -> int:
@@ -120,13 +126,15 @@ class PrefixTree:
         bisection whose pieces add up to another.
         """
         high = min(run.num_blocks, offset + end - position)
-        high = self._first_difference(run.tokens, offset, high, keys.tokens, (position - offset) * self.block_bytes)
+        size, num_blocks = self.block_bytes, high - offset
+        theirs, start = keys.buffer(position * size, (position + num_blocks) * size)
+        high = self._first_difference(run.tokens, offset, high, theirs, start - offset * size)
         if run.extras is not None or keys.extras is not None:
-            ours, theirs, shift = run.extras or {}, keys.extras or {}, position - offset
-            high = next((b for b in range(offset, high) if ours.get(b) != theirs.get(b + shift)), high)
+            own, other, shift = run.extras or {}, keys.extras or {}, position - offset
+            high = next((b for b in range(offset, high) if own.get(b) != other.get(b + shift)), high)
         return high - offset
 
-    def _first_difference(self, ours: bytearray, low: int, high: int, theirs: bytearray, start: int) -> int:
+    def _first_difference(self, ours: bytes | bytearray, low: int, high: int, theirs: bytes, start: int) -> int:
         """The first of blocks [low, high) of `ours` that `theirs`, from byte `start` on, has not; or `high`."""
         size = self.block_bytes
         with memoryview(ours) as view:
@@ -142,7 +150,8 @@ class PrefixTree:
 
     def runs(self) -> Iterator[Run]:
         """Every run of every root, parents first."""
-        stack = [*self.roots.values(), *self.old_roots]
+        unlinked = list(self.graves.unlinked())
+        stack = [*reversed(unlinked), *self.roots.values(), *self.graves.roots]
         while stack:
             run = stack.pop()
             stack.extend(run.children.values())
@@ -153,16 +162,16 @@ class PrefixTree:
 
     def pin(self, pin: Pin) -> None:
         """Keep blocks [0, pin.end) of its run and everything above where they are."""
-        pin.run.pins.append(pin)
+        pin.run.pins = (*pin.run.pins, pin)
         self.residency.hold(pin.run)
 
     def unpin(self, pin: Pin) -> None:
         """Take a pin back. What it alone held may be evicted or (of an older epoch) is freed."""
         run = pin.run
-        run.pins.remove(pin)
+        run.pins = () if len(run.pins) == 1 else tuple([each for each in run.pins if each is not pin])
         self.residency.hold(run)
-        if self.old_roots:
-            self.old_roots = [root for root in self.old_roots if root.children]
+        if self.graves.roots:
+            self.graves.sweep()
 
     def move_pin(self, pin: Pin | None, run: Run | None, end: int) -> Pin | None:
         """Pin another place instead; None stands for none. The new place is held before the old one is let go."""
@@ -234,36 +243,39 @@ class PrefixTree:
             run = Run(at, self.epoch, Usage())
         self.extend(run, keys, first, ids)
         if run is not at:
-            at.children[self.key(keys, first)] = run
+            key = self.key(keys, first)
+            if key == run.tokens:  # a run of one block has these bytes once
+                run.tokens = key
+            at.add_child(key, run)
         self.pools[0].hand_over(ids, REQUEST, RUN)
         self.residency.added_ids(run, GPU, len(ids), is_offered=False)
         return run
 
     def extend(self, run: Run, keys: BlockKeys, first: int, ids: array[int], tier: Tier = GPU) -> None:
-        """Add blocks' tokens, extra keys, hashes and ids in a tier to the end of a run, which may be new: all of it
+        """Add blocks' tokens, extra keys and ids in a tier to the end of a run, which may be new: all of it
         or, on `MemoryError`, nothing. What follows from the ids is the caller's to count."""
         assert run.parent is not None
         size, num_blocks, before = self.block_bytes, len(ids), run.num_blocks
-        parent_hash = run.last_hash if before else run.parent.last_hash
-        hashes = self._hasher.extend(parent_hash, keys.tokens, first, num_blocks, keys.extras)
         extras = run.extras
         if keys.extras is not None:
             shift = before - first
             new = {b + shift: extra for b, extra in keys.extras.items() if first <= b < first + num_blocks}
             extras = {**(extras or {}), **new} or None
-        num_ids = len(run.ids[tier])
+        num_ids = len(run.ids_in(tier))
         try:
-            run.ids[tier].extend(ids)
-            run.tokens += memoryview(keys.tokens)[first * size : (first + num_blocks) * size]
-            run.hashes += hashes
+            run.add_ids(tier, ids)
+            run.add_tokens(keys, first * size, (first + num_blocks) * size)
         except BaseException:
-            del run.ids[tier][num_ids:], run.tokens[before * size :], run.hashes[before * HASH_BYTES :]
+            del run.ids_in(tier)[num_ids:]
             raise
         run.extras = extras
         run.num_blocks += num_blocks
         self._num_appended += 1
         run.usage.inserted = self._num_appended
-        self.policy.grow(run, before)
+        if self._wants_hashes:
+            self.names.of(run, 0, run.num_blocks)
+        if self.policy.hears_growth:
+            self.policy.grow(run, before)
 
     def grow(self, pin: Pin, keys: BlockKeys, first: int, ids: array[int]) -> bool:
         """Do what `insert` and `move_pin` would, where blocks are added behind a leaf that `pin` holds whole.
@@ -287,29 +299,28 @@ class PrefixTree:
 
     def reset(self) -> None:
         """Forget everything. What is pinned stays owned, out of reach, until it is unpinned."""
-        self.old_roots = [root for root in (*self.old_roots, *self.roots.values()) if root.children]
-        self.roots = {}  # first of all: whatever comes, nothing of the old is found any more
+        old, self.roots = self.roots, {}  # first of all: whatever comes, nothing of the old is found any more
+        for root in old.values():
+            self.graves.add(root)
         self.residency.begin_epoch()
         self.generations.begin(Reason.RESET)
         self.policy.clear(self.residency.is_leaf, self.split)
-        for run in reversed(list(self.runs())):  # children first
-            self.residency.truncate(run, run.num_held)
-        self.old_roots = [root for root in self.old_roots if root.children]
+        self.graves.clear(AT_ONCE)
 
     # -- shape
 
     def split(self, run: Run, num_blocks: int) -> Run:
         """Cut a run after `num_blocks` blocks; returns the upper part, which is new. The lower keeps its identity."""
         assert run.parent is not None and 0 < num_blocks < run.num_blocks
-        residency, had_blocks = self.residency, [bool(ids) for ids in run.ids]
+        residency, had_blocks = self.residency, (bool(run.gpu_ids), bool(run.cpu_ids))
         upper, key = run.front(num_blocks, self.block_bytes), residency.key(run)
         run.cut_front(upper, self.block_bytes)  # may lack memory: until here nothing has changed
-        run.parent.children[key] = upper
+        run.parent.add_child(key, upper)
         run.parent = upper
-        upper.children[residency.key(run)] = run
+        upper.add_child(residency.key(run), run)
+        upper.num_gpu_children, upper.num_cpu_children = int(bool(run.gpu_ids)), int(bool(run.cpu_ids))
         for tier in TIERS:
-            upper.num_children_in[tier] = int(bool(run.ids[tier]))
-            residency.count_child(upper, tier, bool(upper.ids[tier]) - had_blocks[tier])
+            residency.count_child(upper, tier, bool(upper.ids_in(tier)) - had_blocks[tier])
         split_pins(run, upper)
         for tier in TIERS:
             residency.offer(upper, tier)
@@ -320,36 +331,40 @@ class PrefixTree:
         """Whether nothing needs the border between a run and its only child any more."""
         if upper.parent is None or not self.policy.alike(upper, lower):
             return False
-        gpu_joins = not lower.ids[GPU] or upper.num_gpu == upper.num_blocks
-        has_both = upper.ids[CPU] and lower.ids[CPU]
+        gpu_joins = not lower.gpu_ids or upper.num_gpu == upper.num_blocks
+        has_both = upper.cpu_ids and lower.cpu_ids
         cpu_joins = not has_both or (upper.cpu_end == upper.num_blocks and lower.cpu_start == 0)
         in_flight = any(isinstance(pin, Segment) for pin in (*upper.pins, *lower.pins))
         return gpu_joins and bool(cpu_joins) and not in_flight
 
     def _merge(self, upper: Run, lower: Run) -> None:
         """The reverse of `split`: the upper run takes in the lower one, its pins and its children."""
-        num_above, had_blocks = upper.num_blocks, [bool(ids) for ids in upper.ids]
-        tokens, hashes = upper.tokens + lower.tokens, upper.hashes + lower.hashes
-        joined = upper.ids[GPU] + lower.ids[GPU], upper.ids[CPU] + lower.ids[CPU]
+        num_above, had_blocks = upper.num_blocks, (bool(upper.gpu_ids), bool(upper.cpu_ids))
+        tokens, hashes = bytearray(upper.tokens) + lower.tokens, upper.hashes
+        if len(hashes) == num_above * HASH_BYTES:
+            hashes = hashes + lower.hashes
+        gpu_ids, cpu_ids = upper.gpu_ids + lower.gpu_ids, upper.cpu_ids + lower.cpu_ids
         if lower.extras is not None:
             upper.extras = {**(upper.extras or {}), **{b + num_above: x for b, x in lower.extras.items()}}
         upper.tokens, upper.hashes = tokens, hashes
         upper.join_marks(lower)
         upper.num_blocks += lower.num_blocks
-        if not upper.ids[CPU]:
+        if not upper.cpu_ids:
             upper.cpu_start = lower.cpu_start + num_above
-        upper.ids = joined
+        upper.gpu_ids, upper.cpu_ids = gpu_ids, cpu_ids
         for pin in lower.pins:
             pin.run, pin.end = upper, pin.end + num_above
-            upper.pins.append(pin)
+            upper.pins = (*upper.pins, pin)
         upper.children = lower.children
         for child in upper.children.values():
             child.parent = upper
-        upper.num_held_children, upper.num_children_in = lower.num_held_children, lower.num_children_in
+        upper.num_held_children = lower.num_held_children
+        upper.num_gpu_children, upper.num_cpu_children = lower.num_gpu_children, lower.num_cpu_children
         if lower.num_held:
             upper.num_held = num_above + lower.num_held
         for tier in TIERS:
-            self.residency.count_child(upper, tier, bool(upper.ids[tier]) - had_blocks[tier])
+            self.residency.count_child(upper, tier, bool(upper.ids_in(tier)) - had_blocks[tier])
+        self.residency.withdraw(lower)
         lower.parent = None
         lower.usage.last_used = max(upper.usage.last_used, lower.usage.last_used)
         upper.usage = lower.usage

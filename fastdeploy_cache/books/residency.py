@@ -5,10 +5,11 @@ from __future__ import annotations
 from array import array
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
-from fastdeploy_cache.books.block_pool import RUN, BlockPool
-from fastdeploy_cache.books.run import CPU, GPU, TIERS, Run, Tier
+from fastdeploy_cache.books.block_pool import CALLER, RUN, BlockPool
+from fastdeploy_cache.books.graves import Graves
+from fastdeploy_cache.books.run import CPU, GPU, NO_IDS, TIERS, Run, Tier
 from fastdeploy_cache.books.transfer import Segment
-from fastdeploy_cache.policies.eviction import EvictionPolicy
+from fastdeploy_cache.policies.guarded import GuardedPolicy
 
 
 class Residency:
@@ -19,7 +20,7 @@ class Residency:
     anywhere beneath it, all of it is held.
     """
 
-    def __init__(self, block_bytes: int, pools: tuple[BlockPool, BlockPool], policy: EvictionPolicy) -> None:
+    def __init__(self, block_bytes: int, pools: tuple[BlockPool, BlockPool], policy: GuardedPolicy) -> None:
         self.pools = pools  # by Tier
         self.policy = policy
         self.epoch = 0
@@ -27,6 +28,7 @@ class Residency:
         # by Tier: blocks evicted since the start, [those with a copy in the other tier, those without]
         self.num_evicted = ([0, 0], [0, 0])
         self._block_bytes = block_bytes
+        self.graves = Graves(self.truncate, pools)
 
     def num_available(self, tier: Tier) -> int:
         """Blocks of a tier that are free or can be evicted now."""
@@ -39,14 +41,11 @@ class Residency:
 
     def is_leaf(self, run: Run, tier: Tier) -> bool:
         """Whether the run may lose its tail in that tier: blocks there, not held, none beneath, still in the tree."""
-        ids = run.ids[tier]
-        return (
-            bool(ids)
-            and (len(ids) if tier == 0 else run.cpu_start + len(ids)) > run.num_held
-            and not run.num_children_in[tier]
-            and run.epoch == self.epoch
-            and run.parent is not None
-        )
+        if tier:
+            has_loose, num_children = bool(run.cpu_ids) and run.cpu_end > run.num_held, run.num_cpu_children
+        else:
+            has_loose, num_children = len(run.gpu_ids) > run.num_held, run.num_gpu_children
+        return has_loose and not num_children and run.epoch == self.epoch and run.parent is not None
 
     def key(self, run: Run) -> bytes:
         """What its parent finds a run under: its first block's tokens and extra key."""
@@ -57,14 +56,14 @@ class Residency:
 
     def add_ids(self, run: Run, tier: Tier, ids: array[int]) -> None:
         """More blocks at the end of the run's interval in a tier."""
-        run.ids[tier].extend(ids)
+        run.add_ids(tier, ids)
         self.added_ids(run, tier, len(ids))
 
     def added_ids(self, run: Run, tier: Tier, num_ids: int, *, is_offered: bool = True) -> None:
         """Count what has been added at the end of the run's interval in a tier. Not `is_offered`: the caller pins it
         now, and it takes part in eviction when it is let go. Offered before its first use, it would have the lowest
         rank of all, and the first eviction would have to put every such entry right."""
-        if num_ids == len(run.ids[tier]):
+        if num_ids == len(run.ids_in(tier)):
             self.count_child(run, tier, 1)
         end = run.num_gpu if tier is GPU else run.cpu_end
         self.num_protected[tier] += max(0, min(end, run.num_held) - (end - num_ids))
@@ -74,14 +73,14 @@ class Residency:
     def add_copies_below(self, run: Run, ids: array[int]) -> None:
         """More copies in front of those that the run has."""
         before = run.num_in(CPU, run.num_held)
-        run.ids[1][:0] = ids
+        run.cpu_ids[:0] = ids
         run.cpu_start -= len(ids)
         self.num_protected[1] += run.num_in(CPU, run.num_held) - before
 
     def take_copies(self, run: Run) -> array[int]:
         """All of a run's copies, which are another run's from now on; the books of this one are put right."""
         self.num_protected[1] -= run.num_in(CPU, run.num_held)
-        ids, run.ids = run.ids[1], (run.ids[0], array("i"))
+        ids, run.cpu_ids = run.cpu_ids, array("i")
         run.cpu_start = 0
         self.count_child(run, CPU, -1)
         return ids
@@ -89,7 +88,7 @@ class Residency:
     def drop_spare_copies(self, run: Run) -> None:
         """Free the copies of a run that is on the GPU as far as it was copied, and of which nothing is on its way: also
         of one that is held, since what is held stays readable."""
-        is_spare = run.ids[1] and run.cpu_end <= run.num_gpu and run.epoch == self.epoch
+        is_spare = run.cpu_ids and run.cpu_end <= run.num_gpu and run.epoch == self.epoch
         if is_spare and not any(isinstance(pin, Segment) for pin in run.pins):
             ids = self.take_copies(run)
             self.num_evicted[CPU][0] += len(ids)
@@ -97,7 +96,7 @@ class Residency:
 
     def _free_tail(self, run: Run, tier: Tier, num_left: int) -> None:
         """Give the run's ids in a tier behind the first `num_left` back; none of them is held."""
-        ids = run.ids[tier]
+        ids = run.ids_in(tier)
         gone = ids[num_left:]
         if gone:
             del ids[num_left:]
@@ -109,14 +108,27 @@ class Residency:
         """`run` began (1) or ceased (-1) to have blocks in a tier."""
         parent = run.parent
         if change and parent is not None:
-            parent.num_children_in[tier] += change
-            if not parent.num_children_in[tier]:
+            if tier:
+                parent.num_cpu_children += change
+            else:
+                parent.num_gpu_children += change
+            if not parent.num_children_in(tier):
                 self.offer(parent, tier)
+            elif change > 0 and (parent.queued_cpu if tier else parent.queued_gpu) is not None:
+                self.policy.pull(parent, tier)
 
     def offer(self, run: Run, tier: Tier) -> None:
         """Let a run take part in a tier's eviction where it is a leaf there."""
         if self.is_leaf(run, tier):
             self.policy.push(run, tier)
+
+    def withdraw(self, run: Run) -> None:
+        """A run is gone: it takes part in no tier's eviction any more."""
+        if run.epoch == self.epoch:
+            if run.queued_gpu is not None:
+                self.policy.pull(run, GPU)
+            if run.queued_cpu is not None:
+                self.policy.pull(run, CPU)
 
     # -- what is held
 
@@ -126,16 +138,20 @@ class Residency:
             before, pins = run.num_held, run.pins
             if run.num_held_children:
                 held = run.num_blocks
+            elif not pins:
+                held = 0
             elif len(pins) == 1:
                 held = pins[0].end
             else:
-                held = max([pin.end for pin in pins], default=0)
+                held = max([pin.end for pin in pins])
             if held == before:
                 return
-            num_gpu, parent = len(run.ids[0]), run.parent
+            gpu_ids, cpu_ids, parent = run.gpu_ids, run.cpu_ids, run.parent
             assert parent is not None
-            self.num_protected[0] += min(held, num_gpu) - min(before, num_gpu)
-            if run.ids[1]:
+            num_gpu = len(gpu_ids)
+            # as in `evict_tail`, a call of min() would cost more than all the rest
+            self.num_protected[0] += (held if held < num_gpu else num_gpu) - (before if before < num_gpu else num_gpu)  # noqa: FURB136
+            if cpu_ids:
                 self.num_protected[1] += run.num_in(CPU, held) - run.num_in(CPU, before)
             run.num_held = held
             if held < before:
@@ -148,7 +164,8 @@ class Residency:
     def _let_go(self, run: Run) -> None:
         """Less of a run is held: it may be evicted from now on or, where it is of an older epoch, is freed."""
         if run.epoch != self.epoch:
-            self.truncate(run, run.num_held)
+            if not run.children and not self.graves.is_open(run):  # else it goes behind what is below it
+                self.truncate(run, run.num_held)
         else:
             for tier in TIERS:
                 self.offer(run, tier)
@@ -161,9 +178,41 @@ class Residency:
         The caller has checked `num_available`: asked for more, it would go on to victims that nobody named, and in the
         end find none.
         """
-        while num_blocks > 0:
-            run, at_most = self.policy.victim(tier, num_blocks)
-            num_blocks -= self.evict_tail(run, tier, at_most)
+        if self.graves.open:  # what a reset has forgotten goes first
+            num_blocks -= self.graves.free(tier, num_blocks)
+        pool, victim, gone = self.pools[tier], self.policy.victim, array("i")
+        in_parts = tier != 0 or pool.num_read > 0
+        try:
+            while num_blocks > 0:
+                run, at_most = victim(tier, num_blocks)
+                ids = run.gpu_ids
+                if in_parts or len(ids) > at_most or run.cpu_ids or run.num_held or run.children:
+                    num_blocks -= self.evict_tail(run, tier, at_most)
+                else:  # where they are small they are many: their ids are freed all at once
+                    gone += ids
+                    num_blocks -= len(ids)
+                    self._remove_leaf(run)
+        finally:
+            if gone:
+                pool.free(gone, RUN)
+                self.num_evicted[tier][1] += len(gone)
+
+    def _remove_leaf(self, run: Run) -> None:
+        """Unlink a leaf that is on the GPU alone, and that the policy has named. Its ids are the caller's to free."""
+        parent = run.parent
+        assert parent is not None
+        if self.policy.hears_growth:
+            self.policy.shrink(run, 0)
+        run.gpu_ids = NO_IDS
+        num_left = parent.num_gpu_children = parent.num_gpu_children - 1
+        if not num_left:
+            self.offer(parent, GPU)
+        self._unlink(run, parent)
+
+    def _unlink(self, run: Run, parent: Run) -> None:
+        parent.remove_child(self.key(run))
+        run.parent = run.queued_gpu = run.queued_cpu = None
+        run.tokens = run.hashes = b""  # a policy may hold the run for a while
 
     def evict_tail(self, run: Run, tier: Tier, at_most: int) -> int:
         """Take up to `at_most` blocks from the end of a leaf of the tier.
@@ -172,7 +221,7 @@ class Residency:
         """
         num_free = self.pools[tier].num_free
         if tier == 0:
-            taken = len(run.ids[0]) - run.num_held
+            taken = len(run.gpu_ids) - run.num_held
             if taken > at_most:  # noqa: PLR1730 (min() would be a tenth of a one-block call)
                 taken = at_most
             num_kept = self._evict_gpu_tail(run, taken)
@@ -185,23 +234,39 @@ class Residency:
         num_freed = self.pools[tier].num_free - num_free
         return num_freed if num_freed < taken else taken  # noqa: FURB136 (as above)
 
-    def evict_run(self) -> array[int]:
-        """Evict of the run that the policy chooses all that is not held on the GPU; returns the ids, first to last."""
+    def evict_run(self, evicted: array[int]) -> None:
+        """Evict of the run that the policy chooses all that is not held on the GPU. The ids, first to last, are put
+        behind `evicted` and are a caller's now, but for those that are being read: they are free when they have been.
+        """
         run, _ = self.policy.victim(GPU, self.pools[0].num_blocks)
-        ids = run.ids[0][run.num_held :]
-        num_kept = self._evict_gpu_tail(run, len(ids))
+        pool, ids, before, num_held = self.pools[0], run.gpu_ids, len(run.gpu_ids), run.num_held
+        gone = ids[num_held:]
+        unread = pool.unread(gone)
+        evicted.extend(unread)  # first: it may need memory
+        pool.hand_over(unread, RUN, CALLER)
+        if len(unread) < len(gone):
+            mine = set(unread)
+            pool.free(array("i", [block_id for block_id in gone if block_id not in mine]), RUN)
+        del ids[num_held:]
+        if not ids:
+            self.count_child(run, GPU, -1)
+        end = self._end_without(run, num_held)
+        self.truncate(run, end)
+        num_kept = max(0, min(end, before) - num_held)
         self.num_evicted[GPU][0] += num_kept
-        self.num_evicted[GPU][1] += len(ids) - num_kept
-        return ids
+        self.num_evicted[GPU][1] += len(gone) - num_kept
+
+    @staticmethod
+    def _end_without(run: Run, num_gpu: int) -> int:
+        """Where a run ends that has only so many blocks left on the GPU: where copies go on behind them, they stay."""
+        return run.cpu_end if run.cpu_start <= num_gpu < run.cpu_end else num_gpu
 
     def _evict_gpu_tail(self, run: Run, num_blocks: int) -> int:
         """Returns of how many blocks a CPU copy remains."""
-        ids = run.ids[0]
+        ids = run.gpu_ids
         before = len(ids)
         num_gpu = before - num_blocks
-        end = num_gpu
-        if run.ids[1] and run.cpu_start <= num_gpu < run.cpu_end:
-            end = run.cpu_end
+        end = self._end_without(run, num_gpu) if run.cpu_ids else num_gpu
         if num_gpu:
             gone = ids[num_gpu:]
             del ids[num_gpu:]
@@ -225,7 +290,7 @@ class Residency:
         """End a run after `num_blocks` blocks, of which none behind is held, and drop everything beneath it."""
         if num_blocks == run.num_blocks:
             return
-        if run.epoch == self.epoch:
+        if self.policy.hears_growth and run.epoch == self.epoch:
             self.policy.shrink(run, num_blocks)
         if run.children:
             for child in list(run.children.values()):
@@ -233,12 +298,11 @@ class Residency:
         if not num_blocks:
             self._remove(run)
             return
-        if len(run.ids[0]) > num_blocks:
+        if len(run.gpu_ids) > num_blocks:
             self._free_tail(run, GPU, num_blocks)
-        if run.ids[1]:
+        if run.cpu_ids:
             self._drop_copies(run, num_blocks)
-        del run.tokens[num_blocks * self._block_bytes :]
-        del run.hashes[num_blocks * HASH_BYTES :]
+        run.cut_tail(num_blocks * self._block_bytes, num_blocks * HASH_BYTES)
         if run.extras is not None:
             run.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
         run.num_blocks = num_blocks
@@ -249,14 +313,14 @@ class Residency:
         for node in below:
             below.extend(node.children.values())
         for node in reversed(below):
-            if run.epoch == self.epoch:
+            if self.policy.hears_growth and run.epoch == self.epoch:
                 self.policy.shrink(node, 0)
             self._remove(node)
 
     def _drop_copies(self, run: Run, num_blocks: int) -> None:
         """Free the CPU blocks behind the first `num_blocks` of a run that is being cut."""
         num_left = run.num_in(CPU, num_blocks)
-        num_gone = len(run.ids[1]) - num_left
+        num_gone = len(run.cpu_ids) - num_left
         if num_gone:
             if run.epoch == self.epoch:  # else it is a reset's doing
                 self.num_evicted[CPU][1] += num_gone
@@ -265,12 +329,11 @@ class Residency:
     def _remove(self, run: Run) -> None:
         """Free what a childless run still has and unlink it."""
         assert run.parent is not None and not run.children and not run.num_held
-        if run.ids[0]:
+        if run.gpu_ids:
             self._free_tail(run, GPU, 0)
         self._drop_copies(run, 0)
-        del run.parent.children[self.key(run)]
-        run.parent = None
-        run.tokens, run.hashes = bytearray(), bytearray()  # a policy may hold the run for a while
+        self.withdraw(run)
+        self._unlink(run, run.parent)
 
     def begin_epoch(self) -> None:
         """What is in the tree now is of the past: it is never evicted, only removed."""

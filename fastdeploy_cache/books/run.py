@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 from array import array
-from dataclasses import dataclass
+from collections.abc import Mapping
 from enum import IntEnum
+from types import MappingProxyType
+
+import msgspec
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
+from fastdeploy_cache.books.block_keys import BlockKeys
 
 
 class Tier(IntEnum):
@@ -18,11 +22,13 @@ class Tier(IntEnum):
 
 
 TIERS = GPU, CPU = tuple(Tier)
+_SHORT_BYTES = 4096  # so many tokens are kept as `bytes`, which are smaller, until the run grows or is cut
 DEFAULT_PRIORITY = 35  # of a request that has none of its own, for the policy `priority`
+NO_CHILDREN: Mapping[bytes, Run] = MappingProxyType({})
+NO_IDS = array("i")  # never changed
 
 
-@dataclass(slots=True)
-class Usage:
+class Usage(msgspec.Struct, gc=False, eq=False):
     """How a run was used: what eviction policies decide by. Both parts of a split run have it."""
 
     last_used: int = 0  # order of uses over the whole cache
@@ -38,76 +44,118 @@ class Usage:
     store_priority: float | None = None  # of the last request that used it and had one: for storage
 
 
-class Run:
+class Run(msgspec.Struct, gc=False, eq=False):
     """`num_blocks` consecutive blocks: [0, num_gpu) are on the GPU, [cpu_start, cpu_end) in the CPU tier::
 
         block    0 1 2 3 4 5 6 7
         held     x x x                  a pin keeps these: no eviction
-        GPU      x x x x x              ids[GPU] has 5 ids
-        CPU          x x x x x x        cpu_start 2, ids[CPU] has 6 ids
+        GPU      x x x x x              gpu_ids has 5
+        CPU          x x x x x x        cpu_start 2, cpu_ids has 6
 
-    Every block is in some tier. Only `PrefixTree` and `Residency` change a run.
+    Every block is in some tier. Only `PrefixTree` and `Residency` change a run. A large cache has hundreds of thousands
+    of them, so what most runs have none of is one empty thing for all, and of a run the garbage collector sees its ids
+    alone: whoever takes a run out of the tree cuts it off from its parent, and the end of a tree does so for all
+    (`cut_off`).
     """
 
-    __slots__ = (
-        "children",
-        "cpu_start",
-        "epoch",
-        "extras",
-        "hashes",
-        "ids",
-        "num_blocks",
-        "num_children_in",
-        "num_held",
-        "num_held_children",
-        "num_offered",
-        "num_stored",
-        "offered_use",
-        "parent",
-        "pins",
-        "queued",
-        "tokens",
-        "usage",
-    )
+    parent: Run | None
+    epoch: int
+    usage: Usage
+    tokens: bytes | bytearray = b""
+    hashes: bytes | bytearray = b""  # of its first blocks, as far as somebody has asked: see `BlockNames`
+    extras: dict[int, bytes] | None = None  # by block, where images or other extra keys overlap it
+    num_blocks: int = 0
+    children: Mapping[bytes, Run] = NO_CHILDREN  # see `add_child`
+    gpu_ids: array[int] = NO_IDS  # see `add_ids`
+    cpu_ids: array[int] = NO_IDS
+    cpu_start: int = 0
+    num_gpu_children: int = 0  # children with blocks there
+    num_cpu_children: int = 0
+    pins: tuple[Pin, ...] = ()
+    num_held_children: int = 0  # children with a pin in or beneath them
+    num_held: int = 0  # blocks from the front that a pin, here or beneath, keeps where they are
+    num_stored: int = 0  # blocks from the front that storage has taken; it may have dropped them since
+    num_offered: int = 0  # blocks from the front that storage was offered, in the use of that number
+    offered_use: int = 1
+    queued_gpu: object = None  # a policy's mark of its place among the leaves of that tier
+    queued_cpu: object = None
 
-    def __init__(self, parent: Run | None, epoch: int, usage: Usage) -> None:
-        self.parent = parent
-        self.epoch = epoch
-        self.usage = usage
-        self.tokens = bytearray()
-        self.hashes = bytearray()  # of a root: what its first blocks have as their parent
-        self.extras: dict[int, bytes] | None = None  # by block, where images or other extra keys overlap it
-        self.num_blocks = 0
-        self.children: dict[bytes, Run] = {}
-        self.ids = (array("i"), array("i"))  # by Tier
-        self.cpu_start = 0
-        self.num_children_in = [0, 0]  # by Tier: children with blocks there
-        self.pins: list[Pin] = []
-        self.num_held_children = 0  # children with a pin in or beneath them
-        self.num_held = 0  # blocks from the front that a pin, here or beneath, keeps where they are
-        self.num_stored = 0  # blocks from the front that storage has taken; it may have dropped them since
-        self.num_offered = 0  # blocks from the front that storage was offered, in the use of that number
-        self.offered_use = 1
-        self.queued: list[object] = [None, None]  # by Tier: a policy's mark of the entry that stands for this run
+    def __repr__(self) -> str:
+        """Itself alone: all that it refers to is the whole tree."""
+        return f"Run({self.num_blocks} blocks, epoch {self.epoch})"
 
     @property
     def num_gpu(self) -> int:
         """Blocks on the GPU: the first ones."""
-        return len(self.ids[0])
+        return len(self.gpu_ids)
 
     @property
     def cpu_end(self) -> int:
         """The end of the interval of blocks with a CPU copy."""
-        return self.cpu_start + len(self.ids[1])
+        return self.cpu_start + len(self.cpu_ids)
 
     def num_in(self, tier: Tier, end: int) -> int:
         """How many of the blocks [0, end) are in a tier."""
-        return min(end, len(self.ids[0])) if tier == 0 else max(0, min(end, self.cpu_end) - self.cpu_start)
+        return min(end, len(self.gpu_ids)) if tier == 0 else max(0, min(end, self.cpu_end) - self.cpu_start)
 
-    @property
-    def last_hash(self) -> bytes:
-        """The hash of the last block (of a root: the parent of its first blocks)."""
-        return bytes(self.hashes[-HASH_BYTES:])
+    def ids_in(self, tier: Tier) -> array[int]:
+        """Its ids in a tier."""
+        return self.cpu_ids if tier else self.gpu_ids
+
+    def add_ids(self, tier: Tier, ids: array[int]) -> None:
+        """More blocks at the end of its interval in a tier; all of them or, on `MemoryError`, none."""
+        known = self.cpu_ids if tier else self.gpu_ids
+        if known:
+            known.extend(ids)
+        elif tier:
+            self.cpu_ids = ids[:]
+        else:
+            self.gpu_ids = ids[:]
+
+    def num_children_in(self, tier: Tier) -> int:
+        """How many of its children have blocks in a tier."""
+        return self.num_cpu_children if tier else self.num_gpu_children
+
+    def add_child(self, key: bytes, child: Run) -> None:
+        """Hang a run below this one."""
+        if type(self.children) is dict:
+            self.children[key] = child
+        else:
+            self.children = {key: child}
+
+    def remove_child(self, key: bytes) -> None:
+        """The reverse; of an earlier epoch it may hang there no more (see `Graves`)."""
+        if type(self.children) is dict:
+            self.children.pop(key, None)
+            if not self.children:
+                self.children = NO_CHILDREN
+
+    def take_children(self) -> dict[bytes, Run]:
+        """Hang nothing below this run any more; returns what was there."""
+        children, self.children = self.children, NO_CHILDREN
+        assert type(children) is dict
+        return children
+
+    def add_tokens(self, keys: BlockKeys, start: int, end: int) -> None:
+        """Add the bytes [start, end) of somebody's tokens at the end; all of them or, on `MemoryError`, none."""
+        tokens = self.tokens
+        if end - start > _SHORT_BYTES:
+            data, at = keys.buffer(start, end)
+            tokens = bytearray(tokens) if type(tokens) is bytes else tokens
+            tokens += memoryview(data)[at : at + end - start]
+        elif type(tokens) is bytearray:  # each block of a decode step
+            tokens += keys.part(start, end)
+            return
+        else:
+            tokens = bytearray(tokens) + keys.part(start, end) if tokens else keys.part(start, end)
+        self.tokens = tokens
+
+    def cut_tail(self, num_bytes: int, num_hash_bytes: int) -> None:
+        """Keep so much of the tokens and of the hashes from the front."""
+        if type(self.tokens) is bytes:  # from now on the end goes without a copy of the rest
+            self.tokens = bytearray(self.tokens)
+        del self.tokens[num_bytes:]  # type: ignore[union-attr]
+        self.hashes = self.hashes[:num_hash_bytes]
 
     def front(self, num_blocks: int, block_bytes: int) -> Run:
         """A run beside this one with what its first blocks have; this one is as before, until `cut_front`."""
@@ -118,7 +166,9 @@ class Run:
         upper.hashes = self.hashes[: num_blocks * HASH_BYTES]
         if self.extras is not None:
             upper.extras = {block: extra for block, extra in self.extras.items() if block < num_blocks} or None
-        upper.ids = self.ids[0][:num_blocks], self.ids[1][: max(0, num_blocks - self.cpu_start)]
+        upper.gpu_ids = self.gpu_ids[:num_blocks]
+        if self.cpu_ids:
+            upper.cpu_ids = self.cpu_ids[: max(0, num_blocks - self.cpu_start)]
         upper.cpu_start = self.cpu_start
         return upper
 
@@ -131,8 +181,8 @@ class Run:
         self.tokens, self.hashes, self.extras = tokens, hashes, extras
         self.num_blocks -= cut
         self.cpu_start = max(0, self.cpu_start - cut)
-        for own, gone in zip(self.ids, upper.ids, strict=True):
-            del own[: len(gone)]
+        del self.gpu_ids[: len(upper.gpu_ids)]
+        del self.cpu_ids[: len(upper.cpu_ids)]
         self.cut_marks(upper)
 
     def cut_marks(self, upper: Run) -> None:
@@ -149,6 +199,10 @@ class Run:
         if self.num_offered == self.num_blocks:
             self.num_offered += lower.num_offered
         self.offered_use = lower.offered_use
+
+    def cut_off(self) -> None:
+        """Let go of all others, so that nothing refers to itself in a circle."""
+        self.parent, self.children, self.pins = None, NO_CHILDREN, ()
 
     def path(self) -> list[Run]:
         """The runs from below the root down to this one."""

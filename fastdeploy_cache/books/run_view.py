@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
+from fastdeploy_cache.books.block_names import BlockNames
 from fastdeploy_cache.books.prefix_tree import PrefixTree
-from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
+from fastdeploy_cache.books.run import Pin, Run
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,28 +69,28 @@ def views_of(tree: PrefixTree) -> Iterator[RunView]:
         end = first_block + run.num_blocks
         below.extend((child, namespace, end) for child in run.children.values())
         if run.parent is not None:
-            yield _view(run, run.parent, namespace, first_block)
+            yield _view(run, run.parent, namespace, first_block, tree.names)
 
 
-def path_views(path: list[Run], namespace: str) -> Iterator[RunView]:
+def path_views(path: list[Run], namespace: str, names: BlockNames) -> Iterator[RunView]:
     """Views of the runs of a path, first to last. Under the manager's lock."""
     first_block = 0
     for run in path:
         assert run.parent is not None
-        yield _view(run, run.parent, namespace, first_block)
+        yield _view(run, run.parent, namespace, first_block, names)
         first_block += run.num_blocks
 
 
-def _view(run: Run, parent: Run, namespace: str, first_block: int) -> RunView:
+def _view(run: Run, parent: Run, namespace: str, first_block: int, names: BlockNames) -> RunView:
     return RunView(
         namespace=namespace,
         first_block=first_block,
         token_ids=np.frombuffer(bytes(run.tokens), "<i4"),
-        joined_hashes=bytes(run.hashes),
-        parent_hash=parent.last_hash,
-        block_ids=run.ids[GPU].tolist(),
+        joined_hashes=names.of(run, 0, run.num_blocks),
+        parent_hash=names.of_last(parent),
+        block_ids=run.gpu_ids.tolist(),
         cpu_start=run.cpu_start,
-        cpu_block_ids=run.ids[CPU].tolist(),
+        cpu_block_ids=run.cpu_ids.tolist(),
         num_held=run.num_held,
         num_pins=sum(type(pin) is Pin for pin in run.pins),
         last_used=run.usage.last_used,

@@ -25,16 +25,17 @@ def drop_gpu(tree: PrefixTree) -> None:
     except MemoryError:  # the GPU's bytes are gone all the same: then nothing is kept
         kept, heirs = [], {}
     for run, heir in heirs.items():
-        heir.ids = heir.ids[0], tree.residency.take_copies(run)
+        heir.cpu_ids = tree.residency.take_copies(run)
     tree.reset()
     tree.generations.begin(Reason.GPU_LOST)
     for (name, _), heir in zip(kept, heirs.values(), strict=True):
         above = heir.parent
         assert above is not None
         heir.parent = heirs[above] if above in heirs else tree.root(name)
-        heir.parent.children[tree.residency.key(heir)] = heir
+        heir.parent.add_child(tree.residency.key(heir), heir)
         tree.residency.count_child(heir, CPU, 1)
-        tree.policy.grow(heir, 0)
+        if tree.policy.hears_growth:
+            tree.policy.grow(heir, 0)
     for heir in heirs.values():
         tree.residency.offer(heir, CPU)
 
@@ -43,7 +44,7 @@ def _copied_runs(root: Run) -> Iterator[Run]:
     """The runs below a root that begin with copies, as do all above them wholly; parents first."""
     below = list(root.children.values())
     for run in below:
-        if run.ids[CPU] and run.cpu_start == 0:
+        if run.cpu_ids and run.cpu_start == 0:
             if run.cpu_end == run.num_blocks:
                 below.extend(run.children.values())
             yield run
@@ -56,8 +57,8 @@ def _heir(tree: PrefixTree, run: Run) -> Run:
     heir.num_blocks = num_blocks
     heir.num_stored, heir.num_offered = min(run.num_stored, num_blocks), min(run.num_offered, num_blocks)
     heir.offered_use = run.offered_use
-    heir.tokens += memoryview(run.tokens)[: num_blocks * tree.block_bytes]
-    heir.hashes += memoryview(run.hashes)[: num_blocks * HASH_BYTES]
+    heir.tokens = run.tokens[: num_blocks * tree.block_bytes]
+    heir.hashes = run.hashes[: num_blocks * HASH_BYTES]
     if run.extras is not None:
         heir.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
     return heir
@@ -80,6 +81,6 @@ def drop_cpu(books: Books) -> None:
             if moved is not None:
                 pinned[moved] = prefix
     for run in reversed(list(tree.runs())):  # children first
-        if run.ids[CPU] and run.epoch == tree.epoch:
+        if run.cpu_ids and run.epoch == tree.epoch:
             tree.pools[CPU].free(tree.residency.take_copies(run), RUN)
             tree.residency.truncate(run, run.num_gpu)

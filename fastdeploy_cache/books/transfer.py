@@ -84,22 +84,24 @@ def segments_of(run: Run, tier: Tier) -> list[Segment]:
 
 def split_pins(lower: Run, upper: Run) -> None:
     """Each pin follows its blocks; a segment on both sides becomes two. What is held stays the same blocks."""
-    cut, pins, lower.pins = upper.num_blocks, lower.pins, []
-    for pin in pins:
+    cut, above = upper.num_blocks, list(upper.pins)
+    below: list[Pin] = []
+    for pin in lower.pins:
         if pin.end <= cut:
             pin.run = upper
-            upper.pins.append(pin)
+            above.append(pin)
             continue
         if isinstance(pin, Segment) and pin.start < cut:
             num_above = cut - pin.start
             part = Segment(pin.transfer, upper, pin.start, pin.ids[:num_above])
             pin.start, pin.ids = cut, pin.ids[num_above:]
-            upper.pins.append(part)
+            above.append(part)
             segments = pin.transfer.segments
             segments.insert(segments.index(pin), part)  # loads land from the top down
         if isinstance(pin, Segment):
             pin.start -= cut
         pin.end -= cut
-        lower.pins.append(pin)
+        below.append(pin)
+    upper.pins, lower.pins = tuple(above), tuple(below)
     upper.num_held, lower.num_held = min(lower.num_held, cut), max(0, lower.num_held - cut)
     upper.num_held_children = int(lower.num_held > 0)

@@ -8,12 +8,13 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import CALLER, REQUEST
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Used
-from fastdeploy_cache.books.path import gpu_ids, hash_at
+from fastdeploy_cache.books.path import gpu_ids
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
-from fastdeploy_cache.books.prefix_tree import BlockKeys, Insertion
+from fastdeploy_cache.books.prefix_tree import Insertion
 from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
 from fastdeploy_cache.callers.copies import BlockCopies
 from fastdeploy_cache.callers.finder import Finder
@@ -32,8 +33,8 @@ class Lookup(NamedTuple):
 
     block_ids: list[int]  # on the GPU
     num_cpu_blocks: int  # behind these, in the CPU tier only
-    gpu_hash: bytes  # of the last block on the GPU; b"" for none
-    last_hash: bytes  # of the last block in any tier; b"" for none
+    gpu_hash: bytes  # of the last block on the GPU; b"" for none, or where hashes were not asked for
+    last_hash: bytes  # of the last block in any tier; likewise
 
     @property
     def num_blocks(self) -> int:  # in any tier
@@ -112,17 +113,17 @@ class CallerBlocks:
 
         Fewer where no more can be evicted. `allocate` evicts exactly what it needs.
         """
-        evicted, num_free = array("i"), 0
+        evicted = array("i")
         with self._books:
             self._books.check_open()
             residency, pool = self._tree.residency, self._books.pools[GPU]
-            num_before = pool.num_free
-            while num_free < num_blocks and residency.num_available(GPU) > pool.num_free:
-                evicted += residency.evict_run()
-                num_free = pool.num_free - num_before  # what is being read is not free yet
-            unread = set(pool.deferred_ids)
-            evicted = array("i", [block_id for block_id in evicted if block_id not in unread])
-            pool.claim(evicted, CALLER)
+            evicted += pool.allocate(residency.graves.free(GPU, num_blocks), CALLER)  # a reset has forgotten these
+            try:
+                while len(evicted) < num_blocks and residency.num_available(GPU) > pool.num_free:
+                    residency.evict_run(evicted)
+            except BaseException:  # no memory: the caller hears of none of them
+                pool.free(evicted, CALLER)
+                raise
             self._own.note_taken(evicted, GPU)
             self._copy_down.moved(len(evicted))
         return evicted.tolist()
@@ -149,9 +150,10 @@ class CallerBlocks:
 
     # -- prefixes
 
-    def lookup(self, request: Request, *, touch: bool = True, split: bool = False) -> Lookup:
+    def lookup(self, request: Request, *, touch: bool = True, split: bool = False, hashes: bool = False) -> Lookup:
         """What is cached of the tokens' full blocks. Pins nothing; with `touch` it counts as recently used.
 
+        `hashes`: compute those of the answer, too; a block's first costs some tenths of a microsecond.
         `split`: cut the runs in which it ends, on the GPU and anywhere, so that what is behind ages, and is evicted, by
         itself.
         """
@@ -165,7 +167,8 @@ class CallerBlocks:
                     path = (upper if end == num_found else path[-1]).path()
             if path and touch:
                 self._tree.policy.touch(path)
-            return Lookup(ids.tolist(), num_found - len(ids), hash_at(path, len(ids)), hash_at(path, num_found))
+            names = [self._tree.names.at(path, end) if hashes else b"" for end in (len(ids), num_found)]
+            return Lookup(ids.tolist(), num_found - len(ids), *names)
 
     def pin(self, request: Request, num_blocks: int | None = None) -> PinnedPrefix:
         """Keep the longest cached prefix, at most `num_blocks` blocks of it, where it is until `unpin`."""
@@ -265,7 +268,7 @@ class CallerBlocks:
             self._books.check_open()
             epoch, num_dropped = self._tree.epoch, 0
             runs = (run for run in self._tree.runs() if run.epoch == epoch and not run.children)
-            leaf = next((run for run in runs if run.last_hash == block_hash), None)
+            leaf = next((run for run in runs if self._tree.names.of_last(run) == block_hash), None)
             while leaf is not None and leaf.parent is not None and not leaf.children:
                 above, num_blocks = leaf.parent, leaf.num_blocks
                 self._tree.residency.truncate(leaf, leaf.num_held)

@@ -7,12 +7,12 @@ from array import array
 from collections.abc import Sequence
 
 from fastdeploy_cache.books.arrivals import insert_copies
+from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import CALLER, TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Copied
 from fastdeploy_cache.books.path import Part, coming_and_cold, coming_ids, gpu_ids
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
-from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.callers.finder import Finder
@@ -236,6 +236,6 @@ def _copies(path: list[Run], first: int, num_blocks: int) -> array[int]:
         for block in range(max(0, first - depth), min(run.num_blocks, num_blocks - depth)):
             if not run.cpu_start <= block < run.cpu_end:
                 return ids
-            ids.append(run.ids[CPU][block - run.cpu_start])
+            ids.append(run.cpu_ids[block - run.cpu_start])
         depth += run.num_blocks
     return ids

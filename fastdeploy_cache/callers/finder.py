@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.request import Request
@@ -17,7 +17,7 @@ class Finder:
 
     def keys(self, request: Request) -> BlockKeys:
         """What its blocks are found by."""
-        return BlockKeys(request.tokens, request.extra_keys(self._size))
+        return request.keys(self._size)
 
     def find(self, request: Request, num_blocks: int | None = None) -> tuple[list[Run], int]:
         """The runs of its longest cached prefix, at most `num_blocks` blocks, and how many blocks that is."""

@@ -11,6 +11,8 @@ from fastdeploy_cache.callers.finder import Finder
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.stats import TierStats
 
+_BLOCKS_A_TURN = 1024  # that are hashed: about a millisecond
+
 
 class BlockView:
     """What is in the books at one moment: `cache.blocks.view`. Any thread; each call is a turn of its own."""
@@ -25,6 +27,7 @@ class BlockView:
 
     def runs(self) -> list[RunView]:
         """Every run of the tree, parents first, as it is now. Walks the whole tree."""
+        self._name_all()
         with self._books:
             return list(views_of(self._books.tree))
 
@@ -33,7 +36,7 @@ class BlockView:
         The last one may go on behind it."""
         with self._books:
             path, _ = self._finder.find(request, num_blocks)
-            return list(path_views(path, request.namespace))
+            return list(path_views(path, request.namespace, self._books.tree.names))
 
     def free_block_ids(self, tier: Tier = GPU) -> list[int]:
         """The blocks of a tier that nobody owns, lowest first. Walks the pool."""
@@ -42,5 +45,20 @@ class BlockView:
 
     def eviction_order(self, tier: Tier = GPU) -> list[bytes]:
         """The hashes of the last blocks of the runs whose ends can be evicted, about in the order of eviction."""
+        self._name_all()
         with self._books, contextlib.closing(self._books.tree.policy.coldest(tier)) as runs:
-            return [run.last_hash for run in runs]
+            return [self._books.tree.names.of_last(run) for run in runs]
+
+    def _name_all(self) -> None:
+        """Hash what nobody has asked for yet, in turns of their own: all at once would hold the lock for long."""
+        tree = self._books.tree
+        with self._books:
+            unnamed = [run for run in tree.runs() if not tree.names.has_all(run)]
+        unnamed.reverse()  # parents last, from where they are taken
+        while unnamed:
+            with self._books:
+                num_left = _BLOCKS_A_TURN
+                while unnamed and num_left > 0:
+                    num_left -= tree.names.add(unnamed[-1], num_left)
+                    if tree.names.has_all(unnamed[-1]):
+                        unnamed.pop()

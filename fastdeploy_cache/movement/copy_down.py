@@ -18,6 +18,7 @@ from fastdeploy_cache.transfer_manager.task import TaskKind
 MIN_STORE_BLOCKS = 64  # a task for each block that a decoding request fills would cost more than its commit
 _MAX_BYTES_IN_FLIGHT = 256 * 2**20  # of a rank
 MAX_LOOKED = 512  # leaves that one look at the cold end goes over, under the lock: some milliseconds
+_PIECE_TOKENS = 4096  # of a copy that a look starts, or `MIN_STORE_BLOCKS` blocks where that is more
 _MAX_STARTED = 64  # copies that one look starts
 
 
@@ -44,6 +45,7 @@ class CopyDown:
         self._min_uses = config.cpu_write_min_uses
         self._own = self._through, self._selective, self._min_uses  # without storage
         self._max_in_flight = max(1, min(self._num_reserve, _MAX_BYTES_IN_FLIGHT // max(1, config.block_bytes())))
+        self._piece_blocks = max(MIN_STORE_BLOCKS, _PIECE_TOKENS // config.block_size)
         self._look_after = max(1, self._num_reserve // 4)  # blocks: a quarter of what the last look went over
         self._num_moved = 0  # blocks that came or went since the cold zone was looked at
         self._has_more = False
@@ -133,18 +135,31 @@ class CopyDown:
             return
         self._has_more = False
         zone, parts = self._cold_zone(num_zone)
-        for number, (run, first, length) in enumerate(parts):
+        num_left = _MAX_STARTED
+        for part in parts:
+            num_left -= self._start(part, zone, num_left)
+            if self._has_more:
+                break
+        self._num_started = self._mover.num_storing
+
+    def _start(self, part: Part, zone: set[Run], at_most: int) -> int:
+        """Start copies of a part, piece by piece, as far as there is room; returns how many."""
+        run, first, length = part
+        num_started = 0
+        while length > 0:
             num_room = self._max_in_flight - self._mover.num_storing
-            if num_room <= 0 or number >= _MAX_STARTED or not self._mover.can(TaskKind.SWAP_OUT):
+            if num_room <= 0 or num_started >= at_most or not self._mover.can(TaskKind.SWAP_OUT):
                 self._has_more = True  # also where the ranks are down: the next verbs look again
                 break
-            num_blocks = self._make_room(min(length, num_room, MIN_STORE_BLOCKS), run, zone)
-            if num_blocks:
-                # the end is evicted first, so it is copied first, but for what goes on where copies end
-                start = first if _continues(run, first) else first + length - num_blocks
-                self._mover.store([(run, start, num_blocks)])
-            self._has_more |= num_blocks < length and num_blocks > 0
-        self._num_started = self._mover.num_storing
+            num_blocks = self._make_room(min(length, num_room, self._piece_blocks), run, zone)
+            if not num_blocks:
+                break
+            # the end is evicted first, so it is copied first, but for what goes on where copies end
+            is_next = _continues(run, first)
+            self._mover.store([(run, first if is_next else first + length - num_blocks, num_blocks)])
+            first, length = first + num_blocks * is_next, length - num_blocks
+            num_started += 1
+        return num_started
 
     def _cold_zone(self, num_blocks: int) -> tuple[set[Run], list[Part]]:
         """The runs whose ends are the next `num_blocks` to be evicted, or the first of these, and what of them has no
@@ -158,7 +173,7 @@ class CopyDown:
                 zone.add(run)
                 parts.extend(_uncopied(run, run.num_held))  # all: without its beginning, the end of a run is lost, too
                 parent = run.parent
-                alone = parent is not None and parent.parent is not None and parent.num_children_in[GPU] == 1
+                alone = parent is not None and parent.parent is not None and parent.num_gpu_children == 1
                 if parent is not None and alone and num_taken == run.num_gpu:
                     exposed.append(parent)
             return max(0, num_taken)
@@ -179,6 +194,8 @@ class CopyDown:
     def _make_room(self, num_blocks: int, source: Run, zone: set[Run]) -> int:
         """Free up to `num_blocks` CPU blocks that are worth less than a copy of `source`; how many there are now."""
         residency, policy = self._tree.residency, self._tree.policy
+        if residency.graves.open:
+            residency.graves.free(CPU, num_blocks - self._pool.num_free)
         while self._pool.num_free < num_blocks and residency.num_available(CPU) > self._pool.num_free:
             num_short = num_blocks - self._pool.num_free
             victim, at_most = policy.victim(CPU, num_short)
@@ -199,7 +216,7 @@ def _pieces(parts: Sequence[Part], num_blocks: int) -> list[Part]:
     for run, first, length in parts:
         if num_blocks:
             taken = min(length, num_blocks)
-            joins_behind = taken < length and run.ids[CPU] and first + length == run.cpu_start
+            joins_behind = taken < length and run.cpu_ids and first + length == run.cpu_start
             chosen.append((run, first + length - taken if joins_behind else first, taken))
             num_blocks -= taken
     return chosen
@@ -207,18 +224,18 @@ def _pieces(parts: Sequence[Part], num_blocks: int) -> list[Part]:
 
 def _continues(run: Run, block: int) -> bool:
     """Whether the run's copies, or what is on its way, end where this block begins."""
-    ends_here = bool(run.ids[CPU]) and run.cpu_end == block
+    ends_here = bool(run.cpu_ids) and run.cpu_end == block
     return ends_here or any(segment.end == block for segment in segments_of(run, CPU))
 
 
 def _uncopied(run: Run, first: int) -> list[Part]:
     """What of the GPU blocks from `first` on has no copy and none on its way, so that copies stay one interval."""
     segments = segments_of(run, CPU)
-    starts = [segment.start for segment in segments] + ([run.cpu_start] if run.ids[CPU] else [])
-    ends = [segment.end for segment in segments] + ([run.cpu_end] if run.ids[CPU] else [])
+    starts = [segment.start for segment in segments] + ([run.cpu_start] if run.cpu_ids else [])
+    ends = [segment.end for segment in segments] + ([run.cpu_end] if run.cpu_ids else [])
     if not ends:
         return [(run, first, run.num_gpu - first)]
-    parts = list[Part]()
+    parts: list[Part] = []
     if max(ends) < run.num_gpu:
         parts.append((run, max(ends), run.num_gpu - max(ends)))  # from the copies on, even if that is before `first`
     if first < min(starts):

@@ -29,7 +29,7 @@ class PeerOffers:
     def new_send(self, active: ActiveRequest, num_blocks: int) -> Send:
         """An offer of the first blocks of a request's tokens."""
         request, number = active.request, self.next_number()
-        prompt = prompt_digest(request.namespace, bytes(request.tokens), active.keys.extras)
+        prompt = prompt_digest(request.namespace, request.tokens, active.keys.extras)
         offer = Offer(source=self.info, number=number, num_blocks=num_blocks, prompt=prompt)
         return Send(request.request_id, number, num_blocks, self._signer.sign(offer))
 
@@ -60,7 +60,7 @@ class PeerOffers:
             raise PeerRefusedError(
                 f"the offer has {offer.num_blocks} blocks, request {request.request_id!r} {num_blocks}"
             )
-        if offer.prompt != prompt_digest(request.namespace, bytes(request.tokens), extras):
+        if offer.prompt != prompt_digest(request.namespace, request.tokens, extras):
             raise PeerRefusedError(
                 f"the offer of {offer.source.name!r} is of another prompt, namespace or images than request "
                 f"{request.request_id!r}"

@@ -6,7 +6,6 @@ import operator
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Forgotten
-from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import PeerError, PeerRefusedError, RequestError
 from fastdeploy_cache.ipc.event_log import event_log
@@ -17,6 +16,7 @@ from fastdeploy_cache.peers.link_road import OTHERS
 from fastdeploy_cache.peers.opening import Road, open_road
 from fastdeploy_cache.peers.transfers import Receive, Send
 from fastdeploy_cache.request import Request
+from fastdeploy_cache.requests.active_request import Committed
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.transfer_manager.client import RankStatus
@@ -35,6 +35,7 @@ class Peers:
         self._config, self._books, self._requests, self._metrics = config, books, requests, metrics
         self.road: Road | NoRoad = NoRoad()
         books.listen(Forgotten, self._on_forgotten)
+        books.listen(Committed, lambda committed: self.road.sends.committed(committed.active))
 
     def open(self, movement: Movement, storage: StorageAccess, client: PeerClient | None) -> None:
         """Start what the configuration asks for. `client` replaces the peer processes (tests, simulation).
@@ -145,7 +146,7 @@ class Peers:
         """
         opened = self._open_offer(offer)
         try:
-            keys = BlockKeys(request.tokens, request.extra_keys(self._config.block_size))
+            keys = request.keys(self._config.block_size)
             road = self._road_for("receive", "prefill")
             road.offers.check(request, keys.extras, opened)  # hashes the prompt: not under the lock
             return road.receive(request, keys, opened, lambda: self._check_may_receive(road, request, opened))

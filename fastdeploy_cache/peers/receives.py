@@ -6,10 +6,10 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.path import coming_and_cold, coming_ids, gpu_ids
-from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.books.run import GPU, Pin
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.errors import OutOfBlocksError

@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Matched
-from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.config import CacheConfig

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from fastdeploy_cache.books.run import DEFAULT_PRIORITY, Run, Tier, Usage
-from fastdeploy_cache.policies.leaf_heap import MIN_SWEEP, IsLeaf, LeafHeap
+from fastdeploy_cache.books.run import CPU, DEFAULT_PRIORITY, GPU, Run, Tier, Usage
+from fastdeploy_cache.policies.leaf_order import IsLeaf, LeafOrder
 
 
 class Hints(Protocol):
@@ -23,6 +23,7 @@ class Hints(Protocol):
     tool_call_pending: bool
 
 
+_MIN_SWEEP = 64
 Split = Callable[[Run, int], Run]
 Clock = Callable[[], float]
 Level = Callable[[Usage], float]
@@ -67,6 +68,11 @@ class EvictionPolicy(Protocol):
         """A run has become a leaf of a tier, or has changed while it is one."""
         ...
 
+    def pull(self, run: Run, tier: Tier) -> None:
+        """A run that was pushed is no leaf of a tier any more: it has a child there, or is gone. Of one that is held,
+        for a while or before it goes, nothing is said."""
+        ...
+
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
         """The leaf to take from next, and how much of its tail at most, when `num_blocks` have to go.
 
@@ -98,26 +104,35 @@ class LeastRecentlyUsed:
         self._clock = clock
         self.keeps_borders = keeps_borders
         self._num_uses = num_uses
-        self._heaps: tuple[LeafHeap, ...] = ()
+        self._orders: tuple[LeafOrder, ...] = ()  # by Tier
 
     def rank(self, run: Run) -> Any:
         """Lowest goes first."""
         return run.usage.last_used
 
     def clear(self, is_leaf: IsLeaf, split: Split) -> None:  # noqa: ARG002
-        self._heaps = tuple(LeafHeap(tier, self.rank, is_leaf) for tier in Tier)
+        past = [order.pieces for order in self._orders] or [[], []]
+        self._orders = tuple(LeafOrder(tier, self.rank, is_leaf, past[tier]) for tier in Tier)
+        self._is_leaf = is_leaf
 
     def use(self, path: Sequence[Run], request: Hints, asked: Asked) -> None:  # noqa: ARG002
-        self.touch(path)
         for run in path:
             run.usage.num_uses += 1
+        self.touch(path)
 
     def touch(self, path: Sequence[Run]) -> None:
         self._num_uses += 1
         for run in path:
             run.usage.last_used = self._num_uses
-        for heap in self._heaps:
-            heap.mend_first()  # a leaf of the path has an outdated entry now
+        self._push_leaves(path)
+
+    def _push_leaves(self, path: Sequence[Run]) -> None:
+        """Rank the leaves of a path anew: what is behind a pin can be one. What is held is pushed when it is let go."""
+        for run in path:
+            if run.queued_gpu is not None and self._is_leaf(run, GPU):
+                self.push(run, GPU)
+            if run.queued_cpu is not None and self._is_leaf(run, CPU):
+                self.push(run, CPU)
 
     def grow(self, run: Run, first_block: int) -> None:  # noqa: ARG002
         if self.keeps_borders:
@@ -127,13 +142,16 @@ class LeastRecentlyUsed:
         pass
 
     def push(self, run: Run, tier: Tier) -> None:
-        self._heaps[tier].push(run)
+        self._orders[tier].push(run)
+
+    def pull(self, run: Run, tier: Tier) -> None:
+        self._orders[tier].pull(run)
 
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
-        return self._heaps[tier].first(), num_blocks
+        return self._orders[tier].first(), num_blocks
 
     def coldest(self, tier: Tier) -> Generator[Run]:
-        return self._heaps[tier].walk()
+        return self._orders[tier].walk()
 
     def is_colder(self, run: Run, than: Run) -> bool:
         return bool(self.rank(run) < self.rank(than))
@@ -151,17 +169,6 @@ class MostRecentlyUsed(LeastRecentlyUsed):
 
     def rank(self, run: Run) -> Any:
         return -run.usage.last_used
-
-    def touch(self, path: Sequence[Run]) -> None:
-        super().touch(path)
-        for run in path:
-            for tier in Tier:
-                if self._is_leaf(run, tier):  # a use makes its rank fall, which the heap has to hear
-                    self.push(run, tier)
-
-    def clear(self, is_leaf: IsLeaf, split: Split) -> None:
-        super().clear(is_leaf, split)
-        self._is_leaf = is_leaf
 
     def are_ranked_alike(self, upper: Run, lower: Run) -> bool:
         return upper.usage.last_used == lower.usage.last_used
@@ -216,11 +223,10 @@ class _ForATime(LeastRecentlyUsed):
 
     def clear(self, is_leaf: IsLeaf, split: Split) -> None:
         super().clear(is_leaf, split)
-        self._is_leaf = is_leaf
         self._ends: list[tuple[float, int, Run]] = []  # when the levels of leaves end
         self._watched: dict[Run, float] = {}  # the end that counts
         self._num_watches = 0
-        self._sweep_at = MIN_SWEEP
+        self._sweep_at = _MIN_SWEEP
 
     def rank(self, run: Run) -> Any:
         usage = run.usage
@@ -231,9 +237,7 @@ class _ForATime(LeastRecentlyUsed):
         until = math.inf if request.keep_seconds is None else self._clock() + request.keep_seconds
         for run in path:
             self._mark(run.usage, request, until)
-            for tier in Tier:
-                if self._is_leaf(run, tier):  # behind a pin; its rank may have fallen
-                    self.push(run, tier)
+        self._push_leaves(path)
 
     def push(self, run: Run, tier: Tier) -> None:
         super().push(run, tier)
@@ -250,9 +254,18 @@ class _ForATime(LeastRecentlyUsed):
         self._watched = {run: until for run, until in self._watched.items() if run.parent is not None}
         self._ends = [end for end in self._ends if self._watched.get(end[2]) == end[0]]
         heapq.heapify(self._ends)
-        self._sweep_at = max(MIN_SWEEP, 2 * len(self._ends))
+        self._sweep_at = max(_MIN_SWEEP, 2 * len(self._ends))
 
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
+        self._end_levels()
+        return super().victim(tier, num_blocks)
+
+    def coldest(self, tier: Tier) -> Generator[Run]:
+        self._end_levels()
+        return super().coldest(tier)
+
+    def _end_levels(self) -> None:
+        """Rank anew what was marked for a time that is over."""
         now = self._clock()
         while self._ends and self._ends[0][0] <= now:
             until, _, run = heapq.heappop(self._ends)
@@ -260,8 +273,7 @@ class _ForATime(LeastRecentlyUsed):
                 del self._watched[run]
                 for each in Tier:
                     if self._is_leaf(run, each):
-                        self.push(run, each)  # ranked anew, or watched for longer
-        return super().victim(tier, num_blocks)
+                        self.push(run, each)  # or watched for longer
 
     def are_ranked_alike(self, upper: Run, lower: Run) -> bool:
         a, b = upper.usage, lower.usage

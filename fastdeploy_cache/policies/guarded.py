@@ -8,10 +8,10 @@ from typing import Any
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.run import TIERS, Run, Tier
 from fastdeploy_cache.policies.eviction import EvictionPolicy, LeastRecentlyUsed, Split
-from fastdeploy_cache.policies.leaf_heap import IsLeaf
+from fastdeploy_cache.policies.leaf_order import IsLeaf
 
-_TOLD = ("use", "touch", "grow", "shrink", "push")  # and asked for nothing
-_PASSED_ON = ("use", "touch", "grow", "shrink", "push", "is_colder", "alike", "clear", "victim", "coldest")
+_TOLD = ("use", "touch", "grow", "shrink", "push", "pull")  # and asked for nothing
+_PASSED_ON = (*_TOLD, "is_colder", "alike", "clear", "coldest")
 
 
 class GuardedPolicy:
@@ -27,6 +27,7 @@ class GuardedPolicy:
     grow: Callable[..., None]
     shrink: Callable[..., None]
     push: Callable[..., None]
+    pull: Callable[..., None]
     is_colder: Callable[..., bool]
     alike: Callable[..., bool]
 
@@ -39,8 +40,10 @@ class GuardedPolicy:
         """Pass everything on to this policy, and what it raises for to the one that takes over. Bound once: a policy is
         told of every block of a decode step."""
         self.chosen = chosen
+        self.hears_growth = _hears_growth(chosen)
         calls = {name: self._passed_on(name) for name in _PASSED_ON}
-        self._clear, self._victim, self._coldest = (calls.pop(name) for name in ("clear", "victim", "coldest"))
+        self._clear, self._coldest, self._victim = calls.pop("clear"), calls.pop("coldest"), chosen.victim
+        self._names_leaves = getattr(chosen.victim, "__func__", None) is LeastRecentlyUsed.victim
         vars(self).update(calls)
 
     def _passed_on(self, name: str) -> Callable[..., Any]:
@@ -68,7 +71,12 @@ class GuardedPolicy:
 
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
         """See `EvictionPolicy.victim`; never a run that may lose nothing, whatever the policy says."""
-        named = self._victim(tier, num_blocks)
+        try:
+            named = self._victim(tier, num_blocks)
+            if self._names_leaves:
+                return named
+        except Exception:  # as above
+            return self.replace().victim(tier, num_blocks)
         if type(named) is tuple and len(named) == 2:
             run, at_most = named
             if type(run) is Run and type(at_most) is int and at_most > 0 and self._is_leaf(run, tier):
@@ -97,8 +105,16 @@ class GuardedPolicy:
         self._serve_by(chosen)
         chosen.clear(self._is_leaf, self._split)
         for run in self._runs():
+            run.queued_gpu = run.queued_cpu = None
             for tier in TIERS:
-                run.queued[tier] = None
                 if self._is_leaf(run, tier):
                     chosen.push(run, tier)
         return chosen
+
+
+def _hears_growth(policy: EvictionPolicy) -> bool:
+    """Whether a policy does anything with `grow` and `shrink`: most do not, and each block of a decode step is one."""
+    if not isinstance(policy, LeastRecentlyUsed) or policy.keeps_borders:
+        return True
+    plain = LeastRecentlyUsed.grow, LeastRecentlyUsed.shrink
+    return tuple([getattr(method, "__func__", None) for method in (policy.grow, policy.shrink)]) != plain

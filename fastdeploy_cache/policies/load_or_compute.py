@@ -5,7 +5,7 @@ from __future__ import annotations
 _WEIGHT = 0.2  # of the newest sample in a moving mean
 _TRY_AGAIN = 16  # of so many prefixes that would be slower to load one is loaded
 _MANY_BLOCKS = 1000
-_MIN_SAMPLE_TOKENS = 32  # fewer say more about the step around them
+MIN_SAMPLE_TOKENS = 32  # fewer say more about the step around them
 _MIN_SPREAD = 0.3  # of the sizes seen, as a share of their mean: with less, latency and speed cannot be told apart
 
 
@@ -71,7 +71,7 @@ class LoadOrCompute:
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine has computed so many tokens of one request in so long."""
-        if not self._is_told and num_tokens >= _MIN_SAMPLE_TOKENS:
+        if not self._is_told and num_tokens >= MIN_SAMPLE_TOKENS:
             self.prefill.note(num_tokens, seconds)
 
     def compute_seconds(self, num_blocks: int) -> float | None:

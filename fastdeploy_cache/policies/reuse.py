@@ -11,7 +11,7 @@ import numpy as np
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.run import Run, Tier, Usage
 from fastdeploy_cache.policies.eviction import Asked, Clock, Hints, LeastRecentlyUsed, Split
-from fastdeploy_cache.policies.leaf_heap import IsLeaf
+from fastdeploy_cache.policies.leaf_order import IsLeaf
 from fastdeploy_cache.policies.reuse_history import (
     ENDED_CLASS,
     PENDING_CLASS,
@@ -43,6 +43,8 @@ class Reuse(LeastRecentlyUsed):
     The guard compares observed blocks hit with those that LRU would have hit. While the recent loss is above 0.15 % of
     the references, victims are LRU's.
     """
+
+    wants_hashes = True
 
     def __init__(
         self, clock: Clock, num_blocks: int, block_tokens: int, history_bytes: int, guard: bool = True

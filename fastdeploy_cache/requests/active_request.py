@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import NoReturn
 
-from fastdeploy_cache.books.prefix_tree import BlockKeys
+from fastdeploy_cache.books.block_keys import BlockKeys
+from fastdeploy_cache.books.changes import Change
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.errors import CommitError
@@ -43,8 +45,16 @@ _NEXT: dict[RequestPhase, tuple[RequestPhase, ...]] = {
     VOID: (),
 }
 
+_NONE = array("i")  # never changed
 
-@dataclass(eq=False)
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Committed(Change):
+    """A request that is offered to another instance has committed a step."""
+
+    active: ActiveRequest
+
+
 class ActiveRequest:
     """Blocks of the request::
 
@@ -69,21 +79,27 @@ class ActiveRequest:
     num_found_blocks: int = 0  # of these, cached in any tier
     num_gpu_blocks: int = 0  # found on the GPU by the match
     num_unloaded_blocks: int = 0  # in the CPU tier, not loaded for want of room
-    loads: list[Transfer] = field(default_factory=list)  # that it waits for
+    loads: Sequence[Transfer] = ()  # that it waits for
     prefetch: StoragePrefetch | None = None  # from storage: what may still come, and what came
     copy: OneBlock | None = None  # of the last block of a whole-prompt hit, while the match is not settled
     num_shown_blocks: int = 0  # readable ones in the `Match` that its caller saw last, while it is not settled
     shows_copy: bool = False  # whether the copy of the last block was among what the caller saw
     # -- its blocks, once it is settled or runs ahead
-    block_ids: array[int] = field(default_factory=lambda: array("i"))
-    duplicates: array[int] = field(default_factory=lambda: array("i"))
+    block_ids: array[int] = _NONE
+    duplicates: array[int] = _NONE
     num_matched_blocks: int = 0
     num_committed_blocks: int = 0
     num_computed_tokens: int = 0  # of the last commit
     num_copied_tokens: int = 0  # in the private block that the copy of the last block has filled
-    ahead: list[Transfer] = field(default_factory=list)  # loads whose destinations it uses before they have ended
+    ahead: Sequence[Transfer] = ()  # loads whose destinations it uses before they have ended
     num_readable_blocks: int = 0  # of one that runs ahead: those in front of what is coming
     stepped_at: float = 0.0  # when it was last given blocks or committed
+    step: int = 0  # the last step that it took part in
+
+    def __init__(self, request: Request, keys: BlockKeys, generation: int) -> None:
+        """All else is as above, on the class, until it is set: most requests set little of it."""
+        self.request, self.keys, self.generation = request, keys, generation
+        self.block_ids = array("i")
 
     def enter(self, phase: RequestPhase) -> None:
         """Go on to another phase. The only place where it changes."""

@@ -43,8 +43,10 @@ def check(tree: PrefixTree, held: Held) -> None:
         _check_owners(tree.pools[tier], tier, runs, requests, transfers, held_ids=held_ids)
         protected = sum(run.num_in(tier, run.num_held) for run in runs)
         assert tree.residency.num_protected[tier] == protected, (tier, "protected", protected)
-    for run in runs:
-        _check_shape(tree, run)
+    last_hashes = {root: bytes(root.hashes) for root in (*tree.roots.values(), *tree.graves.roots)}
+    below = _below(runs)
+    for run in runs:  # parents first
+        _check_shape(tree, run, last_hashes, below)
         _check_residency(tree, run)
     for active in requests:
         _check_request(active)
@@ -68,7 +70,7 @@ def _check_owners(
     """Check that free + runs + requests + tasks = all, and that each block has one owner."""
     owned: dict[Owner, list[int]] = {
         FREE: list(pool.free_ids()),
-        RUN: [i for run in runs for i in run.ids[tier]],
+        RUN: [i for run in runs for i in run.ids_in(tier)],
         REQUEST: [i for active in requests for i in active.private_ids()] if tier is GPU else [],
         TASK: [i for t in transfers if t.tier is tier and t.cargo is not None for i in t.cargo.ids],
         CALLER: pool.ids_of(CALLER),
@@ -81,7 +83,7 @@ def _check_owners(
     assert everything == list(range(pool.num_blocks)), f"{pool.tier}: some block has no owner or two"
     for owner, ids in owned.items():
         assert pool.count(owner) == len(ids), f"{pool.tier}: {pool.count(owner)} {owner.name} counted, {len(ids)} found"
-        assert all(pool.owner(i) is owner for i in ids), f"{pool.tier}: owner {owner.name} is noted otherwise"
+        assert sorted(ids) == pool.ids_of(owner), f"{pool.tier}: owner {owner.name} is noted otherwise"
 
 
 def _check_pins(
@@ -92,6 +94,7 @@ def _check_pins(
     listed += pins
     listed += [active.pin for active in requests if active.pin is not None]
     hanging = [pin for run in runs for pin in run.pins]
+    below = _below(runs)
     assert len(listed) == len(hanging) and set(listed) == set(hanging), (
         "pins of requests and tasks, and of runs, differ"
     )
@@ -100,38 +103,41 @@ def _check_pins(
             assert pin.run is run and 0 < pin.end <= run.num_blocks, "pin off its run"
             if isinstance(pin, Segment):
                 assert pin.start >= 0 and pin.end == pin.start + len(pin.ids) > pin.start, "segment off its run"
-        num_held_children = sum(child.num_held > 0 for child in run.children.values())
+        num_held_children = sum(child.num_held > 0 for child in below.get(run, ()))
         assert run.num_held_children == num_held_children, "held children miscounted"
         held = run.num_blocks if num_held_children else max((pin.end for pin in run.pins), default=0)
         assert run.num_held == held, f"{run.num_held} blocks held by count, {held} by pins"
 
 
-def _check_shape(tree: PrefixTree, run: Run) -> None:
+def _check_shape(tree: PrefixTree, run: Run, last_hashes: dict[Run, bytes], below: Mapping[Run, list[Run]]) -> None:
     assert run.num_blocks >= 1 and len(run.tokens) == run.num_blocks * tree.block_bytes, "tokens and blocks differ"
-    assert run.parent is not None and run.parent.children[tree.residency.key(run)] is run, "run not under its key"
+    assert run.parent is not None and _hangs(tree, run), "run not under its key"
     assert run.extras is None or all(0 <= block < run.num_blocks for block in run.extras), "extra key off its run"
-    assert len(run.hashes) == run.num_blocks * HASH_BYTES
+    assert len(run.hashes) % HASH_BYTES == 0 and len(run.hashes) <= run.num_blocks * HASH_BYTES
     assert 0 <= run.num_stored <= run.num_blocks and 0 <= run.num_offered <= run.num_blocks
-    hasher = BlockHasher(tree.block_size)
-    hashes = hasher.extend(run.parent.last_hash, run.tokens, 0, run.num_blocks, run.extras)
-    assert run.hashes == hashes, "hash chain broken"
-    assert run.epoch == tree.epoch or run.num_held == run.num_blocks, "unheld blocks of an older epoch are still there"
+    hashes = BlockHasher(tree.block_size).extend(last_hashes[run.parent], run.tokens, 0, run.num_blocks, run.extras)
+    assert hashes.startswith(run.hashes), "hash chain broken"
+    last_hashes[run] = hashes[-HASH_BYTES:]
+    is_over = run.epoch != tree.epoch and not tree.graves.open
+    assert not is_over or run.num_held == run.num_blocks, "unheld blocks of an older epoch are still there"
     for tier in Tier:
-        num_children = sum(bool(child.ids[tier]) for child in run.children.values())
-        assert run.num_children_in[tier] == num_children, (tier, "children counted", run.num_children_in, num_children)
+        num_children = sum(bool(child.ids_in(tier)) for child in below.get(run, ()))
+        assert run.num_children_in(tier) == num_children, (tier, "children counted", num_children)
         if tree.residency.is_leaf(run, tier):
-            assert run.queued[tier] is not None, f"a leaf of {tier.name} is unknown to the eviction policy"
+            assert (run.queued_gpu, run.queued_cpu)[tier] is not None, (
+                f"a leaf of {tier.name} is unknown to the eviction policy"
+            )
 
 
 def _check_residency(tree: PrefixTree, run: Run) -> None:
-    assert (run.num_gpu <= run.num_blocks and run.cpu_end <= run.num_blocks) or not run.ids[CPU]
+    assert (run.num_gpu <= run.num_blocks and run.cpu_end <= run.num_blocks) or not run.cpu_ids
     if run.num_gpu < run.num_blocks and run.epoch == tree.epoch:  # an older run's copies may have got another owner
-        assert run.ids[CPU] and run.cpu_end == run.num_blocks and run.cpu_start <= run.num_gpu, "block nowhere"
+        assert run.cpu_ids and run.cpu_end == run.num_blocks and run.cpu_start <= run.num_gpu, "block nowhere"
     assert run.parent is not None
     if run.num_gpu and run.parent.parent is not None:
         assert run.parent.num_gpu == run.parent.num_blocks, "on the GPU without its parent"
     if not tree.pools[CPU].num_blocks:
-        assert not run.ids[CPU]
+        assert not run.cpu_ids
 
 
 def _check_request(active: ActiveRequest) -> None:
@@ -142,8 +148,26 @@ def _check_request(active: ActiveRequest) -> None:
     depth = sum(run.num_blocks for run in above) + active.pin.end
     assert depth == active.num_pinned_blocks, f"pin at depth {depth}, noted {active.num_pinned_blocks}"
     if active.is_settled and not active.is_detached:
-        in_tree = [i for run in (*above, last) for i in run.ids[GPU]][:depth]
+        in_tree = [i for run in (*above, last) for i in run.gpu_ids][:depth]
         assert len(in_tree) == depth, "settled on blocks off the GPU"
         own = active.block_ids[: active.num_committed_blocks]
         duplicates = {*active.duplicates, *(i for transfer in active.ahead for i in transfer.kept_ids)}
         assert all(a == b or a in duplicates for a, b in zip(own, in_tree, strict=True)), "block table off the tree"
+
+
+def _below(runs: Iterable[Run]) -> dict[Run, list[Run]]:
+    """The children of each run and root: those that hang below it, and those that wait to be removed."""
+    below: dict[Run, list[Run]] = {}
+    for run in runs:
+        assert run.parent is not None
+        below.setdefault(run.parent, []).append(run)
+    return below
+
+
+def _hangs(tree: PrefixTree, run: Run) -> bool:
+    """Whether a run is found under its key, or is one that waits to be removed."""
+    assert run.parent is not None
+    key = tree.residency.key(run)
+    if run.epoch != tree.epoch and run not in run.parent.children.values():
+        return any(run is each for each in tree.graves.unlinked())
+    return run.parent.children[key] is run

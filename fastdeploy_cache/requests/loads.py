@@ -36,7 +36,7 @@ class MatchLoads:
         num_blocks = len(ids) - (num_copied > 0)
         num_gpu = min(active.num_gpu_blocks, num_blocks)
         num_storage = active.num_storage_blocks(num_gpu, num_blocks)
-        coming, transfers = self._requests.ahead.coming(active) if num_coming else ((), ())
+        coming, transfers = matcher.coming(active) if num_coming else ((), ())
         return Match(
             block_ids=ids.tolist(),
             num_tokens=num_blocks * size + num_copied,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Sequence
 
+from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.path import coming_and_cold, gpu_ids
-from fastdeploy_cache.books.prefix_tree import BlockKeys
+from fastdeploy_cache.books.path import coming_and_cold, coming_ids, gpu_ids
 from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.books.transfer import Transfer, segments_of
 from fastdeploy_cache.config import CacheConfig
@@ -99,7 +100,7 @@ class Matcher:
         new = [transfer for transfer in transfers if transfer not in known]
         for transfer in new:
             transfer.num_waiting += 1
-        active.loads = active.loads + new
+        active.loads = [*active.loads, *new]
         if active.prefetch is not None:
             active.prefetch.loads = active.loads
 
@@ -177,6 +178,16 @@ class Matcher:
             end = active.prefetch.first + active.prefetch.num_wanted  # at most: storage may have less
             num_coming += max(1, end - active.num_pinned_blocks)
         return ids, num_coming
+
+    def coming(self, active: ActiveRequest) -> tuple[array[int], Sequence[Transfer]]:
+        """The ids of the pinned blocks behind the readable ones, and the loads that bring them.
+
+        Some may be on the GPU already: in front of the rest of an image.
+        """
+        if active.is_ahead:
+            return active.block_ids[active.num_readable_blocks : active.num_matched_blocks], active.ahead
+        readable, path = self.arrived(active)
+        return coming_ids(path, len(readable), active.num_pinned_blocks)
 
     # -- from storage
 

@@ -6,8 +6,6 @@ from collections.abc import Container
 
 from fastdeploy_cache.books.block_hash import root_hash
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.path import hash_at
-from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.request import Request
@@ -28,7 +26,7 @@ class Prefetches:
     def begin(self, request: Request) -> Prefetch:
         """Look at what is cached, and fetch the rest where that is worth it."""
         size, books = self._config.block_size, self._books
-        keys = BlockKeys(request.tokens, request.extra_keys(size))
+        keys = request.keys(size)
         with books:  # it may send a probe
             books.check_open()
             found = self._matcher.look(request, keys)
@@ -38,7 +36,7 @@ class Prefetches:
             if not (self._config.enable_prefix_caching and reads.wants(num_missing)):
                 return found
             path, _ = books.tree.find(request.namespace, keys, first)
-            parent_hash = hash_at(path, first) or root_hash(request.namespace, size)
+            parent_hash = books.tree.names.at(path, first) or root_hash(request.namespace, size)
         prefetch = self._storage.new_prefetch(request, keys, first, parent_hash, epoch)  # hashes: not under the lock
         with books:
             if request.request_id in self._matched or self._storage.reads is not reads:  # a match, a detach was faster

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import LetGo, Used
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.policies.eviction import Asked
+from fastdeploy_cache.policies.load_or_compute import MIN_SAMPLE_TOKENS
 from fastdeploy_cache.requests.active_request import SETTLED, ActiveRequest
 from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.storage.access import StorageAccess
@@ -24,9 +23,12 @@ class Publisher:
         self._books, self._tree = books, books.tree
         self._matcher, self._copy_down, self._speeds = matcher, movement.copy_down, movement.speeds
 
-    def commit(self, active: ActiveRequest, num_computed_tokens: int) -> None:
+    def commit(self, active: ActiveRequest, num_computed_tokens: int, now: float) -> None:
         """The first so many tokens are computed and accepted: their full blocks become findable."""
-        self._note_prefill(active, num_computed_tokens)
+        if active.stepped_at and num_computed_tokens - active.num_computed_tokens >= MIN_SAMPLE_TOKENS:
+            before = max(active.num_computed_tokens, active.num_matched_tokens(self._size))
+            self._speeds.note_prefill(num_computed_tokens - before, now - active.stepped_at)
+        active.num_computed_tokens, active.stepped_at = num_computed_tokens, now
         num_blocks = self._num_cacheable(active)
         if num_blocks > active.num_committed_blocks and self._enabled and self._may(active):
             self._publish(active, num_blocks)
@@ -52,13 +54,6 @@ class Publisher:
         if not self._cache_outputs:
             num_tokens = min(num_tokens, active.request.num_prompt_tokens)
         return num_tokens // self._size
-
-    def _note_prefill(self, active: ActiveRequest, num_computed_tokens: int) -> None:
-        now, num_matched = time.monotonic(), active.num_matched_tokens(self._size)
-        before = max(active.num_computed_tokens, num_matched)
-        if active.stepped_at:
-            self._speeds.note_prefill(num_computed_tokens - before, now - active.stepped_at)
-        active.num_computed_tokens, active.stepped_at = num_computed_tokens, now
 
     def _publish(self, active: ActiveRequest, num_blocks: int) -> None:
         """Put the blocks up to `num_blocks` into the tree, and copy down when there is enough to copy."""

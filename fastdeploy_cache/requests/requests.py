@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Matched
-from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import OutOfBlocksError, PromptTooLongError, RequestError, UnknownRequestError
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.requests.active_request import AHEAD, WAITING, ActiveRequest
+from fastdeploy_cache.requests.active_request import AHEAD, WAITING, ActiveRequest, Committed
 from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.requests.prefetches import Prefetches
 from fastdeploy_cache.requests.publisher import Publisher
@@ -74,7 +73,7 @@ class Requests:
     def begin(self, request: Request) -> ActiveRequest:
         """Find its prefix. Where this raises, the request holds nothing and may be matched again."""
         self.check_new(request)
-        keys = BlockKeys(request.tokens, request.extra_keys(self._config.block_size))
+        keys = request.keys(self._config.block_size)
         active = ActiveRequest(request, keys, self.books.tree.generation)
         self._requests[request.request_id] = active
         try:
@@ -94,9 +93,11 @@ class Requests:
 
     def allocate(self, active: ActiveRequest, num_blocks: int, *, ahead_of_loads: bool) -> array[int]:
         """See `PrefixCacheManager.allocate`."""
-        missing = num_blocks - self.books.residency.num_available(GPU)
-        if missing > 0:
-            raise OutOfBlocksError(missing, self.num_coming())
+        pool = self.books.pools[GPU]
+        if num_blocks > pool.num_free:
+            missing = num_blocks - self.books.residency.num_available(GPU)
+            if missing > 0:
+                raise OutOfBlocksError(missing, self.num_coming())
         if active.phase is WAITING:
             if ahead_of_loads:
                 self.ahead.begin(active)
@@ -106,12 +107,27 @@ class Requests:
         try:
             active.block_ids += ids
         except BaseException:  # no memory for a longer table: the blocks are nobody's else
-            self.books.pools[GPU].free(ids, REQUEST)
+            pool.free(ids, REQUEST)
             raise
         if not active.is_admitted:
             self.admit(active)
         active.stepped_at = time.monotonic()
         return ids
+
+    def take_back(self, active: ActiveRequest, num_blocks: int) -> None:
+        """The reverse of `allocate`, for the last blocks that it gave."""
+        first = len(active.block_ids) - num_blocks
+        ids = active.block_ids[first:]
+        del active.block_ids[first:]
+        self.books.pools[GPU].free(ids, REQUEST)
+
+    def commit(self, active: ActiveRequest, num_computed_tokens: int, now: float) -> None:
+        """So many tokens of a request are computed; the caller has checked the number."""
+        if not active.is_admitted:
+            self.admit(active)
+        self.publisher.commit(active, num_computed_tokens, now)
+        if active.is_offered:
+            self.books.note(Committed(active=active))
 
     def num_coming(self) -> int:
         """GPU blocks that are held only by copies in flight."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
-from fastdeploy_cache.books.path import coming_ids
-from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.movement.block_mover import BlockMover
 from fastdeploy_cache.requests.active_request import AHEAD, SETTLED, VOID, ActiveRequest
 from fastdeploy_cache.requests.matcher import Matcher
@@ -17,19 +13,9 @@ class RunsAhead:
     def __init__(self, matcher: Matcher, mover: BlockMover) -> None:
         self._matcher, self._mover = matcher, mover
 
-    def coming(self, active: ActiveRequest) -> tuple[array[int], list[Transfer]]:
-        """The ids of the pinned blocks behind the readable ones, and the loads that bring them.
-
-        Some may be on the GPU already: in front of the rest of an image.
-        """
-        if active.is_ahead:
-            return active.block_ids[active.num_readable_blocks : active.num_matched_blocks], active.ahead
-        readable, path = self._matcher.arrived(active)
-        return coming_ids(path, len(readable), active.num_pinned_blocks)
-
     def begin(self, active: ActiveRequest) -> None:
         """Let the request use the blocks that are coming as if they were there; nothing is published until they are."""
-        (ids, _), (coming, transfers) = self._matcher.arrived(active), self.coming(active)
+        (ids, _), (coming, transfers) = self._matcher.arrived(active), self._matcher.coming(active)
         if active.copy is not None or not coming or len(ids) + len(coming) < active.num_pinned_blocks:
             self._matcher.show(active, is_final=True)  # the caller looks again after this
             return

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from threading import RLock
 
-from fastdeploy_cache.books.block_hash import BlockHasher
+from fastdeploy_cache.books.block_hash import TOKEN_BYTES, BlockHasher
+from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
@@ -179,7 +179,9 @@ class StorageAccess:
     ) -> StoragePrefetch:
         """A prefetch of the request's blocks from `first` on, as the tree was in `epoch`. Hashes them."""
         num_blocks = (request.num_tokens - 1) // self._config.block_size - first
-        hashes = BlockHasher(self._config.block_size).extend(parent_hash, keys.tokens, first, num_blocks, keys.extras)
+        size = self._config.block_size
+        tokens = keys.part(0, (first + num_blocks) * size * TOKEN_BYTES)
+        hashes = BlockHasher(size).extend(parent_hash, tokens, first, num_blocks, keys.extras)
         return StoragePrefetch(
             request_id=request.request_id,
             namespace=request.namespace,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.storage.link import StorageLink
@@ -98,9 +97,10 @@ class StorageAudits:
         path, start = run.path(), 0
         for i, above in enumerate(path):
             start = i + 1 if above in audit.num_asked else start
-        parts = [(each, each.num_blocks, each.last_hash) for each in path[start:]]
+        names = self._tree.names
+        parts = [(each, each.num_blocks, names.of_last(each)) for each in path[start:]]
         tokens = b"".join(bytes(each.tokens) for each in path) if self._link.client.needs_token_ids else b""
-        hashes = b"".join(bytes(each.hashes) for each in path[start:])
+        hashes = b"".join(names.of(each, 0, each.num_blocks) for each in path[start:])
         task = self._link.new_task(TaskKind.LOOKUP, hashes, token_ids=tokens)
         self._questions[task.task_id] = _Question(audit, parts)
         audit.num_asked.update({each: num_blocks for each, num_blocks, _ in parts})
@@ -118,8 +118,7 @@ class StorageAudits:
         else:
             self._note_missing(question, result.num_blocks)
 
-    @staticmethod
-    def _note_missing(question: _Question, num_there: int) -> None:
+    def _note_missing(self, question: _Question, num_there: int) -> None:
         """Nothing behind the first `num_there` blocks counts."""
         for run, num_blocks, last_hash in question.parts:
             num_found = min(max(num_there, 0), num_blocks)
@@ -127,7 +126,8 @@ class StorageAudits:
             if num_found == num_blocks:
                 continue
             question.audit.num_missing += num_blocks - num_found
-            at_end = bytes(run.hashes[(num_blocks - 1) * HASH_BYTES : num_blocks * HASH_BYTES])
-            if run.parent is not None and at_end == last_hash:  # it was not cut, merged or evicted meanwhile
+            is_there = run.parent is not None and run.num_blocks >= num_blocks
+            # it was not cut, merged or evicted meanwhile
+            if is_there and self._tree.names.of(run, num_blocks - 1, num_blocks) == last_hash:
                 run.num_stored = min(run.num_stored, num_found)
                 run.num_offered = min(run.num_offered, num_found)

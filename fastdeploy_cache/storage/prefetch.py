@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
+from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.changes import Change
-from fastdeploy_cache.books.prefix_tree import BlockKeys
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.transfer_manager.task import TransferResult

@@ -189,7 +189,7 @@ class StorageReads:
     ) -> TransferTask:
         tokens, end = b"", start + num_blocks
         if self._link.client.needs_token_ids:
-            tokens = bytes(prefetch.keys.tokens[: (prefetch.first + end) * self._tree.block_bytes])
+            tokens = prefetch.keys.part(0, (prefetch.first + end) * self._tree.block_bytes)
         hashes = prefetch.hashes[start * HASH_BYTES : end * HASH_BYTES]
         return self._link.new_task(kind, hashes, destinations=ids, token_ids=tokens, priority=prefetch.priority)
 

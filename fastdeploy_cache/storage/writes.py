@@ -8,6 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
+from fastdeploy_cache.books.block_names import BlockNames
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.storage.link import StorageLink
@@ -26,12 +27,11 @@ class _Write:
     ids: array[int]
     last_hash: bytes
 
-    @property
-    def is_same(self) -> bool:
+    def is_same(self, names: BlockNames) -> bool:
         """Whether the run still has these blocks at that place: it was not cut, merged or evicted meanwhile."""
         run, end = self.run, self.start + len(self.ids)
-        at_end = bytes(run.hashes[(end - 1) * HASH_BYTES : end * HASH_BYTES])
-        return run.parent is not None and run.num_blocks >= end and at_end == self.last_hash
+        is_there = run.parent is not None and run.num_blocks >= end
+        return is_there and names.of(run, end - 1, end) == self.last_hash
 
 
 class StorageWrites:
@@ -132,8 +132,8 @@ class StorageWrites:
                 del self._queue[run]
 
     def _write(self, run: Run, start: int, num_blocks: int) -> None:
-        ids = run.ids[CPU][start - run.cpu_start : start - run.cpu_start + num_blocks]
-        hashes = bytes(run.hashes[start * HASH_BYTES : (start + num_blocks) * HASH_BYTES])
+        ids = run.cpu_ids[start - run.cpu_start : start - run.cpu_start + num_blocks]
+        hashes = self._tree.names.of(run, start, start + num_blocks)
         tokens = b""
         if self._link.client.needs_token_ids:
             *above, _ = run.path()
@@ -164,7 +164,7 @@ class StorageWrites:
         written: Run | None = None
         self.num_written_blocks += num_stored
         self.num_skipped_blocks += len(write.ids) - num_stored
-        if write.is_same:  # else its mark stays as it is: at worst some blocks are offered again
+        if write.is_same(self._tree.names):  # else its mark stays as it is: at worst some blocks are offered again
             if result.error is not None:
                 run.num_offered = min(run.num_offered, write.start)
             elif run.num_stored >= write.start:

@@ -2,42 +2,93 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.bench.control import PHASES, floors, match_over_edges, medians, serve_workload
-from fastdeploy_cache.launch.bench.pauses import LOCK, VERBS, pauses, pools_of
-from fastdeploy_cache.launch.bench.report import Figure, Report, at_most
-from fastdeploy_cache.launch.bench.scale import bytes_per_block, eviction_cost, scale_ratio
-from fastdeploy_cache.launch.bench.workloads import Scale, Workload, chat, long, recorded
+from fastdeploy_cache.launch.bench.control import floors, match_over_edges, medians
+from fastdeploy_cache.launch.bench.pause_tables import run_pauses
+from fastdeploy_cache.launch.bench.report import Figure, Promise, Report, at_most
+from fastdeploy_cache.launch.bench.scale import eviction_cost, full_pool_costs, scale_ratio
+from fastdeploy_cache.launch.bench.serving import PHASES, new_server, serve_workload
+from fastdeploy_cache.launch.bench.steps import NUM_RUNNING, our_step, step_cost
+from fastdeploy_cache.launch.bench.vllm_process import VllmProcess, vllm_process
+from fastdeploy_cache.launch.bench.workloads import Recipe, Scale
+from fastdeploy_cache.tokens import IS_NATIVE
 
-# (name, policy, CPU blocks for each GPU block)
-_VARIANTS = (("lru", "lru", 0.0), ("lru + CPU tier", "lru", 2.0), ("reuse", "reuse", 0.0))
-_CHAIN_LIMITS = {"long": 0.35, "chat": 0.8, "trace": 1.0}
+
+class _Variant(NamedTuple):
+    name: str
+    policy: str = "lru"
+    cpu_ratio: float = 0.0  # CPU blocks for each GPU block
+    from_list: bool = False
 
 
-def bench_control(
-    trace: Path | None, trace_block_size: int, json_file: Path | None, repeats: int, scale_sizes: str
-) -> bool:
+class _Limits(NamedTuple):
+    """Promises of a workload: "all" by the chain's time, and "whole" by vLLM's, from an array and from a list."""
+
+    chain: float | None
+    vllm: float
+    vllm_from_list: float
+
+
+_VLLM = "vLLM"
+_VARIANTS = (
+    _Variant("lru"),
+    _Variant("lru, from a list", from_list=True),
+    _Variant("lru + CPU tier", cpu_ratio=2.0),
+    _Variant("reuse", "reuse"),
+)
+_LIMITS = {
+    ("chat", 64): _Limits(0.8, 0.18, 0.22),
+    ("chat", 16): _Limits(None, 0.065, 0.09),
+    ("long", 64): _Limits(0.35, 0.03, 0.09),
+    ("trace", 64): _Limits(1.0, 0.19, 0.21),
+}
+_FULL_POOL_OF_VLLM, _FULL_POOL_OF_VLLM_FROM_LIST = 0.24, 0.25
+_STEP_MICROSECONDS = 3
+
+
+@dataclass(frozen=True)
+class ControlOptions:
+    """What to run besides."""
+
+    trace: Path | None = None
+    trace_block_size: int = 512
+    repeats: int = 5
+    scale_sizes: str = "10000,100000,1000000"
+    max_runs: int = 250_000
+    peer: str | None = None  # vllm=FOLDER
+    recipes: tuple[Recipe, ...] = (Recipe("chat", 64), Recipe("chat", 16), Recipe("long", 64, 60))
+
+
+def bench_control(options: ControlOptions, json_file: Path | None) -> bool:
     """Run everything, print it, write it; whether every promise was kept.
 
     Raises:
-        LaunchError: a bad trace or size, or a folder that does not exist.
+        LaunchError: a bad trace, size or peer, or a folder that does not exist.
     """
-    scale_blocks = _scale_blocks(scale_sizes)
+    scale_blocks = _scale_blocks(options.scale_sizes)
+    folder = _vllm_folder(options.peer)
     report = Report(json_file)
-    workloads = [chat(64), chat(16), long(64)]
-    if trace is not None:
-        workloads.append(recorded(trace, trace_block_size))
-    for workload in workloads:
-        _run_workload(report, workload, repeats)
-    if trace is None:
-        report.note("No trace workload: give a file with --trace")
+    recipes = list(options.recipes)
+    if options.trace is not None:
+        recipes.append(Recipe("trace", 64, 400, str(options.trace), options.trace_block_size))
+    with vllm_process(folder) if folder is not None else nullcontext() as vllm:
+        report.note(f"Beside {vllm.name}" if vllm else "Without vLLM: give its folder with --peer vllm=FOLDER")
+        report.note("Lists of tokens are packed natively" if IS_NATIVE else "Lists of tokens are packed in Python")
+        for recipe in recipes:
+            _run_workload(report, recipe, options.repeats, vllm)
+        if options.trace is None:
+            report.note("No trace workload: give a file with --trace")
+        _run_steps(report, options.repeats, vllm)
+        _run_full_pools(report, scale_blocks, vllm)
     _run_edges(report)
     _run_eviction(report, scale_blocks[-1])
     _run_scale(report, scale_blocks)
-    _run_pauses(report, scale_blocks[-1])
-    _run_bytes(report, scale_blocks[-1])
+    run_pauses(report, scale_blocks, options.max_runs)
     report.note("Smaller is better throughout, but for hits.")
     return report.end()
 
@@ -52,28 +103,39 @@ def _scale_blocks(sizes: str) -> list[int]:
     return blocks
 
 
-def _run_workload(report: Report, workload: Workload, repeats: int) -> None:
-    """Each variant and the floors, interleaved; medians of the repeats."""
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name, _, _ in _VARIANTS}
+def _vllm_folder(peer: str | None) -> Path | None:
+    if peer is None:
+        return None
+    name, _, folder = peer.partition("=")
+    if name != "vllm" or not folder:
+        raise LaunchError(f"--peer is {peer!r}; give vllm=FOLDER, the folder that holds the package vllm")
+    return Path(folder)
+
+
+def _run_workload(report: Report, recipe: Recipe, repeats: int, vllm: VllmProcess | None) -> None:
+    """Each variant, the floors and vLLM, interleaved; medians of the repeats."""
+    workload = recipe.make()
+    runs: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in _VARIANTS}
     bare = []
     for _ in range(repeats):
-        for name, policy, cpu_ratio in _VARIANTS:
-            runs[name].append(serve_workload(workload, policy, cpu_ratio))
-            bare.append(floors(workload))
+        for name, policy, cpu_ratio, from_list in _VARIANTS:
+            server = new_server(workload, policy, cpu_ratio, from_list=from_list)
+            runs[name].append(serve_workload(server, workload))
+        bare.append(floors(workload))
+        if vllm is not None:
+            runs.setdefault(_VLLM, []).append(vllm.serve(recipe))
     results, floor = {name: medians(times) for name, times in runs.items()}, medians(bare)
-    kind = workload.name.split()[0].rstrip(",")
-    of_chain = of_lru = None
-    if kind in _CHAIN_LIMITS and workload.block_size == 64:
-        of_chain = at_most(f"{workload.name}: request / SHA-256 chain", _CHAIN_LIMITS[kind])
-        of_lru = at_most(f"{workload.name}: with CPU tier / without", 1.5)
     bare_figures = {name: Figure(name, value, "us") for name, value in floor.items()}
+    theirs = Figure("vLLM", results[_VLLM]["whole"], "us") if vllm is not None else None
+    promises = _promises(workload.name, _LIMITS[recipe.kind, recipe.block_size])
     num_prompts = len(workload.works)
     num_blocks = workload.num_blocks / num_prompts
     lines = {
         name: [
-            *(Figure(phase, times[phase], "us") for phase in PHASES),
-            Figure("all", times["all"], "us", bare_figures["chain"], of_chain if name == "lru" else None),
-            Figure("of lru", times["all"] / results["lru"]["all"], promise=of_lru if "CPU" in name else None),
+            *(Figure(phase, times[phase], "us") for phase in PHASES if times[phase]),
+            Figure("all", times["all"], "us", bare_figures["chain"], promises.get((name, "chain"))),
+            Figure("whole", times["whole"], "us", theirs, promises.get((name, "vLLM")) if vllm is not None else None),
+            Figure("of lru", times["whole"] / results["lru"]["whole"], promise=promises.get((name, "lru"))),
             Figure("a block", times["all"] / num_blocks * 1000, "ns"),
             Figure("hit", times["hit"] * 100, "%"),
         ]
@@ -83,6 +145,57 @@ def _run_workload(report: Report, workload: Workload, repeats: int) -> None:
     about = f"{num_prompts} prompts of {mean_tokens:.0f} tokens; {num_blocks:.1f} blocks with their outputs"
     report.table(workload.name, lines, about=about)
     report.line(f"{workload.name}, floors", *bare_figures.values())
+
+
+def _promises(workload: str, limits: _Limits) -> dict[tuple[str, str], Promise]:
+    """Promises by line, and by what the figure is compared with."""
+    found = {
+        ("lru", "vLLM"): at_most(f"{workload}: whole / vLLM", limits.vllm),
+        ("lru, from a list", "vLLM"): at_most(f"{workload}: from a list / vLLM", limits.vllm_from_list),
+        ("lru + CPU tier", "lru"): at_most(f"{workload}: with CPU tier / without", 1.2),
+    }
+    if limits.chain is not None:
+        found["lru", "chain"] = at_most(f"{workload}: request / SHA-256 chain", limits.chain)
+    if workload.startswith("chat"):
+        found["reuse", "lru"] = at_most(f"{workload}: reuse / lru", 1.25)
+    return found
+
+
+def _run_steps(report: Report, repeats: int, vllm: VllmProcess | None) -> None:
+    lines = {}
+    for block_size in (16, 64):
+        times = []
+        for _ in range(repeats):
+            found = {"ours": step_cost(our_step(block_size), 200)}
+            if vllm is not None:
+                found["vLLM"] = vllm.step(block_size, 200)
+            times.append(found)
+        cost = medians(times)
+        theirs = [Figure("vLLM", cost["vLLM"], "us")] if vllm is not None else []
+        name = f"decode step, us a request, block {block_size}"
+        lines[f"block {block_size}"] = [
+            Figure("a request", cost["ours"], "us", promise=at_most(name, _STEP_MICROSECONDS)),
+            *theirs,
+            *(Figure("ratio", cost["ours"] / each.value) for each in theirs),
+        ]
+    report.table(f"A decode step of {NUM_RUNNING} running requests", lines, about="one token for each")
+
+
+def _run_full_pools(report: Report, scale_blocks: list[int], vllm: VllmProcess | None) -> None:
+    lines = {}
+    for num_blocks in scale_blocks:
+        costs = full_pool_costs(num_blocks, vllm.serve_full if vllm is not None else None)
+        theirs = Figure("vLLM", costs["vLLM"], "us") if vllm is not None else None
+        promises = [
+            at_most(f"full pool of {num_blocks} blocks: {name} / vLLM", limit) if vllm is not None else None
+            for name, limit in (("whole", _FULL_POOL_OF_VLLM), ("from a list", _FULL_POOL_OF_VLLM_FROM_LIST))
+        ]
+        lines[str(num_blocks)] = [
+            Figure("request", costs["ours"], "us", theirs, promises[0]),
+            Figure("from a list", costs["from a list"], "us", theirs, promises[1]),
+            *([theirs] if theirs is not None else []),
+        ]
+    report.table("Requests under a full pool", lines, about="blocks of 16 tokens; all evict", label="blocks")
 
 
 def _run_edges(report: Report) -> None:
@@ -121,29 +234,3 @@ def _run_scale(report: Report, scale_blocks: list[int]) -> None:
             Figure("best ratio of 5", times["ratio"], promise=promise),
         ]
     report.table("Requests that all evict", lines, about="blocks of 16 tokens", label="blocks")
-
-
-def _run_pauses(report: Report, num_blocks: int) -> None:
-    """The worst call beside the mean."""
-    lines = {}
-    for pool in pools_of(num_blocks):
-        times = pauses(pool)
-        promises = {
-            "first eviction": at_most(f"first eviction of a full pool, {pool.name}, ms", 2),
-            LOCK: at_most(f"longest hold of the lock, {pool.name}, ms", 20),
-        }
-        for which in ("mean", "worst"):
-            lines[f"{pool.name}, {pool.num_blocks}: {which}"] = [
-                Figure(verb, times[verb][which] / 1000, "ms", promise=promises.get(verb) if which == "worst" else None)
-                for verb in (*VERBS, LOCK)
-            ]
-    report.table("Mean and worst call of each verb, in thread time", lines, label="prompts, blocks")
-
-
-def _run_bytes(report: Report, num_blocks: int) -> None:
-    promises = {"lru": at_most("bytes per cached block", 200)}
-    grown = [
-        Figure(f"with {policy}", bytes_per_block(num_blocks, policy), "bytes", promise=promises.get(policy))
-        for policy in ("lru", "reuse")
-    ]
-    report.line("A cached block of 16 tokens, by the growth of a process", *grown)

@@ -1,36 +1,32 @@
-"""What grows with the number of cached blocks: requests, evictions, bytes."""
+"""What could grow with the number of cached blocks: requests and evictions."""
 
 from __future__ import annotations
 
 import heapq
-import json
 import statistics
-import subprocess
-import sys
-from time import perf_counter_ns
+from collections.abc import Callable
+from time import thread_time_ns
 
 import numpy as np
 
+from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import BlockPool, Owner
-from fastdeploy_cache.books.prefix_tree import BlockKeys, PrefixTree
+from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import Tier
-from fastdeploy_cache.launch.bench.control import Server
+from fastdeploy_cache.launch.bench.control import medians
+from fastdeploy_cache.launch.bench.serving import Server, Serving, bench_config
 from fastdeploy_cache.launch.bench.workloads import Scale
 from fastdeploy_cache.policies import new_policy
 
-_IN_FLIGHT = 4
-
 
 class FullCache:
-    """A manager whose pool is full of cached sequences, and the stream of requests that goes on evicting."""
+    """A pool full of cached sequences, and the stream of requests that goes on evicting."""
 
-    def __init__(self, num_blocks: int, policy: str = "lru", cpu_ratio: float = 0.0) -> None:
+    def __init__(self, num_blocks: int, server: Serving | None = None) -> None:
+        """Fill the empty pool of `server`, or that of a new manager of ours."""
         self._scale = Scale(num_blocks)
-        self._server = Server(
-            Scale.block_size, num_blocks, _IN_FLIGHT, policy=policy, num_cpu_blocks=int(num_blocks * cpu_ratio)
-        )
+        self._server = server or full_server(num_blocks)
         self._server.serve(self._scale.fill())
-        self.cache = self._server.cache
 
     def serve(self, num_requests: int) -> float:
         """Microseconds per request."""
@@ -38,6 +34,31 @@ class FullCache:
         before = sum(self._server.nanoseconds.values())
         self._server.serve(works)
         return (sum(self._server.nanoseconds.values()) - before) / 1000 / num_requests
+
+
+def full_server(num_blocks: int, *, from_list: bool = False) -> Server:
+    """A manager of ours for `FullCache`."""
+    return Server(bench_config(Scale.block_size, num_blocks), Scale.num_in_flight, from_list=from_list)
+
+
+def full_pool_costs(
+    num_blocks: int, vllm: Callable[[int, int], float] | None, repeats: int = 5, num_requests: int = 200
+) -> dict[str, float]:
+    """Microseconds per request, packing included, by turns: from arrays, from lists, and what `vllm` answers of as many
+    requests under a pool of that size."""
+    caches = {
+        "ours": FullCache(num_blocks),
+        "from a list": FullCache(num_blocks, full_server(num_blocks, from_list=True)),
+    }
+    for cache in caches.values():
+        cache.serve(num_requests // 2)
+    times = []
+    for _ in range(repeats):
+        found = {name: cache.serve(num_requests) for name, cache in caches.items()}
+        if vllm is not None:
+            found["vLLM"] = vllm(num_blocks, num_requests)
+        times.append(found)
+    return medians(times)
 
 
 def scale_ratio(small: int, large: int, pairs: int = 5, num_requests: int = 200) -> dict[str, float]:
@@ -65,19 +86,21 @@ def eviction_cost(num_blocks: int, per_call: int, policy: str = "lru", num_calls
     rng = np.random.default_rng(6)
     length = Scale.num_sequence_blocks
     for _ in range(num_blocks // length):
-        keys = BlockKeys(bytearray(rng.integers(0, 50_000, length * Scale.block_size, dtype=np.int32)), None)
+        keys = BlockKeys(
+            rng.integers(0, 50_000, length * Scale.block_size, dtype=np.int32).tobytes(), bytearray(), None
+        )
         done = tree.insert((tree.root(""), 0), keys, 0, pool.allocate(length, Owner.REQUEST))
         tree.move_pin(tree.move_pin(None, done.run, done.end), None, 0)
     spent: dict[str, list[int]] = {"evict": [], "push": []}
     for _ in range(num_calls):
-        started = perf_counter_ns()
+        started = thread_time_ns()
         tree.residency.evict(Tier.GPU, per_call)
-        evicted = perf_counter_ns()
+        evicted = thread_time_ns()
         ids, heap = pool.allocate(per_call, Owner.REQUEST), list[int]()
-        before_push = perf_counter_ns()
+        before_push = thread_time_ns()
         for block_id in ids:
             heapq.heappush(heap, block_id)
-        spent["push"].append(perf_counter_ns() - before_push)
+        spent["push"].append(thread_time_ns() - before_push)
         spent["evict"].append(evicted - started)
     # a call in 64 removes a run and costs more: means over such rounds, then the median of the rounds
     found = {name: statistics.median(_round_means(times, 64)) / per_call / 1000 for name, times in spent.items()}
@@ -86,28 +109,3 @@ def eviction_cost(num_blocks: int, per_call: int, policy: str = "lru", num_calls
 
 def _round_means(times: list[int], length: int) -> list[float]:
     return [statistics.mean(times[i : i + length]) for i in range(0, len(times), length)]
-
-
-def bytes_per_block(num_blocks: int, policy: str = "lru") -> float:
-    """Growth of a fresh process by a manager with so many cached blocks, in runs of 64, for each block."""
-    command = [sys.executable, "-P", "-m", "fastdeploy_cache.launch.bench.scale", str(num_blocks), policy]
-    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
-    return float(json.loads(answer.stdout))
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
-def _measure_growth(num_blocks: int, policy: str) -> float:
-    FullCache(6400, policy)  # what every cache needs once is not counted
-    before = _resident_bytes()
-    cache = FullCache(num_blocks, policy)
-    grown = _resident_bytes() - before
-    assert cache is not None
-    return grown / num_blocks
-
-
-if __name__ == "__main__":
-    print(json.dumps(_measure_growth(int(sys.argv[1]), sys.argv[2])))

@@ -21,6 +21,7 @@ from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 _WAIT_SECONDS = 60.0
+_WAYS = (TaskKind.SWAP_OUT, TaskKind.SWAP_IN)
 
 
 class Case(NamedTuple):
@@ -43,8 +44,8 @@ CASES = (
     _case("64 KiB blocks, block first, 16 layers", 16, 2, "block_first", 0.7),
     _case("256 KiB blocks, block first, 32 layers", 32, 4, "block_first", 0.85),
     _case("256 KiB blocks, layer first, 2 layers", 2, 64, "layer_first", 0.85),
-    _case("256 KiB blocks, layer first, 32 layers (4 KiB pieces)", 32, 4, "layer_first", None),
-    _case("1 MiB blocks, layer first, 32 layers (16 KiB pieces)", 32, 16, "layer_first", None),
+    _case("256 KiB blocks, layer first, 32 layers (4 KiB pieces)", 32, 4, "layer_first", 0.85),
+    _case("1 MiB blocks, layer first, 32 layers (16 KiB pieces)", 32, 16, "layer_first", 0.85),
     Case(
         "MLA, 61 layers, FP8 with scales",
         KVLayout(
@@ -57,19 +58,25 @@ CASES = (
             scale_elements=64,
         ),
         64,
-        None,
+        0.85,
     ),
     Case(
         "INT8 with scales, 32 layers, heads first",
         KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="int8", scale_dtype="float16", heads_first=True),
         64,
-        None,
+        0.85,
     ),
     Case(
         "INT4, 32 layers and 1 extra",
         KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="int4", num_extra_layers=1),
         64,
-        None,
+        0.85,
+    ),
+    Case(
+        "INT4 with scales, 32 layers, 1 head (4 KiB pieces)",
+        KVLayout(num_layers=32, num_kv_heads=1, head_dim=128, dtype="int4", scale_dtype="float16"),
+        64,
+        0.85,
     ),
     _case("8 MiB blocks, layer first, 32 layers: an 8B model", 32, 128, "layer_first", 0.85),
 )
@@ -131,16 +138,18 @@ class Ranks:
 
 
 class Bandwidth(NamedTuple):
-    """Medians; bytes per second of all ranks together."""
+    """Medians; bytes per second of all ranks together. `joined`: of neighbours, as the pool has most of them."""
 
     num_blocks: int
     plain: float
     swap_out: float
     swap_in: float
+    joined_out: float
+    joined_in: float
 
 
 def bandwidth(case: Case, num_ranks: int, counts: Sequence[int], memory_bytes: int, repeats: int) -> list[Bandwidth]:
-    """Swaps of scattered blocks beside plain copies of as many bytes by as many threads, interleaved."""
+    """Swaps of scattered and of neighbouring blocks beside plain copies of as many bytes, one a rank, interleaved."""
     layout = case.layout.for_rank(1, case.block_size)  # each rank has a share of that size
     num_kv_heads = case.layout.num_kv_heads * num_ranks
     whole = case.layout if num_ranks == 1 else dataclasses.replace(case.layout, num_kv_heads=num_kv_heads)
@@ -152,12 +161,13 @@ def bandwidth(case: Case, num_ranks: int, counts: Sequence[int], memory_bytes: i
         threads = concurrent.futures.ThreadPoolExecutor(num_ranks)
         with threads, Ranks(num_ranks, whole.for_rank(num_ranks, case.block_size), num_pool, num_pool) as ranks:
             for num_blocks in [count for count in counts if count <= num_pool // 2] or [num_pool // 2]:
-                gpu, cpu = (rng.permutation(num_pool)[:num_blocks].tolist() for _ in range(2))
+                scattered = [rng.permutation(num_pool)[:num_blocks].tolist() for _ in range(2)]
+                joined = [range(num_pool - num_blocks, num_pool), range(num_blocks)]
                 plain_copy = _plain_copy(threads, views, num_blocks * layout.block_bytes)
-                times: list[tuple[float, float, float]] = []
+                times: list[list[float]] = []
                 for _ in range(repeats + 1):
-                    out = ranks.run(TaskKind.SWAP_OUT, gpu, cpu)
-                    times.append((plain_copy(), out, ranks.run(TaskKind.SWAP_IN, gpu, cpu)))
+                    swaps = [(kind, *ids) for ids in (scattered, joined) for kind in _WAYS]
+                    times.append([plain_copy(), *(ranks.run(*swap) for swap in swaps)])
                 num_bytes = num_ranks * num_blocks * layout.block_bytes
                 speeds = [num_bytes / statistics.median(column) for column in zip(*times[1:], strict=True)]
                 found.append(Bandwidth(num_blocks, *speeds))

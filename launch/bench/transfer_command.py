@@ -55,7 +55,9 @@ def _run_case(report: Report, case: Case, num_ranks: int, memory_bytes: int, rep
     for row in rows:
         plain = Figure("plain copy", row.plain / _GIB, "GiB/s")
         lines[str(row.num_blocks)] = [plain]
-        for way, speed in (("swap out", row.swap_out), ("swap in", row.swap_in)):
+        ways = {"swap out": row.swap_out, "swap in": row.swap_in}
+        ways |= {"out, neighbours": row.joined_out, "in, neighbours": row.joined_in}
+        for way, speed in ways.items():
             promise = None
             if (
                 case.promised and num_ranks <= _MAX_PROMISED_RANKS and row is rows[-1]
@@ -63,8 +65,13 @@ def _run_case(report: Report, case: Case, num_ranks: int, memory_bytes: int, rep
                 promise = at_least(f"{way}, {case.name}, {num_ranks}: of plain copy", case.promised)
             lines[str(row.num_blocks)].append(Figure(way, speed / _GIB, "GiB/s", plain, promise))
     name = f"{case.name}; {num_ranks} rank{'s' * (num_ranks > 1)}"
-    report.table(name, lines, about="of all ranks, from submission to answer", label="blocks")
-    columns = ("num_blocks", "plain_bytes_per_second", "swap_out_bytes_per_second", "swap_in_bytes_per_second")
+    report.table(
+        name,
+        lines,
+        about="of all ranks, from submission to answer; the plain copy is one thread's for each",
+        label="blocks",
+    )
+    columns = ("num_blocks", *(f"{what}_bytes_per_second" for what in row._fields[1:]))
     return {"case": case.name, "ranks": num_ranks, "rows": [dict(zip(columns, row, strict=True)) for row in rows]}
 
 

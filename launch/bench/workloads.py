@@ -87,6 +87,23 @@ def recorded(path: Path, trace_block_size: int, block_size: int = 64, num_reques
     return Workload(f"trace {path.name}, block {block_size}", works, block_size, 2_621_440, 8)
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What a workload is made of, for a process that is to make the same one."""
+
+    kind: str  # "chat", "long" or "trace"
+    block_size: int = 64
+    num_requests: int = 600
+    trace: str = ""
+    trace_block_size: int = 512
+
+    def make(self) -> Workload:
+        """Raises `LaunchError` for a bad trace."""
+        if self.kind == "trace":
+            return recorded(Path(self.trace), self.trace_block_size, self.block_size, self.num_requests)
+        return (chat if self.kind == "chat" else long)(self.block_size, self.num_requests)
+
+
 class Scale:
     """A pool full of sequences of 64 blocks of 16 tokens, then requests of 64 to 96 blocks that all evict.
 
@@ -96,6 +113,7 @@ class Scale:
     MIN_BLOCKS = 640
     block_size = 16
     num_sequence_blocks = 64
+    num_in_flight = 4
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -298,10 +298,9 @@ class Engine:
     def _compute(self, batch: list[tuple[Generation, int]]) -> None:
         chunks = []
         for generation, num_tokens in batch:
-            tokens = np.frombuffer(bytes(generation.request.tokens), dtype=np.int32)
             start = generation.num_computed_tokens
-            blocks = np.array(generation.block_ids, dtype=np.int32)
-            chunks.append(SequenceChunk(tokens[start : start + num_tokens], start, blocks))
+            tokens = generation.request.token_ids(start, start + num_tokens)
+            chunks.append(SequenceChunk(tokens, start, np.array(generation.block_ids, dtype=np.int32)))
         arrived = {generation: True for generation, _ in batch if generation.is_ahead}
         wait, mark = self.overlap.layer_waiter(arrived), self._sends.begin_step(batch)
 
@@ -310,15 +309,39 @@ class Engine:
             wait(layer)
 
         logits = self._model.forward(chunks, before_layer)
+        computed: list[tuple[Generation, int | None]] = []
         for (generation, num_tokens), scores in zip(batch, logits, strict=True):
             if generation.is_ahead and not self._confirm(generation, arrived[generation]):
                 continue
             generation.num_computed_tokens += num_tokens
-            self.cache.commit(generation.request, generation.num_computed_tokens)
+            is_sampled = generation.num_computed_tokens == generation.request.num_tokens and not generation.is_prefilled
+            computed.append((generation, int(scores.argmax()) if is_sampled else None))
+        self._end_step(computed)
+
+    def _end_step(self, computed: list[tuple[Generation, int | None]]) -> None:
+        """Tell the cache what the step has computed and sampled. A last token needs no room: nobody computes it. Nor
+        does the end of a prompt that is computed for another instance."""
+        steps = []
+        for generation, token_id in computed:
+            if generation.num_offered_tokens:
+                self.cache.commit(generation.request, generation.num_computed_tokens)
+            else:
+                tokens = [] if token_id is None or self._is_last(generation, token_id) else [token_id]
+                steps.append((generation.request, tokens, generation.num_computed_tokens))
+        answers = iter(self.cache.step(steps))
+        for generation, token_id in computed:
+            answer = [] if generation.num_offered_tokens else next(answers)
+            if isinstance(answer, OutOfBlocksError) and token_id is not None:  # the next plan makes room for its token
+                self.cache.commit(generation.request, generation.num_computed_tokens)
+                generation.request.append_output([token_id])
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                generation.block_ids += answer
             if generation.is_prefilled:
                 self._end_prefill(generation)
-            elif generation.num_computed_tokens == generation.request.num_tokens:
-                self._sample(generation, int(scores.argmax()))
+            elif token_id is not None:
+                self._say(generation, token_id)
 
     def _confirm(self, generation: Generation, arrived: bool) -> bool:
         """Whether all loads came that a step ran ahead of; else the step was for nothing, and it starts over."""
@@ -329,14 +352,18 @@ class Engine:
         self._preempt(generation)
         return False
 
-    def _sample(self, generation: Generation, token_id: int) -> None:
-        generation.request.append_output([token_id])
+    def _is_last(self, generation: Generation, token_id: int) -> bool:
+        is_stop = token_id == self._settings.eos_token_id
+        return is_stop or len(generation.output) + 1 == generation.max_new_tokens
+
+    def _say(self, generation: Generation, token_id: int) -> None:
+        is_last = self._is_last(generation, token_id)
         generation.push(token_id)
-        is_last = token_id == self._settings.eos_token_id
-        if is_last or len(generation.output) == generation.max_new_tokens:
+        if is_last:
+            generation.request.append_output([token_id])
             self._running.remove(generation)
             self.cache.release(generation.request)
-            generation.finish("stop" if is_last else "length")
+            generation.finish("stop" if token_id == self._settings.eos_token_id else "length")
 
     def _end_prefill(self, generation: Generation) -> None:
         """All of it is computed, or its send has ended before. The blocks stay until they have been read."""

@@ -2,122 +2,104 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from fastdeploy_cache.launch.storage.place import Place
+
 storage_app = typer.Typer(no_args_is_help=True, help="Look after a store: what is in it, is it whole, clear it.")
 
-Folder = Annotated[str | None, typer.Option(help="The store: a folder of kind file.")]
-ServerUrl = Annotated[str | None, typer.Option(help="The store: a Valkey server, as storage.server_url.")]
-PasswordFile = Annotated[Path | None, typer.Option(help="Holds the server's password, or user:password.")]
-TlsCaFile = Annotated[Path | None, typer.Option(help="A certificate authority to trust beside the system's.")]
-MasterAddress = Annotated[str | None, typer.Option(help="The store: a Mooncake cluster, its master's HOST:PORT.")]
-MetricsUrl = Annotated[str | None, typer.Option(help="The master's metrics server, if not http://HOST:9003.")]
-Config = Annotated[Path | None, typer.Option(help="The store: an engine's configuration, a TOML file.")]
+# Of every command, by the fields of `Place`.
+WHERE: dict[str, Any] = {
+    "folder": Annotated[str | None, typer.Option(help="The store: a folder of kind file.")],
+    "server_url": Annotated[str | None, typer.Option(help="The store: a Valkey server, as storage.server_url.")],
+    "password_file": Annotated[Path | None, typer.Option(help="Holds the server's password, or user:password.")],
+    "tls_ca_file": Annotated[Path | None, typer.Option(help="A certificate authority to trust beside the system's.")],
+    "master_address": Annotated[
+        str | None, typer.Option(help="The store: a Mooncake cluster, its master's HOST:PORT.")
+    ],
+    "metrics_url": Annotated[str | None, typer.Option(help="The master's metrics server, if not http://HOST:9003.")],
+    "config": Annotated[Path | None, typer.Option(help="The store: an engine's configuration, a TOML file.")],
+}
 WeightsId = Annotated[str | None, typer.Option(help="These weights only. A Mooncake cluster knows no ids: name them.")]
 Json = Annotated[Path | None, typer.Option(help="Also write the findings to this file; - is standard output.")]
 
 
+def with_place(command: Callable[..., bool]) -> Callable[..., None]:
+    """A command with the options that say which store it is, behind those that it needs.
+
+    It is given them as one `Place`. Where it returns False, its status is 1.
+    """
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        from fastdeploy_cache.launch.storage.place import Place
+
+        place = Place(**{name: given.pop(name) for name in WHERE})
+        raise typer.Exit(0 if command(place, **given) else 1)
+
+    hints = signature(command, locals={"Place": None}, eval_str=True)
+    own = [each for each in hints.parameters.values() if each.name != "place"]
+    where = [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=kind) for name, kind in WHERE.items()]
+    options = sorted([*where, *own], key=lambda each: each.default is not Parameter.empty)
+    # from these two the options are read
+    run.__dict__["__signature__"] = Signature(options)
+    run.__annotations__ = {each.name: each.annotation for each in options}
+    return run
+
+
 @storage_app.command()
-def ls(
-    *,
-    folder: Folder = None,
-    server_url: ServerUrl = None,
-    password_file: PasswordFile = None,
-    tls_ca_file: TlsCaFile = None,
-    master_address: MasterAddress = None,
-    metrics_url: MetricsUrl = None,
-    config: Config = None,
-    weights_id: WeightsId = None,
-    json: Json = None,
-) -> None:
+@with_place
+def ls(place: Place, *, weights_id: WeightsId = None, json: Json = None) -> bool:
     """What is in it, by weights."""
-    from fastdeploy_cache.launch.storage.command import list_weights as run
-    from fastdeploy_cache.launch.storage.place import Place
+    from fastdeploy_cache.launch.storage.command import list_weights
 
-    run(Place(folder, server_url, password_file, tls_ca_file, master_address, metrics_url, config), weights_id, json)
+    list_weights(place, weights_id, json)
+    return True
 
 
 @storage_app.command()
-def stat(
-    *,
-    folder: Folder = None,
-    server_url: ServerUrl = None,
-    password_file: PasswordFile = None,
-    tls_ca_file: TlsCaFile = None,
-    master_address: MasterAddress = None,
-    metrics_url: MetricsUrl = None,
-    config: Config = None,
-    weights_id: WeightsId = None,
-    json: Json = None,
-) -> None:
+@with_place
+def stat(place: Place, *, weights_id: WeightsId = None, json: Json = None) -> bool:
     """All that is known of each rank's space in it."""
-    from fastdeploy_cache.launch.storage.command import describe_spaces as run
-    from fastdeploy_cache.launch.storage.place import Place
+    from fastdeploy_cache.launch.storage.command import describe_spaces
 
-    run(Place(folder, server_url, password_file, tls_ca_file, master_address, metrics_url, config), weights_id, json)
+    describe_spaces(place, weights_id, json)
+    return True
 
 
 @storage_app.command()
-def verify(
-    *,
-    folder: Folder = None,
-    server_url: ServerUrl = None,
-    password_file: PasswordFile = None,
-    tls_ca_file: TlsCaFile = None,
-    master_address: MasterAddress = None,
-    metrics_url: MetricsUrl = None,
-    config: Config = None,
-    weights_id: WeightsId = None,
-    json: Json = None,
-) -> None:
+@with_place
+def verify(place: Place, *, weights_id: WeightsId = None, json: Json = None) -> bool:
     """Read every object and check it; changes nothing. Status 1: one is damaged."""
     from fastdeploy_cache.launch.storage.command import verify as run
-    from fastdeploy_cache.launch.storage.place import Place
 
-    place = Place(folder, server_url, password_file, tls_ca_file, master_address, metrics_url, config)
-    raise typer.Exit(0 if run(place, weights_id, json) else 1)
+    return run(place, weights_id, json)
 
 
 @storage_app.command()
+@with_place
 def clear(
-    *,
-    weights_id: Annotated[str, typer.Option(help="The weights whose objects go.")],
-    folder: Folder = None,
-    server_url: ServerUrl = None,
-    password_file: PasswordFile = None,
-    tls_ca_file: TlsCaFile = None,
-    master_address: MasterAddress = None,
-    metrics_url: MetricsUrl = None,
-    config: Config = None,
-    json: Json = None,
-) -> None:
+    place: Place, *, weights_id: Annotated[str, typer.Option(help="The weights whose objects go.")], json: Json = None
+) -> bool:
     """Remove all objects of some weights. Status 1: some stay, as an engine has them open."""
     from fastdeploy_cache.launch.storage.command import clear as run
-    from fastdeploy_cache.launch.storage.place import Place
 
-    place = Place(folder, server_url, password_file, tls_ca_file, master_address, metrics_url, config)
-    raise typer.Exit(0 if run(place, weights_id, json) else 1)
+    return run(place, weights_id, json)
 
 
 @storage_app.command()
+@with_place
 def gc(
-    *,
-    capacity_bytes: Annotated[int, typer.Option(min=0, help="What may stay.")],
-    folder: Folder = None,
-    server_url: ServerUrl = None,
-    password_file: PasswordFile = None,
-    tls_ca_file: TlsCaFile = None,
-    master_address: MasterAddress = None,
-    metrics_url: MetricsUrl = None,
-    config: Config = None,
-    json: Json = None,
-) -> None:
+    place: Place, *, capacity_bytes: Annotated[int, typer.Option(min=0, help="What may stay.")], json: Json = None
+) -> bool:
     """Remove what crashes left in a folder, and its oldest spaces until it fits. Status 1: engines hold too much."""
-    from fastdeploy_cache.launch.storage.command import collect as run
-    from fastdeploy_cache.launch.storage.place import Place
+    from fastdeploy_cache.launch.storage.command import collect
 
-    place = Place(folder, server_url, password_file, tls_ca_file, master_address, metrics_url, config)
-    raise typer.Exit(0 if run(place, capacity_bytes, json) else 1)
+    return collect(place, capacity_bytes, json)

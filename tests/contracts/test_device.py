@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import pytest
 
 from fastdeploy_cache.errors import DeviceError
 from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.transfer_manager.device import cpu as cpu_device
 from fastdeploy_cache.transfer_manager.device.base import Device
 from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
 from fastdeploy_cache.transfer_manager.device.cuda import CudaDevice
@@ -66,6 +68,15 @@ def make_cpu(layout: RankLayout, kv: SharedArray, cpu: SharedArray, _: pytest.Mo
     return CpuDevice(layout, [kv.view(np.uint8, (kv.num_bytes,))], layout.places(NUM_GPU), images, NUM_GPU)
 
 
+def make_shared(layout: RankLayout, kv: SharedArray, cpu: SharedArray, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """With a second thread for copies of any size, in parts of a block or two."""
+    monkeypatch.setattr(cpu_device, "_SHARED_BYTES", 0)
+    monkeypatch.setattr(cpu_device, "_JOB_BYTES", 1)
+    images = cpu.view(np.uint8, (NUM_CPU, layout.block_bytes))
+    segments = [kv.view(np.uint8, (kv.num_bytes,))]
+    return CpuDevice(layout, segments, layout.places(NUM_GPU), images, NUM_GPU, may_share=True)
+
+
 def make_cuda(version: int, kernel: bool) -> MakeDevice:
     """On a fake driver whose GPU memory is CPU memory; small pieces by the kernel, or none."""
 
@@ -84,6 +95,7 @@ def make_cuda(version: int, kernel: bool) -> MakeDevice:
 
 DEVICES: dict[str, MakeDevice] = {
     "cpu": make_cpu,
+    "cpu, two threads": make_shared,
     "cuda, single copies": make_cuda(12000, kernel=False),
     "cuda 12, batched": make_cuda(12080, kernel=False),
     "cuda 13, batched": make_cuda(13000, kernel=False),
@@ -114,10 +126,8 @@ class Bench:
         return self.layout.kv_views([flat], self.layout.places(NUM_GPU))
 
     def fill(self, seed: int) -> None:
-        noise = np.random.default_rng(seed)
-        for array in (self.kv, self.cpu):
-            view = array.view(np.uint8, (array.num_bytes,))
-            view[:] = noise.integers(0, 256, array.num_bytes, dtype=np.uint8)
+        for array, noise in zip((self.kv, self.cpu), _noise(seed, self.kv.num_bytes, self.cpu.num_bytes), strict=True):
+            array.view(np.uint8, (array.num_bytes,))[:] = noise
 
     def everything(self) -> bytes:
         return b"".join(array.view(np.uint8, (array.num_bytes,)).tobytes() for array in (self.kv, self.cpu))
@@ -129,6 +139,12 @@ class Bench:
     def copy(self, kind: TaskKind, gpu: list[int], cpu: list[int], on_layer: Callable[[int], None]) -> int:
         sources, destinations = (cpu, gpu) if kind is TaskKind.SWAP_IN else (gpu, cpu)
         return self.device.copy(kind, np.array(sources, np.int32), np.array(destinations, np.int32), on_layer)
+
+
+@functools.lru_cache(maxsize=1)  # a test fills the same arrays again and again
+def _noise(seed: int, *sizes: int) -> list[np.ndarray]:
+    noise = np.random.default_rng(seed)
+    return [noise.integers(0, 256, num_bytes, dtype=np.uint8) for num_bytes in sizes]
 
 
 @pytest.fixture(params=DEVICES)

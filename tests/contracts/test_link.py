@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ import pytest
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.peer.link import LinkError, Pieces, open_endpoint
 from tests.rigs.link_rig import MIB, SECONDS, Rig, changed, error_of, pieces
-from tests.rigs.storage_servers import missing
+from tests.rigs.needs import need_mooncake, need_nixl
 
 pytestmark = pytest.mark.processes
 
@@ -30,10 +28,10 @@ KINDS = ["shm", "nixl", "nixl-tcp", pytest.param("mooncake", marks=pytest.mark.l
 @pytest.fixture(params=KINDS)
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     kind, _, transport = request.param.partition("-")
-    if kind == "nixl" and find_spec("nixl_cu12") is None:
-        missing("NIXL (pip install --no-deps nixl-cu12)")  # with dependencies it brings PyTorch for CUDA
+    if kind == "nixl":
+        need_nixl()
     if kind == "mooncake":
-        _need_mooncake()
+        need_mooncake()
     # UCX's InfiniBand modules bring a libnl of their own; beside that of the system, the process ends in its destructor
     # with a segmentation fault, tests and all.
     monkeypatch.setenv("UCX_MODULES", "^ib")
@@ -42,15 +40,6 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     rig = Rig(kind, is_network=bool(transport) or kind == "mooncake")
     yield rig
     rig.close()
-
-
-def _need_mooncake() -> None:
-    try:
-        ctypes.CDLL("libibverbs.so.1")
-    except OSError:
-        missing("libibverbs.so.1 (apt-get install libibverbs1)")
-    if find_spec("mooncake") is None:
-        missing("Mooncake (pip install mooncake-transfer-engine-non-cuda)")
 
 
 # bytes

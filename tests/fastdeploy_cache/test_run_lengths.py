@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_cache.launch.bench.control import Server
+from fastdeploy_cache import CacheConfig
+from fastdeploy_cache.launch.bench.serving import Server
 from fastdeploy_cache.launch.bench.workloads import chat
 
 
@@ -12,7 +13,10 @@ from fastdeploy_cache.launch.bench.workloads import chat
 def test_runs_stay_long_under_eviction_and_reload(policy: str) -> None:
     """Six hundred turns in pools that hold a tenth of them, block size 16: runs of 32 blocks and more on average."""
     workload = chat(16)
-    server = Server(16, 4096, 2, policy=policy, num_cpu_blocks=8192)
+    config = CacheConfig(
+        block_size=16, num_gpu_blocks=4096, num_cpu_blocks=8192, eviction_policy=policy, transfer_client="inline"
+    )
+    server = Server(config, 2)
     server.serve(workload.works)
     server.cache.check_invariants()
     stats = server.cache.stats()

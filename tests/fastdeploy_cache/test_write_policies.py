@@ -10,6 +10,7 @@ from fastdeploy_cache import KVLayout
 from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.config import WRITE_POLICIES
 from fastdeploy_cache.errors import OutOfBlocksError
+from fastdeploy_cache.movement import copy_down
 from fastdeploy_cache.movement.copy_down import MIN_STORE_BLOCKS
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.transfer_manager.task import TaskKind
@@ -337,8 +338,10 @@ def test_a_cpu_tier_of_one_block(policy: str, write_policy: str) -> None:
     model.finish()
 
 
-def test_a_long_run_is_copied_end_first() -> None:
-    """Tasks of 64 blocks from the end on: its copies are always one piece that ends with it, and hit whole."""
+def test_a_long_run_is_copied_end_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks of 64 blocks, if blocks are large, from the end on: its copies are always one piece that ends with it, and
+    hit whole."""
+    monkeypatch.setattr(copy_down, "_PIECE_TOKENS", 0)
     model = write_back(num_gpu=320, num_cpu=400, cpu_write_high_water=0.0)
     model.serve(A[:300], stays=False, patient=False)
     starts = []

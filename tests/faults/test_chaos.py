@@ -29,13 +29,14 @@ def broken_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 _FLIP = """
 from fastdeploy_cache.transfer_manager.device import cpu
-copy = cpu._copy
+copy = cpu.copy_pieces
 
-def copy_wrongly(destinations, sources, spans):
-    copy(destinations, sources, spans)
-    destinations[spans[0][1].start, 0, 0] ^= 1
+def copy_wrongly(pairs, route):
+    copy(pairs, route)
+    if route.blocks:
+        pairs.destinations[route.blocks[0][1]].flat[0] ^= 1
 
-cpu._copy = copy_wrongly
+cpu.copy_pieces = copy_wrongly
 """
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.leaks import shm_files
+from tests.rigs.leaks import new_shm_files, shm_files
 from tests.rigs.process_ends import SECONDS, wait_exit, watched
 from tests.rigs.stopping import stopped
 
@@ -79,7 +79,7 @@ def test_kill_9_of_the_engine_ends_its_ranks(start: Callable[[str], EngineProces
     assert len(engine.pids) == 2
     engine.process.kill()
     assert engine.ranks_end()
-    assert shm_files() <= before and list(temporary.iterdir()) == []
+    assert not new_shm_files(before) and list(temporary.iterdir()) == []
 
 
 def test_kill_9_of_the_engine_ends_a_stopped_rank(start: Callable[[str], EngineProcess], temporary: Path) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import base64
-import ctypes
 import dataclasses
 import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,9 @@ from fastdeploy_cache import PrefixCacheManager, StorageConfig
 from fastdeploy_cache.errors import ConfigError, LayoutError, PeerRefusedError
 from fastdeploy_cache.ipc.peer_channel import make_keys
 from tests.rigs.instance import BLOCK_SIZE, LAYOUT, Instance, new_config
+from tests.rigs.needs import need_mooncake, need_nixl
 from tests.rigs.peer_instances import NONE_HELD, NUM_BLOCKS, TOKENS, Rig
-from tests.rigs.storage_servers import ValkeyServer, free_port, missing
+from tests.rigs.storage_servers import ValkeyServer, free_port
 
 pytestmark = pytest.mark.processes
 
@@ -32,15 +31,10 @@ def rig() -> Iterator[Rig]:
 
 
 def _need(link: str) -> None:
-    if link == "nixl" and find_spec("nixl_cu12") is None:
-        missing("NIXL (pip install --no-deps nixl-cu12)")
+    if link == "nixl":
+        need_nixl()
     if link == "mooncake":
-        try:
-            ctypes.CDLL("libibverbs.so.1")
-        except OSError:
-            missing("libibverbs.so.1 (apt-get install libibverbs1)")
-        if find_spec("mooncake") is None:
-            missing("Mooncake (pip install mooncake-transfer-engine-non-cuda)")
+        need_mooncake()
 
 
 def _hand_over(prefill: Instance, decode: Instance, name: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,9 @@ import pytest
 from fastdeploy_cache.ipc.peer_channel import make_keys
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.peer.messages import Why
+from tests.rigs.needs import need_mooncake, need_nixl
 from tests.rigs.peer_rig import LAYOUT, NUM_LAYERS, SECONDS, Pair, look, pair_of
-from tests.rigs.storage_servers import free_port, missing
+from tests.rigs.storage_servers import free_port
 
 pytestmark = pytest.mark.processes
 
@@ -229,10 +229,10 @@ def test_a_second_receive_takes_over(shared: Pair) -> None:
 
 @pytest.fixture
 def networked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    if request.param == "nixl" and find_spec("nixl_cu12") is None:
-        pytest.skip("needs NIXL (pip install --no-deps nixl-cu12)")  # with dependencies it brings PyTorch for CUDA
-    if request.param == "mooncake" and find_spec("mooncake") is None:
-        missing("Mooncake (pip install mooncake-transfer-engine-non-cuda)")
+    if request.param == "nixl":
+        need_nixl()
+    if request.param == "mooncake":
+        need_mooncake()
     monkeypatch.setenv("UCX_MODULES", "^ib")  # they bring a libnl of their own, which ends the process at its end
     with pair_of(2, 1, link=request.param, silence_timeout_seconds=2.0) as pair:
         yield pair

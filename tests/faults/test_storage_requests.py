@@ -51,8 +51,8 @@ def test_a_store_of_ones_own_hears_priority_and_tokens(tmp_path: Path, tp_size: 
 
 @pytest.mark.parametrize("policy", ["auto", "always"])
 def test_no_request_asks_a_store_that_is_slower_than_computing(tmp_path: Path, policy: str) -> None:
-    """Once the probe has measured it nobody looks it up, reads it or waits for it, though it has every prompt; of the
-    CPU tier, slower here, too, one prefix in sixteen is tried. With `always` the store serves them all."""
+    """Once the probe has measured it nobody looks it up, reads it or waits for it, though it has every prompt. With
+    `always` the store serves them all."""
     storage, orders = spoiled(tmp_path)
     stored(storage_config(1, storage), *range(6))
     orders.give(read_seconds=0.05)
@@ -71,7 +71,6 @@ def test_no_request_asks_a_store_that_is_slower_than_computing(tmp_path: Path, p
             return
         assert (num_waiting, num_from_storage) == (0, 0)
         assert (asked(cache, "lookup"), asked(cache, "prefetch")) == (0, 0)
-        assert asked(cache, "swap_in") <= 1 + 24 / 16
         cache.check_invariants()
 
 

@@ -21,7 +21,7 @@ from fastdeploy_cache.launch.bench.peer_memory import LinkedMemory, LinkMissingE
 from fastdeploy_cache.transfer_manager.peer import KINDS
 from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
 from tests.rigs.command_line import CLI
-from tests.rigs.storage_servers import missing
+from tests.rigs.needs import missing
 from tests.rigs.verdicts import is_consistent
 
 pytestmark = pytest.mark.processes

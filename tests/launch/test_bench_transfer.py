@@ -19,6 +19,12 @@ from tests.rigs.verdicts import is_consistent
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
+SPEEDS = {
+    "swap out": "swap_out",
+    "swap in": "swap_in",
+    "out, neighbours": "joined_out",
+    "in, neighbours": "joined_in",
+}
 TINY = ["--repeats", "1", "--memory-mib", "16", "--idle-seconds", "0.5"]
 
 
@@ -58,7 +64,7 @@ def test_every_promised_figure_has_a_verdict_that_follows(tiny: Run) -> None:
         assert sum(words in name for name in names) == 1, words
     promised = [case.name for case in CASES if case.promised is not None]
     for case in promised:
-        for way in ("swap out", "swap in"):
+        for way in SPEEDS:
             assert f"{way}, {case}, 1: of plain copy, at least" in names
     assert tiny.status == (0 if all(entry["ok"] for entry in reach) else 1)
 
@@ -73,7 +79,7 @@ def test_each_bandwidth_stands_beside_a_plain_copy(tiny: Run) -> None:
         assert sizes and sizes == sorted(set(sizes))
         for row in each["rows"]:
             speeds = {name: value for name, value in row.items() if name != "num_blocks"}
-            assert set(speeds) == {f"{what}_bytes_per_second" for what in ("plain", "swap_out", "swap_in")}
+            assert set(speeds) == {f"{what}_bytes_per_second" for what in ("plain", *SPEEDS.values())}
             assert all(speed > 0 for speed in speeds.values())
 
 
@@ -83,13 +89,13 @@ def test_the_shares_are_those_of_the_rows(tiny: Run) -> None:
     num_checked = 0
     for each in tiny.found["bandwidth"]:
         last = each["rows"][-1]
-        for way, key in (("swap out", "swap_out"), ("swap in", "swap_in")):
+        for way, key in SPEEDS.items():
             name = f"{way}, {each['case']}, {each['ranks']}: of plain copy, at least"
             if name in values:
                 share = last[f"{key}_bytes_per_second"] / last["plain_bytes_per_second"]
                 assert values[name] == pytest.approx(share, abs=0.001)
                 num_checked += 1
-    assert num_checked == sum("plain copy" in name for name in values) >= 8
+    assert num_checked == sum("plain copy" in name for name in values) >= 32
 
 
 def test_round_trips_stand_beside_two_floors(tiny: Run) -> None:

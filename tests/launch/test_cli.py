@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from fastdeploy_cache.ipc.peer_channel import load_keys
+from fastdeploy_cache.tokens import IS_NATIVE
 from fastdeploy_cache.transfer_manager.peer.signature import load_secret
 from tests.rigs.command_line import CLI
 from tests.rigs.reference_model import needs_model
@@ -19,6 +21,14 @@ pytestmark = pytest.mark.processes
 
 def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def test_the_version_says_whether_packing_is_native() -> None:
+    """`--version` names the package's version, and which way of packing is in use."""
+    result = run("--version")
+    assert result.returncode == 0
+    wanted = [f"fastdeploy-cache {version('fastdeploy-cache')}", f"native packing: {'yes' if IS_NATIVE else 'no'}"]
+    assert result.stdout.splitlines() == wanted
 
 
 def test_config_check_prints_sizes(tmp_path: Path) -> None:

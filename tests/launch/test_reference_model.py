@@ -37,31 +37,43 @@ def test_greedy_answer_is_sensible(llama: Llama, tokenizer: ChatTokenizer) -> No
 
 
 @needs_model
-def test_three_ranks_give_the_tokens_of_one(llama: Llama, files: ModelFiles, prompt: np.ndarray) -> None:
+def test_three_ranks_give_the_tokens_of_one(
+    files: ModelFiles, prompt: np.ndarray, full: np.ndarray, answer: list[int]
+) -> None:
     """Splitting the kv heads over three ranks changes where KV lies, not what is generated."""
     split = Llama(files, make_shards(3))
-    assert greedy(split, prompt, 6) == greedy(llama, prompt, 6)
-    ours, theirs = llama.forward([make_chunk(prompt, 0)]), split.forward([make_chunk(prompt, 0)])
-    np.testing.assert_allclose(ours, theirs, atol=LOGIT_TOLERANCE)
+    assert greedy(split, prompt, 6) == answer
+    np.testing.assert_allclose(full, split.forward([make_chunk(prompt, 0)]), atol=LOGIT_TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def full(llama: Llama, prompt: np.ndarray) -> np.ndarray:
+    """What the prompt gives, computed in one go."""
+    return llama.forward([make_chunk(prompt, 0)])
+
+
+@pytest.fixture(scope="module")
+def answer(llama: Llama, prompt: np.ndarray) -> list[int]:
+    """The tokens that follow the prompt, computed in one go."""
+    return greedy(llama, prompt, 6)
 
 
 @needs_model
 @pytest.mark.parametrize("cached", [1, 16, 37, 48])
-def test_suffix_on_cached_prefix_equals_full(llama: Llama, prompt: np.ndarray, cached: int) -> None:
+def test_suffix_on_cached_prefix_equals_full(
+    llama: Llama, prompt: np.ndarray, full: np.ndarray, answer: list[int], cached: int
+) -> None:
     """Computing only the tokens behind a cached prefix gives the same next tokens, at any cut."""
-    full = llama.forward([make_chunk(prompt, 0)])
-    expected = greedy(llama, prompt, 3)
     llama.forward([make_chunk(prompt[:cached], 0, SCATTERED)])
     suffix = llama.forward([make_chunk(prompt[cached:], cached, SCATTERED)])
     np.testing.assert_allclose(suffix, full, atol=LOGIT_TOLERANCE)
-    assert greedy(llama, prompt, 3, SCATTERED, start=cached) == expected
+    assert greedy(llama, prompt, 3, SCATTERED, start=cached) == answer[:3]
 
 
 @needs_model
-def test_scattered_blocks_equal_ordered_blocks(llama: Llama, prompt: np.ndarray) -> None:
+def test_scattered_blocks_equal_ordered_blocks(llama: Llama, prompt: np.ndarray, full: np.ndarray) -> None:
     """Which blocks a sequence holds, and in which order, does not matter, not even in the last bit."""
-    ordered = llama.forward([make_chunk(prompt, 0)])
-    np.testing.assert_array_equal(llama.forward([make_chunk(prompt, 0, SCATTERED)]), ordered)
+    np.testing.assert_array_equal(llama.forward([make_chunk(prompt, 0, SCATTERED)]), full)
 
 
 @needs_model
@@ -75,11 +87,13 @@ def test_long_prompt_in_one_go_equals_pieces(llama: Llama) -> None:
 
 
 @needs_model
-def test_batched_sequences_do_not_mix(llama: Llama, tokenizer: ChatTokenizer, prompt: np.ndarray) -> None:
+def test_batched_sequences_do_not_mix(
+    llama: Llama, tokenizer: ChatTokenizer, prompt: np.ndarray, full: np.ndarray
+) -> None:
     """A prefill and a decode step in one batch each give what they give alone."""
     other = tokenizer.encode("The sea is")
     halves = SCATTERED[:12], SCATTERED[12:]
-    alone = [llama.forward([make_chunk(prompt, 0)])[0], llama.forward([make_chunk(other, 0)])[0]]
+    alone = [full[0], llama.forward([make_chunk(other, 0)])[0]]
     llama.forward([make_chunk(other[:-1], 0, halves[1])])
     together = llama.forward([make_chunk(prompt, 0, halves[0]), make_chunk(other[-1:], len(other) - 1, halves[1])])
     np.testing.assert_allclose(together, alone, atol=LOGIT_TOLERANCE)

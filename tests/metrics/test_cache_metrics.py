@@ -46,6 +46,7 @@ def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]
     for name in ("tasks_total", "task_bytes_total", "task_seconds_total", "task_failures_total"):
         keys |= {key(name, kind=d, rank=r) for d, r in product(TASK_KINDS, ranks)}
     keys |= {key("refused_tasks_total", kind=d) for d in SWAP_KINDS}
+    keys |= {key("hashed_blocks_total"), key("hash_seconds_total")}
     keys |= {key("failed_steps_total", step=s) for s in STEPS} | {key("quarantined_blocks")}
     keys |= {key("storage_breaker_state", operation=o) for o in STORAGE_OPERATIONS}
     keys |= {key("storage_blocks_total", fate=f) for f in STORAGE_FATES}
@@ -83,7 +84,8 @@ def test_no_series_appears_later() -> None:
     metrics.observe_peers(lambda: {"": 1})
     ranks = [(0, True, 1), (1, True, 1)]
     failures = dict.fromkeys(STEPS, 1), 1
-    metrics.observe(tuple, lambda: evictions, lambda: ranks, lambda: refused, storage, failures=lambda: failures)
+    observed = (tuple, lambda: evictions, lambda: ranks, lambda: refused, storage)
+    metrics.observe(*observed, failures=lambda: failures, hashes=lambda: (1, 1.0))
     samples = scrape(metrics)
     assert set(samples) == expected_keys(2)
     assert all(samples.values()), "and each was counted"

@@ -134,8 +134,7 @@ def play(tracer: Tracer, setting: str, armed: tuple[Site, int] | None) -> tuple[
     """A whole story, the same each time, in which one call fails; what reached the engine, and during what."""
     story = OfRequests(setting) if setting in SETTINGS else OfCallers(setting)
     story.model.steps_may_fail = armed is not None
-    tracer.hits.clear()
-    tracer.armed, tracer.has_raised = armed, False
+    tracer.begin(armed)
     surfaced = None
     for _ in range(NUM_STEPS):
         try:
@@ -144,7 +143,7 @@ def play(tracer: Tracer, setting: str, armed: tuple[Site, int] | None) -> tuple[
             surfaced = error, story.doing
             story.model.allow_all_computed()
             story.model.cache.check_invariants()
-    tracer.armed = None
+    tracer.end()
     story.finish()
     return surfaced
 
@@ -170,4 +169,4 @@ def test_whatever_fails_beside_a_verb(tracer: Tracer, setting: str) -> None:
             if surfaced is not None and site.kind != "growth":
                 assert site.kind == "client" and surfaced[1] in PASSED_ON, f"{site} failed, and {surfaced} surfaced"
     assert {site.kind for site in reached} >= {"growth", "client", "policy", "metric"}
-    assert len(reached) > 20 and num_raised > 1.5 * len(reached), "the story reaches next to nothing"
+    assert len(reached) > 15 and num_raised > 1.5 * len(reached), "the story reaches next to nothing"

@@ -124,7 +124,9 @@ class Caller:
     def look(self) -> None:
         """Hashes and runs of what is found are those of its tokens."""
         cache, request = self.model.cache, self.request()
-        found = cache.blocks.lookup(request, touch=self.choose.random() < 0.5, split=self.choose.random() < 0.5)
+        found = cache.blocks.lookup(
+            request, touch=self.choose.random() < 0.5, split=self.choose.random() < 0.5, hashes=True
+        )
         num_gpu, size, num_blocks = len(found.block_ids), self.model.size, request.num_tokens // self.model.size
         joined = BlockHasher(size).extend(root_hash("", size), request.tokens, 0, num_blocks)
         chain = [joined[start : start + HASH_BYTES] for start in range(0, len(joined), HASH_BYTES)]

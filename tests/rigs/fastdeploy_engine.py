@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
 
 SUFFIX = f"test{os.getpid()}"
@@ -105,19 +107,26 @@ class Kernel:
     def compute(self, tokens: list[int], table: list[int], first_token: int, num_tokens: int) -> None:
         """Write tokens [first_token, num_tokens) of the sequence; a block is whole when its last token is."""
         size = self.manager.cache.config.block_size
-        for block in range(first_token // size, num_tokens // size):
-            for rank in range(self.manager.cache.config.transfer.tp_size):
-                for parts in self.manager.cache.ranks.kv_views(rank):
-                    for array in parts.values():
-                        array[table[block]] = self._value(tokens, block)
+        blocks = range(first_token // size, num_tokens // size)
+        arrays = self._arrays() if blocks else []
+        for block in blocks:
+            value = self._value(tokens, block)
+            for _, array in arrays:
+                array[table[block]] = value
 
     def check(self, tokens: list[int], table: list[int], num_blocks: int, *, first_block: int = 0) -> None:
         """The blocks from the first one on hold what they should, on every rank, in every layer and part."""
+        arrays = self._arrays() if first_block < num_blocks else []
         for block in range(first_block, num_blocks):
-            for rank in range(self.manager.cache.config.transfer.tp_size):
-                for parts in self.manager.cache.ranks.kv_views(rank):
-                    for name, array in parts.items():
-                        assert (array[table[block]] == self._value(tokens, block)).all(), f"wrong {name} in {block}"
+            value = self._value(tokens, block)
+            for name, array in arrays:
+                assert (array[table[block]] == value).all(), f"wrong {name} in {block}"
+
+    def _arrays(self) -> list[tuple[str, np.ndarray]]:
+        """Each part of each layer of each rank, as they are now."""
+        ranks = range(self.manager.cache.config.transfer.tp_size)
+        views = [layer for rank in ranks for layer in self.manager.cache.ranks.kv_views(rank)]
+        return [named for layer in views for named in layer.items()]
 
 
 def serve_v1(

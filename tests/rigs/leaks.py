@@ -39,8 +39,14 @@ def handles() -> dict[str, str]:
 
 
 def shm_files() -> set[Path]:
-    """Files in /dev/shm, but for those of other living programs, tests that run beside these among them."""
-    return {path for path in Path("/dev/shm").iterdir() if not _is_others(path)}
+    """Files in /dev/shm, whosever they are."""
+    return set(Path("/dev/shm").iterdir())
+
+
+def new_shm_files(before: set[Path]) -> set[Path]:
+    """Those that were not there before, but for those of other living programs, tests that run beside these among
+    them."""
+    return {path for path in shm_files() - before if not _is_others(path)}
 
 
 def _is_others(path: Path) -> bool:

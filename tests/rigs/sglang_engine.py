@@ -47,6 +47,14 @@ class Scheduler:
         self.allocator = self.cache.token_to_kv_pool_allocator
         self.page_size = page_size
 
+    def load_ahead(self, tokens: list[int]) -> tuple[Slots, Any]:
+        """Serve a prompt, push it out to the host, and begin to load it by a cache that overlaps loads with steps."""
+        self.serve(tokens, [1])
+        self.client.land_all()
+        self.cache.evict(len(tokens))
+        self.cache = HiRadixCache(self.manager, self.pool, overlap_loads=True)
+        return self.cache.init_load_back(self.cache.match_prefix(tokens).last_host_node, len(tokens))
+
     def _mark(self, req: Req, tokens: list[int], slot: int, end: int) -> None:
         """The content of the page that ends with the token before `end`."""
         if end % self.page_size == 0:

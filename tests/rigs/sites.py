@@ -95,21 +95,39 @@ class Tracer(logging.Handler):
     def __init__(self, outside: Mapping[CodeType, Site]) -> None:
         super().__init__(logging.DEBUG)
         self._by_line = {(site.where, int(site.what)): site for site in lines()}
-        self._grows: dict[CodeType, bool] = {}  # whether a line of it may ask for memory: only such are followed
-        self._outside = outside
+        # By the number of a code object: to hash one costs more than the rest of a look.
+        self._outside = {id(code): site for code, site in outside.items()}
+        self._grows: dict[int, bool] = {}  # whether a line of it may ask for memory: only such are followed
+        self._known = [*outside]  # code objects whose numbers are noted: nobody else gets these
+        self._codes: dict[Site, set[int]] = {}  # of a site, as far as known: where to look for it
+        for number, site in self._outside.items():
+            self._codes.setdefault(site, set()).add(number)
+        self._looked_at: set[int] | None = None  # such codes; None stands for all
         self.hits: Counter[Site] = Counter()
-        self.armed: tuple[Site, int] | None = None  # raise at its n-th hit, counted from 1
+        self._armed: tuple[Site, int] | None = None  # raise at its n-th hit, counted from 1
+        self._is_over = False  # nothing is looked for any more
         self.has_raised = False
         self._is_following = False
+
+    def begin(self, armed: tuple[Site, int] | None) -> None:
+        """Count from now on, every site or only the armed one, which fails at that hit."""
+        self.hits.clear()
+        self._armed, self._is_over, self.has_raised = armed, False, False
+        self._looked_at = self._codes.get(armed[0], set()) if armed is not None else None
+
+    def end(self) -> None:
+        """Nothing fails any more, and nothing is counted."""
+        self._is_over = True
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
         """While a verb runs, and what it calls."""
-        if self._is_following:
+        if self._is_following or self._is_over:
             yield
             return
-        sys.settrace(self._called)
         self._is_following = True
+        if self._looked_at != set():  # else it is a line that logs: `emit` sees it
+            sys.settrace(self._called if self._looked_at is None else self._called_there)
         try:
             yield
         finally:
@@ -118,8 +136,8 @@ class Tracer(logging.Handler):
 
     def _hit(self, site: Site) -> None:
         self.hits[site] += 1
-        if self.armed == (site, self.hits[site]):
-            self.has_raised = True
+        if self._armed == (site, self.hits[site]):
+            self.has_raised = self._is_over = True
             raise (OutOfMemoryError if site.kind == "growth" else OutsideError)(f"{site} failed")
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -128,13 +146,20 @@ class Tracer(logging.Handler):
             self._hit(site)
 
     def _called(self, frame: FrameType, event: str, value: Any) -> Any:
-        site, caller = self._outside.get(frame.f_code), frame.f_back
-        if site is not None and caller is not None and caller.f_code not in self._outside:  # else it calls itself
+        number, caller = id(frame.f_code), frame.f_back
+        site = self._outside.get(number)
+        if site is not None and caller is not None and id(caller.f_code) not in self._outside:  # else it calls itself
             self._hit(site)
-        grows = self._grows.get(frame.f_code)
+        grows = self._grows.get(number)
         if grows is None:
-            grows = self._grows[frame.f_code] = self._may_grow(frame.f_code)
+            grows = self._grows[number] = self._may_grow(frame.f_code)
+            self._known.append(frame.f_code)
         return self._in_line if grows else None
+
+    def _called_there(self, frame: FrameType, event: str, value: Any) -> Any:
+        """The same, where only one site matters, which has been seen before."""
+        assert self._looked_at is not None
+        return self._called(frame, event, value) if id(frame.f_code) in self._looked_at else None
 
     def _may_grow(self, code: CodeType) -> bool:
         sites = (self._by_line.get((code.co_filename, line or 0)) for _, _, line in code.co_lines())
@@ -144,5 +169,6 @@ class Tracer(logging.Handler):
         if event == "line":
             site = self._by_line.get((frame.f_code.co_filename, frame.f_lineno))
             if site is not None and site.kind == "growth":
+                self._codes.setdefault(site, set()).add(id(frame.f_code))
                 self._hit(site)
         return self._in_line

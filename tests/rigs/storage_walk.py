@@ -119,7 +119,7 @@ class Walk:
                 self.land_all()
             if self.model.cache.storage.flush(0.0) and not self.store.lies:
                 tree = self.model.cache._books.tree
-                cached = [bytes(run.hashes) for run in tree.runs() if run.epoch == tree.epoch]
+                cached = [tree.names.of(run, 0, run.num_blocks) for run in tree.runs() if run.epoch == tree.epoch]
                 hashes = {run[i : i + 32] for run in cached for i in range(0, len(run), 32)}
                 assert hashes <= self.store.objects.keys()
         self.store.answers_at_once = False

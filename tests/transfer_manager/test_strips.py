@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Literal
 
@@ -20,6 +21,8 @@ ODD_LAYOUT = RankLayout(num_layers=4, parts=ODD)
 MODEL = KVLayout(num_layers=6, num_kv_heads=2, head_dim=8).for_rank(1, 4)
 BLOCK_FIRST = KVLayout(num_layers=6, num_kv_heads=2, head_dim=8, device_order="block_first").for_rank(1, 4)
 EXTRA = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, num_extra_layers=2, extra_layer_block_ratio=1.5)
+SCALED = KVLayout(num_layers=3, num_kv_heads=4, head_dim=16, dtype="float16", scale_dtype="float32", scale_elements=8)
+SCALED = SCALED.for_rank(1, 4)
 PART = MODEL.parts[0].num_bytes
 LARGE = RankLayout(num_layers=5, parts=(KVPart("latent", (256 * 1024,), "int8"),))
 
@@ -38,6 +41,7 @@ CASES: dict[str, tuple[RankLayout, Places]] = {
     "block first": (BLOCK_FIRST, BLOCK_FIRST.places(NUM_BLOCKS)),
     "odd sizes": (ODD_LAYOUT, ODD_LAYOUT.places(NUM_BLOCKS)),
     "extra layers": (EXTRA.for_rank(1, 4), EXTRA.for_rank(1, 4).places(NUM_BLOCKS)),
+    "scales": (SCALED, SCALED.places(NUM_BLOCKS)),
     "large layers": (LARGE, LARGE.places(NUM_BLOCKS)),
     "a segment for each array": (MODEL, tuple(_arrays((2 * i, 0), (2 * i + 1, 0), PART) for i in range(6))),
     "a segment for each layer": (MODEL, tuple(_arrays((i, 0), (i, SPAN), PART) for i in range(6))),
@@ -80,10 +84,12 @@ def stripped(steps: tuple[Step, ...], layout: RankLayout, block: int) -> tuple[n
     addresses, uses = np.full(layout.block_bytes, -1, np.int64), np.zeros(layout.block_bytes, np.int32)
     for strip in (strip for step in steps for strip in step.strips):
         first = strip.segment * SEGMENT + strip.offset_bytes + block * strip.block_stride_bytes
-        for row in range(strip.num_rows):
-            image = slice(start := strip.image_offset_bytes + row * strip.row_bytes, start + strip.row_bytes)
+        nums = [range(rows.num) for rows in strip.rows]
+        for at in itertools.product(*nums):
+            start = strip.image_offset_bytes + sum(map(operator.mul, at, strip.image_strides))
+            image = slice(start, start + strip.row_bytes)
             assert image.stop <= layout.block_bytes
-            addresses[image] = first + row * strip.row_stride_bytes + np.arange(strip.row_bytes)
+            addresses[image] = first + sum(map(operator.mul, at, strip.strides)) + np.arange(strip.row_bytes)
             uses[image] += 1
     return addresses, uses
 
@@ -134,29 +140,30 @@ def test_small_layers_share_a_step(
     order: Literal["layer_first", "block_first"], layers_in_step: float, num_layers: int, told: list[int]
 ) -> None:
     """A large layer is a step of its own; of small ones as many are together as make up the least worth a step."""
-    layer_bytes = int(strips._MIN_STEP_BYTES[order] / layers_in_step)
+    layer_bytes = int(strips._MIN_STEP_BYTES / layers_in_step)
     parts = (KVPart("latent", (layer_bytes,), "int8"),)
     layout = RankLayout(num_layers=num_layers, parts=parts, device_order=order)
     assert [step.num_layers for step in load_steps(layout, layout.places(2))] == told
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"),
+    ("name", "shapes"),
     [
         ("layer first", [(12, PART)]),
-        ("block first", [(1, 12 * PART)]),
-        ("layer first, room for one block", [(1, 12 * PART)]),
-        ("blocks of key and value", [(1, 2 * PART)] * 6),
+        ("block first", [(12 * PART,)]),
+        ("layer first, room for one block", [(12 * PART,)]),
+        ("blocks of key and value", [(2 * PART,)] * 6),
         ("a segment for each layer", [(2, PART)] * 6),
         ("gaps between blocks", [(6, 2 * PART)]),
-        ("odd sizes", [(1, part.num_bytes) for _ in range(4) for part in ODD]),
-        ("another stride in each layer", [(1, 2 * PART)] * 6),
+        ("odd sizes", [(4, part.num_bytes) for part in ODD]),
+        ("scales", [(3, 2, 4 * PART), (3, 2, PART)]),
+        ("another stride in each layer", [(2 * PART,)] * 6),
         ("layers backwards", [(2, PART)] * 6),
-        ("values before keys", [(1, PART)] * 12),  # rows rise: addresses are unsigned
-        ("another stride for values", [(1, PART)] * 12),
+        ("values before keys", [(PART,)] * 12),  # rows rise: addresses are unsigned
+        ("another stride for values", [(PART,)] * 12),
     ],
 )
-def test_equal_and_adjoining_pieces_become_one_strip(name: str, rows: list[tuple[int, int]]) -> None:
-    """Few strips move many pieces: adjoining ones as a wider row, equal ones at equal distances as rows."""
+def test_equal_and_adjoining_pieces_become_one_strip(name: str, shapes: list[tuple[int, ...]]) -> None:
+    """Few strips move many pieces: adjoining ones as a wider row, equal ones at equal distances as rows, of rows."""
     (step,) = whole_step(*CASES[name])
-    assert [(strip.num_rows, strip.row_bytes) for strip in step.strips] == rows
+    assert [strip.shape for strip in step.strips] == shapes

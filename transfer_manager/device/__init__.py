@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import numpy as np
@@ -38,5 +39,6 @@ def open_device(setup: DeviceSetup, cpu: SharedArray) -> OpenedDevice:
         kv = KVMemory.create(setup.layout, setup.num_gpu_blocks, f"kv-rank{setup.rank}")
     else:
         kv = KVMemory.open(setup.layout, setup.num_gpu_blocks, setup.kv)
-    device = CpuDevice(setup.layout, kv.flat(), kv.places, images, setup.num_gpu_blocks)
+    has_cores = len(os.sched_getaffinity(0)) > 1
+    device = CpuDevice(setup.layout, kv.flat(), kv.places, images, setup.num_gpu_blocks, may_share=has_cores)
     return OpenedDevice(device, kv.handle() if setup.kv is None else None, kv)

@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from fastdeploy_cache.ipc.codec import Int32Array
+from fastdeploy_cache.transfer_manager.crew import Crew
 from fastdeploy_cache.transfer_manager.device.base import check_ids
+from fastdeploy_cache.transfer_manager.device.pieces import Bytes, Pairs, Route, copy_pieces
 from fastdeploy_cache.transfer_manager.device.strips import Step, Strip, leading_strips, load_steps, whole_step
 from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
-from fastdeploy_cache.transfer_manager.task import TaskKind
+from fastdeploy_cache.transfer_manager.task import Lane, TaskKind
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-_Pairs = list[tuple[Bytes, Bytes]]  # pieces on the device, the same inside the images: [blocks, rows, row bytes] each
+_STREAMED_BYTES = 20 * 1024  # glibc takes no less than 16.1 KiB
+_SHARED_BYTES = 4 * 2**20  # copying less takes hardly longer than another thread to wake up
+_JOB_BYTES = 4 * 2**20  # of these each of two threads takes the next: more of them cost more, fewer balance less
+_MIN_JOBS = 4
+_TUNABLES, _STREAMED = "GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold"
+
+
+def streaming_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a process that copies by the processor needs in its environment, beside that of its parent.
+
+    A piece that memcpy writes past the caches goes through memory twice, and thrice otherwise: what is overwritten is
+    read before. The C library does so from about the size of the caches on, which a piece of a block never has.
+    Source: glibc's manual, "Hardware Capability Tunables"; other libraries and processors pass the variable by.
+    """
+    known = environment.get(_TUNABLES, "")
+    if _STREAMED in known:  # somebody knows better
+        return {}
+    return {_TUNABLES: ":".join(filter(None, (known, f"{_STREAMED}={_STREAMED_BYTES}")))}
+
+
+_Steps = list[tuple[int, list[Pairs]]]  # so many layers are in when these have been copied
 
 
 class CpuDevice:
     """See `transfer_manager.device.base.Device`. NumPy copies piece by piece, without the interpreter's lock.
 
-    Copies of different lanes may run in two threads at a time.
+    Copies of different lanes may run in two threads at a time, and each may have another one that helps.
     """
 
     def __init__(
@@ -31,23 +53,33 @@ class CpuDevice:
         places: Places,
         images: Bytes,
         num_gpu_blocks: int,
+        *,
+        may_share: bool = False,
     ) -> None:
-        """`segments` are the pieces of the KV memory as flat bytes; `images` is [CPU blocks, layout.block_bytes]."""
+        """`segments` are the pieces of the KV memory as flat bytes; `images` is [CPU blocks, layout.block_bytes].
+
+        `may_share`: a second thread helps with large copies. A core waits for memory at the beginning of each piece,
+        and two cores do so at the same time.
+        """
         self._num_gpu_blocks, self._num_cpu_blocks = num_gpu_blocks, len(images)
         self._block_bytes = layout.block_bytes
         self._layout, self._places, self._segments = layout, places, segments
-        self._load = [(step.num_layers, self._pairs(step, images)) for step in load_steps(layout, places)]
-        self._store = self._pairs(whole_step(layout, places)[0], images)
+        self._images = images.reshape(-1)
+        self._load: _Steps = [(step.num_layers, list(self._into_device(step))) for step in load_steps(layout, places)]
+        (whole,) = whole_step(layout, places)
+        self._store = [
+            (whole.num_layers, [Pairs(pair.sources, pair.destinations) for pair in self._into_device(whole)])
+        ]
+        self._crews = {lane: Crew(2, "copy") for lane in Lane} if may_share else {}
 
-    def _pairs(self, step: Step, images: Bytes) -> _Pairs:
-        return [(self._pieces(strip), _in_images(images, strip)) for strip in step.strips]
+    def _into_device(self, step: Step) -> Iterator[Pairs]:
+        for strip in step.strips:
+            shape, strides = (self._num_cpu_blocks, *strip.shape), (self._block_bytes, *strip.image_strides)
+            yield Pairs(self._pieces(strip), as_strided(self._images[strip.image_offset_bytes :], shape, strides))
 
     def _pieces(self, strip: Strip) -> Bytes:
-        return np.lib.stride_tricks.as_strided(
-            self._segments[strip.segment][strip.offset_bytes :],
-            (self._num_gpu_blocks, strip.num_rows, strip.row_bytes),
-            (strip.block_stride_bytes, strip.row_stride_bytes, 1),
-        )
+        shape, strides = (self._num_gpu_blocks, *strip.shape), (strip.block_stride_bytes, *strip.strides)
+        return as_strided(self._segments[strip.segment][strip.offset_bytes :], shape, strides)
 
     def copy(
         self,
@@ -58,29 +90,46 @@ class CpuDevice:
         num_tokens: int | None = None,
     ) -> int:
         check_ids(kind, source_ids, destination_ids, self._num_gpu_blocks, self._num_cpu_blocks)
-        spans = list(_spans(source_ids, destination_ids))
-        if kind is TaskKind.SWAP_IN:
-            for num_layers, pairs in self._load:
-                for pieces, images in pairs:
-                    _copy(pieces, images, spans)
-                on_layer(num_layers)
-        elif kind is TaskKind.SWAP_OUT:
-            for pieces, images in self._store:
-                _copy(images, pieces, spans)
-            on_layer(self._layout.num_layers)
-        else:
-            num_bytes = self._copy_leading(spans, num_tokens)
+        # Pieces on the device are far apart but for those of its neighbours: these follow each other.
+        order = np.argsort(source_ids if kind is TaskKind.SWAP_OUT else destination_ids, kind="stable")
+        route = Route(source_ids[order], destination_ids[order])
+        if kind is TaskKind.COPY:
+            num_bytes = self._copy_leading(route, num_tokens)
             on_layer(self._layout.num_layers)
             return len(source_ids) * num_bytes
-        return len(source_ids) * self._block_bytes
+        steps = self._load if kind is TaskKind.SWAP_IN else self._store
+        num_bytes = len(source_ids) * self._block_bytes
+        if kind.lane in self._crews and num_bytes > _SHARED_BYTES:
+            self._copy_together(self._crews[kind.lane], steps, route, on_layer)
+        else:
+            for num_layers, pairs in steps:
+                _copy(pairs, route)
+                on_layer(num_layers)
+        return num_bytes
 
-    def _copy_leading(self, spans: Sequence[tuple[slice, slice]], num_tokens: int | None) -> int:
+    def _copy_together(self, crew: Crew, steps: _Steps, route: Route, on_layer: Callable[[int], None]) -> None:
+        num_blocks = len(route.source_ids)
+        num_parts = max(num_blocks * self._block_bytes // len(steps) // _JOB_BYTES, -(-_MIN_JOBS // len(steps)))
+        num_parts = min(num_parts, num_blocks)
+        parts = route.parts(num_parts)
+        unsaid = iter(steps)
+        num_told = 0
+
+        def on_done(num_jobs: int) -> None:
+            nonlocal num_told
+            for num_layers, _ in itertools.islice(unsaid, num_jobs // num_parts - num_told):
+                on_layer(num_layers)
+            num_told = num_jobs // num_parts
+
+        crew.run([partial(_copy, pairs, part) for _, pairs in steps for part in parts], on_done)
+
+    def _copy_leading(self, route: Route, num_tokens: int | None) -> int:
         """Copy whole blocks, or their first tokens, within the GPU. Returns the bytes of one block that were copied."""
         num_bytes = 0
         for strip in leading_strips(self._layout, self._places, num_tokens):
             pieces = self._pieces(strip)
-            _copy(pieces, pieces, spans)
-            num_bytes += strip.num_rows * strip.row_bytes
+            copy_pieces(Pairs(pieces, pieces), route)
+            num_bytes += strip.num_bytes
         return num_bytes
 
     def bind_thread(self) -> None:
@@ -92,26 +141,12 @@ class CpuDevice:
 
     def close(self) -> None:
         """Let the memory go."""
-        self._load, self._store, self._segments = [], [], ()
+        for crew in self._crews.values():
+            crew.close()
+        self._crews, self._load, self._store, self._segments = {}, [], [], ()
+        self._images = np.empty(0, np.uint8)
 
 
-def _in_images(images: Bytes, strip: Strip) -> Bytes:
-    start = strip.image_offset_bytes
-    columns = images[:, start : start + strip.num_rows * strip.row_bytes]
-    return columns.reshape(len(images), strip.num_rows, strip.row_bytes)
-
-
-def _copy(destinations: Bytes, sources: Bytes, spans: Sequence[tuple[slice, slice]]) -> None:
-    for source, destination in spans:
-        destinations[destination] = sources[source]
-
-
-def _spans(source_ids: Int32Array, destination_ids: Int32Array) -> Iterator[tuple[slice, slice]]:
-    """Neighbouring ids joined: slices that are consecutive on both sides, so one copy moves many blocks."""
-    if not len(source_ids):
-        return
-    breaks = np.flatnonzero((np.diff(source_ids) != 1) | (np.diff(destination_ids) != 1)) + 1
-    edges = [0, *breaks.tolist(), len(source_ids)]
-    for start, end in itertools.pairwise(edges):
-        source, destination = int(source_ids[start]), int(destination_ids[start])
-        yield slice(source, source + end - start), slice(destination, destination + end - start)
+def _copy(pairs: Sequence[Pairs], route: Route) -> None:
+    for each in pairs:
+        copy_pieces(each, route)

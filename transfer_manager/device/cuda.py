@@ -34,6 +34,16 @@ _IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _MEASURED_PIECES, _MEASURED_BYTES = 256, 16 * 2**20
 
 
+def _addresses(
+    first: int, ids: Int32Array, block_stride_bytes: int, shape: Sequence[int], strides: Sequence[int]
+) -> Addresses:
+    """Where the rows of these blocks begin, block by block; the last of `shape` is that of a row."""
+    found = np.uint64(first) + ids.astype(np.uint64) * np.uint64(block_stride_bytes)
+    for num, stride in zip(shape[:-1], strides, strict=False):
+        found = np.add.outer(found, np.arange(num, dtype=np.uint64) * np.uint64(stride))
+    return found.reshape(-1)
+
+
 class CudaDevice:
     """See `transfer_manager.device.base.Device`. One stream for each lane.
 
@@ -107,14 +117,12 @@ class CudaDevice:
 
     def _on_gpu(self, strip: Strip, ids: Int32Array) -> Addresses:
         """Addresses of every row of every block."""
-        rows = np.arange(strip.num_rows, dtype=np.uint64) * np.uint64(strip.row_stride_bytes)
-        first = np.uint64(self._bases[strip.segment] + strip.offset_bytes)
-        return (first + ids.astype(np.uint64)[:, None] * np.uint64(strip.block_stride_bytes) + rows).reshape(-1)
+        first = self._bases[strip.segment] + strip.offset_bytes
+        return _addresses(first, ids, strip.block_stride_bytes, strip.shape, strip.strides)
 
     def _in_images(self, strip: Strip, ids: Int32Array) -> Addresses:
-        rows = np.arange(strip.num_rows, dtype=np.uint64) * np.uint64(strip.row_bytes)
-        first = np.uint64(self._images.ctypes.data + strip.image_offset_bytes)
-        return (first + ids.astype(np.uint64)[:, None] * np.uint64(self._layout.block_bytes) + rows).reshape(-1)
+        first = self._images.ctypes.data + strip.image_offset_bytes
+        return _addresses(first, ids, self._layout.block_bytes, strip.shape, strip.image_strides)
 
     def _start(self, lane: Lane, to: Addresses, source: Addresses, num_bytes: int) -> None:
         stream = self._streams[lane]
@@ -138,7 +146,7 @@ class CudaDevice:
         for strip in leading_strips(self._layout, self._places, num_tokens):
             to, source = self._on_gpu(strip, destinations), self._on_gpu(strip, sources)
             self._cuda.copy_pieces(to, source, strip.row_bytes, stream)
-            moved += strip.num_rows * strip.row_bytes
+            moved += strip.num_bytes
         self._cuda.call("cuEventRecord", self._events[Lane.IN][0], stream)
         self._cuda.call("cuEventSynchronize", self._events[Lane.IN][0])
         return moved

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
 
-# Smaller steps are slower: a call costs what copying 8 KiB does, and short pieces miss the processor's prefetching.
-# A block that lies in one piece loses most; scattered pieces are slow anyway, and then more steps give more overlap.
-_MIN_STEP_BYTES = {"layer_first": 64 * 1024, "block_first": 256 * 1024}
+_MIN_STEP_BYTES = 256 * 1024  # of a block: a call costs what copying 4 KiB does, and waits for another thread's
+
+
+class Rows(NamedTuple):
+    """So many pieces, or groups of pieces, at equal distances on the device, and at others in the image."""
+
+    num: int
+    stride_bytes: int
+    image_stride_bytes: int
 
 
 class Strip(NamedTuple):
-    """Equal pieces of each block: on the device `num_rows`, `row_stride_bytes` apart, in its image side by side.
+    """Pieces of `row_bytes` of each block, in `rows` of rows: those of the layers, and of keys and values in each.
 
     The first piece of block b is at `offset_bytes + b * block_stride_bytes` of the segment.
     """
@@ -20,10 +28,29 @@ class Strip(NamedTuple):
     segment: int
     offset_bytes: int
     block_stride_bytes: int
-    num_rows: int
-    row_stride_bytes: int
     row_bytes: int
-    image_offset_bytes: int
+    image_offset_bytes: int = 0
+    rows: tuple[Rows, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a block."""
+        return math.prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a block's pieces as an array of bytes."""
+        return (*(rows.num for rows in self.rows), self.row_bytes)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of that array on the device."""
+        return (*(rows.stride_bytes for rows in self.rows), 1)
+
+    @property
+    def image_strides(self) -> tuple[int, ...]:
+        """The strides of that array in the image."""
+        return (*(rows.image_stride_bytes for rows in self.rows), 1)
 
 
 class Step(NamedTuple):
@@ -35,7 +62,7 @@ class Step(NamedTuple):
 
 def load_steps(layout: RankLayout, places: Places) -> tuple[Step, ...]:
     """Steps of a load: a layer each where layers are large, of several layers where they are small."""
-    layers_per_step = min(layout.num_layers, -(-_MIN_STEP_BYTES[layout.device_order] // layout.layer_bytes))
+    layers_per_step = min(layout.num_layers, -(-_MIN_STEP_BYTES // layout.layer_bytes))
     firsts = range(0, layout.num_layers, layers_per_step)
     return tuple(_step(layout, places, first, min(first + layers_per_step, layout.num_layers)) for first in firsts)
 
@@ -52,25 +79,25 @@ def leading_strips(layout: RankLayout, places: Places, num_tokens: int | None) -
         for part, place in zip(layout.parts, in_layer, strict=True):
             stripe = part.num_bytes // part.num_stripes
             width = stripe if num_tokens is None else part.leading_bytes(num_tokens)
-            start, stride = place.offset_bytes, place.stride_bytes
-            strips.append(Strip(place.segment, start, stride, part.num_stripes, stripe, width, 0))
+            rows = (Rows(part.num_stripes, stripe, stripe),)
+            strips.append(Strip(place.segment, place.offset_bytes, place.stride_bytes, width, rows=rows))
     return strips
 
 
 def _step(layout: RankLayout, places: Places, first: int, end: int) -> Step:
-    strips: list[Strip] = []
+    pieces: list[Strip] = []
     for layer in range(first, end):
         for index, (part, place) in enumerate(zip(layout.parts, places[layer], strict=True)):
             image_offset = layout.image_offset_bytes(layer, index)
-            piece = Strip(
-                place.segment, place.offset_bytes, place.stride_bytes, 1, part.num_bytes, part.num_bytes, image_offset
-            )
-            joined = _joined(strips[-1], piece) if strips else None
+            piece = Strip(place.segment, place.offset_bytes, place.stride_bytes, part.num_bytes, image_offset)
+            joined = _joined(pieces[-1], piece) if pieces else None
             if joined is None:
-                strips.append(piece)
+                pieces.append(piece)
             else:
-                strips[-1] = joined
-    return Step(end, tuple(_folded(strips)))
+                pieces[-1] = joined
+    strips = _folded(pieces, 1)
+    by_layer = _folded(strips, max(1, len(strips) // (end - first)))
+    return Step(end, tuple(by_layer if len(by_layer) < len(strips) else strips))
 
 
 def _joined(strip: Strip, piece: Strip) -> Strip | None:
@@ -78,23 +105,37 @@ def _joined(strip: Strip, piece: Strip) -> Strip | None:
     same = (strip.segment, strip.block_stride_bytes) == (piece.segment, piece.block_stride_bytes)
     if not same or strip.offset_bytes + strip.row_bytes != piece.offset_bytes:
         return None
-    width = strip.row_bytes + piece.row_bytes
-    return strip._replace(row_bytes=width, row_stride_bytes=width)
+    return strip._replace(row_bytes=strip.row_bytes + piece.row_bytes)
 
 
-def _folded(strips: list[Strip]) -> list[Strip]:
-    """Equal pieces at equal distances become rows of one strip."""
+def _folded(strips: Sequence[Strip], every: int) -> list[Strip]:
+    """Equal strips at equal distances become rows of one: each with the one so many places behind it."""
     folded: list[Strip] = []
-    for piece in strips:
-        last = folded[-1] if folded else None
-        if last is not None and _same_kind(last, piece):
-            distance = piece.offset_bytes - last.offset_bytes - (last.num_rows - 1) * last.row_stride_bytes
-            if distance > 0 and (last.num_rows == 1 or distance == last.row_stride_bytes):
-                folded[-1] = last._replace(num_rows=last.num_rows + 1, row_stride_bytes=distance)
-                continue
-        folded.append(piece)
+    for first in range(every):
+        run: list[Strip] = []
+        for strip in strips[first::every]:
+            if run and not _goes_on(run, strip):
+                folded.append(_in_rows(run))
+                run = []
+            run.append(strip)
+        folded += [_in_rows(run)] if run else []
     return folded
 
 
-def _same_kind(a: Strip, b: Strip) -> bool:
-    return (a.segment, a.block_stride_bytes, a.row_bytes) == (b.segment, b.block_stride_bytes, b.row_bytes)
+def _goes_on(run: Sequence[Strip], strip: Strip) -> bool:
+    """Whether a strip is like those of a run, and as far from the last as these are from each other."""
+    last = run[-1]
+    if last._replace(offset_bytes=0, image_offset_bytes=0) != strip._replace(offset_bytes=0, image_offset_bytes=0):
+        return False
+    distance = _distance(last, strip)
+    return distance[0] > 0 and (len(run) == 1 or distance == _distance(run[-2], last))
+
+
+def _in_rows(run: Sequence[Strip]) -> Strip:
+    first = run[0]
+    return first._replace(rows=(Rows(len(run), *_distance(*run[:2])), *first.rows)) if len(run) > 1 else first
+
+
+def _distance(strip: Strip, other: Strip) -> tuple[int, int]:
+    """On the device, and in the image."""
+    return other.offset_bytes - strip.offset_bytes, other.image_offset_bytes - strip.image_offset_bytes

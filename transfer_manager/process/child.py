@@ -51,6 +51,7 @@ class ChildProcess:
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, **setup.variables},
                 pass_fds=(*fds, setup_fd),
                 start_new_session=True,  # a signal to the engine's process group is the engine's to deal with
             )

@@ -25,6 +25,7 @@ class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
     signal_fd: int
     heartbeat_seconds: float
     max_tasks_in_flight: int
+    variables: dict[str, str] = {}  # of its environment, beside what it has from the engine
 
 
 def memory_of(setup: ProcessSetup) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from fastdeploy_cache.errors import IPCError, LayoutError
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.device.base import DeviceSetup
+from fastdeploy_cache.transfer_manager.device.cpu import streaming_variables
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 from fastdeploy_cache.transfer_manager.kv.rank_kv import RankKV
@@ -47,6 +48,7 @@ class RankOwner:
             signal_fd=memory.signal.array.fd,
             heartbeat_seconds=config.heartbeat_seconds,
             max_tasks_in_flight=config.max_tasks_in_flight,
+            variables=streaming_variables(os.environ) if config.device == "cpu" else {},
             cpu_fd=memory.cpu.fd,
             device=DeviceSetup(
                 rank=rank,

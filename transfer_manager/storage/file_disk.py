@@ -64,21 +64,21 @@ class Disk:
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill the buffers from there on, one behind the other. A file that ends before is an EIO."""
-        left = list(buffers)
-        while left:
-            num = os.preadv(fd, left[:_MAX_BUFFERS], offset)
+        while buffers:
+            num = os.preadv(fd, buffers[:_MAX_BUFFERS], offset)
+            if len(buffers) == 1 and num == buffers[0].nbytes:  # what is read in many pieces comes by here
+                return
             if not num:
                 raise OSError(errno.EIO, f"the file ends at {offset}")
             offset += num
-            left = _behind(left, num)
+            buffers = _behind(buffers, num)
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         """Write the buffers from there on, one behind the other."""
-        left = list(buffers)
-        while left:
-            num = os.pwritev(fd, left[:_MAX_BUFFERS], offset)
+        while buffers:
+            num = os.pwritev(fd, buffers[:_MAX_BUFFERS], offset)
             offset += num
-            left = _behind(left, num)
+            buffers = _behind(buffers, num)
 
     def allocate(self, fd: int, size: int) -> None:
         """Give a file this size, with room on the disk for all of it."""
@@ -168,7 +168,7 @@ def _flock(fd: int, kind: int) -> bool:
     return True
 
 
-def _behind(buffers: list[memoryview], num: int) -> list[memoryview]:
+def _behind(buffers: Sequence[memoryview], num: int) -> Sequence[memoryview]:
     """What is left of the buffers behind their first `num` bytes."""
     for i, buffer in enumerate(buffers):
         if num < buffer.nbytes:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
+from fastdeploy_cache.transfer_manager.crew import Crew
 from fastdeploy_cache.transfer_manager.storage.base import new_seal, seal
 from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
 from fastdeploy_cache.transfer_manager.storage.file_journal import Geometry, Put
 from fastdeploy_cache.transfer_manager.storage.file_space import SLAB_GLOB, slab_path
 
 _INLINE_BYTES = 256 * 2**10  # so little is moved faster than handed to a thread
-_PIECE_BYTES = 2**20  # of one call, so that the checksum finds it in the processor's cache
+_PIECE_BYTES = 2**19  # of one call, so that the checksum finds it in the processor's cache
+_PART_BYTES = 2**20  # of small objects that a thread takes at a time
 _T = TypeVar("_T")
 
 
@@ -122,10 +124,11 @@ class Mover:
         self._slots_per_slab = geometry.slots_per_slab
         self._object_bytes = object_bytes
         # Small objects in neighbouring slots go in one call, where no padding is between them.
+        self._num_in_part = max(_PART_BYTES // object_bytes, 1)
         self._max_run = max(_PIECE_BYTES // object_bytes, 1) if geometry.slot_bytes == object_bytes else 1
         self._is_large = object_bytes > _PIECE_BYTES
         self._num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-file")
+        self._crew = Crew(num_threads, "kv-file")
 
     def write(self, hashes: Sequence[bytes], slots: Sequence[int], buffers: Sequence[memoryview]) -> list[Put]:
         """Write objects to slots. Raises OSError; then what the slots hold is undefined."""
@@ -179,17 +182,18 @@ class Mover:
         for start in range(0, self._object_bytes, _PIECE_BYTES):
             piece = buffer[start : start + _PIECE_BYTES]
             sealed.update(piece)
-            self._disk.write(fd, [piece], offset + start)
+            self._disk.write(fd, (piece,), offset + start)
         return sealed.digest()
 
     def _read_large(self, put: Put, buffer: memoryview) -> bool:
         """Read in such pieces; whether the bytes are those that were written."""
         sealed, (fd, offset) = new_seal(put.block_hash), self._slabs.place(put.slot)
+        read, update = self._disk.read, sealed.update
         try:
             for start in range(0, self._object_bytes, _PIECE_BYTES):
                 piece = buffer[start : start + _PIECE_BYTES]
-                self._disk.read(fd, [piece], offset + start)
-                sealed.update(piece)
+                read(fd, (piece,), offset + start)
+                update(piece)
         except OSError:
             return False
         return sealed.digest() == put.seal
@@ -212,18 +216,18 @@ class Mover:
                 first = i
 
     def _in_parts(self, num: int, do_part: Callable[[int, int], _T]) -> list[_T]:
-        """Have the threads do a part each, of objects in a row; returns when all have ended. Raises what one raised."""
-        if num * self._object_bytes <= _INLINE_BYTES or num == 1:
-            return [do_part(0, num)]
-        num_parts = min(self._num_threads, num)
-        bounds = [num * i // num_parts for i in range(num_parts + 1)]
-        parts: list[Future[_T]] = [self._pool.submit(do_part, bounds[i], bounds[i + 1]) for i in range(num_parts)]
-        errors = [part.exception() for part in parts]
-        for error in errors:
-            if error is not None:
-                raise error
-        return [part.result() for part in parts]
+        """Have the threads do parts, of objects in a row, as they are free. Raises what one of them raised."""
+        is_little = num * self._object_bytes <= _INLINE_BYTES
+        per_part = num if is_little else min(self._num_in_part, -(-num // self._num_threads))
+        firsts = range(0, num, max(1, per_part))
+        parts: list[_T | None] = [None] * len(firsts)
+
+        def do(number: int) -> None:
+            parts[number] = do_part(firsts[number], min(firsts[number] + firsts.step, num))
+
+        self._crew.run([partial(do, number) for number in range(len(firsts))])
+        return cast("list[_T]", parts)
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown()
+        self._crew.close()

@@ -99,7 +99,7 @@ def new_request(task: Task) -> Request:
         images=images_of(task, len(prompt)),
     )
     if len(outputs := outputs_of(task)):  # it comes back from a preemption: it was counted, and is used, already
-        request.append_output(np.asarray(outputs))
+        request.append_output(outputs)
         request.counted = request.used = True
     return request
 

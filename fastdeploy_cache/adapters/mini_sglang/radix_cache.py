@@ -26,6 +26,7 @@ from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.policies.whole_runs import whole_runs
 from fastdeploy_cache.request import Request
+from fastdeploy_cache.tokens import PackedTokens, pack_list
 
 
 class SizeInfo(NamedTuple):
@@ -205,8 +206,9 @@ class RadixPrefixCache:
 
     @staticmethod
     def _request(input_ids: Integers) -> Request | None:
-        tokens = as_integers(input_ids)
-        return Request(request_id="names tokens", prompt_token_ids=tokens) if len(tokens) else None
+        packed = pack_list(input_ids)  # a plain list is packed as it is
+        tokens = PackedTokens(packed) if packed is not None else as_integers(input_ids)
+        return Request(request_id="names tokens", prompt_token_ids=tokens) if len(input_ids) else None
 
     def _lookup(self, request: Request | None, *, used: bool = False) -> list[int]:
         return self.manager.blocks.lookup(request, touch=used, split=used).block_ids if request is not None else []

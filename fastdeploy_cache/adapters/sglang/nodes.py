@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.books.run_view import RunView
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.request import Request
+from fastdeploy_cache.tokens import PackedTokens, pack
 
 _EXTRA_KEY = "extra_key:"
+_NAME = "a key"  # in errors
 _Below = dict[bytes, list[RunView]]  # the runs behind a block, by its hash; those of all namespaces behind none
 
 
@@ -45,12 +48,31 @@ def as_key(key: RadixKey | Sequence[int]) -> RadixKey:
 
 def new_request(key: RadixKey, page_size: int) -> Request | None:
     """What names the key's whole pages; None where it has none."""
-    num_tokens = len(key.token_ids) // page_size * page_size
+    tokens, num_tokens = key.token_ids, len(key.token_ids) // page_size * page_size
     if not num_tokens:
         return None
-    # an empty extra key is not the same as none
-    namespace = "" if key.extra_key is None else f"{_EXTRA_KEY}{key.extra_key}"
-    return Request(request_id="a key", prompt_token_ids=key.token_ids[:num_tokens], namespace=namespace)
+    tokens = tokens if num_tokens == len(tokens) else tokens[:num_tokens]
+    return Request(request_id=_NAME, prompt_token_ids=tokens, namespace=_namespace(key.extra_key))
+
+
+def request_from(node: Node, parts: Sequence[Sequence[int]], extra_key: str | None, page_size: int) -> Request | None:
+    """What names the whole pages of tokens that are given in parts, and begin with those of `node`, which are packed
+    already. None where there are none."""
+    num_tokens, num_known, known, new = sum(map(len, parts)), 0, b"", list[int]()
+    if not node.is_root and node.num_tokens <= num_tokens and node.request.namespace == _namespace(extra_key):
+        num_known, known = node.num_tokens, node.tokens
+    num_skipped = num_known
+    for part in parts:
+        new.extend(part[num_skipped:])
+        num_skipped = max(0, num_skipped - len(part))
+    packed = known + pack(_NAME, new[: num_tokens // page_size * page_size - num_known])
+    if not packed:
+        return None
+    return Request(request_id=_NAME, prompt_token_ids=PackedTokens(packed), namespace=_namespace(extra_key))
+
+
+def _namespace(extra_key: str | None) -> str:
+    return "" if extra_key is None else f"{_EXTRA_KEY}{extra_key}"  # an empty extra key is not the same as none
 
 
 class Node:
@@ -82,6 +104,11 @@ class Node:
         return self.num_pages * self._manager.config.block_size
 
     @property
+    def tokens(self) -> bytes:
+        """Its tokens, packed; the root has none."""
+        return b"" if self.is_root else self.request.prompt[: self.num_tokens * TOKEN_BYTES]
+
+    @property
     def request(self) -> Request:
         """What begins with its tokens. An assertion for the root, which has none."""
         if self._request is None:
@@ -91,7 +118,7 @@ class Node:
                 node = node._above
             assert self._run is not None, "the root has no tokens"
             tokens, namespace = np.concatenate(parts[::-1]), self._run.namespace
-            self._request = Request(request_id="a key", prompt_token_ids=tokens, namespace=namespace)
+            self._request = Request(request_id=_NAME, prompt_token_ids=tokens, namespace=namespace)
         return self._request
 
     # -- the tree

@@ -12,16 +12,18 @@ import numpy as np
 
 from fastdeploy_cache.adapters.sglang.config import new_config, new_manager
 from fastdeploy_cache.adapters.sglang.loads import Loads
-from fastdeploy_cache.adapters.sglang.nodes import Node, RadixKey, as_key, new_request
+from fastdeploy_cache.adapters.sglang.nodes import Node, RadixKey, as_key, new_request, request_from
 from fastdeploy_cache.adapters.sglang.slot_pools import ReqToTokenPool, TokenToKVPoolAllocator
 from fastdeploy_cache.adapters.slots import pages
 from fastdeploy_cache.adapters.slots.pages import Integers, Slots, as_array, as_integers, pages_of, slots_of
+from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.errors import ConfigError, RequestError
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.request import Request
+from fastdeploy_cache.tokens import PackedTokens, pack
 
 __all__ = ["HiRadixCache", "MatchResult", "RadixKey", "ReqToTokenPool", "new_config", "new_manager"]
 
@@ -44,7 +46,7 @@ class Req(Protocol):
         fill_ids: those of them that have been computed (`cache_unfinished_req`).
         kv_allocated_len: tokens that its row has slots for; may be missing.
         prefix_indices: the slots of what it has computed, or got from the cache, when it was last matched or cached.
-        last_node: the node that is locked for it; its slots up to there are the cache's.
+        last_node: the node that is locked for it; its slots up to there are the cache's, and its tokens the node's.
         extra_key: parts its prefixes from others'; may be missing.
     """
 
@@ -120,7 +122,10 @@ class HiRadixCache:
         request = new_request(as_key(key), self.page_size)
         if request is None:
             return MatchResult(self._none, self.root_node, self.root_node, 0)
-        found = self.manager.blocks.lookup(request, split=True)
+        return self._match(request)
+
+    def _match(self, request: Request) -> MatchResult:
+        found = self.manager.blocks.lookup(request, split=True, hashes=True)
         return MatchResult(
             self._given(slots_of(found.block_ids, self.page_size)),
             self._node(request, len(found.block_ids), found.gpu_hash),
@@ -244,7 +249,7 @@ class HiRadixCache:
         if last_node.is_root:
             return self._none, last_node
         first = last_node.num_pages - host_hit_length // self.page_size
-        found, resident = self.manager.blocks.lookup(last_node.request), last_node
+        found, resident = self.manager.blocks.lookup(last_node.request, hashes=True), last_node
         if len(found.block_ids) < last_node.num_pages:
             resident = self._node(last_node.request, len(found.block_ids), found.gpu_hash)
         num_tokens = last_node.num_tokens - resident.num_tokens
@@ -282,13 +287,13 @@ class HiRadixCache:
     ) -> None:
         """Read what storage has behind a node into the CPU tier, for a queued request. Fewer tokens than the threshold
         are not asked for, nor what finds no room."""
-        known = [] if last_host_node.is_root else last_host_node.request.tokens[: 4 * last_host_node.num_tokens]
-        tokens = np.concatenate([np.frombuffer(bytes(known), "<i4"), np.asarray(new_input_tokens, np.int32)])
-        if not tokens.size:
+        tokens = last_host_node.tokens + pack(req_id, new_input_tokens)
+        if not tokens:
             return
         self.terminate_prefetch(req_id)
         namespace = "" if last_host_node.is_root else last_host_node.request.namespace
-        request = Request(request_id=req_id, prompt_token_ids=np.append(tokens, 0), namespace=namespace)
+        with_one_more = PackedTokens(tokens + bytes(TOKEN_BYTES))  # a prefetch leaves the last token to compute
+        request = Request(request_id=req_id, prompt_token_ids=with_one_more, namespace=namespace)
         self._prefetches[req_id] = request, self.manager.prefetch(request)
 
     def check_prefetch_progress(self, req_id: str) -> bool:
@@ -318,12 +323,10 @@ class HiRadixCache:
         row has slots for `req.kv_allocated_len` tokens; without that attribute, for those computed.
         """
         pool, size = self._checked(req), self.page_size
-        tokens = [*req.origin_input_ids, *req.output_ids]
-        if req.output_ids:
-            del tokens[-1]
-        allocated = self._allocated(req, int(getattr(req, "kv_allocated_len", len(tokens))))
+        parts = (req.origin_input_ids, req.output_ids[:-1])
+        allocated = self._allocated(req, int(getattr(req, "kv_allocated_len", sum(map(len, parts)))))
         num_known = num_cached = num_adopted = req.last_node.num_tokens
-        request = new_request(RadixKey(tokens, getattr(req, "extra_key", None)), size) if is_insert else None
+        request = request_from(req.last_node, parts, getattr(req, "extra_key", None), size) if is_insert else None
         if request is not None:
             pages = pages_of(allocated[: request.num_tokens], size)
             num_known, num_cached = self._insert(request, pages, num_known // size, used=True)
@@ -340,10 +343,9 @@ class HiRadixCache:
         call it between steps. Where nothing of it is cached, or the cache has forgotten its prefix, it keeps what it
         has.
         """
-        pool, tokens = self._checked(req), list(req.fill_ids)
-        slots = pool.row(req.req_pool_idx, len(tokens))
-        key = RadixKey(tokens, getattr(req, "extra_key", None))
-        request, num_adopted = new_request(key, self.page_size), req.last_node.num_tokens
+        pool, num_adopted = self._checked(req), req.last_node.num_tokens
+        slots = pool.row(req.req_pool_idx, len(req.fill_ids))
+        request = request_from(req.last_node, (req.fill_ids,), getattr(req, "extra_key", None), self.page_size)
         req.prefix_indices = self._given(slots)
         if request is None:
             return
@@ -351,7 +353,7 @@ class HiRadixCache:
         num_known, num_cached = self._insert(request, pages, num_adopted // self.page_size, used=False)
         if num_cached <= num_adopted and num_known <= num_adopted:
             return
-        match = self.match_prefix(key)
+        match = self._match(request)
         self.inc_lock_ref(match.last_device_node)
         self.dec_lock_ref(req.last_node)
         cached = as_integers(match.device_indices).astype(np.int32)

@@ -14,7 +14,7 @@ from fastdeploy_cache.adapters.slots.copies import Array, ArraySlots, CopiesSlot
 from fastdeploy_cache.adapters.slots.index import Claim, SlotIndex
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.errors import BlockOwnerError, ConfigError, RequestError
-from fastdeploy_cache.request import Request, TokenIds
+from fastdeploy_cache.tokens import TokenIds, pack
 
 
 class SlotMatch(NamedTuple):
@@ -258,7 +258,10 @@ def _packed(token_ids: TokenIds, *, may_be_empty: bool = False) -> bytes:
     """Tokens as packed int32."""
     if may_be_empty and not len(token_ids):
         return b""
-    return bytes(Request(request_id="of a slot", prompt_token_ids=token_ids).tokens)
+    tokens = pack("of a slot", token_ids)
+    if not tokens:
+        raise RequestError("request 'of a slot' has an empty prompt; give it at least one token")
+    return tokens
 
 
 def _number(name: str, value: int, least: int) -> int:

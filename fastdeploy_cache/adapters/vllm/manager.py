@@ -236,7 +236,7 @@ class KVCacheManager:
             )
         if not served.is_running and served.blocks and not given:  # it computes what is cached
             self._let_go(served)
-            served = _Served(request, native_request(request, alone=True), is_alone=True)
+            served = _Served(request, native_request(request, served.native), is_alone=True)
             self._served[request.request_id] = served
             self._match(served)
         return served

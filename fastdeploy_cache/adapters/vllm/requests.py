@@ -6,7 +6,8 @@ import json
 from typing import Any, Protocol
 
 from fastdeploy_cache.errors import RequestError
-from fastdeploy_cache.request import Request, TokenIds
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.tokens import PackedTokens, TokenIds
 
 
 class EngineRequest(Protocol):
@@ -37,8 +38,8 @@ def namespace_of(*, cache_salt: str | None = None, lora_name: str | None = None,
     return json.dumps(parts, sort_keys=True) if parts else ""
 
 
-def native_request(request: EngineRequest, *, alone: bool = False) -> Request:
-    """The same request for the cache; `alone`: under a namespace of its own.
+def native_request(request: EngineRequest, known: Request | None = None) -> Request:
+    """The same request for the cache. Given that it is `known` already, another one under a namespace of its own.
 
     Raises:
         RequestError: no prompt tokens, or something in them that cannot be.
@@ -48,12 +49,12 @@ def native_request(request: EngineRequest, *, alone: bool = False) -> Request:
     lora = getattr(request, "lora_request", None)
     native = Request(
         request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
+        prompt_token_ids=request.prompt_token_ids if known is None else PackedTokens(known.prompt),
         namespace=namespace_of(
             cache_salt=getattr(request, "cache_salt", None),
             lora_name=getattr(request, "lora_name", None) if lora is None else lora.lora_name,
             lora_path=getattr(lora, "lora_path", None),
-            alone=request.request_id if alone else None,
+            alone=None if known is None else request.request_id,
         ),
         images=_images_of(request),
         match_inside_images=True,
@@ -68,7 +69,7 @@ def append_new_tokens(native: Request, request: EngineRequest) -> None:
     """What the engine's request has more."""
     tokens = getattr(request, "all_token_ids", ())
     if len(tokens) > native.num_tokens:
-        native.append_output(list(tokens[native.num_tokens :]))
+        native.append_output(tokens[native.num_tokens :])
 
 
 def _images_of(request: EngineRequest) -> list[tuple[int, int, bytes | str]]:

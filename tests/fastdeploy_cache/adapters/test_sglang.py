@@ -178,14 +178,8 @@ def test_load_back_brings_the_host_part(page_size: int) -> None:
 def test_a_load_that_fails_is_recomputed() -> None:
     """Waited for: nothing is loaded. Overlapped: loading_check names the node, and its slots are not given out
     before."""
-    scheduler = Scheduler(32, 1, 128)
-    tokens = list(range(20))
-    scheduler.serve(tokens, [1])
-    scheduler.client.land_all()
-    scheduler.cache.evict(20)
-    scheduler.cache = HiRadixCache(scheduler.manager, scheduler.pool, overlap_loads=True)
-    host = scheduler.cache.match_prefix(tokens).last_host_node
-    slots, node = scheduler.cache.init_load_back(host, 20)
+    scheduler, tokens = Scheduler(32, 1, 128), list(range(20))
+    slots, node = scheduler.load_ahead(tokens)
     assert len(slots) == 20 and len(scheduler.cache.ready_to_load_host_cache()) == 1
     assert scheduler.cache.ready_to_load_host_cache() == () and scheduler.cache.check_hicache_events() == []
     scheduler.client.land("rank died")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
-from fastdeploy_cache.adapters.sglang.nodes import Node
+from fastdeploy_cache.adapters.sglang.nodes import Node, new_request, request_from
 from fastdeploy_cache.adapters.sglang.radix_cache import HiRadixCache, RadixKey
 from fastdeploy_cache.books.block_hash import BlockHasher, root_hash
 from tests.rigs.sglang_engine import Scheduler
@@ -54,6 +55,30 @@ def test_children_are_the_tree(scheduler: Scheduler) -> None:
             assert scheduler.cache.dec_lock_ref(match.last_device_node) == len(stem) + len(end)
     assert root.parent is None and scheduler.cache.get_height(root) == 0
     assert scheduler.cache.match_prefix([99] * 8).last_device_node is root
+
+
+@pytest.mark.parametrize("extra_key", [None, "lora", ""])
+@pytest.mark.parametrize("num_tokens", [0, 3, 8, 9, 16, 22])
+def test_tokens_behind_a_node_are_packed_alone(scheduler: Scheduler, num_tokens: int, extra_key: str | None) -> None:
+    """Tokens in parts name what they name as one key: whichever node they begin with, under their own extra key or
+    another's, with fewer tokens than the node has, and as arrays."""
+    tokens, size = [*range(22)], scheduler.page_size
+    scheduler.serve(tokens, [1])
+    node = scheduler.cache.match_prefix(RadixKey(tokens[:8])).last_device_node
+    assert node.num_tokens == 8 and node.tokens == np.arange(8, dtype="<i4").tobytes()
+    whole = new_request(RadixKey(tokens[:num_tokens], extra_key), size)
+    for first in (scheduler.cache.root_node, node):
+        for parts in (
+            (tokens[:num_tokens],),
+            (tokens[:5][:num_tokens], tokens[5:num_tokens]),
+            (np.arange(num_tokens), ()),
+        ):
+            request = request_from(first, parts, extra_key, size)
+            if whole is None:
+                assert request is None
+            else:
+                assert request is not None
+                assert (request.prompt, request.namespace) == (whole.prompt, whole.namespace)
 
 
 def test_hashes_follow_from_tokens(scheduler: Scheduler) -> None:

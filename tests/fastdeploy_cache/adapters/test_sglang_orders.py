@@ -112,14 +112,8 @@ def test_requests_from_before_a_change_are_not_cached_and_end(change: str, page_
 
 def test_a_prefix_that_another_computed_meanwhile_voids_an_overlapped_load() -> None:
     """The cache keeps the other's slots: loading_check names the node, as the load's own slots are nobody's then."""
-    scheduler = Scheduler(64, 1, 128)
-    tokens = list(range(20))
-    scheduler.serve(tokens, [1])
-    scheduler.client.land_all()
-    scheduler.cache.evict(20)
-    scheduler.cache = HiRadixCache(scheduler.manager, scheduler.pool, overlap_loads=True)
-    host = scheduler.cache.match_prefix(tokens).last_host_node
-    _, node = scheduler.cache.init_load_back(host, 20)
+    scheduler, tokens = Scheduler(64, 1, 128), list(range(20))
+    _, node = scheduler.load_ahead(tokens)
     own = scheduler.allocator.alloc(20)
     assert own is not None and scheduler.cache.insert(tokens, own) == 0, "adopted"
     scheduler.client.land_all()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastdeploy_cache.transfer_manager.storage.file_admin import FileAdmin
 from tests.rigs.file_damage import Damage, damages, files_below
-from tests.rigs.file_rig import Rig, space_of
+from tests.rigs.file_rig import QuickDisk, Rig, space_of
 
 SPACES = (space_of("llama@1"), space_of("重み@2", rank=1), space_of("mistral@1"))
 NUMBERS = range(6)
@@ -21,7 +21,7 @@ NUMBERS = range(6)
 
 def opened(folder: Path, number: int, num_slots: int = 24) -> Rig:
     """One engine's store; there is room for all spaces of its rank."""
-    return Rig(folder, space=SPACES[number], num_slots=num_slots, slots_per_slab=4)
+    return Rig(folder, space=SPACES[number], num_slots=num_slots, slots_per_slab=4, disk=QuickDisk())
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from fastdeploy_cache.errors import StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage.base import Blocks
-from tests.rigs.file_rig import Rig, name_of, space_of
+from tests.rigs.file_rig import QuickDisk, Rig, name_of, space_of
 
 
 @pytest.mark.parametrize("object_bytes", [700, 4096, 5000, 400_000])
@@ -309,7 +309,7 @@ def test_old_spaces_beyond_the_capacity_go_at_once(tmp_path: Path) -> None:
 
 def test_the_journal_stays_small(tmp_path: Path) -> None:
     """However much is written and removed, the journal is bounded, and says the same."""
-    with Rig(tmp_path, num_slots=4) as rig:
+    with Rig(tmp_path, num_slots=4, disk=QuickDisk()) as rig:
         for number in range(2000):
             rig.write(number)
             rig.commit()

@@ -1,0 +1,85 @@
+"""What resets have left behind, removed in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from fastdeploy_cache.books.block_pool import BlockPool
+from fastdeploy_cache.books.run import Run, Tier
+
+AT_ONCE = 1024  # runs that a reset itself removes: some milliseconds
+A_TURN = 64  # that each later turn removes
+
+
+class Graves:
+    """A reset of a large cache would hold the lock for hundreds of milliseconds, so most of what it has forgotten goes
+    later: a few runs with each turn, and whatever an allocation needs. Until then it can be had, as what is cached can.
+
+    The children of a run that is being looked through are not below it any more, but here; those that somebody still
+    holds are hung below it again when their turn comes. Under the lock.
+
+    Attributes:
+        roots: of earlier epochs, as long as something is, or was, under them.
+        open: the runs that are being looked through, with what was below them; parents first.
+    """
+
+    def __init__(self, truncate: Callable[[Run, int], None], pools: tuple[BlockPool, BlockPool]) -> None:
+        """`truncate`: see `Residency`."""
+        self._truncate, self._pools = truncate, pools
+        self.roots: list[Run] = []
+        self.open: list[tuple[Run, dict[bytes, Run]]] = []
+
+    def add(self, root: Run) -> None:
+        """The root of an epoch that is over."""
+        if root.children:
+            self.roots.append(root)
+            self._look_through(root)
+
+    def is_open(self, run: Run) -> bool:
+        """Whether this one is being looked through: it goes behind what was below it."""
+        return any(run is each for each, _ in self.open)
+
+    def clear(self, num_runs: int) -> None:
+        """Remove so many runs, or look at them and leave them to those that hold them."""
+        while self.open and num_runs > 0:
+            run, below = self.open[-1]
+            if not below:
+                self.open.pop()
+                if run.parent is not None:
+                    self._truncate(run, run.num_held)  # what nobody holds below it has gone
+                continue
+            key, child = below.popitem()
+            if child.parent is None:  # it has gone with its last holder
+                continue
+            num_runs -= 1
+            if child.num_held:
+                run.add_child(key, child)
+            if child.children:
+                self._look_through(child)
+            else:
+                self._truncate(child, child.num_held)
+        if not self.open:
+            self.sweep()
+
+    def free(self, tier: Tier, num_blocks: int) -> int:
+        """Remove runs until so many more blocks of a tier are free, or nothing is left; returns how many are."""
+        pool = self._pools[tier]
+        before = pool.num_free
+        while self.open and pool.num_free - before < num_blocks:
+            self.clear(1)
+        return pool.num_free - before
+
+    def sweep(self) -> None:
+        """Forget the roots below which nothing is left."""
+        open_roots = {id(run) for run, _ in self.open}
+        self.roots = [root for root in self.roots if root.children or id(root) in open_roots]
+
+    def unlinked(self) -> Iterator[Run]:
+        """The runs that no other run has below it, and below which others may be: parents first."""
+        for run, below in self.open:
+            if run.parent is not None and run not in run.parent.children.values():
+                yield run
+            yield from (child for child in below.values() if child.parent is not None)
+
+    def _look_through(self, run: Run) -> None:
+        self.open.append((run, run.take_children()))

@@ -1,0 +1,91 @@
+"""One step of an engine for many requests at once. Under the lock, but for packing their tokens."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Iterable, Sequence
+
+from fastdeploy_cache.books.block_hash import TOKEN_BYTES
+from fastdeploy_cache.errors import CacheError, CommitError, RequestError
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.requests.active_request import VOID, WAITING, ActiveRequest
+from fastdeploy_cache.requests.requests import Requests
+from fastdeploy_cache.tokens import TokenIds, pack
+
+Packed = tuple[Request, bytes, int]
+
+
+class Steps:
+    """Appends, allocates and commits for each request of a step, all of it or, for that request, nothing."""
+
+    def __init__(self, requests: Requests, block_size: int) -> None:
+        self._requests, self._size = requests, block_size
+        self._num_steps = 0
+        self.num_taken_blocks = 0  # by the last step
+
+    @staticmethod
+    def pack(steps: Iterable[tuple[Request, TokenIds, int]]) -> list[Packed | CacheError]:
+        """Check and pack what does not need the lock."""
+        packed: list[Packed | CacheError] = []
+        for request, token_ids, num_computed_tokens in steps:
+            try:
+                tokens = pack(request.request_id, token_ids)
+                is_plain = type(num_computed_tokens) is int
+                packed.append(
+                    (request, tokens, num_computed_tokens if is_plain else operator.index(num_computed_tokens))
+                )
+            except CacheError as error:
+                packed.append(error)
+        return packed
+
+    def run(self, packed: Sequence[Packed | CacheError]) -> list[list[int] | CacheError | MemoryError]:
+        """For each request its new blocks, or why nothing of its step was done."""
+        self._num_steps += 1
+        self.num_taken_blocks = 0
+        now = time.monotonic()
+        done: list[list[int] | CacheError | MemoryError] = []
+        for step in packed:
+            try:
+                done.append(step if isinstance(step, CacheError) else self._step(step, now))
+            except (CacheError, MemoryError) as error:
+                done.append(error)
+        return done
+
+    def _step(self, step: Packed, now: float) -> list[int]:
+        request, tokens, num_computed_tokens = step
+        requests = self._requests
+        active = requests.active(request)
+        if active.step == self._num_steps or active.phase is VOID:
+            self._refuse(active)
+        active.step = self._num_steps
+        if active.phase is WAITING:
+            requests.matcher.settle(active)
+        num_before = request.num_tokens
+        num_tokens, num_room = num_before + len(tokens) // TOKEN_BYTES, len(active.block_ids) * self._size
+        if not 0 <= num_computed_tokens <= num_room or num_computed_tokens > num_tokens:
+            raise CommitError(
+                f"step of request {request.request_id!r} with {num_computed_tokens} computed tokens; it has "
+                f"{num_tokens} tokens, and its blocks hold {num_room}: give 0 to {min(num_tokens, num_room)}"
+            )
+        new_ids: list[int] = []
+        if num_tokens > num_room:
+            num_missing = -(-(num_tokens - num_room) // self._size)
+            new_ids = requests.allocate(active, num_missing, ahead_of_loads=False).tolist()
+        try:
+            request.append_packed(tokens)
+            requests.commit(active, num_computed_tokens, now)
+        except BaseException:  # no memory: the request is as it was
+            request.cut_output(num_before)
+            requests.take_back(active, len(new_ids))
+            raise
+        self.num_taken_blocks += len(new_ids)
+        return new_ids
+
+    def _refuse(self, active: ActiveRequest) -> None:
+        name = active.request.request_id
+        if active.phase is VOID:
+            raise RequestError(
+                f"step of request {name!r}, which ran ahead of blocks that did not come; release it and match it again"
+            )
+        raise RequestError(f"request {name!r} is twice in one step; give each request once")

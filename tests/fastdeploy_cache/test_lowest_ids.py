@@ -1,0 +1,150 @@
+"""A pool beside a naive one: the same ids, owners and refusals, whatever is taken and given back in which order."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+
+from fastdeploy_cache.books.block_pool import BlockPool, Owner
+from fastdeploy_cache.errors import BlockOwnerError
+
+OWNERS = (Owner.RUN, Owner.REQUEST, Owner.TASK, Owner.CALLER)
+NUM_STEPS = 200
+
+
+class NaivePool:
+    """Walks over all blocks, each time."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.owners = [Owner.FREE] * num_blocks
+        self.num_readers = [0] * num_blocks
+        self.deferred = set[int]()
+
+    def ids_of(self, owner: Owner) -> list[int]:
+        return [i for i, each in enumerate(self.owners) if each is owner]
+
+    def allocate(self, num_blocks: int, owner: Owner) -> list[int]:
+        ids = self.ids_of(Owner.FREE)[:num_blocks]
+        self.give(ids, owner)
+        return ids
+
+    def give(self, ids: list[int], owner: Owner) -> None:
+        for block_id in ids:
+            self.owners[block_id] = owner
+
+    def free(self, ids: list[int]) -> None:
+        for block_id in ids:
+            self.owners[block_id] = Owner.TASK if self.num_readers[block_id] else Owner.FREE
+            if self.num_readers[block_id]:
+                self.deferred.add(block_id)
+
+    def read(self, ids: list[int], change: int) -> None:
+        for block_id in ids:
+            self.num_readers[block_id] += change
+        self.free(gone := [i for i in self.deferred if not self.num_readers[i]])
+        self.deferred.difference_update(gone)
+
+
+class Walk:
+    """Random calls of both; `check` compares them."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.num_blocks = self.rng.choice((0, 1, 7, 40, 300, 1500))
+        self.pool, self.naive = BlockPool("GPU", self.num_blocks), NaivePool(self.num_blocks)
+        self.reads: list[list[int]] = []
+
+    def some(self, owner: Owner) -> list[int]:
+        """Ids of an owner: in a row, in rows, or scattered; lowest first or not; none that is freed already."""
+        own = [i for i in self.naive.ids_of(owner) if i not in self.naive.deferred]
+        if not own:
+            return own
+        most = self.rng.choice((1, 4, 20, 100, len(own)))
+        kind = self.rng.randrange(4)
+        if kind == 0:
+            own = self.rng.sample(own, min(most, len(own)))
+        elif kind == 1:
+            start = self.rng.randrange(len(own))
+            own = own[start : start + most]
+        elif kind == 2:
+            own = [i for i in own if i // 9 % 3 == 0][:most]
+        else:
+            own = own[:: self.rng.randint(1, 3)][-most:]
+        if self.rng.random() < 0.2:
+            self.rng.shuffle(own)
+        return own
+
+    def step(self) -> None:
+        """One call that may be made, or one that is refused."""
+        owner, rng = self.rng.choice(OWNERS), self.rng
+        doing = rng.choice(("take", "take", "free", "free", "give", "refuse", "read", "end"))
+        if doing == "take":
+            num_blocks = rng.randint(0, min(self.pool.num_free, rng.choice((1, 5, 90, self.num_blocks))))
+            assert self.pool.allocate(num_blocks, owner).tolist() == self.naive.allocate(num_blocks, owner)
+        elif doing == "free":
+            self.pool.free(array("i", ids := self.some(owner)), owner)
+            self.naive.free(ids)
+        elif doing == "give":
+            self.pool.hand_over(array("i", ids := self.some(owner)), owner, taker := rng.choice(OWNERS))
+            self.naive.give(ids, taker)
+        elif doing == "refuse":
+            self.refuse(owner)
+        elif doing == "read" and len(self.reads) < 5:
+            self.reads.append(ids := self.some(owner))
+            self.pool.begin_reading(array("i", ids))
+            self.naive.read(ids, 1)
+        elif doing == "end" and self.reads:
+            ids = self.reads.pop(rng.randrange(len(self.reads)))
+            self.pool.end_reading(array("i", ids))
+            self.naive.read(ids, -1)
+
+    def refuse(self, owner: Owner) -> None:
+        """One wrong id among right ones, anywhere."""
+        ids = self.some(owner)
+        others = [i for i, each in enumerate(self.naive.owners) if each is not owner]
+        wrong = self.rng.choice([-1, -self.num_blocks, self.num_blocks, 2**31 - 1, *others[:1], *others[-1:], *ids[:1]])
+        ids.insert(self.rng.randint(0, len(ids)), wrong)
+        for call in (self.pool.check, self.pool.free):
+            with pytest.raises(BlockOwnerError, match=f"block {wrong}[ ;]"):
+                call(array("i", ids), owner)
+
+    def check(self) -> None:
+        """Both say the same of every block."""
+        assert [self.pool.owner(i) for i in range(self.num_blocks)] == self.naive.owners
+        assert sorted(self.pool.free_ids()) == self.naive.ids_of(Owner.FREE)
+        assert set(self.pool.deferred_ids) == self.naive.deferred
+        for owner in Owner:
+            ids = self.naive.ids_of(owner)
+            assert self.pool.count(owner) == len(ids) and self.pool.ids_of(owner) == ids
+            assert self.pool.num_read_of(owner) == sum(self.naive.num_readers[i] > 0 for i in ids)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_pool_does_what_a_naive_one_does(seed: int) -> None:
+    """The lowest free ids, in order, and every refusal names the wrong one and changes nothing; also while blocks are
+    being read."""
+    walk = Walk(seed)
+    for _ in range(NUM_STEPS):
+        walk.step()
+        walk.check()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_pool_without_memory_for_its_heaps_finds_all_that_is_free(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a heap cannot grow, what was freed is given out all the same, lowest first."""
+    walk = Walk(seed)
+
+    def push(heap: list[int], item: int) -> None:
+        raise MemoryError
+
+    for number in range(NUM_STEPS):
+        with monkeypatch.context() as patched:
+            if number % 7 == 0:
+                patched.setattr("fastdeploy_cache.books.block_pool.heapq.heappush", push)
+            try:
+                walk.step()
+            except MemoryError:
+                walk.check()
+        walk.check()

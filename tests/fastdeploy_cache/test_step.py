@@ -1,0 +1,128 @@
+"""`PrefixCacheManager.step`: one step of an engine for many requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.errors import (
+    ClosedError,
+    CommitError,
+    LifeCycleError,
+    OutOfBlocksError,
+    RequestError,
+    UnknownRequestError,
+)
+
+SIZE = 4
+
+
+def new_cache(num_gpu_blocks: int = 16) -> PrefixCacheManager:
+    return PrefixCacheManager(CacheConfig(block_size=SIZE, num_gpu_blocks=num_gpu_blocks, transfer_client="inline"))
+
+
+def running(cache: PrefixCacheManager, name: str, prompt: list[int]) -> Request:
+    """A request whose prompt is computed."""
+    request = Request(request_id=name, prompt_token_ids=prompt)
+    match = cache.match(request)
+    cache.allocate(request, -(-len(prompt) // SIZE) - len(match.block_ids))
+    cache.commit(request, len(prompt))
+    return request
+
+
+def test_a_step_does_what_the_three_verbs_do() -> None:
+    """Requests that decode by `step`, and others by the verbs, get the same blocks and leave the same tree."""
+    with new_cache() as by_step, new_cache() as by_verbs:
+        stepping = [running(by_step, name, [n] * 5) for n, name in enumerate("abc")]
+        others = [running(by_verbs, name, [n] * 5) for n, name in enumerate("abc")]
+        for step in range(8):
+            done = by_step.step([(request, [step], 5 + step) for request in stepping])
+            wanted = []
+            for request in others:
+                held = -(-request.num_tokens // SIZE)
+                by_verbs.commit(request, 5 + step)
+                request.append_output([step])
+                wanted.append(by_verbs.allocate(request, -(-request.num_tokens // SIZE) - held))
+            assert done == wanted
+            by_step.check_invariants()
+        for mine, other in zip(stepping, others, strict=True):
+            by_step.release(mine)
+            by_verbs.release(other)
+        views = [
+            [(view.token_ids.tolist(), view.block_ids, view.hashes) for view in cache.blocks.view.runs()]
+            for cache in (by_step, by_verbs)
+        ]
+        assert views[0] == views[1] and views[0]
+
+
+def test_what_a_step_commits_is_found() -> None:
+    """Another request hits what a step has said to be computed, and no more."""
+    with new_cache() as cache:
+        first = running(cache, "first", [1, 2, 3, 4, 5])
+        assert cache.step([(first, [6, 7, 8, 9], 8)]) == [[2]]
+        assert cache.match(Request(request_id="next", prompt_token_ids=list(range(1, 12)))).num_tokens == 8
+
+
+def test_who_finds_no_room_is_as_before_and_the_others_go_on() -> None:
+    """The answer of one request is `OutOfBlocksError`, with its tokens, blocks and commits unchanged."""
+    with new_cache(num_gpu_blocks=4) as cache:
+        a, b, c = (running(cache, name, [n] * SIZE) for n, name in enumerate("abc"))
+        first, refused, third = cache.step([(a, [7], SIZE), (b, [7], SIZE), (c, [], SIZE)])
+        assert (first, third) == ([3], [])
+        assert isinstance(refused, OutOfBlocksError) and refused.missing == 1
+        assert (a.num_tokens, b.num_tokens, c.num_tokens) == (5, 4, 4)
+        cache.release(a)
+        assert cache.step([(b, [7], SIZE)]) == [[3]] and b.num_tokens == 5
+        cache.check_invariants()
+
+
+def test_each_bad_entry_is_refused_by_name() -> None:
+    """Twice the same request, one unknown, bad tokens, too much computed: errors in their places, and no trace."""
+    with new_cache() as cache:
+        good, greedy, odd = (running(cache, name, [n] * 5) for n, name in enumerate(("good", "greedy", "odd")))
+        stranger = Request(request_id="stranger", prompt_token_ids=[1])
+        done = cache.step(
+            [(good, [1], 5), (good, [1], 6), (stranger, [1], 1), (greedy, [1], 9), (odd, [-1], 5), (odd, [], -1)]
+        )
+        assert done[0] == [] and good.num_tokens == 6
+        kinds = (RequestError, UnknownRequestError, CommitError, RequestError, CommitError)
+        names = ("good", "stranger", "greedy", "odd", "odd")
+        for answer, kind, name in zip(done[1:], kinds, names, strict=True):
+            assert isinstance(answer, kind) and repr(name) in str(answer)
+        assert (greedy.num_tokens, odd.num_tokens) == (5, 5)
+        cache.check_invariants()
+
+
+def test_computed_blocks_have_to_be_there_before_the_step() -> None:
+    """Nothing can be computed in blocks that the step itself gives."""
+    with new_cache() as cache:
+        request = running(cache, "a", [1, 2, 3, 4])
+        (refused,) = cache.step([(request, [5], 5)])
+        assert isinstance(refused, CommitError) and request.num_tokens == 4
+        assert cache.step([(request, [5], 4)]) == [[1]]
+        assert cache.step([(request, [6], 5)]) == [[]]
+
+
+def test_what_is_no_step_at_all_changes_nothing() -> None:
+    """A malformed entry raises before the first request is looked at."""
+    with new_cache() as cache:
+        request = running(cache, "a", [1, 2, 3, 4])
+        with pytest.raises(TypeError):
+            cache.step([(request, [5], 4), (request, [5], "four")])  # type: ignore[list-item]
+        assert request.num_tokens == 4
+
+
+def test_a_closed_or_sleeping_cache_takes_no_step() -> None:
+    """The whole step raises, and no request has changed."""
+    cache = new_cache()
+    request = running(cache, "a", [1, 2, 3, 4])
+    cache.close()
+    with pytest.raises(ClosedError):
+        cache.step([(request, [5], 4)])
+    assert request.num_tokens == 4
+    with new_cache() as other:
+        kept = running(other, "a", [1, 2, 3, 4])
+        other.release(kept)
+        other.life.sleep()
+        with pytest.raises(LifeCycleError):
+            other.step([])
