@@ -181,10 +181,12 @@ class ProcessIO:
             ranks = self.ranks
             # It was accepted while all were ready; one may have died since, and the others must not begin without it.
             if not self.tasks.all_ready.is_set():
-                ranks = [] if task.kind.needs_all_ranks else [rank for rank in ranks if rank.is_usable]
-                if not ranks:
-                    self.tasks.refuse(task, "a rank is down")
+                usable = [rank for rank in ranks if rank.is_usable]
+                if not usable or task.kind.needs_all_ranks:
+                    down = ", ".join(str(rank.rank) for rank in ranks if not rank.is_usable)
+                    self.tasks.refuse(task, f"rank {down} is down" if down else "the ranks are not ready")
                     continue
+                ranks = usable
             flight = self.tasks.flights.add(task, [rank.rank for rank in ranks])
             for rank in ranks:
                 assert rank.queue is not None
