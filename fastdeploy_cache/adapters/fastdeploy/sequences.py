@@ -9,6 +9,7 @@ from fastdeploy_cache.adapters.fastdeploy.blocks import num_blocks_of
 from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache
 from fastdeploy_cache.adapters.fastdeploy.held_tasks import HeldTasks
 from fastdeploy_cache.adapters.fastdeploy.task import HeldTask, NotEnoughBlocksError, Task, new_request
+from fastdeploy_cache.adapters.repeated_lists import RepeatedLists
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError
 from fastdeploy_cache.match import Match
 
@@ -18,6 +19,7 @@ class CallSequences:
 
     def __init__(self, current: CurrentCache, tasks: HeldTasks) -> None:
         self._current, self._tasks = current, tasks
+        self._repeated = RepeatedLists()  # a task for which there is no room is matched and released in each step
 
     # -- v1
 
@@ -32,7 +34,7 @@ class CallSequences:
             nothing is held.
         """
         self._check_block_size(block_size)
-        held = HeldTask(task, new_request(task), with_path=False)
+        held = HeldTask(task, new_request(task, self._repeated), with_path=False)
         match, seconds = self._tasks.match(held)
         held.num_handed_blocks = len(match.block_ids)
         self._tasks.add(held)
@@ -108,7 +110,7 @@ class CallSequences:
             NotEnoughBlocksError: no room; nothing is held.
         """
         self._check_block_size(block_size)
-        held = HeldTask(task, new_request(task), with_path=True)
+        held = HeldTask(task, new_request(task, self._repeated), with_path=True)
         num_reserved = operator.index(dec_token_num)
         if num_reserved < 0:
             raise RequestError(f"dec_token_num is {dec_token_num}; give 0 or more")

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fastdeploy_cache.adapters.repeated_lists import RepeatedLists
 from fastdeploy_cache.books.block_hash import BlockHasher, root_hash
 from fastdeploy_cache.errors import OutOfBlocksError, RequestError, UnknownRequestError
 from fastdeploy_cache.request import Request
@@ -87,14 +88,15 @@ class HeldTask:
             self._num_outputs += len(new)
 
 
-def new_request(task: Task) -> Request:
-    """A request with the task's tokens so far, prompt and output."""
+def new_request(task: Task, repeated: RepeatedLists | None = None) -> Request:
+    """A request with the task's tokens so far, prompt and output. `repeated` packs a prompt once that comes often."""
     prompt = task.prompt_token_ids
     if prompt is None or not len(prompt):
         raise RequestError(f"request {task.request_id!r} has no tokens; give it prompt_token_ids")
+    packed = repeated.packed(str(task.request_id), prompt) if repeated is not None else None
     request = Request(
         request_id=str(task.request_id),
-        prompt_token_ids=prompt,
+        prompt_token_ids=prompt if packed is None else packed,
         namespace=str(getattr(task, "namespace", "") or ""),
         images=images_of(task, len(prompt)),
     )

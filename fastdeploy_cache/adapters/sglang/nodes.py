@@ -46,12 +46,16 @@ def as_key(key: RadixKey | Sequence[int]) -> RadixKey:
     return key if isinstance(key, RadixKey) else RadixKey(key)
 
 
-def new_request(key: RadixKey, page_size: int) -> Request | None:
-    """What names the key's whole pages; None where it has none."""
-    tokens, num_tokens = key.token_ids, len(key.token_ids) // page_size * page_size
+def new_request(key: RadixKey, page_size: int, packed: PackedTokens | None = None) -> Request | None:
+    """What names the key's whole pages; None where it has none. `packed`: its tokens, where they are packed already."""
+    tokens: Sequence[int] | PackedTokens = key.token_ids
+    num_tokens = len(key) // page_size * page_size
     if not num_tokens:
         return None
-    tokens = tokens if num_tokens == len(tokens) else tokens[:num_tokens]
+    if packed is not None:
+        tokens = PackedTokens(packed.tokens[: num_tokens * TOKEN_BYTES])
+    elif num_tokens < len(key):
+        tokens = key.token_ids[:num_tokens]
     return Request(request_id=_NAME, prompt_token_ids=tokens, namespace=_namespace(key.extra_key))
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fastdeploy_cache.adapters.repeated_lists import RepeatedLists
 from fastdeploy_cache.adapters.sglang.config import new_config, new_manager
 from fastdeploy_cache.adapters.sglang.loads import Loads
 from fastdeploy_cache.adapters.sglang.nodes import Node, RadixKey, as_key, new_request, request_from
@@ -90,11 +91,11 @@ class HiRadixCache:
         self._given = pages.as_int64_tensor if as_tensors else as_array
         self._none = self._given(slots_of([], 1))
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(manager, as_tensors=as_tensors)
-        self.req_to_token_pool = req_to_token_pool
-        self.load_back_threshold = load_back_threshold
+        self.req_to_token_pool, self.load_back_threshold = req_to_token_pool, load_back_threshold
         self.loads = Loads(manager, overlap=overlap_loads)
         self._locks: dict[Node, list[PinnedPrefix]] = {}
         self._prefetches: dict[str, tuple[Request, Prefetch]] = {}
+        self._repeated = RepeatedLists()
         self.root_node = Node.root(manager)  # its `children` are the tree at the moment of the look
 
     # -- sizes
@@ -113,18 +114,19 @@ class HiRadixCache:
 
     # -- match and insert
 
-    def match_prefix(self, key: RadixKey | Sequence[int], **others: object) -> MatchResult:  # noqa: ARG002
+    def match_prefix(self, key: RadixKey | Sequence[int], **others: Any) -> MatchResult:
         """The longest cached prefix of whole pages. It counts as used now; the node in which it ends is split there.
 
-        `others` are what callers name beside the key (`rid`, `req`, `cow_mamba`): nothing depends on them. Nothing is
-        locked: `inc_lock_ref(last_device_node)` before anything else is allocated or evicted.
+        `others` are what callers name beside the key (`rid`, `req`, `cow_mamba`): no result depends on them. With a
+        `rid`, a list that comes before each step is packed once. Nothing is locked: `inc_lock_ref(last_device_node)`
+        before anything else is allocated or evicted.
         """
-        request = new_request(as_key(key), self.page_size)
+        key, rid = as_key(key), others.get("rid") or getattr(others.get("req"), "rid", None)
+        return self._match(new_request(key, self.page_size, self._repeated.packed(rid, key.token_ids)))
+
+    def _match(self, request: Request | None) -> MatchResult:
         if request is None:
             return MatchResult(self._none, self.root_node, self.root_node, 0)
-        return self._match(request)
-
-    def _match(self, request: Request) -> MatchResult:
         found = self.manager.blocks.lookup(request, split=True, hashes=True)
         return MatchResult(
             self._given(slots_of(found.block_ids, self.page_size)),

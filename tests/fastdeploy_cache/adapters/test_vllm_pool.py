@@ -9,11 +9,46 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fastdeploy_cache import Request
 from fastdeploy_cache.adapters.vllm.manager import hash_request_tokens
 from fastdeploy_cache.errors import BlockOwnerError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from tests.rigs.simulated_client import SimulatedClient
 from tests.rigs.vllm_engine import SIZE, Engine, asks, ids, serve, start, view
+
+
+def test_slots_one_by_one_are_what_one_step_for_all_gives() -> None:
+    """`allocate_slots` of each decoding request, and `step` for all of them: the same blocks, evictions and tree."""
+    kv, choose = view(24), random.Random(5)
+    other, native, tables = view(24).manager, dict[str, Request](), dict[str, list[int]]()
+    for name in ("idle", "also idle", "a", "b", "c"):
+        tokens = [choose.randint(0, 1)] * 3 + [choose.randint(0, 9) for _ in range(12)]
+        request = asks(name, tokens)
+        native[name] = Request(request_id=name, prompt_token_ids=tokens)
+        start(kv, request)
+        blocks = other.match(native[name]).block_ids
+        tables[name] = blocks + other.allocate(native[name], -(-len(tokens) // SIZE) - len(blocks))
+        if "idle" in name:
+            kv.free(request)
+            other.commit(native[name], len(tokens))
+            other.release(native.pop(name))
+            del tables[name]
+    running = [kv._served[name].request for name in native]
+    for _ in range(17):
+        for request in running:
+            request.all_token_ids.append(choose.randint(0, 9))  # type: ignore[attr-defined]
+            assert kv.allocate_slots(request, 1) is not None
+            request.num_computed_tokens += 1  # type: ignore[misc]
+        steps = [(native[r.request_id], r.all_token_ids[-1:], len(r.all_token_ids) - 1) for r in running]
+        for name, new in zip(native, other.step(steps), strict=True):
+            assert isinstance(new, list)
+            tables[name] += new
+        assert {name: kv.get_block_ids(name)[0] for name in tables} == tables
+        seen = [[(v.token_ids.tolist(), v.block_ids) for v in m.blocks.view.runs()] for m in (kv.manager, other)]
+        assert seen[0] == seen[1]
+    assert kv.manager.stats().gpu.num_free == 0, "nothing was evicted"
+    kv.manager.close()
+    other.close()
 
 
 def test_the_pool_shows_references_and_hashes() -> None:
