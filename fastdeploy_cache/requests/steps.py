@@ -68,10 +68,11 @@ class Steps:
                 f"step of request {request.request_id!r} with {num_computed_tokens} computed tokens; it has "
                 f"{num_tokens} tokens, and its blocks hold {num_room}: give 0 to {min(num_tokens, num_room)}"
             )
-        new_ids: list[int] = []
+        new_ids, began = list[int](), active.stepped_at
         if num_tokens > num_room:
             num_missing = -(-(num_tokens - num_room) // self._size)
             new_ids = requests.allocate(active, num_missing, ahead_of_loads=False).tolist()
+            active.stepped_at = began  # what is committed below took from there, not from the new blocks on
         try:
             request.append_packed(tokens)
             requests.commit(active, num_computed_tokens, now)

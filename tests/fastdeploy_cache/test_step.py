@@ -126,3 +126,13 @@ def test_a_closed_or_sleeping_cache_takes_no_step() -> None:
         other.life.sleep()
         with pytest.raises(LifeCycleError):
             other.step([])
+
+
+def test_a_step_that_needs_a_block_tells_the_speed_of_computing() -> None:
+    """What a prompt took is counted up to its step, whether or not the sampled token gets a block in it."""
+    with new_cache() as cache:
+        request = Request(request_id="a", prompt_token_ids=[1] * 40)
+        cache.match(request)
+        cache.allocate(request, 10)
+        assert cache.step([(request, [2], 40)]) == [[10]]
+        assert cache._movement.speeds.prefill.per_second is not None
