@@ -48,7 +48,6 @@ class PrefixTree:
         self.generations = Generations()
         self.graves = self.residency.graves
         self.names = BlockNames(block_size)
-        self._wants_hashes = getattr(policy, "wants_hashes", False)
         self.policy.clear(self.residency.is_leaf, self.split)
         self._sweep_roots_at = _MIN_ROOTS
         self._num_appended = 0
@@ -272,8 +271,6 @@ class PrefixTree:
         run.num_blocks += num_blocks
         self._num_appended += 1
         run.usage.inserted = self._num_appended
-        if self._wants_hashes:
-            self.names.of(run, 0, run.num_blocks)
         if self.policy.hears_growth:
             self.policy.grow(run, before)
 
@@ -347,6 +344,8 @@ class PrefixTree:
         if lower.extras is not None:
             upper.extras = {**(upper.extras or {}), **{b + num_above: x for b, x in lower.extras.items()}}
         upper.tokens, upper.hashes = tokens, hashes
+        if upper.sample is not None and lower.sample is not None:  # see `EvictionPolicy.alike`
+            upper.sample = upper.sample.joined(lower.sample)
         upper.join_marks(lower)
         upper.num_blocks += lower.num_blocks
         if not upper.cpu_ids:

@@ -201,7 +201,7 @@ class Residency:
         """Unlink a leaf that is on the GPU alone, and that the policy has named. Its ids are the caller's to free."""
         parent = run.parent
         assert parent is not None
-        if self.policy.hears_growth:
+        if self.policy.hears_losses:
             self.policy.shrink(run, 0)
         run.gpu_ids = NO_IDS
         num_left = parent.num_gpu_children = parent.num_gpu_children - 1
@@ -290,7 +290,7 @@ class Residency:
         """End a run after `num_blocks` blocks, of which none behind is held, and drop everything beneath it."""
         if num_blocks == run.num_blocks:
             return
-        if self.policy.hears_growth and run.epoch == self.epoch:
+        if self.policy.hears_losses and run.epoch == self.epoch:
             self.policy.shrink(run, num_blocks)
         if run.children:
             for child in list(run.children.values()):
@@ -305,6 +305,8 @@ class Residency:
         run.cut_tail(num_blocks * self._block_bytes, num_blocks * HASH_BYTES)
         if run.extras is not None:
             run.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
+        if run.sample is not None:
+            run.sample = run.sample.front(num_blocks)
         run.num_blocks = num_blocks
         run.num_stored, run.num_offered = min(run.num_stored, num_blocks), min(run.num_offered, num_blocks)
 
@@ -313,7 +315,7 @@ class Residency:
         for node in below:
             below.extend(node.children.values())
         for node in reversed(below):
-            if self.policy.hears_growth and run.epoch == self.epoch:
+            if self.policy.hears_losses and run.epoch == self.epoch:
                 self.policy.shrink(node, 0)
             self._remove(node)
 

@@ -12,6 +12,7 @@ import msgspec
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_keys import BlockKeys
+from fastdeploy_cache.books.block_sample import BlockSample
 
 
 class Tier(IntEnum):
@@ -79,6 +80,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
     offered_use: int = 1
     queued_gpu: object = None  # a policy's mark of its place among the leaves of that tier
     queued_cpu: object = None
+    sample: BlockSample | None = None  # for a policy that observes some blocks
 
     def __repr__(self) -> str:
         """Itself alone: all that it refers to is the whole tree."""
@@ -170,6 +172,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
         if self.cpu_ids:
             upper.cpu_ids = self.cpu_ids[: max(0, num_blocks - self.cpu_start)]
         upper.cpu_start = self.cpu_start
+        if self.sample is not None:
+            upper.sample = self.sample.front(num_blocks)
         return upper
 
     def cut_front(self, upper: Run, block_bytes: int) -> None:
@@ -178,7 +182,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
         if extras is not None:
             extras = {b - cut: extra for b, extra in extras.items() if b >= cut} or None
         tokens, hashes = self.tokens[cut * block_bytes :], self.hashes[cut * HASH_BYTES :]
-        self.tokens, self.hashes, self.extras = tokens, hashes, extras
+        sample = self.sample.behind(cut) if self.sample is not None else None
+        self.tokens, self.hashes, self.extras, self.sample = tokens, hashes, extras, sample
         self.num_blocks -= cut
         self.cpu_start = max(0, self.cpu_start - cut)
         del self.gpu_ids[: len(upper.gpu_ids)]

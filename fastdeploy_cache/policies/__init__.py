@@ -10,9 +10,18 @@ DEFAULT_HISTORY_BYTES, MIN_HISTORY_BYTES = 16 * 2**20, 2**20
 
 
 def new_policy(
-    name: str, clock: Clock, *, num_blocks: int, block_tokens: int, history_bytes: int = DEFAULT_HISTORY_BYTES
+    name: str,
+    clock: Clock,
+    *,
+    num_blocks: int,
+    block_tokens: int,
+    history_bytes: int = DEFAULT_HISTORY_BYTES,
+    tree_tokens: int | None = None,
 ) -> EvictionPolicy:
-    """The eviction policy of that name, for a cache whose larger tier has `num_blocks` of `block_tokens` tokens."""
+    """The eviction policy of that name, for a cache whose larger tier has `num_blocks` of `block_tokens` tokens.
+
+    `tree_tokens`: how many tokens a block of the tree has, where they stand for `block_tokens`.
+    """
     if name == "reuse":
-        return Reuse(clock, num_blocks, block_tokens, history_bytes)
+        return Reuse(clock, num_blocks, block_tokens, history_bytes, tree_tokens=tree_tokens)
     return RANKING_POLICIES[name](clock)

@@ -40,7 +40,8 @@ class GuardedPolicy:
         """Pass everything on to this policy, and what it raises for to the one that takes over. Bound once: a policy is
         told of every block of a decode step."""
         self.chosen = chosen
-        self.hears_growth = _hears_growth(chosen)
+        self.hears_growth = _overrides(chosen, "grow") or getattr(chosen, "keeps_borders", False)
+        self.hears_losses = _overrides(chosen, "shrink")
         calls = {name: self._passed_on(name) for name in _PASSED_ON}
         self._clear, self._coldest, self._victim = calls.pop("clear"), calls.pop("coldest"), chosen.victim
         self._names_leaves = getattr(chosen.victim, "__func__", None) is LeastRecentlyUsed.victim
@@ -112,9 +113,7 @@ class GuardedPolicy:
         return chosen
 
 
-def _hears_growth(policy: EvictionPolicy) -> bool:
-    """Whether a policy does anything with `grow` and `shrink`: most do not, and each block of a decode step is one."""
-    if not isinstance(policy, LeastRecentlyUsed) or policy.keeps_borders:
-        return True
-    plain = LeastRecentlyUsed.grow, LeastRecentlyUsed.shrink
-    return tuple([getattr(method, "__func__", None) for method in (policy.grow, policy.shrink)]) != plain
+def _overrides(policy: EvictionPolicy, name: str) -> bool:
+    """Whether a policy does anything when it is told so: most do not, and each block of a decode step is told."""
+    method = getattr(getattr(policy, name), "__func__", None)
+    return method is not getattr(LeastRecentlyUsed, name)

@@ -39,6 +39,10 @@ class LeafOrder:
         """All there is, also of the orders before this one."""
         return [*self._past, *self._pieces]
 
+    def __len__(self) -> int:
+        """How many it holds, with those that are no leaves any more."""
+        return sum([len(ranks) for ranks, _ in self._pieces])
+
     def push(self, run: Run) -> None:
         """A run has become a leaf, or its rank may have changed."""
         if self._past:
@@ -60,10 +64,19 @@ class LeafOrder:
 
     def first(self) -> Run:
         """The leaf with the lowest rank; there is one."""
-        tier, mark = self._tier, self._mark
-        while True:
-            ranks, runs = self._pieces[0]
-            queued, run = ranks[0], runs[0]
+        found = self.first_from(None)
+        assert found is not None
+        return found
+
+    def first_from(self, low: Any) -> Run | None:
+        """The leaf with the lowest rank that is not below `low`, or of all if that is None."""
+        tier, mark, pieces = self._tier, self._mark, self._pieces
+        while pieces:
+            at, place = (0, 0) if low is None else self._place_of(low)
+            if at == len(pieces):
+                break
+            ranks, runs = pieces[at]
+            queued, run = ranks[place], runs[place]
             is_leaf = False
             if getattr(run, mark) == queued:
                 is_leaf = self._is_leaf(run, tier)
@@ -71,30 +84,47 @@ class LeafOrder:
                 if rank == queued:
                     return run
                 setattr(run, mark, None)
-            del ranks[0], runs[0]
+            del ranks[place], runs[place]
             if not ranks:
-                del self._pieces[0], self._starts[0]
+                del pieces[at], self._starts[at]
             if is_leaf:
                 self._put_in(run, rank)
                 setattr(run, mark, rank)
+        return None
 
-    def walk(self) -> Generator[Run]:
-        """Leaves in the order of their ranks. Nothing may be pushed or pulled meanwhile."""
+    def _place_of(self, low: Any) -> tuple[int, int]:
+        """The piece, and the place in it, of the first rank that is not below `low`; behind the last piece if none."""
+        at = max(0, bisect_left(self._starts, low) - 1)
+        ranks = self._pieces[at][0]
+        place = bisect_left(ranks, low)
+        return (at, place) if place < len(ranks) else (at + 1, 0)
+
+    def walk(self, low: Any = None, high: Any = None) -> Generator[Run]:
+        """Leaves in the order of their ranks, from `low` on and below `high` where these are given. Nothing may be
+        pushed or pulled meanwhile."""
         risen: list[tuple[Any, int, Run]] = []  # their turn is later
         num_risen = 0
-        for ranks, runs in self._pieces:
-            for queued, run in zip(ranks, runs, strict=True):
-                while risen and risen[0][0] < queued:
-                    yield heapq.heappop(risen)[2]
-                if getattr(run, self._mark) == queued and self._is_leaf(run, self._tier):
-                    rank = self._rank(run)
-                    if rank > queued:
-                        num_risen += 1
-                        heapq.heappush(risen, (rank, num_risen, run))
-                    else:
-                        yield run
+        for queued, run in self._entries(low, high):
+            while risen and risen[0][0] < queued:
+                yield heapq.heappop(risen)[2]
+            if getattr(run, self._mark) == queued and self._is_leaf(run, self._tier):
+                rank = self._rank(run)
+                if rank > queued:
+                    num_risen += 1
+                    heapq.heappush(risen, (rank, num_risen, run))
+                else:
+                    yield run
         while risen:
             yield heapq.heappop(risen)[2]
+
+    def _entries(self, low: Any, high: Any) -> Generator[tuple[Any, Run]]:
+        at, place = (0, 0) if low is None or not self._pieces else self._place_of(low)
+        for ranks, runs in self._pieces[at:]:
+            for number in range(place, len(ranks)):
+                if high is not None and ranks[number] >= high:
+                    return
+                yield ranks[number], runs[number]
+            place = 0
 
     def _put_in(self, run: Run, rank: Any) -> None:
         """Place it behind those of the same rank; all of it or, on `MemoryError`, nothing."""

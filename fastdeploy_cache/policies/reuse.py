@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Generator, Sequence
 
-import numpy as np
-
-from fastdeploy_cache.books.block_hash import HASH_BYTES
-from fastdeploy_cache.books.run import Run, Tier, Usage
+from fastdeploy_cache.books.block_sample import BlockSample
+from fastdeploy_cache.books.run import TIERS, Run, Tier, Usage
+from fastdeploy_cache.policies.block_sampler import BlockSampler
 from fastdeploy_cache.policies.eviction import Asked, Clock, Hints, LeastRecentlyUsed, Split
+from fastdeploy_cache.policies.leaf_classes import LeafClasses, Score, rank_of
 from fastdeploy_cache.policies.leaf_order import IsLeaf
 from fastdeploy_cache.policies.reuse_history import (
     ENDED_CLASS,
     PENDING_CLASS,
+    Note,
     ReuseHistory,
-    Span,
     private_class,
     score_at,
     shared_class,
 )
 
-_NUM_CANDIDATES = 64
 _NUM_COLDEST = 512  # leaves that copying ahead looks at
-_MIN_SWEEP = 64
 _TICKS_PER_SECOND = 1000.0
 _TOKENS_PER_TICK = 512  # so that time goes on where a clock is coarse or stands still
 _MAX_REGRET = 0.0015  # of the observed references
@@ -44,81 +40,92 @@ class Reuse(LeastRecentlyUsed):
     the references, victims are LRU's.
     """
 
-    wants_hashes = True
-
     def __init__(
-        self, clock: Clock, num_blocks: int, block_tokens: int, history_bytes: int, guard: bool = True
+        self,
+        clock: Clock,
+        num_blocks: int,
+        block_tokens: int,
+        history_bytes: int,
+        *,
+        guard: bool = True,
+        tree_tokens: int | None = None,
     ) -> None:
+        """`tree_tokens`: how many tokens a block of the tree has, where they stand for `block_tokens`."""
         super().__init__(clock)
-        self.history = ReuseHistory(num_blocks, history_bytes)
+        self.history = ReuseHistory(num_blocks, history_bytes, block_tokens)
+        self._sampler = BlockSampler(self.history.ratio, tree_tokens or block_tokens)
         self._block_tokens = block_tokens
         self._guard = guard
-        self._threshold = np.uint64(min(2**64 - 1, int(self.history.ratio * 2**64)))
-        self._random = random.Random(1).random  # noqa: S311 (a sample, no secret)
+        self._is_lru = True
+        self._now = 0.0
         self._window = max(_MIN_GUARD_WINDOW, float(self.history.num_entries))
         self._num_referenced_tokens = 0
         self._regret = self._num_references = 0.0
         self._num_requests = 0
 
+    def rank(self, run: Run) -> int:
+        return rank_of(run)
+
     def clear(self, is_leaf: IsLeaf, split: Split) -> None:
         super().clear(is_leaf, split)
-        self._is_leaf, self._split = is_leaf, split
-        self._leaves: tuple[list[Run], list[Run]] = ([], [])  # by Tier; some are none any more
-        self._places: tuple[dict[Run, int], dict[Run, int]] = ({}, {})  # their indices
-        self._sweep_at = [_MIN_SWEEP, _MIN_SWEEP]
+        self._split = split
+        self._leaves = tuple([LeafClasses(self._orders[tier], self._score) for tier in TIERS])
         self._chosen: list[Run | None] = [None, None]  # by Tier, until the next use
-        self._num_resident = 0  # observed blocks in the cache
+        self._sampler.clear()
 
     # -- learning
 
-    def grow(self, run: Run, first_block: int) -> None:
-        self._num_resident += len(self._observed(run, first_block))
-
     def shrink(self, run: Run, first_block: int) -> None:
-        self._num_resident -= len(self._observed(run, first_block))
+        self._sampler.shrink(run, first_block)
 
     def use(self, path: Sequence[Run], request: Hints, asked: Asked) -> None:
         goes_on = path[-1].usage.num_uses > 0  # else its last run is new
-        self.touch(path)
+        self._num_uses += 1
         self._chosen = [None, None]
+        for leaves in self._leaves:
+            leaves.age(self._num_uses)
         num_tokens = sum([run.num_blocks for run in path]) * self._block_tokens
         self._num_referenced_tokens += num_tokens
-        now = self._now()
-        observed = [self._observed(run, 0) for run in path]
-        lost = self._behind(path, asked.num_found)
-        num_new = len(self._behind(path, max(asked.num_asked, asked.num_found)))
-        keys = [key for part in observed for key in part]
-        self._judge(keys[: len(keys) - num_new], len(lost) - num_new)
+        now = self._now = self._time()
+        lost = self._observe(path, asked)
         if goes_on:
             self._continue(path[-1].usage, now)
-        else:
+        elif lost:
             path = self._remember(path, lost, now)
-        if len(path) > len(observed):  # its last run was cut in two
-            observed[-1:] = [self._observed(run, 0) for run in path[-2:]]
-        spans = []
-        for run, keys in zip(path, observed, strict=True):
-            usage = run.usage
+        observed = []
+        for run in path:
+            usage, sample = run.usage, run.sample
             usage.num_uses += 1
             usage.used_at = now
+            usage.last_used = self._num_uses
             usage.reuse_class = _class_of(usage, request, num_tokens)
-            if keys:
-                spans.append(Span(keys, usage.reuse_class, usage.turn, usage.num_uses, usage.is_shared))
-        self.history.observe(now, spans, self._num_resident)
+            if sample is not None and sample.keys:
+                note = Note(usage.reuse_class, usage.turn, usage.num_uses, usage.is_shared)
+                observed.append((sample.keys, note))
+        self._push_leaves(path)
+        has_learned = self.history.observe(now, observed, self._sampler.num_resident)
+        by_lru = self._by_lru()
+        if has_learned or by_lru != self._is_lru:
+            self._is_lru = by_lru
+            for leaves in self._leaves:
+                leaves.rescore(is_lru=by_lru)
 
-    def _observed(self, run: Run, first_block: int) -> list[int]:
-        """The keys of a run's observed blocks from `first_block` on: the first 8 bytes of their hashes."""
-        names = np.frombuffer(run.hashes, np.uint64)[first_block * 4 :: 4]
-        observed: list[int] = (names if self.history.ratio >= 1 else names[names < self._threshold]).tolist()
-        return observed
-
-    def _behind(self, path: Sequence[Run], num_blocks: int) -> list[int]:
-        """The observed blocks of a path behind its first `num_blocks`."""
-        behind, end = list[int](), 0
+    def _observe(self, path: Sequence[Run], asked: Asked) -> list[int]:
+        """Look at the blocks of a path, and judge what the match has found; the keys that it has not."""
+        keys: list[int] = []
+        end = num_hits = num_asked = 0
         for run in path:
+            sample = run.sample
+            if sample is None or sample.num_blocks != run.num_blocks:
+                sample = self._sampler.sample(run)
+            if sample.keys:
+                num_hits += _num_before(sample, asked.num_found - end)
+                num_asked += _num_before(sample, asked.num_asked - end)
+                keys += sample.keys
             end += run.num_blocks
-            if end > num_blocks:
-                behind += self._observed(run, max(0, num_blocks - end + run.num_blocks))
-        return behind
+        num_asked = max(num_asked, num_hits)
+        self._judge(keys[:num_asked], num_hits)
+        return keys[num_hits:]
 
     @staticmethod
     def _continue(usage: Usage, now: float) -> None:
@@ -132,14 +139,16 @@ class Reuse(LeastRecentlyUsed):
         """
         run = path[-1]
         for key in reversed(lost):
-            remembered = self.history.note(key)
+            remembered = self.history.remembered(key)
             if remembered is None:
                 continue
-            used_at, note = remembered
-            if note.ends_request and not note.is_shared:
+            used_at, note, ends_request = remembered
+            if ends_request and not note.is_shared:
                 run.usage.turn, run.usage.gap = note.turn + 1, now - used_at
                 return path
-            num_shared = run.hashes.find(key.to_bytes(8, sys.byteorder)) // HASH_BYTES + 1
+            sample = run.sample
+            at_end = sample is not None and key in sample.keys
+            num_shared = sample.blocks[sample.keys.index(key)] + 1 if sample is not None and at_end else 0
             upper = run
             if 0 < num_shared < run.num_blocks:
                 upper = self._split(run, num_shared)
@@ -152,11 +161,11 @@ class Reuse(LeastRecentlyUsed):
 
     # -- the guard
 
-    def _judge(self, keys: Sequence[int], num_lost: int) -> None:
-        """`keys`: what the match asked for, of which the last `num_lost` were not there."""
+    def _judge(self, keys: Sequence[int], num_hits: int) -> None:
+        """`keys`: what the match asked for, of which the first `num_hits` were there."""
         self._num_requests += 1
         keep = max(0.0, 1 - len(keys) / self._window)
-        self._regret = self._regret * keep + self.history.num_lru_hits(keys) - (len(keys) - num_lost)
+        self._regret = self._regret * keep + self.history.num_lru_hits(keys) - num_hits
         self._num_references = self._num_references * keep + len(keys)
 
     def _by_lru(self) -> bool:
@@ -169,74 +178,37 @@ class Reuse(LeastRecentlyUsed):
 
     def push(self, run: Run, tier: Tier) -> None:
         super().push(run, tier)
-        places = self._places[tier]
-        if run not in places:
-            places[run] = len(self._leaves[tier])
-            self._leaves[tier].append(run)
-            if len(places) >= self._sweep_at[tier]:
-                for leaf in [leaf for leaf in self._leaves[tier] if not self._is_leaf(leaf, tier)]:
-                    self._forget(leaf, tier)
-                self._sweep_at[tier] = max(_MIN_SWEEP, 2 * len(places))
+        self._leaves[tier].push(run)
 
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
-        if self._by_lru():
-            return super().victim(tier, num_blocks)
         chosen = self._chosen[tier]
         if chosen is None or not self._is_leaf(chosen, tier):
-            chosen = self._chosen[tier] = self._lowest(tier)
+            chosen = self._chosen[tier] = self._leaves[tier].lowest()
         return chosen, num_blocks
 
-    def _lowest(self, tier: Tier) -> Run:
-        """The leaf with the lowest score among some random ones; of equal ones that which was used longest ago."""
-        leaves, now = self._leaves[tier], self._now()
-        best, lowest, num_left = None, (0.0, 0), _NUM_CANDIDATES
-        while num_left and (leaves or best is None):
-            run = leaves[int(self._random() * len(leaves))]
-            if not self._is_leaf(run, tier):
-                self._forget(run, tier)
-                continue
-            num_left -= 1
-            rank = self._score(run, now)
-            if best is None or rank < lowest:
-                best, lowest = run, rank
-        assert best is not None
-        return best
-
-    def _now(self) -> float:
+    def _time(self) -> float:
         return self._clock() * _TICKS_PER_SECOND + self._num_referenced_tokens / _TOKENS_PER_TICK
 
-    def _score(self, run: Run, now: float) -> tuple[float, int]:
+    def _score(self, run: Run) -> Score:
         table, usage = self.history.table, run.usage
-        assert table is not None
-        return score_at(table[usage.reuse_class], now - usage.used_at), usage.last_used
+        if table is None or self._is_lru:
+            return 0.0, usage.last_used
+        return score_at(table[usage.reuse_class], self._now - usage.used_at), usage.last_used
 
     def coldest(self, tier: Tier) -> Generator[Run]:
-        if self._by_lru():
-            yield from super().coldest(tier)
-            return
-        leaves, now = self._leaves[tier], self._now()
-        if len(leaves) > _NUM_COLDEST:
-            leaves = [leaves[int(self._random() * len(leaves))] for _ in range(_NUM_COLDEST)]
-        some = {leaf for leaf in leaves if self._is_leaf(leaf, tier)}
-        yield from sorted(some, key=lambda run: self._score(run, now))
+        leaves = self._leaves[tier]
+        if self._is_lru:
+            yield from leaves.by_last_use()
+        else:
+            yield from sorted(leaves.some(_NUM_COLDEST), key=self._score)
 
     def is_colder(self, run: Run, than: Run) -> bool:
-        if self._by_lru():
-            return super().is_colder(run, than)
-        now = self._now()
-        return self._score(run, now) < self._score(than, now)
-
-    def _forget(self, run: Run, tier: Tier) -> None:
-        """Take a run out of the leaves; the last one moves to its place."""
-        leaves, places = self._leaves[tier], self._places[tier]
-        place, last = places.pop(run), leaves.pop()
-        if last is not run:
-            leaves[place] = last
-            places[last] = place
+        return self._score(run) < self._score(than)
 
     def alike(self, upper: Run, lower: Run) -> bool:
         a, b = upper.usage, lower.usage
-        return a.is_shared and b.is_shared and a.reuse_class == b.reuse_class
+        have_samples = upper.sample is not None and lower.sample is not None
+        return have_samples and a.is_shared and b.is_shared and a.reuse_class == b.reuse_class
 
 
 def _class_of(usage: Usage, request: Hints, num_tokens: int) -> int:
@@ -245,3 +217,10 @@ def _class_of(usage: Usage, request: Hints, num_tokens: int) -> int:
     if request.session_ended:
         return ENDED_CLASS
     return PENDING_CLASS if request.tool_call_pending else private_class(usage.turn, usage.gap, num_tokens)
+
+
+def _num_before(sample: BlockSample, block: int) -> int:
+    """How many observed blocks of a run lie before a block."""
+    if block <= 0:
+        return 0
+    return len(sample.keys) if block >= sample.num_blocks else len(sample.keys) - sample.num_from(block)

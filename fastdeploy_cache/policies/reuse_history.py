@@ -1,8 +1,8 @@
 """What past reuse says about the future: a sampled history of blocks, survival curves, a table of scores.
 
-A block is observed if its hash falls below a threshold, so a sample of about `SAMPLE_BLOCKS` stands for the cache. The
-observed blocks are kept in order of last use, the latest ones (as many as the cache holds) in `young`, older ones in
-`old`. Two things follow without looking at the cache's own choices:
+A sample of blocks (see `BlockSampler`) stands for the cache. They are kept in the order of their last use, the latest
+ones (as many as the cache holds) in `young`, older ones in `old`. Two things follow without looking at the cache's own
+choices:
 
 - `young` is what plain LRU would hold (an LRU of prefixes equals one of blocks if each request touches its blocks from
   last to first), so its hit rate is known too: spatial sampling as in SHARDS (Waldspurger et al., FAST'15).
@@ -13,19 +13,22 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import log2
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
-SAMPLE_BLOCKS = 4096
+SAMPLE_TOKENS = 1024  # of the cache for each observed block: blocks of one prompt mostly share their fate
+SAMPLE_BLOCKS = 512, 4096  # at least and at most
 HISTORY_FACTOR = 7  # observed blocks remembered for each that the cache holds: six of seven are of evicted ones
 ENTRY_BYTES = 360  # of an observed block: two dictionary entries, key, slot, note
 _PER_OCTAVE, NUM_AGES = 2, 56  # age buckets: two for each doubling, up to three days in milliseconds
 _PRIOR_BLOCKS = 40.0  # how many observed blocks a class's parent counts for
 _HALF_LIFE = 16  # in lengths of the history
-_EDGES = 2.0 ** (np.arange(NUM_AGES + 1) / _PER_OCTAVE) - 1
+_HALF_WIDTHS = 0.5 * np.diff(2.0 ** (np.arange(NUM_AGES + 1) / _PER_OCTAVE))
+_LATER = np.triu(np.ones((NUM_AGES + 1, NUM_AGES + 1)), 1)  # [age, horizon]: whether that is behind it
 
 NUM_USES, NUM_TURNS, NUM_GAPS, NUM_LENGTHS = 6, 5, 4, 4
 _END_PRIVATE = NUM_USES + NUM_TURNS * NUM_GAPS * NUM_LENGTHS
@@ -48,53 +51,61 @@ def private_class(turn: int, gap: float, num_tokens: int) -> int:
     return NUM_USES + (turns * NUM_GAPS + gaps) * NUM_LENGTHS + lengths
 
 
-class Note(NamedTuple):
-    """What was known of an observed block at its last use."""
+class Note(msgspec.Struct, gc=False, eq=False):
+    """What was known of the observed blocks of a run at their last use. Many are remembered, and they refer to nothing,
+    so the garbage collector does not look at them."""
 
-    turn: int
-    num_uses: int
-    is_shared: bool
-    ends_request: bool  # the last observed block of its request
-
-
-class Span(NamedTuple):
-    """The observed blocks of a run on a request's path, first to last, and what is noted of them."""
-
-    keys: Sequence[int]
     reuse_class: int
     turn: int
     num_uses: int
     is_shared: bool
 
 
+Observed = tuple[Sequence[int], Note]  # the keys of a run's observed blocks, first to last, and what is noted of them
+
+
+class Remembered(NamedTuple):
+    """An observed block's last use."""
+
+    used_at: float
+    note: Note
+    ends_request: bool  # the last observed block of that request
+
+
 class ReuseHistory:
     """Ages are in ticks: milliseconds plus block references (see `Reuse`). One thread at a time."""
 
-    def __init__(self, num_blocks: int, history_bytes: int) -> None:
+    def __init__(self, num_blocks: int, history_bytes: int, block_tokens: int) -> None:
         """Make a history for a cache of `num_blocks`. It takes about `history_bytes` at most."""
-        sample = max(64, min(SAMPLE_BLOCKS, history_bytes // (ENTRY_BYTES * HISTORY_FACTOR), num_blocks))
+        wanted = min(max(num_blocks * block_tokens // SAMPLE_TOKENS, SAMPLE_BLOCKS[0]), SAMPLE_BLOCKS[1])
+        sample = max(64, min(wanted, history_bytes // (ENTRY_BYTES * HISTORY_FACTOR), num_blocks))
         self.ratio = min(1.0, sample / num_blocks)
         self.num_entries = int(HISTORY_FACTOR * num_blocks * self.ratio) + 1
-        self.table: list[list[float]] | None = None  # [class][age bucket]: the score; None until something is known
+        self.table: Mapping[int, Sequence[float]] | None = (
+            None  # [class][age bucket]: the score; None until something is known
+        )
         self._young: OrderedDict[int, int] = OrderedDict()  # block's key: slot
         self._old: OrderedDict[int, int] = OrderedDict()
         self._when = array("d", [0.0]) * self.num_entries  # by slot
         self._class = array("h", [-1]) * self.num_entries
         self._notes: list[Note | None] = [None] * self.num_entries
+        self._ends_request = bytearray(self.num_entries)
         self._num_slots = 0
         self._ends, self._reuses = np.zeros((NUM_CLASSES, NUM_AGES)), np.zeros((NUM_CLASSES, NUM_AGES))
         self._new_ends, self._new_reuses = (array("d", [0.0]) * (NUM_CLASSES * NUM_AGES) for _ in range(2))
-        self._rebuild_every = max(512, self.num_entries // 8)
+        self._rebuild_every = max(512, self.num_entries // 4)
         self._keep = 0.5 ** (self._rebuild_every / (_HALF_LIFE * self.num_entries))
         self._num_observed = 0
 
-    def note(self, key: int) -> tuple[float, Note] | None:
-        """When a block was last used, and its note; None if it is not remembered."""
+    def remembered(self, key: int) -> Remembered | None:
+        """What is known of a block's last use; None if it is not remembered."""
         slot = self._young.get(key)
         if slot is None:
             slot = self._old.get(key)
         note = self._notes[slot] if slot is not None else None
-        return (self._when[slot], note) if slot is not None and note is not None else None
+        if slot is None or note is None:
+            return None
+        return Remembered(self._when[slot], note, bool(self._ends_request[slot]))
 
     def num_lru_hits(self, keys: Sequence[int]) -> int:
         """How many of a request's observed blocks, from the first on, an LRU would have hit."""
@@ -103,35 +114,46 @@ class ReuseHistory:
                 return i
         return len(keys)
 
-    def observe(self, now: float, spans: Sequence[Span], num_resident: int) -> None:
-        """A request used these runs, first to last; the cache holds `num_resident` observed blocks now."""
-        young, old, when, classes, notes = self._young, self._old, self._when, self._class, self._notes
-        ends_request = True
-        for span in reversed(spans):
-            note = Note(span.turn, span.num_uses, span.is_shared, False)
-            last_life, place = (-1.0, -1), 0  # blocks of a run mostly share their past
-            for key in reversed(span.keys):
+    def observe(self, now: float, runs: Sequence[Observed], num_resident: int) -> bool:
+        """A request used these runs, first to last; the cache holds `num_resident` observed blocks now.
+
+        Returns whether there is a new table.
+        """
+        young, old, when, notes, ends = self._young, self._old, self._when, self._notes, self._ends_request
+        classes, ends_request = self._class, True
+        for keys, note in reversed(runs):
+            last_used_at, last_note, num_alike = -1.0, None, 0
+            reuse_class = note.reuse_class
+            for key in reversed(keys):
                 slot = young.pop(key, None)
-                if slot is None:
-                    slot = old.pop(key, None)
-                if slot is None:
+                if slot is None and (slot := old.pop(key, None)) is None:
                     slot = self._new_slot(now)
                 else:
-                    life = (when[slot], classes[slot])
-                    if life != last_life:
-                        last_life, place = life, life[1] * NUM_AGES + _bucket(now - life[0])
-                    self._new_ends[place] += 1
-                    self._new_reuses[place] += 1
-                when[slot], classes[slot] = now, span.reuse_class
-                notes[slot] = note._replace(ends_request=True) if ends_request else note
+                    used_at, past = when[slot], notes[slot]
+                    if past is last_note and used_at == last_used_at:
+                        num_alike += 1  # blocks of a run mostly share their past
+                    else:
+                        if last_note is not None:
+                            self._count_reuses(last_note, now - last_used_at, num_alike)
+                        last_used_at, last_note, num_alike = used_at, past, 1
+                when[slot], classes[slot], notes[slot], ends[slot] = now, reuse_class, note, ends_request
                 young[key] = slot
                 ends_request = False
-            self._num_observed += len(span.keys)
+            if last_note is not None:
+                self._count_reuses(last_note, now - last_used_at, num_alike)
+            self._num_observed += len(keys)
         while len(young) > num_resident:
             key, slot = young.popitem(last=False)
             old[key] = slot
         if self._num_observed >= (self._rebuild_every if self.table is not None else 128):
             self._rebuild(now)
+            return True
+        return False
+
+    def _count_reuses(self, past: Note, age: float, num_blocks: int) -> None:
+        place = past.reuse_class * NUM_AGES + _bucket(age)
+        self._new_ends[place] += num_blocks
+        self._new_reuses[place] += num_blocks
 
     def _new_slot(self, now: float) -> int:
         """A slot for a block that is not remembered: an unused one, or that of the block used longest ago."""
@@ -155,7 +177,7 @@ class ReuseHistory:
         ages = np.maximum(now - np.frombuffer(self._when)[: self._num_slots], 0)
         buckets = np.minimum((np.log2(1 + ages) * _PER_OCTAVE).astype(np.int64), NUM_AGES - 1)
         alive = np.bincount(classes * NUM_AGES + buckets, minlength=NUM_CLASSES * NUM_AGES)
-        self.table = _scores(_hazards(self._ends + alive.reshape(NUM_CLASSES, NUM_AGES), self._reuses)).tolist()
+        self.table = _Scores(_hazards(self._ends + alive.reshape(NUM_CLASSES, NUM_AGES), self._reuses))
 
 
 def _hazards(ends: Array, reuses: Array) -> Array:
@@ -181,17 +203,24 @@ def _hazards(ends: Array, reuses: Array) -> Array:
     return hazards
 
 
-def _scores(hazards: Array) -> Array:
-    """[class, age]: the best, over all horizons, of P(reused by then) / E[time held until then]; 0 behind the last."""
-    alive = np.ones((NUM_CLASSES, NUM_AGES + 1))
-    alive[:, 1:] = np.cumprod(1 - hazards, 1)
-    held = np.zeros_like(alive)
-    held[:, 1:] = np.cumsum((alive[:, 1:] + alive[:, :-1]) * 0.5 * np.diff(_EDGES), 1)
-    scores = np.zeros_like(alive)
-    for age in range(NUM_AGES):
-        reused, time = alive[:, age : age + 1] - alive[:, age + 1 :], held[:, age + 1 :] - held[:, age : age + 1]
-        scores[:, age] = (reused / np.maximum(time, 1e-12)).max(1)
-    return scores
+class _Scores(dict[int, list[float]]):
+    """Scores by class and age: the best, over all horizons, of P(reused by then) / E[time held until then]; 0 behind
+    the last horizon. A class's are computed when they are asked for, as most classes are never met."""
+
+    def __init__(self, hazards: Array) -> None:
+        super().__init__()
+        self._hazards = hazards
+
+    def __missing__(self, reuse_class: int) -> list[float]:
+        alive, held = np.ones(NUM_AGES + 1), np.zeros(NUM_AGES + 1)
+        np.cumprod(1 - self._hazards[reuse_class], out=alive[1:])
+        np.cumsum((alive[1:] + alive[:-1]) * _HALF_WIDTHS, out=held[1:])
+        per_second = alive[:, None] - alive
+        per_second *= _LATER
+        per_second /= np.maximum(held - held[:, None], 1e-12)
+        scores: list[float] = per_second.max(1).tolist()
+        self[reuse_class] = scores
+        return scores
 
 
 def _bucket(age: float) -> int:

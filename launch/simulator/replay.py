@@ -62,7 +62,9 @@ class Replay:
         )
         if isinstance(policy, str):  # it has to know how many tokens a block really stands for
             size = max(gpu_blocks, cpu_blocks)
-            policy = new_policy(policy, lambda: self._now, num_blocks=size, block_tokens=trace.block_size)
+            policy = new_policy(
+                policy, lambda: self._now, num_blocks=size, block_tokens=trace.block_size, tree_tokens=1
+            )
         self.cache = PrefixCacheManager(config, clock=lambda: self._now, policy=policy)
         self._hits = [0, 0]  # blocks from GPU and CPU
         self._num_too_long = 0

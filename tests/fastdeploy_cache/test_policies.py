@@ -13,7 +13,15 @@ from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.errors import ConfigError, RequestError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.policies.reuse import Reuse
-from fastdeploy_cache.policies.reuse_history import ReuseHistory, Span, private_class, score_at, shared_class
+from fastdeploy_cache.policies.reuse_history import (
+    NUM_AGES,
+    NUM_CLASSES,
+    Note,
+    ReuseHistory,
+    private_class,
+    score_at,
+    shared_class,
+)
 from tests.rigs.policy_cache import Cache
 
 
@@ -168,12 +176,12 @@ def test_classes_are_those_of_the_docstrings() -> None:
 
 def _learned(reused_after: float, never: int = 0) -> ReuseHistory:
     """Blocks of one class that come back after so long, and some that never do."""
-    history, now = ReuseHistory(100, 2**20), 0.0
+    history, now = ReuseHistory(100, 2**20, 1024), 0.0
     for i in range(2000):
         now += reused_after / 20
-        history.observe(now, [Span([i % 20], 10, 1, 1, False)], 100)
+        history.observe(now, [([i % 20], Note(10, 1, 1, False))], 100)
         if never:
-            history.observe(now, [Span([1000 + i], 20, 1, 1, False)], 100)
+            history.observe(now, [([1000 + i], Note(20, 1, 1, False))], 100)
     return history
 
 
@@ -202,17 +210,17 @@ def test_the_history_stays_within_its_bytes() -> None:
     gc.collect()
     tracemalloc.start()
     try:
-        history = ReuseHistory(10**6, 4 * 2**20)
+        history = ReuseHistory(10**6, 4 * 2**20, 1024)
         table_bytes, _ = tracemalloc.get_traced_memory()
         for i in range(3 * history.num_entries):
-            history.observe(float(i), [Span([i * 2**40], 10, 1, 1, False)], history.num_entries // 7)
+            history.observe(float(i), [([i * 2**40], Note(10, 1, 1, False))], history.num_entries // 7)
         history_bytes = tracemalloc.get_traced_memory()[0] - table_bytes
     finally:
         tracemalloc.stop()
     assert 2**20 < history_bytes < 4 * 2**20
     newest = 3 * history.num_entries - 1
-    assert history.note(newest * 2**40) is not None
-    assert history.note((newest - history.num_entries) * 2**40) is None
+    assert history.remembered(newest * 2**40) is not None
+    assert history.remembered((newest - history.num_entries) * 2**40) is None
 
 
 def _cyclic(policy: str) -> float:
@@ -242,10 +250,11 @@ def test_the_guard_falls_back_to_lru() -> None:
             chosen._guard = guard
             observe = chosen.history.observe
 
-            def lie(now: float, spans: list, num_resident: int) -> None:
-                observe(now, spans, num_resident)
-                if chosen.history.table is not None:  # the younger, the worse: most recently used goes first
-                    chosen.history.table = [list(range(len(row))) for row in chosen.history.table]
+            def lie(now: float, runs: list, num_resident: int) -> bool:
+                has_learned = observe(now, runs, num_resident)
+                if has_learned:  # the younger, the worse: most recently used goes first
+                    chosen.history.table = [list(range(NUM_AGES + 1))] * NUM_CLASSES
+                return has_learned
 
             chosen.history.observe = lie  # type: ignore[method-assign]
         num_hits = num_tokens = 0
