@@ -65,10 +65,10 @@ def _join(tree: PrefixTree, segment: Segment, ids: array[int]) -> None:
     if segment.transfer.tier is GPU:
         tree.adopt(run, ids, TASK)
         return
-    if run.cpu_ids and run.cpu_start == segment.end:
+    if run.cpu and run.cpu_start == segment.end:
         residency.add_copies_below(run, ids)
     else:
-        if not run.cpu_ids:
+        if not run.cpu:
             run.cpu_start = segment.start
         residency.add_ids(run, CPU, ids)
     tree.pools[CPU].hand_over(ids, TASK, RUN)
@@ -78,7 +78,7 @@ def _fitting(segment: Segment) -> array[int]:
     """The tail of a segment's ids that continues the run's interval in the destination tier."""
     run = segment.run
     if segment.transfer.tier is CPU:
-        fits = not run.cpu_ids or run.cpu_end == segment.start or run.cpu_start == segment.end
+        fits = not run.cpu or run.cpu_end == segment.start or run.cpu_start == segment.end
         return segment.ids if fits else array("i")
     # freshly computed blocks may have been adopted meanwhile; an earlier load may have failed
     assert run.parent is not None

@@ -15,7 +15,7 @@ def gpu_ids(path: list[Run], num_blocks: int) -> array[int]:
     prefix-closed."""
     ids = array("i")
     for run in path:
-        ids += run.gpu_ids
+        ids.frombytes(run.gpu)
     del ids[num_blocks:]
     return ids
 
@@ -48,10 +48,10 @@ def coming_ids(path: list[Run], first: int, num_blocks: int) -> tuple[array[int]
     ids, depth = array("i"), 0
     transfers: dict[Transfer, None] = {}
     for run in path:
-        segments = segments_of(run, GPU)
+        segments, here = segments_of(run, GPU), run.ids_in(GPU)
         for block in range(max(0, first - depth), min(run.num_blocks, num_blocks - depth)):
-            if block < run.num_gpu:
-                ids.append(run.gpu_ids[block])
+            if block < len(here):
+                ids.append(here[block])
                 continue
             segment = next((s for s in segments if s.start <= block < s.end), None)
             if segment is None:

@@ -260,12 +260,15 @@ class PrefixTree:
             shift = before - first
             new = {b + shift: extra for b, extra in keys.extras.items() if first <= b < first + num_blocks}
             extras = {**(extras or {}), **new} or None
-        num_ids = len(run.ids_in(tier))
+        ids_before = run.packed_ids(tier)
+        size_before = len(ids_before)
         try:
             run.add_ids(tier, ids)
             run.add_tokens(keys, first * size, (first + num_blocks) * size)
         except BaseException:
-            del run.ids_in(tier)[num_ids:]
+            run.set_ids(tier, ids_before)
+            if type(ids_before) is bytearray:
+                del ids_before[size_before:]
             raise
         run.extras = extras
         run.num_blocks += num_blocks
@@ -309,15 +312,15 @@ class PrefixTree:
     def split(self, run: Run, num_blocks: int) -> Run:
         """Cut a run after `num_blocks` blocks; returns the upper part, which is new. The lower keeps its identity."""
         assert run.parent is not None and 0 < num_blocks < run.num_blocks
-        residency, had_blocks = self.residency, (bool(run.gpu_ids), bool(run.cpu_ids))
+        residency, had_blocks = self.residency, (bool(run.gpu), bool(run.cpu))
         upper, key = run.front(num_blocks, self.block_bytes), residency.key(run)
         run.cut_front(upper, self.block_bytes)  # may lack memory: until here nothing has changed
         run.parent.add_child(key, upper)
         run.parent = upper
         upper.add_child(residency.key(run), run)
-        upper.num_gpu_children, upper.num_cpu_children = int(bool(run.gpu_ids)), int(bool(run.cpu_ids))
+        upper.num_gpu_children, upper.num_cpu_children = int(bool(run.gpu)), int(bool(run.cpu))
         for tier in TIERS:
-            residency.count_child(upper, tier, bool(upper.ids_in(tier)) - had_blocks[tier])
+            residency.count_child(upper, tier, bool(upper.packed_ids(tier)) - had_blocks[tier])
         split_pins(run, upper)
         for tier in TIERS:
             residency.offer(upper, tier)
@@ -328,19 +331,19 @@ class PrefixTree:
         """Whether nothing needs the border between a run and its only child any more."""
         if upper.parent is None or not self.policy.alike(upper, lower):
             return False
-        gpu_joins = not lower.gpu_ids or upper.num_gpu == upper.num_blocks
-        has_both = upper.cpu_ids and lower.cpu_ids
+        gpu_joins = not lower.gpu or upper.num_gpu == upper.num_blocks
+        has_both = upper.cpu and lower.cpu
         cpu_joins = not has_both or (upper.cpu_end == upper.num_blocks and lower.cpu_start == 0)
         in_flight = any(isinstance(pin, Segment) for pin in (*upper.pins, *lower.pins))
         return gpu_joins and bool(cpu_joins) and not in_flight
 
     def _merge(self, upper: Run, lower: Run) -> None:
         """The reverse of `split`: the upper run takes in the lower one, its pins and its children."""
-        num_above, had_blocks = upper.num_blocks, (bool(upper.gpu_ids), bool(upper.cpu_ids))
+        num_above, had_blocks = upper.num_blocks, (bool(upper.gpu), bool(upper.cpu))
         tokens, hashes = bytearray(upper.tokens) + lower.tokens, upper.hashes
         if len(hashes) == num_above * HASH_BYTES:
             hashes = hashes + lower.hashes
-        gpu_ids, cpu_ids = upper.gpu_ids + lower.gpu_ids, upper.cpu_ids + lower.cpu_ids
+        gpu, cpu = upper.gpu + lower.gpu, upper.cpu + lower.cpu
         if lower.extras is not None:
             upper.extras = {**(upper.extras or {}), **{b + num_above: x for b, x in lower.extras.items()}}
         upper.tokens, upper.hashes = tokens, hashes
@@ -348,9 +351,9 @@ class PrefixTree:
             upper.sample = upper.sample.joined(lower.sample)
         upper.join_marks(lower)
         upper.num_blocks += lower.num_blocks
-        if not upper.cpu_ids:
+        if not upper.cpu:
             upper.cpu_start = lower.cpu_start + num_above
-        upper.gpu_ids, upper.cpu_ids = gpu_ids, cpu_ids
+        upper.gpu, upper.cpu = gpu, cpu
         for pin in lower.pins:
             pin.run, pin.end = upper, pin.end + num_above
             upper.pins = (*upper.pins, pin)
@@ -362,7 +365,7 @@ class PrefixTree:
         if lower.num_held:
             upper.num_held = num_above + lower.num_held
         for tier in TIERS:
-            self.residency.count_child(upper, tier, bool(upper.ids_in(tier)) - had_blocks[tier])
+            self.residency.count_child(upper, tier, bool(upper.packed_ids(tier)) - had_blocks[tier])
         self.residency.withdraw(lower)
         lower.parent = None
         lower.usage.last_used = max(upper.usage.last_used, lower.usage.last_used)

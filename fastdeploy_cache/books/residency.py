@@ -7,7 +7,7 @@ from array import array
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_pool import CALLER, RUN, BlockPool
 from fastdeploy_cache.books.graves import Graves
-from fastdeploy_cache.books.run import CPU, GPU, NO_IDS, TIERS, Run, Tier
+from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, TIERS, Run, Tier
 from fastdeploy_cache.books.transfer import Segment
 from fastdeploy_cache.policies.guarded import GuardedPolicy
 
@@ -42,9 +42,9 @@ class Residency:
     def is_leaf(self, run: Run, tier: Tier) -> bool:
         """Whether the run may lose its tail in that tier: blocks there, not held, none beneath, still in the tree."""
         if tier:
-            has_loose, num_children = bool(run.cpu_ids) and run.cpu_end > run.num_held, run.num_cpu_children
+            has_loose, num_children = bool(run.cpu) and run.cpu_end > run.num_held, run.num_cpu_children
         else:
-            has_loose, num_children = len(run.gpu_ids) > run.num_held, run.num_gpu_children
+            has_loose, num_children = len(run.gpu) > run.num_held * ID_BYTES, run.num_gpu_children
         return has_loose and not num_children and run.epoch == self.epoch and run.parent is not None
 
     def key(self, run: Run) -> bytes:
@@ -63,7 +63,7 @@ class Residency:
         """Count what has been added at the end of the run's interval in a tier. Not `is_offered`: the caller pins it
         now, and it takes part in eviction when it is let go. Offered before its first use, it would have the lowest
         rank of all, and the first eviction would have to put every such entry right."""
-        if num_ids == len(run.ids_in(tier)):
+        if num_ids * ID_BYTES == len(run.packed_ids(tier)):
             self.count_child(run, tier, 1)
         end = run.num_gpu if tier is GPU else run.cpu_end
         self.num_protected[tier] += max(0, min(end, run.num_held) - (end - num_ids))
@@ -73,34 +73,32 @@ class Residency:
     def add_copies_below(self, run: Run, ids: array[int]) -> None:
         """More copies in front of those that the run has."""
         before = run.num_in(CPU, run.num_held)
-        run.cpu_ids[:0] = ids
+        run.cpu = ids.tobytes() + run.cpu
         run.cpu_start -= len(ids)
         self.num_protected[1] += run.num_in(CPU, run.num_held) - before
 
-    def take_copies(self, run: Run) -> array[int]:
-        """All of a run's copies, which are another run's from now on; the books of this one are put right."""
+    def take_copies(self, run: Run) -> bytes | bytearray:
+        """All of a run's copies, packed, which are another's from now on; the books of this one are put right."""
         self.num_protected[1] -= run.num_in(CPU, run.num_held)
-        ids, run.cpu_ids = run.cpu_ids, array("i")
+        packed, run.cpu = run.cpu, b""
         run.cpu_start = 0
         self.count_child(run, CPU, -1)
-        return ids
+        return packed
 
     def drop_spare_copies(self, run: Run) -> None:
         """Free the copies of a run that is on the GPU as far as it was copied, and of which nothing is on its way: also
         of one that is held, since what is held stays readable."""
-        is_spare = run.cpu_ids and run.cpu_end <= run.num_gpu and run.epoch == self.epoch
+        is_spare = run.cpu and run.cpu_end <= run.num_gpu and run.epoch == self.epoch
         if is_spare and not any(isinstance(pin, Segment) for pin in run.pins):
-            ids = self.take_copies(run)
+            ids = run.ids_in(CPU)
+            self.take_copies(run)
             self.num_evicted[CPU][0] += len(ids)
             self.pools[CPU].free(ids, RUN)
 
     def _free_tail(self, run: Run, tier: Tier, num_left: int) -> None:
         """Give the run's ids in a tier behind the first `num_left` back; none of them is held."""
-        ids = run.ids_in(tier)
-        gone = ids[num_left:]
-        if gone:
-            del ids[num_left:]
-            self.pools[tier].free(gone, RUN)
+        if len(run.packed_ids(tier)) > num_left * ID_BYTES:
+            self.pools[tier].free(run.cut_ids(tier, num_left), RUN)
             if not num_left:
                 self.count_child(run, tier, -1)
 
@@ -146,12 +144,11 @@ class Residency:
                 held = max([pin.end for pin in pins])
             if held == before:
                 return
-            gpu_ids, cpu_ids, parent = run.gpu_ids, run.cpu_ids, run.parent
+            num_gpu, parent = len(run.gpu) // ID_BYTES, run.parent
             assert parent is not None
-            num_gpu = len(gpu_ids)
             # as in `evict_tail`, a call of min() would cost more than all the rest
             self.num_protected[0] += (held if held < num_gpu else num_gpu) - (before if before < num_gpu else num_gpu)  # noqa: FURB136
-            if cpu_ids:
+            if run.cpu:
                 self.num_protected[1] += run.num_in(CPU, held) - run.num_in(CPU, before)
             run.num_held = held
             if held < before:
@@ -185,12 +182,12 @@ class Residency:
         try:
             while num_blocks > 0:
                 run, at_most = victim(tier, num_blocks)
-                ids = run.gpu_ids
-                if in_parts or len(ids) > at_most or run.cpu_ids or run.num_held or run.children:
+                num_gpu = len(run.gpu) // ID_BYTES
+                if in_parts or num_gpu > at_most or run.cpu or run.num_held or run.children:
                     num_blocks -= self.evict_tail(run, tier, at_most)
                 else:  # where they are small they are many: their ids are freed all at once
-                    gone += ids
-                    num_blocks -= len(ids)
+                    gone.frombytes(run.gpu)
+                    num_blocks -= num_gpu
                     self._remove_leaf(run)
         finally:
             if gone:
@@ -203,7 +200,7 @@ class Residency:
         assert parent is not None
         if self.policy.hears_losses:
             self.policy.shrink(run, 0)
-        run.gpu_ids = NO_IDS
+        run.gpu = b""
         num_left = parent.num_gpu_children = parent.num_gpu_children - 1
         if not num_left:
             self.offer(parent, GPU)
@@ -221,7 +218,7 @@ class Residency:
         """
         num_free = self.pools[tier].num_free
         if tier == 0:
-            taken = len(run.gpu_ids) - run.num_held
+            taken = len(run.gpu) // ID_BYTES - run.num_held
             if taken > at_most:  # noqa: PLR1730 (min() would be a tenth of a one-block call)
                 taken = at_most
             num_kept = self._evict_gpu_tail(run, taken)
@@ -239,16 +236,16 @@ class Residency:
         behind `evicted` and are a caller's now, but for those that are being read: they are free when they have been.
         """
         run, _ = self.policy.victim(GPU, self.pools[0].num_blocks)
-        pool, ids, before, num_held = self.pools[0], run.gpu_ids, len(run.gpu_ids), run.num_held
-        gone = ids[num_held:]
+        pool, before, num_held = self.pools[0], run.num_gpu, run.num_held
+        gone = run.ids_in(GPU, num_held)
         unread = pool.unread(gone)
         evicted.extend(unread)  # first: it may need memory
         pool.hand_over(unread, RUN, CALLER)
         if len(unread) < len(gone):
             mine = set(unread)
             pool.free(array("i", [block_id for block_id in gone if block_id not in mine]), RUN)
-        del ids[num_held:]
-        if not ids:
+        run.cut_ids(GPU, num_held)
+        if not num_held:
             self.count_child(run, GPU, -1)
         end = self._end_without(run, num_held)
         self.truncate(run, end)
@@ -263,14 +260,11 @@ class Residency:
 
     def _evict_gpu_tail(self, run: Run, num_blocks: int) -> int:
         """Returns of how many blocks a CPU copy remains."""
-        ids = run.gpu_ids
-        before = len(ids)
+        before = len(run.gpu) // ID_BYTES
         num_gpu = before - num_blocks
-        end = self._end_without(run, num_gpu) if run.cpu_ids else num_gpu
+        end = self._end_without(run, num_gpu) if run.cpu else num_gpu
         if num_gpu:
-            gone = ids[num_gpu:]
-            del ids[num_gpu:]
-            self.pools[0].free(gone, RUN)
+            self.pools[0].free(run.cut_ids(GPU, num_gpu), RUN)
         elif end:
             self._free_tail(run, GPU, 0)
         self.truncate(run, end)
@@ -298,9 +292,8 @@ class Residency:
         if not num_blocks:
             self._remove(run)
             return
-        if len(run.gpu_ids) > num_blocks:
-            self._free_tail(run, GPU, num_blocks)
-        if run.cpu_ids:
+        self._free_tail(run, GPU, num_blocks)
+        if run.cpu:
             self._drop_copies(run, num_blocks)
         run.cut_tail(num_blocks * self._block_bytes, num_blocks * HASH_BYTES)
         if run.extras is not None:
@@ -322,7 +315,7 @@ class Residency:
     def _drop_copies(self, run: Run, num_blocks: int) -> None:
         """Free the CPU blocks behind the first `num_blocks` of a run that is being cut."""
         num_left = run.num_in(CPU, num_blocks)
-        num_gone = len(run.cpu_ids) - num_left
+        num_gone = len(run.cpu) // ID_BYTES - num_left
         if num_gone:
             if run.epoch == self.epoch:  # else it is a reset's doing
                 self.num_evicted[CPU][1] += num_gone
@@ -331,8 +324,7 @@ class Residency:
     def _remove(self, run: Run) -> None:
         """Free what a childless run still has and unlink it."""
         assert run.parent is not None and not run.children and not run.num_held
-        if run.gpu_ids:
-            self._free_tail(run, GPU, 0)
+        self._free_tail(run, GPU, 0)
         self._drop_copies(run, 0)
         self.withdraw(run)
         self._unlink(run, run.parent)

@@ -23,10 +23,10 @@ class Tier(IntEnum):
 
 
 TIERS = GPU, CPU = tuple(Tier)
-_SHORT_BYTES = 4096  # so many tokens are kept as `bytes`, which are smaller, until the run grows or is cut
+ID_BYTES = 4  # of a packed block id
+_SHORT_BYTES = 4096  # so much is kept as `bytes`, which are smaller than a `bytearray`, until the run grows or is cut
 DEFAULT_PRIORITY = 35  # of a request that has none of its own, for the policy `priority`
 NO_CHILDREN: Mapping[bytes, Run] = MappingProxyType({})
-NO_IDS = array("i")  # never changed
 
 
 class Usage(msgspec.Struct, gc=False, eq=False):
@@ -50,13 +50,13 @@ class Run(msgspec.Struct, gc=False, eq=False):
 
         block    0 1 2 3 4 5 6 7
         held     x x x                  a pin keeps these: no eviction
-        GPU      x x x x x              gpu_ids has 5
-        CPU          x x x x x x        cpu_start 2, cpu_ids has 6
+        GPU      x x x x x              gpu has the ids of 5
+        CPU          x x x x x x        cpu_start 2, cpu has the ids of 6
 
     Every block is in some tier. Only `PrefixTree` and `Residency` change a run. A large cache has hundreds of thousands
-    of them, so what most runs have none of is one empty thing for all, and of a run the garbage collector sees its ids
-    alone: whoever takes a run out of the tree cuts it off from its parent, and the end of a tree does so for all
-    (`cut_off`).
+    of them, so what most runs have none of is one empty thing for all, and the garbage collector sees neither a run nor
+    anything that a run has: whoever takes a run out of the tree cuts it off from its parent, and the end of a tree does
+    so for all (`cut_off`).
     """
 
     parent: Run | None
@@ -67,8 +67,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
     extras: dict[int, bytes] | None = None  # by block, where images or other extra keys overlap it
     num_blocks: int = 0
     children: Mapping[bytes, Run] = NO_CHILDREN  # see `add_child`
-    gpu_ids: array[int] = NO_IDS  # see `add_ids`
-    cpu_ids: array[int] = NO_IDS
+    gpu: bytes | bytearray = b""  # ids of its blocks there, as packed int32; an `array` the collector would look at
+    cpu: bytes | bytearray = b""
     cpu_start: int = 0
     num_gpu_children: int = 0  # children with blocks there
     num_cpu_children: int = 0
@@ -89,30 +89,62 @@ class Run(msgspec.Struct, gc=False, eq=False):
     @property
     def num_gpu(self) -> int:
         """Blocks on the GPU: the first ones."""
-        return len(self.gpu_ids)
+        return len(self.gpu) // ID_BYTES
 
     @property
     def cpu_end(self) -> int:
         """The end of the interval of blocks with a CPU copy."""
-        return self.cpu_start + len(self.cpu_ids)
+        return self.cpu_start + len(self.cpu) // ID_BYTES
 
     def num_in(self, tier: Tier, end: int) -> int:
         """How many of the blocks [0, end) are in a tier."""
-        return min(end, len(self.gpu_ids)) if tier == 0 else max(0, min(end, self.cpu_end) - self.cpu_start)
+        return min(end, self.num_gpu) if tier == 0 else max(0, min(end, self.cpu_end) - self.cpu_start)
 
-    def ids_in(self, tier: Tier) -> array[int]:
-        """Its ids in a tier."""
-        return self.cpu_ids if tier else self.gpu_ids
+    def packed_ids(self, tier: Tier) -> bytes | bytearray:
+        """Its ids in a tier, as it has them."""
+        return self.cpu if tier else self.gpu
+
+    def ids_in(self, tier: Tier, start: int = 0, end: int | None = None) -> array[int]:
+        """A copy of its ids in a tier, or of those from one place to another in its interval there."""
+        packed = self.cpu if tier else self.gpu
+        if start or end is not None:
+            packed = packed[start * ID_BYTES : None if end is None else end * ID_BYTES]
+        return array("i", packed)
+
+    def set_ids(self, tier: Tier, packed: bytes | bytearray) -> None:
+        """These are its ids in a tier, which nobody else has: a `bytearray` is changed with the run."""
+        if tier:
+            self.cpu = packed
+        else:
+            self.gpu = packed
 
     def add_ids(self, tier: Tier, ids: array[int]) -> None:
         """More blocks at the end of its interval in a tier; all of them or, on `MemoryError`, none."""
-        known = self.cpu_ids if tier else self.gpu_ids
-        if known:
-            known.extend(ids)
-        elif tier:
-            self.cpu_ids = ids[:]
+        known = self.cpu if tier else self.gpu
+        if len(known) <= _SHORT_BYTES:
+            known = bytes(known)
+        elif type(known) is bytes:
+            known = bytearray(known)
+        known += ids
+        if tier:
+            self.cpu = known
         else:
-            self.gpu_ids = ids[:]
+            self.gpu = known
+
+    def cut_ids(self, tier: Tier, num_left: int) -> array[int]:
+        """Take all but so many off the end of its interval in a tier, and return them."""
+        known, size = self.cpu if tier else self.gpu, num_left * ID_BYTES
+        gone = array("i", known[size:])
+        if size > _SHORT_BYTES:  # the end goes without a copy of the rest
+            known = bytearray(known) if type(known) is bytes else known
+            del known[size:]  # type: ignore[union-attr]
+        else:
+            known = bytes(known[:size])
+        if tier:
+            self.cpu = known
+        else:
+            self.gpu = known
+        return gone
 
     def num_children_in(self, tier: Tier) -> int:
         """How many of its children have blocks in a tier."""
@@ -168,9 +200,9 @@ class Run(msgspec.Struct, gc=False, eq=False):
         upper.hashes = self.hashes[: num_blocks * HASH_BYTES]
         if self.extras is not None:
             upper.extras = {block: extra for block, extra in self.extras.items() if block < num_blocks} or None
-        upper.gpu_ids = self.gpu_ids[:num_blocks]
-        if self.cpu_ids:
-            upper.cpu_ids = self.cpu_ids[: max(0, num_blocks - self.cpu_start)]
+        upper.gpu = self.gpu[: num_blocks * ID_BYTES]
+        if self.cpu:
+            upper.cpu = self.cpu[: max(0, num_blocks - self.cpu_start) * ID_BYTES]
         upper.cpu_start = self.cpu_start
         if self.sample is not None:
             upper.sample = self.sample.front(num_blocks)
@@ -182,12 +214,12 @@ class Run(msgspec.Struct, gc=False, eq=False):
         if extras is not None:
             extras = {b - cut: extra for b, extra in extras.items() if b >= cut} or None
         tokens, hashes = self.tokens[cut * block_bytes :], self.hashes[cut * HASH_BYTES :]
+        gpu, cpu = self.gpu[len(upper.gpu) :], self.cpu[len(upper.cpu) :]
         sample = self.sample.behind(cut) if self.sample is not None else None
-        self.tokens, self.hashes, self.extras, self.sample = tokens, hashes, extras, sample
+        self.tokens, self.hashes, self.extras, self.gpu, self.cpu = tokens, hashes, extras, gpu, cpu
+        self.sample = sample
         self.num_blocks -= cut
         self.cpu_start = max(0, self.cpu_start - cut)
-        del self.gpu_ids[: len(upper.gpu_ids)]
-        del self.cpu_ids[: len(upper.cpu_ids)]
         self.cut_marks(upper)
 
     def cut_marks(self, upper: Run) -> None:

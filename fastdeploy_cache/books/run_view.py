@@ -12,7 +12,7 @@ import numpy as np
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_names import BlockNames
 from fastdeploy_cache.books.prefix_tree import PrefixTree
-from fastdeploy_cache.books.run import Pin, Run
+from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,9 +88,9 @@ def _view(run: Run, parent: Run, namespace: str, first_block: int, names: BlockN
         token_ids=np.frombuffer(bytes(run.tokens), "<i4"),
         joined_hashes=names.of(run, 0, run.num_blocks),
         parent_hash=names.of_last(parent),
-        block_ids=run.gpu_ids.tolist(),
+        block_ids=run.ids_in(GPU).tolist(),
         cpu_start=run.cpu_start,
-        cpu_block_ids=run.cpu_ids.tolist(),
+        cpu_block_ids=run.ids_in(CPU).tolist(),
         num_held=run.num_held,
         num_pins=sum(type(pin) is Pin for pin in run.pins),
         last_used=run.usage.last_used,

@@ -25,7 +25,7 @@ def drop_gpu(tree: PrefixTree) -> None:
     except MemoryError:  # the GPU's bytes are gone all the same: then nothing is kept
         kept, heirs = [], {}
     for run, heir in heirs.items():
-        heir.cpu_ids = tree.residency.take_copies(run)
+        heir.cpu = tree.residency.take_copies(run)
     tree.reset()
     tree.generations.begin(Reason.GPU_LOST)
     for (name, _), heir in zip(kept, heirs.values(), strict=True):
@@ -44,7 +44,7 @@ def _copied_runs(root: Run) -> Iterator[Run]:
     """The runs below a root that begin with copies, as do all above them wholly; parents first."""
     below = list(root.children.values())
     for run in below:
-        if run.cpu_ids and run.cpu_start == 0:
+        if run.cpu and run.cpu_start == 0:
             if run.cpu_end == run.num_blocks:
                 below.extend(run.children.values())
             yield run
@@ -81,6 +81,8 @@ def drop_cpu(books: Books) -> None:
             if moved is not None:
                 pinned[moved] = prefix
     for run in reversed(list(tree.runs())):  # children first
-        if run.cpu_ids and run.epoch == tree.epoch:
-            tree.pools[CPU].free(tree.residency.take_copies(run), RUN)
+        if run.cpu and run.epoch == tree.epoch:
+            ids = run.ids_in(CPU)
+            tree.residency.take_copies(run)
+            tree.pools[CPU].free(ids, RUN)
             tree.residency.truncate(run, run.num_gpu)

@@ -233,9 +233,12 @@ def _copies(path: list[Run], first: int, num_blocks: int) -> array[int]:
     """The CPU blocks of blocks [first, num_blocks) of a path, up to the first without."""
     ids, depth = array("i"), 0
     for run in path:
-        for block in range(max(0, first - depth), min(run.num_blocks, num_blocks - depth)):
-            if not run.cpu_start <= block < run.cpu_end:
+        start, end = max(0, first - depth), min(run.num_blocks, num_blocks - depth)
+        if start < end:
+            if start < run.cpu_start:
                 return ids
-            ids.append(run.cpu_ids[block - run.cpu_start])
+            ids += run.ids_in(CPU, start - run.cpu_start, end - run.cpu_start)
+            if end > run.cpu_end:
+                return ids
         depth += run.num_blocks
     return ids

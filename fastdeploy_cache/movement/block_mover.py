@@ -87,7 +87,7 @@ class BlockMover:
         try:
             transfer, cargo = self._new_transfer(GPU), OneBlock(self._books, Pin(run, block + 1), ids)
             transfer.cargo = cargo
-            source_ids = run.gpu_ids[block : block + 1]
+            source_ids = run.ids_in(GPU, block, block + 1)
             self._send(transfer, self._new_task(transfer, TaskKind.COPY, source_ids, ids, num_tokens))
         except BaseException:
             self._books.pools[GPU].free(ids, TASK)
@@ -114,7 +114,7 @@ class BlockMover:
         sources = array("i")
         for run, first, num_blocks in parts:
             start = first - run.cpu_start if tier is GPU else first
-            sources += run.ids_in(CPU if tier is GPU else GPU)[start : start + num_blocks]
+            sources += run.ids_in(CPU if tier is GPU else GPU, start, start + num_blocks)
         destinations = self._tree.pools[tier].allocate(len(sources), TASK)
         try:
             transfer, position = self._new_transfer(tier), 0

@@ -216,7 +216,7 @@ def _pieces(parts: Sequence[Part], num_blocks: int) -> list[Part]:
     for run, first, length in parts:
         if num_blocks:
             taken = min(length, num_blocks)
-            joins_behind = taken < length and run.cpu_ids and first + length == run.cpu_start
+            joins_behind = taken < length and run.cpu and first + length == run.cpu_start
             chosen.append((run, first + length - taken if joins_behind else first, taken))
             num_blocks -= taken
     return chosen
@@ -224,15 +224,15 @@ def _pieces(parts: Sequence[Part], num_blocks: int) -> list[Part]:
 
 def _continues(run: Run, block: int) -> bool:
     """Whether the run's copies, or what is on its way, end where this block begins."""
-    ends_here = bool(run.cpu_ids) and run.cpu_end == block
+    ends_here = bool(run.cpu) and run.cpu_end == block
     return ends_here or any(segment.end == block for segment in segments_of(run, CPU))
 
 
 def _uncopied(run: Run, first: int) -> list[Part]:
     """What of the GPU blocks from `first` on has no copy and none on its way, so that copies stay one interval."""
     segments = segments_of(run, CPU)
-    starts = [segment.start for segment in segments] + ([run.cpu_start] if run.cpu_ids else [])
-    ends = [segment.end for segment in segments] + ([run.cpu_end] if run.cpu_ids else [])
+    starts = [segment.start for segment in segments] + ([run.cpu_start] if run.cpu else [])
+    ends = [segment.end for segment in segments] + ([run.cpu_end] if run.cpu else [])
     if not ends:
         return [(run, first, run.num_gpu - first)]
     parts: list[Part] = []

@@ -130,14 +130,14 @@ def _check_shape(tree: PrefixTree, run: Run, last_hashes: dict[Run, bytes], belo
 
 
 def _check_residency(tree: PrefixTree, run: Run) -> None:
-    assert (run.num_gpu <= run.num_blocks and run.cpu_end <= run.num_blocks) or not run.cpu_ids
+    assert (run.num_gpu <= run.num_blocks and run.cpu_end <= run.num_blocks) or not run.cpu
     if run.num_gpu < run.num_blocks and run.epoch == tree.epoch:  # an older run's copies may have got another owner
-        assert run.cpu_ids and run.cpu_end == run.num_blocks and run.cpu_start <= run.num_gpu, "block nowhere"
+        assert run.cpu and run.cpu_end == run.num_blocks and run.cpu_start <= run.num_gpu, "block nowhere"
     assert run.parent is not None
     if run.num_gpu and run.parent.parent is not None:
         assert run.parent.num_gpu == run.parent.num_blocks, "on the GPU without its parent"
     if not tree.pools[CPU].num_blocks:
-        assert not run.cpu_ids
+        assert not run.cpu
 
 
 def _check_request(active: ActiveRequest) -> None:
@@ -148,7 +148,7 @@ def _check_request(active: ActiveRequest) -> None:
     depth = sum(run.num_blocks for run in above) + active.pin.end
     assert depth == active.num_pinned_blocks, f"pin at depth {depth}, noted {active.num_pinned_blocks}"
     if active.is_settled and not active.is_detached:
-        in_tree = [i for run in (*above, last) for i in run.gpu_ids][:depth]
+        in_tree = [i for run in (*above, last) for i in run.ids_in(GPU)][:depth]
         assert len(in_tree) == depth, "settled on blocks off the GPU"
         own = active.block_ids[: active.num_committed_blocks]
         duplicates = {*active.duplicates, *(i for transfer in active.ahead for i in transfer.kept_ids)}

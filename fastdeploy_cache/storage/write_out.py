@@ -97,5 +97,5 @@ class WriteOut:
                     break
                 for run in leaf.path():
                     self._writes.offer(run)
-                num_left -= len(leaf.cpu_ids)
+                num_left -= leaf.cpu_end - leaf.cpu_start
         self._look_after = max(1, min(self._num_reserve, num_wanted - num_left) // 4)

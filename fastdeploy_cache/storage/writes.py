@@ -132,7 +132,7 @@ class StorageWrites:
                 del self._queue[run]
 
     def _write(self, run: Run, start: int, num_blocks: int) -> None:
-        ids = run.cpu_ids[start - run.cpu_start : start - run.cpu_start + num_blocks]
+        ids = run.ids_in(CPU, start - run.cpu_start, start - run.cpu_start + num_blocks)
         hashes = self._tree.names.of(run, start, start + num_blocks)
         tokens = b""
         if self._link.client.needs_token_ids:

@@ -173,7 +173,7 @@ def break_copy(patch: Patch) -> None:
         settle_at(self, active, ids)
         if copy is not None and copy.has_landed:
             path = self._tree.find(active.request.namespace, active.keys, num_before + 1)[0]
-            active.block_ids[-1] = [i for run in path for i in run.gpu_ids][num_before]
+            active.block_ids[-1] = [i for run in path for i in run.ids_in(GPU)][num_before]
 
     patch.setattr(Matcher, "_settle_at", without_copy)
 

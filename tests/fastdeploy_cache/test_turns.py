@@ -189,7 +189,7 @@ def test_a_change_keeps_its_run_until_all_have_heard_it() -> None:
         assert copied.pin is not None
         residency = books.residency
         residency.evict(CPU, residency.num_available(CPU) - books.pools[CPU].num_free)
-        seen.append(len(copied.pin.run.cpu_ids))
+        seen.append(len(copied.pin.run.ids_in(CPU)))
 
     books.listen(Copied, evict_all)
     rig.model.serve_and_copy(A)

@@ -18,8 +18,8 @@ import fastdeploy_cache
 PACKAGE = Path(fastdeploy_cache.__file__).parent
 ROOMS = ("books", "policies", "movement", "requests", "storage", "peers", "callers")
 # Growth in proportion to blocks: of ids, tokens, hashes and the heaps of free ids and leaves.
-GROWING = {"extend", "heappush"}
-GROWN = {"ids", "block_ids", "tokens", "hashes", "duplicates", "sources", "kept_ids", "new", "evicted"}
+GROWING = {"extend", "frombytes", "heappush"}
+GROWN = {"ids", "known", "block_ids", "tokens", "hashes", "duplicates", "sources", "kept_ids", "new", "evicted"}
 POINTERS = {"stack", "below"}  # of walks over runs: some bytes a run
 NOT_DURING_VERBS = {"start", "stop"}
 
