@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import cast
 
 from fastdeploy_cache.books.block_pool import BlockPool
-from fastdeploy_cache.books.run import Run, Tier
+from fastdeploy_cache.books.large_dict import LargeDict
+from fastdeploy_cache.books.run import Children, Run, Tier
 
+Roots = dict[str, Run] | LargeDict[str, Run]
 AT_ONCE = 1024  # runs that a reset itself removes: some milliseconds
 A_TURN = 64  # that each later turn removes
 
@@ -19,21 +22,21 @@ class Graves:
     holds are hung below it again when their turn comes. Under the lock.
 
     Attributes:
-        roots: of earlier epochs, as long as something is, or was, under them.
-        open: the runs that are being looked through, with what was below them; parents first.
+        roots: of earlier epochs, that are being looked through or have something left under them.
+        open: the runs that are being looked through, with what was below them; parents first. Without a run: the roots
+            of an epoch, by namespace.
     """
 
     def __init__(self, truncate: Callable[[Run, int], None], pools: tuple[BlockPool, BlockPool]) -> None:
         """`truncate`: see `Residency`."""
         self._truncate, self._pools = truncate, pools
         self.roots: list[Run] = []
-        self.open: list[tuple[Run, dict[bytes, Run]]] = []
+        self.open: list[tuple[Run, Children] | tuple[None, Roots]] = []
 
-    def add(self, root: Run) -> None:
-        """The root of an epoch that is over."""
-        if root.children:
-            self.roots.append(root)
-            self._look_through(root)
+    def add(self, roots: Roots) -> None:
+        """Those of an epoch that is over."""
+        if roots:
+            self.open.append((None, roots))
 
     def is_open(self, run: Run) -> bool:
         """Whether this one is being looked through: it goes behind what was below it."""
@@ -45,21 +48,32 @@ class Graves:
             run, below = self.open[-1]
             if not below:
                 self.open.pop()
-                if run.parent is not None:
-                    self._truncate(run, run.num_held)  # what nobody holds below it has gone
+                if run is not None:
+                    self._end(run)
                 continue
             key, child = below.popitem()
+            if run is None:
+                num_runs -= 1
+                if child.children:
+                    self.roots.append(child)
+                    self._look_through(child)
+                continue
             if child.parent is None:  # it has gone with its last holder
                 continue
             num_runs -= 1
             if child.num_held:
-                run.add_child(key, child)
+                run.add_child(cast("bytes", key), child)
             if child.children:
                 self._look_through(child)
             else:
                 self._truncate(child, child.num_held)
-        if not self.open:
-            self.sweep()
+
+    def _end(self, run: Run) -> None:
+        """What nobody holds below it has gone."""
+        if run.parent is not None:
+            self._truncate(run, run.num_held)
+        elif not run.children and run in self.roots:  # else it has gone with its last holder, or has something left
+            self.roots.remove(run)
 
     def free(self, tier: Tier, num_blocks: int) -> int:
         """Remove runs until so many more blocks of a tier are free, or nothing is left; returns how many are."""
@@ -77,9 +91,16 @@ class Graves:
     def unlinked(self) -> Iterator[Run]:
         """The runs that no other run has below it, and below which others may be: parents first."""
         for run, below in self.open:
-            if run.parent is not None and run not in run.parent.children.values():
+            if run is not None and run.parent is not None and run not in run.parent.children.values():
                 yield run
             yield from (child for child in below.values() if child.parent is not None)
+
+    def all_roots(self) -> Iterator[Run]:
+        """Those of earlier epochs, also where nobody has begun to look through them."""
+        yield from self.roots
+        for run, below in self.open:
+            if run is None:
+                yield from below.values()
 
     def _look_through(self, run: Run) -> None:
         self.open.append((run, run.take_children()))

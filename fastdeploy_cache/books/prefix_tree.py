@@ -11,7 +11,8 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_names import BlockNames
 from fastdeploy_cache.books.block_pool import REQUEST, RUN, BlockPool, Owner
 from fastdeploy_cache.books.generations import Generations, Reason
-from fastdeploy_cache.books.graves import AT_ONCE
+from fastdeploy_cache.books.graves import AT_ONCE, Roots
+from fastdeploy_cache.books.large_dict import piece_of, put
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import GPU, TIERS, Pin, Run, Tier, Usage
@@ -19,9 +20,8 @@ from fastdeploy_cache.books.transfer import Segment, split_pins
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.policies.guarded import GuardedPolicy
 
-_MIN_ROOTS = 64
-
-
+_SWEEP_EVERY = 64  # namespaces that come
+_MAX_MOVED = 1024  # children that a merge hangs elsewhere: some hundred microseconds
 _NONE = array("i")  # never changed
 
 
@@ -44,17 +44,17 @@ class PrefixTree:
         self.mishaps = Mishaps()
         self.policy = GuardedPolicy(policy, self.mishaps, self.runs)
         self.residency = Residency(self.block_bytes, pools, self.policy)
-        self.roots: dict[str, Run] = {}
+        self.roots: Roots = {}
         self.generations = Generations()
         self.graves = self.residency.graves
         self.names = BlockNames(block_size)
         self.policy.clear(self.residency.is_leaf, self.split)
-        self._sweep_roots_at = _MIN_ROOTS
+        self._num_roots_made = 0
         self._num_appended = 0
 
     def __del__(self) -> None:
         """The collector does not see runs, so their circles of parents and children are opened here."""
-        stack = [*self.graves.unlinked(), *self.roots.values(), *self.graves.roots]
+        stack = [*self.graves.unlinked(), *self.roots.values(), *self.graves.all_roots()]
         while stack:
             run = stack.pop()
             stack.extend(run.children.values())
@@ -76,12 +76,14 @@ class PrefixTree:
         """The namespace's root, made where there is none; for `insert`, which hangs something on it at once."""
         run = self.roots.get(namespace)
         if run is None:
-            if len(self.roots) >= self._sweep_roots_at:  # namespaces come from outside: empty ones must not pile up
-                self.roots = {name: root for name, root in self.roots.items() if root.children}
-                self._sweep_roots_at = max(_MIN_ROOTS, 2 * len(self.roots))
+            self._num_roots_made += 1
+            if not self._num_roots_made % _SWEEP_EVERY:  # namespaces come from outside: empty ones must not pile up
+                some = piece_of(self.roots, self._num_roots_made // _SWEEP_EVERY)
+                for name in [name for name, root in some.items() if not root.children]:
+                    self.roots.pop(name)
             run = Run(None, self.epoch, Usage())
             run.hashes = root_hash(namespace, self.block_size)
-            self.roots[namespace] = run
+            self.roots = put(self.roots, namespace, run)
         return run
 
     def find(self, namespace: str, keys: BlockKeys, max_blocks: int) -> tuple[list[Run], int]:
@@ -150,7 +152,7 @@ class PrefixTree:
     def runs(self) -> Iterator[Run]:
         """Every run of every root, parents first."""
         unlinked = list(self.graves.unlinked())
-        stack = [*reversed(unlinked), *self.roots.values(), *self.graves.roots]
+        stack = [*reversed(unlinked), *self.roots.values(), *self.graves.all_roots()]
         while stack:
             run = stack.pop()
             stack.extend(run.children.values())
@@ -260,15 +262,14 @@ class PrefixTree:
             shift = before - first
             new = {b + shift: extra for b, extra in keys.extras.items() if first <= b < first + num_blocks}
             extras = {**(extras or {}), **new} or None
-        ids_before = run.packed_ids(tier)
-        size_before = len(ids_before)
+        tokens = run.tokens
         try:
-            run.add_ids(tier, ids)
             run.add_tokens(keys, first * size, (first + num_blocks) * size)
+            run.add_ids(tier, ids)
         except BaseException:
-            run.set_ids(tier, ids_before)
-            if type(ids_before) is bytearray:
-                del ids_before[size_before:]
+            run.tokens = tokens
+            if type(tokens) is bytearray:
+                del tokens[before * size :]
             raise
         run.extras = extras
         run.num_blocks += num_blocks
@@ -300,8 +301,7 @@ class PrefixTree:
     def reset(self) -> None:
         """Forget everything. What is pinned stays owned, out of reach, until it is unpinned."""
         old, self.roots = self.roots, {}  # first of all: whatever comes, nothing of the old is found any more
-        for root in old.values():
-            self.graves.add(root)
+        self.graves.add(old)
         self.residency.begin_epoch()
         self.generations.begin(Reason.RESET)
         self.policy.clear(self.residency.is_leaf, self.split)
@@ -328,8 +328,8 @@ class PrefixTree:
         return upper
 
     def _mergeable(self, upper: Run, lower: Run) -> bool:
-        """Whether nothing needs the border between a run and its only child any more."""
-        if upper.parent is None or not self.policy.alike(upper, lower):
+        """Whether nothing needs the border between a run and its only child any more, and it goes in no time."""
+        if upper.parent is None or len(lower.children) > _MAX_MOVED or not self.policy.alike(upper, lower):
             return False
         gpu_joins = not lower.gpu or upper.num_gpu == upper.num_blocks
         has_both = upper.cpu and lower.cpu

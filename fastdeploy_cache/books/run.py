@@ -7,12 +7,14 @@ from array import array
 from collections.abc import Mapping
 from enum import IntEnum
 from types import MappingProxyType
+from typing import cast
 
 import msgspec
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_sample import BlockSample
+from fastdeploy_cache.books.large_dict import LargeDict, put
 
 
 class Tier(IntEnum):
@@ -26,6 +28,7 @@ TIERS = GPU, CPU = tuple(Tier)
 ID_BYTES = 4  # of a packed block id
 _SHORT_BYTES = 4096  # so much is kept as `bytes`, which are smaller than a `bytearray`, until the run grows or is cut
 DEFAULT_PRIORITY = 35  # of a request that has none of its own, for the policy `priority`
+Children = dict[bytes, "Run"] | LargeDict[bytes, "Run"]
 NO_CHILDREN: Mapping[bytes, Run] = MappingProxyType({})
 
 
@@ -42,7 +45,6 @@ class Usage(msgspec.Struct, gc=False, eq=False):
     is_shared: bool = False  # prompts have parted behind it
     priority: float = DEFAULT_PRIORITY
     keep_until: float = 0.0  # in seconds; how long priority or pin is in force
-    store_priority: float | None = None  # of the last request that used it and had one: for storage
 
 
 class Run(msgspec.Struct, gc=False, eq=False):
@@ -66,7 +68,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
     hashes: bytes | bytearray = b""  # of its first blocks, as far as somebody has asked: see `BlockNames`
     extras: dict[int, bytes] | None = None  # by block, where images or other extra keys overlap it
     num_blocks: int = 0
-    children: Mapping[bytes, Run] = NO_CHILDREN  # see `add_child`
+    children: Mapping[bytes, Run] | LargeDict[bytes, Run] = NO_CHILDREN  # see `add_child`
     gpu: bytes | bytearray = b""  # ids of its blocks there, as packed int32; an `array` the collector would look at
     cpu: bytes | bytearray = b""
     cpu_start: int = 0
@@ -78,6 +80,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
     num_stored: int = 0  # blocks from the front that storage has taken; it may have dropped them since
     num_offered: int = 0  # blocks from the front that storage was offered, in the use of that number
     offered_use: int = 1
+    store_priority: float | None = None  # of the last request that used it and had one: for storage
     queued_gpu: object = None  # a policy's mark of its place among the leaves of that tier
     queued_cpu: object = None
     sample: BlockSample | None = None  # for a policy that observes some blocks
@@ -111,19 +114,10 @@ class Run(msgspec.Struct, gc=False, eq=False):
             packed = packed[start * ID_BYTES : None if end is None else end * ID_BYTES]
         return array("i", packed)
 
-    def set_ids(self, tier: Tier, packed: bytes | bytearray) -> None:
-        """These are its ids in a tier, which nobody else has: a `bytearray` is changed with the run."""
-        if tier:
-            self.cpu = packed
-        else:
-            self.gpu = packed
-
     def add_ids(self, tier: Tier, ids: array[int]) -> None:
         """More blocks at the end of its interval in a tier; all of them or, on `MemoryError`, none."""
         known = self.cpu if tier else self.gpu
-        if len(known) <= _SHORT_BYTES:
-            known = bytes(known)
-        elif type(known) is bytes:
+        if len(known) > _SHORT_BYTES and type(known) is bytes:
             known = bytearray(known)
         known += ids
         if tier:
@@ -135,11 +129,11 @@ class Run(msgspec.Struct, gc=False, eq=False):
         """Take all but so many off the end of its interval in a tier, and return them."""
         known, size = self.cpu if tier else self.gpu, num_left * ID_BYTES
         gone = array("i", known[size:])
-        if size > _SHORT_BYTES:  # the end goes without a copy of the rest
+        if size <= _SHORT_BYTES and type(known) is bytes:
+            known = known[:size]
+        else:  # the end goes without a copy of the rest
             known = bytearray(known) if type(known) is bytes else known
             del known[size:]  # type: ignore[union-attr]
-        else:
-            known = bytes(known[:size])
         if tier:
             self.cpu = known
         else:
@@ -152,23 +146,24 @@ class Run(msgspec.Struct, gc=False, eq=False):
 
     def add_child(self, key: bytes, child: Run) -> None:
         """Hang a run below this one."""
-        if type(self.children) is dict:
-            self.children[key] = child
-        else:
+        children = self.children
+        if children is NO_CHILDREN:
             self.children = {key: child}
+        else:
+            self.children = put(cast("Children", children), key, child)
 
     def remove_child(self, key: bytes) -> None:
         """The reverse; of an earlier epoch it may hang there no more (see `Graves`)."""
-        if type(self.children) is dict:
-            self.children.pop(key, None)
-            if not self.children:
+        children = self.children
+        if children is not NO_CHILDREN:
+            cast("Children", children).pop(key, None)
+            if not children:
                 self.children = NO_CHILDREN
 
-    def take_children(self) -> dict[bytes, Run]:
+    def take_children(self) -> Children:
         """Hang nothing below this run any more; returns what was there."""
         children, self.children = self.children, NO_CHILDREN
-        assert type(children) is dict
-        return children
+        return cast("Children", children)
 
     def add_tokens(self, keys: BlockKeys, start: int, end: int) -> None:
         """Add the bytes [start, end) of somebody's tokens at the end; all of them or, on `MemoryError`, none."""
@@ -189,7 +184,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
         if type(self.tokens) is bytes:  # from now on the end goes without a copy of the rest
             self.tokens = bytearray(self.tokens)
         del self.tokens[num_bytes:]  # type: ignore[union-attr]
-        self.hashes = self.hashes[:num_hash_bytes]
+        if self.hashes:
+            self.hashes = self.hashes[:num_hash_bytes]
 
     def front(self, num_blocks: int, block_bytes: int) -> Run:
         """A run beside this one with what its first blocks have; this one is as before, until `cut_front`."""
@@ -227,7 +223,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
         cut = upper.num_blocks
         upper.num_stored, self.num_stored = min(self.num_stored, cut), max(0, self.num_stored - cut)
         upper.num_offered, self.num_offered = min(self.num_offered, cut), max(0, self.num_offered - cut)
-        upper.offered_use = self.offered_use
+        upper.offered_use, upper.store_priority = self.offered_use, self.store_priority
 
     def join_marks(self, lower: Run) -> None:
         """The reverse, before `num_blocks` has grown."""
@@ -235,7 +231,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
             self.num_stored += lower.num_stored
         if self.num_offered == self.num_blocks:
             self.num_offered += lower.num_offered
-        self.offered_use = lower.offered_use
+        self.offered_use, self.store_priority = lower.offered_use, lower.store_priority
 
     def cut_off(self) -> None:
         """Let go of all others, so that nothing refers to itself in a circle."""

@@ -56,7 +56,7 @@ def _heir(tree: PrefixTree, run: Run) -> Run:
     heir = Run(run.parent, tree.epoch + 1, copy.copy(run.usage))
     heir.num_blocks = num_blocks
     heir.num_stored, heir.num_offered = min(run.num_stored, num_blocks), min(run.num_offered, num_blocks)
-    heir.offered_use = run.offered_use
+    heir.offered_use, heir.store_priority = run.offered_use, run.store_priority
     heir.tokens = run.tokens[: num_blocks * tree.block_bytes]
     heir.hashes = run.hashes[: num_blocks * HASH_BYTES]
     if run.extras is not None:

@@ -43,7 +43,7 @@ def check(tree: PrefixTree, held: Held) -> None:
         _check_owners(tree.pools[tier], tier, runs, requests, transfers, held_ids=held_ids)
         protected = sum(run.num_in(tier, run.num_held) for run in runs)
         assert tree.residency.num_protected[tier] == protected, (tier, "protected", protected)
-    last_hashes = {root: bytes(root.hashes) for root in (*tree.roots.values(), *tree.graves.roots)}
+    last_hashes = {root: bytes(root.hashes) for root in (*tree.roots.values(), *tree.graves.all_roots())}
     below = _below(runs)
     for run in runs:  # parents first
         _check_shape(tree, run, last_hashes, below)

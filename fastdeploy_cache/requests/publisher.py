@@ -68,7 +68,7 @@ class Publisher:
         active.num_pinned_blocks = active.num_committed_blocks = num_blocks
         assert pin is not None
         if active.request.priority is not None:
-            pin.run.usage.store_priority = active.request.priority
+            pin.run.store_priority = active.request.priority
         self._copy_down.committed(pin.run)
 
     def release(self, active: ActiveRequest) -> int:
@@ -104,7 +104,7 @@ class Publisher:
         path = pin.run.path()  # the policy may have cut it
         if request.priority is not None:
             for run in path:
-                run.usage.store_priority = request.priority
+                run.store_priority = request.priority
         num_skipped = self._copy_down.released(path)
         if self._books.hears(Used):
             self._books.note(Used(Pin(pin.run, pin.end), has_uncopied=num_skipped > 0))

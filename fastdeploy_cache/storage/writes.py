@@ -139,9 +139,7 @@ class StorageWrites:
             *above, _ = run.path()
             tokens = b"".join([bytes(upper.tokens) for upper in above])
             tokens += bytes(run.tokens[: (start + num_blocks) * self._tree.block_bytes])
-        task = self._link.new_task(
-            TaskKind.WRITE, hashes, sources=ids, token_ids=tokens, priority=run.usage.store_priority
-        )
+        task = self._link.new_task(TaskKind.WRITE, hashes, sources=ids, token_ids=tokens, priority=run.store_priority)
         # Noted before it can go out: blocks that are not known to be read are given out again, and what is filled into
         # them would be written under the hash of what was there.
         self._pool.begin_reading(ids)

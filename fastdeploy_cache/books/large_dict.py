@@ -1,0 +1,112 @@
+"""A dict in pieces: one of a million keys is copied whole whenever it has to grow, which takes tens of milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar, cast
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+SMALL = 2730  # entries of a plain dict: its next growth would be one to 8,192 places
+_LOAD = 640  # entries of a piece: from so many, or half of it, to twice as many, and a dict for 1,365 holds these
+
+
+class LargeDict(Generic[K, V]):
+    """Pieces by the last bits of the keys' hashes. When a key comes, at most one piece is split (linear hashing): the
+    first of those that have not been since their number was a power of two. Keys are in no order."""
+
+    __slots__ = ("_mask", "_num", "_num_pieces", "_pieces")
+
+    def __init__(self, entries: dict[K, V]) -> None:
+        """Takes over a plain dict."""
+        self._pieces = [entries]  # by the last bits of a hash: a power of two; those not split yet are there twice
+        self._mask = 0  # these bits
+        self._num_pieces = 1  # each once: they are the first ones
+        self._num = len(entries)
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __getitem__(self, key: K) -> V:
+        return self._pieces[hash(key) & self._mask][key]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        piece = self._pieces[hash(key) & self._mask]
+        num_before = len(piece)
+        piece[key] = value
+        self._num += len(piece) - num_before
+        if self._num > _LOAD * self._num_pieces:
+            with contextlib.suppress(MemoryError):  # then a larger piece does
+                self._split()
+
+    def get(self, key: K, default: V | None = None) -> V | None:
+        """What stands under a key, or the default."""
+        return self._pieces[hash(key) & self._mask].get(key, default)
+
+    def pop(self, key: K, default: V | None = None) -> V | None:
+        """Take an entry out; returns what stood under the key, or the default."""
+        piece = self._pieces[hash(key) & self._mask]
+        num_before = len(piece)
+        value = piece.pop(key, default)
+        self._num += len(piece) - num_before
+        return value
+
+    def popitem(self) -> tuple[K, V]:
+        """Take any entry out; raises `KeyError` where there is none."""
+        pieces = self._pieces
+        while not (last := pieces[self._num_pieces - 1]) and self._mask:
+            self._undo_split()
+        entry = last.popitem()
+        self._num -= 1
+        return entry
+
+    def values(self) -> Iterator[V]:
+        """Nothing may come or go meanwhile."""
+        for piece in self._pieces[: self._num_pieces]:
+            yield from piece.values()
+
+    def items(self) -> Iterator[tuple[K, V]]:
+        """Keys and values; nothing may come or go meanwhile."""
+        for piece in self._pieces[: self._num_pieces]:
+            yield from piece.items()
+
+    def piece(self, number: int) -> dict[K, V]:
+        """Some of its entries: each is in one of the pieces that so many numbers in a row name."""
+        return self._pieces[number % self._num_pieces]
+
+    def _split(self) -> None:
+        pieces, kept, moved = self._pieces, dict[K, V](), dict[K, V]()
+        if self._num_pieces == len(pieces):
+            pieces += pieces
+            self._mask = len(pieces) - 1
+        bit = len(pieces) // 2
+        place = self._num_pieces - bit
+        for key, value in pieces[place].items():
+            (moved if hash(key) & bit else kept)[key] = value
+        pieces[place] = kept
+        pieces[self._num_pieces] = moved
+        self._num_pieces += 1
+
+    def _undo_split(self) -> None:
+        """The last piece is empty: the one that it was split from has all that both had."""
+        pieces, bit = self._pieces, len(self._pieces) // 2
+        self._num_pieces -= 1
+        pieces[self._num_pieces] = pieces[self._num_pieces - bit]
+        if self._num_pieces == bit:
+            del pieces[bit:]
+            self._mask = bit - 1
+
+
+def put(entries: dict[K, V] | LargeDict[K, V], key: K, value: V) -> dict[K, V] | LargeDict[K, V]:
+    """Add or replace an entry; returns what has them all now."""
+    entries[key] = value
+    if type(entries) is dict and len(entries) > SMALL:
+        with contextlib.suppress(MemoryError):
+            return LargeDict(entries)
+    return entries
+
+
+def piece_of(entries: dict[K, V] | LargeDict[K, V], number: int) -> dict[K, V]:
+    """Some of the entries, the next ones for each next number; only to look at."""
+    return entries if type(entries) is dict else cast("LargeDict[K, V]", entries).piece(number)
