@@ -9,7 +9,7 @@ from typing import Generic, TypeVar, cast
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 SMALL = 2730  # entries of a plain dict: its next growth would be one to 8,192 places
-_LOAD = 640  # entries of a piece: from so many, or half of it, to twice as many, and a dict for 1,365 holds these
+_LOAD = 320  # entries of a piece: from half as many to twice as many
 
 
 class LargeDict(Generic[K, V]):
@@ -40,9 +40,9 @@ class LargeDict(Generic[K, V]):
             with contextlib.suppress(MemoryError):  # then a larger piece does
                 self._split()
 
-    def get(self, key: K, default: V | None = None) -> V | None:
-        """What stands under a key, or the default."""
-        return self._pieces[hash(key) & self._mask].get(key, default)
+    def get(self, key: K) -> V | None:
+        """What stands under a key; None stands for nothing."""
+        return self._pieces[hash(key) & self._mask].get(key)
 
     def pop(self, key: K, default: V | None = None) -> V | None:
         """Take an entry out; returns what stood under the key, or the default."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from fastdeploy_cache.books.large_dict import LargeDict, put
 from fastdeploy_cache.books.run import CPU, DEFAULT_PRIORITY, GPU, Run, Tier, Usage
 from fastdeploy_cache.policies.leaf_order import IsLeaf, LeafOrder
 
@@ -24,6 +25,8 @@ class Hints(Protocol):
 
 
 _MIN_SWEEP = 64
+_SWEPT = 4  # ends that each new one looks at while a sweep goes on
+_AT_ONCE = 128  # ends between two uses: about a millisecond, of very many
 Split = Callable[[Run, int], Run]
 Clock = Callable[[], float]
 Level = Callable[[Usage], float]
@@ -211,6 +214,9 @@ class SegmentedLeastRecentlyUsed(LeastRecentlyUsed):
         return (upper.usage.num_uses >= 2) == (lower.usage.num_uses >= 2)
 
 
+_End = tuple[float, int, Run]
+
+
 class _ForATime(LeastRecentlyUsed):
     """Ranks by a level that a request gives to what it used, until `usage.keep_until`; then by level 0."""
 
@@ -220,13 +226,12 @@ class _ForATime(LeastRecentlyUsed):
         """`level`: of what was marked, while that lasts. `mark` notes what a request asks for, until a time."""
         super().__init__(clock, keeps_borders=keeps_borders, num_uses=num_uses)
         self._level, self._mark = level, mark
-
-    def clear(self, is_leaf: IsLeaf, split: Split) -> None:
-        super().clear(is_leaf, split)
-        self._ends: list[tuple[float, int, Run]] = []  # when the levels of leaves end
-        self._watched: dict[Run, float] = {}  # the end that counts
+        self._ends: list[_End] = []  # when the levels of leaves end: a heap
+        self._unswept: list[_End] = []  # the rest of them, while a sweep goes on: a heap, too
+        self._watched: dict[Run, float] | LargeDict[Run, float] = {}  # the end that counts
         self._num_watches = 0
         self._sweep_at = _MIN_SWEEP
+        self._num_to_end = _AT_ONCE
 
     def rank(self, run: Run) -> Any:
         usage = run.usage
@@ -239,22 +244,35 @@ class _ForATime(LeastRecentlyUsed):
             self._mark(run.usage, request, until)
         self._push_leaves(path)
 
+    def touch(self, path: Sequence[Run]) -> None:
+        self._num_to_end = _AT_ONCE
+        super().touch(path)
+
     def push(self, run: Run, tier: Tier) -> None:
         super().push(run, tier)
-        until = run.usage.keep_until
-        if self._clock() < until < self._watched.get(run, math.inf):
-            self._watched[run] = until
+        until, known = run.usage.keep_until, self._watched.get(run)
+        if self._clock() < until < (math.inf if known is None else known):
+            self._watched = put(self._watched, run, until)
             self._num_watches += 1
             heapq.heappush(self._ends, (until, self._num_watches, run))
-            if len(self._ends) >= self._sweep_at:
+            if self._unswept:
                 self._sweep()
+            elif len(self._ends) >= self._sweep_at:
+                self._ends, self._unswept = [], self._ends
 
     def _sweep(self) -> None:
-        """Forget runs that were evicted before their time."""
-        self._watched = {run: until for run, until in self._watched.items() if run.parent is not None}
-        self._ends = [end for end in self._ends if self._watched.get(end[2]) == end[0]]
-        heapq.heapify(self._ends)
-        self._sweep_at = max(_MIN_SWEEP, 2 * len(self._ends))
+        """Forget some runs that were evicted before their time."""
+        unswept = self._unswept
+        for end in unswept[: -_SWEPT - 1 : -1]:
+            until, _, run = end
+            if self._watched.get(run) == until:
+                if run.parent is None:
+                    self._watched.pop(run)
+                else:
+                    heapq.heappush(self._ends, end)
+        del unswept[-_SWEPT:]  # of a heap without its last ones the rest is a heap
+        if not unswept:
+            self._sweep_at = max(_MIN_SWEEP, 2 * len(self._ends))
 
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
         self._end_levels()
@@ -265,15 +283,17 @@ class _ForATime(LeastRecentlyUsed):
         return super().coldest(tier)
 
     def _end_levels(self) -> None:
-        """Rank anew what was marked for a time that is over."""
+        """Rank anew what was marked for a time that is over; of very many, the rest after the next uses."""
         now = self._clock()
-        while self._ends and self._ends[0][0] <= now:
-            until, _, run = heapq.heappop(self._ends)
-            if self._watched.get(run) == until:
-                del self._watched[run]
-                for each in Tier:
-                    if self._is_leaf(run, each):
-                        self.push(run, each)  # or watched for longer
+        for ends in (self._ends, self._unswept):
+            while ends and ends[0][0] <= now and self._num_to_end > 0:
+                self._num_to_end -= 1
+                until, _, run = heapq.heappop(ends)
+                if self._watched.get(run) == until:
+                    self._watched.pop(run)
+                    for each in Tier:
+                        if self._is_leaf(run, each):
+                            self.push(run, each)  # or watched for longer
 
     def are_ranked_alike(self, upper: Run, lower: Run) -> bool:
         a, b = upper.usage, lower.usage
