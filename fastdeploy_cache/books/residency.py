@@ -237,15 +237,15 @@ class Residency:
         """
         run, _ = self.policy.victim(GPU, self.pools[0].num_blocks)
         pool, before, num_held = self.pools[0], run.num_gpu, run.num_held
-        gone = run.ids_in(GPU, num_held)
+        gone, kept = run.ids_in(GPU, num_held), run.gpu[: num_held * ID_BYTES]
         unread = pool.unread(gone)
         evicted.extend(unread)  # first: it may need memory
         pool.hand_over(unread, RUN, CALLER)
         if len(unread) < len(gone):
             mine = set(unread)
             pool.free(array("i", [block_id for block_id in gone if block_id not in mine]), RUN)
-        run.cut_ids(GPU, num_held)
-        if not num_held:
+        run.gpu = kept
+        if not kept:
             self.count_child(run, GPU, -1)
         end = self._end_without(run, num_held)
         self.truncate(run, end)
