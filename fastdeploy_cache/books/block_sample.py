@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import msgspec
 
 
@@ -15,22 +17,26 @@ class BlockSample(msgspec.Struct, gc=False, eq=False):
 
     def num_from(self, first_block: int) -> int:
         """How many observed blocks lie at `first_block` or behind."""
-        if not first_block:
-            return len(self.keys)
-        return sum([block >= first_block for block in self.blocks])
+        return len(self.keys) - bisect_left(self.blocks, first_block)
+
+    def cut(self, num_blocks: int) -> None:
+        """Forget what is behind the first `num_blocks` blocks."""
+        if num_blocks < self.num_blocks:
+            num_keys = bisect_left(self.blocks, num_blocks)
+            del self.keys[num_keys:], self.blocks[num_keys:]
+            self.num_blocks, self.end = num_blocks, None
 
     def front(self, num_blocks: int) -> BlockSample:
         """That of the first blocks alone."""
-        num_keys = len(self.keys) - self.num_from(num_blocks)
-        is_cut = num_blocks < self.num_blocks
-        first = num_blocks if is_cut else self.num_blocks
-        return BlockSample(self.keys[:num_keys], self.blocks[:num_keys], first, None if is_cut else self.end)
+        front = BlockSample(self.keys[:], self.blocks[:], self.num_blocks, self.end)
+        front.cut(num_blocks)
+        return front
 
     def behind(self, num_blocks: int) -> BlockSample | None:
         """That of the blocks behind the first `num_blocks`, if one of them has been looked at."""
         if num_blocks >= self.num_blocks:
             return None
-        first = len(self.keys) - self.num_from(num_blocks)
+        first = bisect_left(self.blocks, num_blocks)
         blocks = [block - num_blocks for block in self.blocks[first:]]
         return BlockSample(self.keys[first:], blocks, self.num_blocks - num_blocks, self.end)
 

@@ -299,7 +299,7 @@ class Residency:
         if run.extras is not None:
             run.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
         if run.sample is not None:
-            run.sample = run.sample.front(num_blocks)
+            run.sample.cut(num_blocks)
         run.num_blocks = num_blocks
         run.num_stored, run.num_offered = min(run.num_stored, num_blocks), min(run.num_offered, num_blocks)
 
