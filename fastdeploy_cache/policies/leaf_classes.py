@@ -13,6 +13,7 @@ _USE_BITS = 48
 _NUM_ALL = 64  # so few leaves are all scored
 _NUM_POINTS = 6  # else so many of each class
 _MAX_USES, _LEAVES_PER_USE = 64, 32  # scores are kept for one use in so many leaves, and so many uses at most
+_MAX_SCORED = 2048
 Score = tuple[float, int]  # and the order of last use, of equal ones
 
 
@@ -44,7 +45,10 @@ class LeafClasses:
         first = self._firsts.get(rank >> _USE_BITS)
         if first is None or rank < first:
             self._firsts[rank >> _USE_BITS] = rank
-        heapq.heappush(self._scored, (self._score(run), rank))
+        if len(self._scored) < _MAX_SCORED:
+            heapq.heappush(self._scored, (self._score(run), rank))
+        elif self._num_uses_left > 0:  # many have come and none has gone
+            self._scored, self._num_uses_left = [], 0
 
     def age(self, num_uses: int) -> None:
         """A request has used something, as the latest of so many."""
