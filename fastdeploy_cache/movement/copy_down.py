@@ -18,7 +18,7 @@ from fastdeploy_cache.transfer_manager.task import TaskKind
 MIN_STORE_BLOCKS = 64  # a task for each block that a decoding request fills would cost more than its commit
 _MAX_BYTES_IN_FLIGHT = 256 * 2**20  # of a rank
 MAX_LOOKED = 256  # leaves that one look at the cold end goes over, under the lock: about a millisecond
-_PIECE_TOKENS = 4096  # of a copy that a look starts, or `MIN_STORE_BLOCKS` blocks where that is more
+_PIECE_TOKENS = 16384  # of a copy that a look starts, or `MIN_STORE_BLOCKS` blocks where that is more
 _MAX_STARTED = 64  # copies that one look starts
 
 
