@@ -124,7 +124,8 @@ class CacheConfig:
         in_bytes = self.gpu_memory_bytes is not None or self.cpu_memory_bytes is not None
         if self.layout is None and (in_bytes or self.transfer_client == "processes"):
             raise ConfigError(
-                "layout is missing; ranks and pools sized in bytes need it (or use transfer_client='inline')"
+                "layout is missing; transfer_client='processes' (the default) and pools sized in bytes need it; "
+                "without bytes use transfer_client='inline'"
             )
         try:
             self.rank_layout()
@@ -282,7 +283,12 @@ class CacheConfig:
             ConfigError: an unreadable file, an unknown key (with the nearest right one), a value of the wrong type.
         """
         settings = _read_toml(Path(path)) if path is not None else {}
-        _merge(settings, _from_environment(os.environ if environment is None else environment))
+        from_environment = _from_environment(os.environ if environment is None else environment)
+        try:
+            check_keys(from_environment)
+        except ConfigError as error:
+            raise ConfigError(f"an environment variable {ENVIRONMENT_PREFIX}...: {error}") from error
+        _merge(settings, from_environment)
         _merge(settings, {key: _as_settings(value) for key, value in overrides.items()})
         check_keys(settings)
         try:

@@ -65,10 +65,8 @@ class OutOfBlocksError(CacheError):
 
     def __init__(self, missing: int, coming: int) -> None:
         """`missing` are short when all evictable ones are taken; `coming` are held only by copies in flight."""
-        super().__init__(
-            f"{missing} blocks are missing ({coming} are held by copies in flight); "
-            "release a request or wait for the copies, then allocate again"
-        )
+        remedy = f"wait for the copies in flight, which hold {coming}, or " if coming else ""
+        super().__init__(f"{missing} blocks are missing; {remedy}release a request, then allocate again")
         self.missing = missing
         self.coming = coming
 

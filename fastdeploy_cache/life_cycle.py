@@ -271,7 +271,10 @@ class LifeCycle:
     def _rename(self, weights_id: str) -> None:
         storage, peer = self._storage.settings, self._config.peer
         if storage is None and peer is None:
-            raise ConfigError(f"reset with weights_id {weights_id!r}, but no store is attached and there are no peers")
+            raise ConfigError(
+                f"reset with weights_id {weights_id!r}, but no store is attached and there are no peers; "
+                "call reset() without it"
+            )
         if peer is not None:
             dataclasses.replace(peer, weights_id=weights_id)  # a wrong name is refused before all else
         renamed = dataclasses.replace(storage, weights_id=weights_id) if storage is not None else None

@@ -203,18 +203,23 @@ class PrefixCacheManager:
         """What one step of the engine means for its requests, in one turn: `append_output`, `allocate` and `commit`.
 
         Each is (request, tokens sampled since its last step, tokens computed so far): the tokens are appended, blocks
-        are allocated until all of its tokens have room, and what is computed is committed. For each the answer has its
-        new block ids, behind those that it has, or the error for which nothing of its step was done; the others go on.
+        are allocated until all of its tokens have room, and what is computed is committed. A token that was just
+        sampled is not among the computed ones, as its KV comes with the next step: what is computed is mostly
+        `request.num_tokens` from before this call. A piece of a prompt is (request, [], computed). For each the answer
+        has its new block ids, behind those that it has, or the error for which nothing of its step was done; the others
+        go on. Fewer computed tokens than before change nothing. A match that is not settled is settled first.
 
         The errors, which are answered and not raised:
             OutOfBlocksError: its tokens do not fit; release another request, and give it again.
             CommitError: more computed tokens than it has, or than the blocks hold that it had before.
-            RequestError: tokens that are none, the same request twice, one that ran ahead of blocks that did not come.
+            RequestError: no token ids from 0 to 2**31 - 1, the same request twice, or one that ran ahead of blocks that
+                did not come.
             UnknownRequestError: not matched, or released already.
             MemoryError: the process has none left.
 
         Raises:
             ClosedError, LifeCycleError: the cache is closed, or asleep.
+            AttributeError, TypeError, ValueError: something that is no such triple; then nothing is done of any.
         """
         packed = Steps.pack(steps)
         with self._books:

@@ -35,7 +35,7 @@ class Request:
     """Prompt and output tokens, kept as packed little-endian int32 in `prompt` and `output`.
 
     The engine owns it and appends what it samples; one thread at a time. A list of 128k tokens takes a millisecond
-    to pack, an int32 array microseconds: pack once, keep the request.
+    or less to pack, an int32 array microseconds: pack once, keep the request.
     """
 
     __slots__ = (
@@ -142,9 +142,19 @@ class Request:
         return self._keep_seconds
 
     def token_ids(self, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Its tokens [start, end), prompt and output: not to be written."""
+        """Its tokens [start, end), prompt and output: not to be written. What lies beyond its end is left out.
+
+        Raises:
+            RequestError: `start` is below 0 or behind `end`.
+        """
+        if not 0 <= start <= end:
+            raise RequestError(f"request {self.request_id!r}: tokens [{start}, {end}); give 0 <= start <= end")
         keys = BlockKeys(self.prompt, self.output, None)
         return np.frombuffer(keys.part(start * TOKEN_BYTES, end * TOKEN_BYTES), "<i4")
+
+    def __repr__(self) -> str:
+        """The name and the size: tokens would be a page."""
+        return f"Request({self.request_id!r}, {self.num_tokens} tokens)"
 
     @property
     def tokens(self) -> bytes:

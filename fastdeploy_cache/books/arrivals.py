@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import RUN, TASK
 from fastdeploy_cache.books.prefix_tree import PrefixTree
@@ -12,10 +13,17 @@ from fastdeploy_cache.books.transfer import Segment
 
 
 def insert_copies(
-    tree: PrefixTree, namespace: str, keys: BlockKeys, first: int, ids: array[int], *, stored: bool = True
+    tree: PrefixTree,
+    namespace: str,
+    keys: BlockKeys,
+    first: int,
+    ids: array[int],
+    *,
+    stored: bool = True,
+    hashes: bytes = b"",
 ) -> int:
     """Put blocks [first, first + len(ids)) of `keys`, which a task has brought into CPU blocks `ids`, behind what is
-    cached of them. `stored`: storage has them.
+    cached of them. `stored`: storage has them. `hashes`: of these blocks, joined, where they are known.
 
     Returns how many joined: the last ones; none where what they continue has gone. The other ids are still the task's.
     """
@@ -30,6 +38,7 @@ def insert_copies(
         above = tree.split(above, end)
     run = Run(above, tree.epoch, Usage())
     tree.extend(run, keys, num_found, joined, CPU)
+    run.hashes = hashes[max(0, num_found - first) * HASH_BYTES :]
     run.num_stored = run.num_offered = run.num_blocks if stored else 0
     tree.policy.touch(run.path())  # or it would be the coldest
     key = tree.key(keys, num_found)

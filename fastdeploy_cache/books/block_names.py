@@ -47,11 +47,21 @@ class BlockNames:
         """Whether each block of a run has its hash; also of one that has left the tree."""
         return len(run.hashes) >= run.num_blocks * HASH_BYTES or run.parent is None
 
+    @staticmethod
+    def num_missing(path: list[Run]) -> int:
+        """How many blocks of a path have no hash yet."""
+        return sum([run.num_blocks - len(run.hashes) // HASH_BYTES for run in path])
+
     def add(self, run: Run, at_most: int) -> int:
         """Hash up to so many more blocks of a run whose parent has all; returns how many."""
         before = self.num_hashed
         self.of(run, 0, min(run.num_blocks, len(run.hashes) // HASH_BYTES + at_most))
         return self.num_hashed - before
+
+    def count(self, num_blocks: int, seconds: float) -> None:
+        """So many blocks were hashed elsewhere, for storage to be asked for them."""
+        self.num_hashed += num_blocks
+        self.seconds += seconds
 
     def _hash(self, run: Run, end: int) -> None:
         """Hash what is missing of a run's first `end` blocks, and of what is above it, as each hash needs the one

@@ -198,6 +198,17 @@ class BlockPool:
             self._num_read_of[giver] -= num_read
             self._num_read_of[taker] += num_read
 
+    def take_back(self, ids: array[int], giver: Owner) -> None:
+        """Undo a `hand_over` to a run, where memory ran out behind it: one by one, which takes none."""
+        owners = self._owners
+        for block_id in ids:
+            owners[block_id] = giver
+            if block_id in self._num_readers:
+                self._num_read_of[RUN] -= 1
+                self._num_read_of[giver] += 1
+        self._counts[RUN] -= len(ids)
+        self._counts[giver] += len(ids)
+
     # -- reading without pinning
 
     @property

@@ -242,13 +242,17 @@ class PrefixTree:
         if at.children or at.parent is None or at.usage.is_shared:
             at.usage.is_shared = at.parent is not None
             run = Run(at, self.epoch, Usage())
-        self.extend(run, keys, first, ids)
-        if run is not at:
-            key = self.key(keys, first)
-            if key == run.tokens:  # a run of one block has these bytes once
-                run.tokens = key
-            at.add_child(key, run)
         self.pools[0].hand_over(ids, REQUEST, RUN)
+        try:
+            self.extend(run, keys, first, ids)
+            if run is not at:
+                key = self.key(keys, first)
+                if key == run.tokens:  # a run of one block has these bytes once
+                    run.tokens = key
+                at.add_child(key, run)
+        except BaseException:
+            self.pools[0].take_back(ids, REQUEST)
+            raise
         self.residency.added_ids(run, GPU, len(ids), is_offered=False)
         return run
 
@@ -287,16 +291,24 @@ class PrefixTree:
         run = pin.run
         if pin.end != run.num_blocks or run.children or run.usage.is_shared:
             return False
-        self.extend(run, keys, first, ids)
         self.pools[0].hand_over(ids, REQUEST, RUN)
+        try:
+            self.extend(run, keys, first, ids)
+        except BaseException:
+            self.pools[0].take_back(ids, REQUEST)
+            raise
         pin.end = run.num_held = run.num_blocks
         self.residency.num_protected[0] += len(ids)
         return True
 
     def adopt(self, run: Run, ids: array[int], giver: Owner) -> None:
         """These are the next blocks of a run on the GPU, as copies of what it has below."""
-        self.residency.add_ids(run, GPU, ids)
         self.pools[0].hand_over(ids, giver, RUN)
+        try:
+            self.residency.add_ids(run, GPU, ids)
+        except BaseException:
+            self.pools[0].take_back(ids, giver)
+            raise
 
     def reset(self) -> None:
         """Forget everything. What is pinned stays owned, out of reach, until it is unpinned."""

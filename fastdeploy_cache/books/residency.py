@@ -112,7 +112,7 @@ class Residency:
                 parent.num_gpu_children += change
             if not parent.num_children_in(tier):
                 self.offer(parent, tier)
-            elif change > 0 and (parent.queued_cpu if tier else parent.queued_gpu) is not None:
+            elif change > 0 and self._is_queued(parent, tier):
                 self.policy.pull(parent, tier)
 
     def offer(self, run: Run, tier: Tier) -> None:
@@ -123,10 +123,13 @@ class Residency:
     def withdraw(self, run: Run) -> None:
         """A run is gone: it takes part in no tier's eviction any more."""
         if run.epoch == self.epoch:
-            if run.queued_gpu is not None:
-                self.policy.pull(run, GPU)
-            if run.queued_cpu is not None:
-                self.policy.pull(run, CPU)
+            for tier in TIERS:
+                if self._is_queued(run, tier):
+                    self.policy.pull(run, tier)
+
+    def _is_queued(self, run: Run, tier: Tier) -> bool:
+        """Whether the policy may count the run among the leaves of a tier."""
+        return (run.queued_cpu if tier else run.queued_gpu) is not None or not self.policy.has_marks
 
     # -- what is held
 
@@ -200,6 +203,8 @@ class Residency:
         assert parent is not None
         if self.policy.hears_losses:
             self.policy.shrink(run, 0)
+        if not self.policy.has_marks:
+            self.policy.pull(run, GPU)
         run.gpu = b""
         num_left = parent.num_gpu_children = parent.num_gpu_children - 1
         if not num_left:

@@ -159,16 +159,23 @@ class CallerBlocks:
         """
         with self._books:
             path, num_found = self._finder.find(request)
-            ids = gpu_ids(path, num_found)
-            for end in (num_found, len(ids)) if split else ():
-                run, offset = self._tree.place(path, end)
-                if run is not None and offset < run.num_blocks:
-                    upper = self._tree.split(run, offset)
-                    path = (upper if end == num_found else path[-1]).path()
-            if path and touch:
-                self._tree.policy.touch(path)
-            names = [self._tree.names.at(path, end) if hashes else b"" for end in (len(ids), num_found)]
-            return Lookup(ids.tolist(), num_found - len(ids), *names)
+            if not hashes or not self.view.names_much(path):
+                return self._look(path, num_found, touch=touch, split=split, hashes=hashes)
+        self.view.name_prefix(request)
+        with self._books:
+            return self._look(*self._finder.find(request), touch=touch, split=split, hashes=hashes)
+
+    def _look(self, path: list[Run], num_found: int, *, touch: bool, split: bool, hashes: bool) -> Lookup:
+        ids = gpu_ids(path, num_found)
+        for end in (num_found, len(ids)) if split else ():
+            run, offset = self._tree.place(path, end)
+            if run is not None and offset < run.num_blocks:
+                upper = self._tree.split(run, offset)
+                path = (upper if end == num_found else path[-1]).path()
+        if path and touch:
+            self._tree.policy.touch(path)
+        names = [self._tree.names.at(path, end) if hashes else b"" for end in (len(ids), num_found)]
+        return Lookup(ids.tolist(), num_found - len(ids), *names)
 
     def pin(self, request: Request, num_blocks: int | None = None) -> PinnedPrefix:
         """Keep the longest cached prefix, at most `num_blocks` blocks of it, where it is until `unpin`."""
@@ -263,12 +270,15 @@ class CallerBlocks:
 
     def drop(self, block_hash: bytes) -> int:
         """Forget a cached block that has none behind it, and those before it up to the first that is pinned or has
-        other children; returns how many. None where it is unknown, or not the last of its chain. Walks the tree."""
+        other children; returns how many. None where it is unknown, or not the last of its chain. Walks the tree, and
+        hashes what nobody has asked for yet."""
+        self.view.name_all()
         with self._books:
             self._books.check_open()
             epoch, num_dropped = self._tree.epoch, 0
             runs = (run for run in self._tree.runs() if run.epoch == epoch and not run.children)
-            leaf = next((run for run in runs if self._tree.names.of_last(run) == block_hash), None)
+            named = (run for run in runs if self._tree.names.has_all(run))  # what came since has no name yet
+            leaf = next((run for run in named if self._tree.names.of_last(run) == block_hash), None)
             while leaf is not None and leaf.parent is not None and not leaf.children:
                 above, num_blocks = leaf.parent, leaf.num_blocks
                 self._tree.residency.truncate(leaf, leaf.num_held)

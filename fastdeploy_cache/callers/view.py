@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.run import GPU, Tier
+from fastdeploy_cache.books.run import GPU, Run, Tier
 from fastdeploy_cache.books.run_view import RunView, path_views, views_of
 from fastdeploy_cache.callers.finder import Finder
 from fastdeploy_cache.request import Request
@@ -27,7 +27,7 @@ class BlockView:
 
     def runs(self) -> list[RunView]:
         """Every run of the tree, parents first, as it is now. Walks the whole tree."""
-        self._name_all()
+        self.name_all()
         with self._books:
             return list(views_of(self._books.tree))
 
@@ -45,20 +45,36 @@ class BlockView:
 
     def eviction_order(self, tier: Tier = GPU) -> list[bytes]:
         """The hashes of the last blocks of the runs whose ends can be evicted, about in the order of eviction."""
-        self._name_all()
+        self.name_all()
         with self._books, contextlib.closing(self._books.tree.policy.coldest(tier)) as runs:
             return [self._books.tree.names.of_last(run) for run in runs]
 
-    def _name_all(self) -> None:
+    def names_much(self, path: list[Run]) -> bool:
+        """Whether the hashes of a path take so long that they need turns of their own. Under the lock."""
+        return self._books.tree.names.num_missing(path) > _BLOCKS_A_TURN
+
+    def name_prefix(self, request: Request) -> None:
+        """Hash what is cached of the tokens, as `name_all` does."""
+        with self._books:
+            path, _ = self._finder.find(request)
+            unnamed = [run for run in path if not self._books.tree.names.has_all(run)]
+        self._name(unnamed)
+
+    def name_all(self) -> None:
         """Hash what nobody has asked for yet, in turns of their own: all at once would hold the lock for long."""
         tree = self._books.tree
         with self._books:
             unnamed = [run for run in tree.runs() if not tree.names.has_all(run)]
-        unnamed.reverse()  # parents last, from where they are taken
+        self._name(unnamed)
+
+    def _name(self, unnamed: list[Run]) -> None:
+        """Hash these, of which parents come first."""
+        names = self._books.tree.names
+        unnamed.reverse()  # they are taken from the end
         while unnamed:
             with self._books:
                 num_left = _BLOCKS_A_TURN
                 while unnamed and num_left > 0:
-                    num_left -= tree.names.add(unnamed[-1], num_left)
-                    if tree.names.has_all(unnamed[-1]):
+                    num_left -= names.add(unnamed[-1], num_left)
+                    if names.has_all(unnamed[-1]):
                         unnamed.pop()

@@ -19,14 +19,13 @@ Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class BlockSampler:
-    """A block's key is a polynomial, modulo 2**64, of the words of all tokens up to its end: so equal
-    prefixes have equal keys, and it takes a few vector operations per run. It is no name: two different prefixes may
-    share a key by chance or on purpose, which blurs what is learned and touches no bytes.
+    """A block's key is a polynomial, modulo 2**64, of the words of all tokens up to its end: so equal prefixes have
+    equal keys, and it takes a few vector operations per run. It is no name: two different prefixes may share a key by
+    chance or on purpose, which blurs what is learned and touches no bytes. A block is observed if its key is low:
+    spatial sampling as in SHARDS (Waldspurger et al., FAST'15).
 
     Attributes:
         num_resident: observed blocks in the cache, of what was looked at.
-
-    A block is observed if its key is low: spatial sampling as in SHARDS (Waldspurger et al., FAST'15).
     """
 
     def __init__(self, ratio: float, block_tokens: int) -> None:

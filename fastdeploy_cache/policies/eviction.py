@@ -72,8 +72,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def pull(self, run: Run, tier: Tier) -> None:
-        """A run that was pushed is no leaf of a tier any more: it has a child there, or is gone. Of one that is held,
-        for a while or before it goes, nothing is said."""
+        """A run that may have been pushed is no leaf of a tier any more: it has a child there, or is gone. Of one that
+        is held, for a while or before it goes, nothing is said."""
         ...
 
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:

@@ -42,6 +42,7 @@ class GuardedPolicy:
         self.chosen = chosen
         self.hears_growth = _overrides(chosen, "grow") or getattr(chosen, "keeps_borders", False)
         self.hears_losses = _overrides(chosen, "shrink")
+        self.has_marks = isinstance(chosen, LeastRecentlyUsed)  # else nobody knows what it has been told of
         calls = {name: self._passed_on(name) for name in _PASSED_ON}
         self._clear, self._coldest, self._victim = calls.pop("clear"), calls.pop("coldest"), chosen.victim
         self._names_leaves = getattr(chosen.victim, "__func__", None) is LeastRecentlyUsed.victim

@@ -87,7 +87,7 @@ class LeafClasses:
             heapq.heapify(self._scored)
             return
         for number, first in list(self._firsts.items()):
-            last = (number << _USE_BITS) + self._num_uses
+            last = max(first, (number << _USE_BITS) + self._num_uses)
             for low in range(first, last + 1, (last - first) // self._num_points + 1):
                 if not self._add(number, low, self._order.first_from(low)):
                     break

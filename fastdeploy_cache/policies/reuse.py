@@ -70,10 +70,17 @@ class Reuse(LeastRecentlyUsed):
         super().clear(is_leaf, split)
         self._split = split
         self._leaves = tuple([LeafClasses(self._orders[tier], self._score) for tier in TIERS])
+        for leaves in self._leaves:
+            leaves.rescore(is_lru=self._is_lru)
         self._chosen: list[Run | None] = [None, None]  # by Tier, until the next use
         self._sampler.clear()
 
     # -- learning
+
+    def touch(self, path: Sequence[Run]) -> None:
+        super().touch(path)
+        for leaves in self._leaves:
+            leaves.age(self._num_uses)
 
     def shrink(self, run: Run, first_block: int) -> None:
         self._sampler.shrink(run, first_block)

@@ -123,7 +123,7 @@ def _check_shape(tree: PrefixTree, run: Run, last_hashes: dict[Run, bytes], belo
     for tier in Tier:
         num_children = sum(bool(child.ids_in(tier)) for child in below.get(run, ()))
         assert run.num_children_in(tier) == num_children, (tier, "children counted", num_children)
-        if tree.residency.is_leaf(run, tier):
+        if tree.policy.has_marks and tree.residency.is_leaf(run, tier):
             assert (run.queued_gpu, run.queued_cpu)[tier] is not None, (
                 f"a leaf of {tier.name} is unknown to the eviction policy"
             )

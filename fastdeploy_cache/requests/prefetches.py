@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container
 
 from fastdeploy_cache.books.block_hash import root_hash
@@ -37,8 +38,11 @@ class Prefetches:
                 return found
             path, _ = books.tree.find(request.namespace, keys, first)
             parent_hash = books.tree.names.at(path, first) or root_hash(request.namespace, size)
+        started = time.perf_counter()
         prefetch = self._storage.new_prefetch(request, keys, first, parent_hash, epoch)  # hashes: not under the lock
+        seconds = time.perf_counter() - started
         with books:
+            books.tree.names.count(num_missing, seconds)
             if request.request_id in self._matched or self._storage.reads is not reads:  # a match, a detach was faster
                 return found
             reads.start(prefetch)

@@ -54,13 +54,23 @@ class Requests:
         active = self._requests.get(request.request_id)
         if active is None or active.request is not request or self.books.is_closed:
             self.books.check_open()
+            if active is not None:
+                raise UnknownRequestError(
+                    f"another request with the id {request.request_id!r} is matched, not this one; "
+                    "give each request an id of its own"
+                )
             raise UnknownRequestError(f"request {request.request_id!r} is not matched or was released; match it first")
         return active
 
     def check_new(self, request: Request) -> None:
         """Raise `RequestError` where it is matched already, `PromptTooLongError` where it can never fit."""
         if request.request_id in self._requests:
-            raise RequestError(f"request {request.request_id!r} is matched already; release it first")
+            is_same = self._requests[request.request_id].request is request
+            raise RequestError(
+                f"request {request.request_id!r} is matched already; release it first"
+                if is_same
+                else f"another request with the id {request.request_id!r} is matched; give each an id of its own"
+            )
         num_blocks = -(-request.num_tokens // self._config.block_size)
         if num_blocks > self.books.pools[GPU].num_blocks:
             raise PromptTooLongError(

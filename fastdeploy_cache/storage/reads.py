@@ -218,6 +218,12 @@ class StorageReads:
         if result.error is None and result.num_blocks:
             self._link.note_read(result)
 
+    def _insert(self, piece: _Piece, ids: array[int]) -> int:
+        prefetch = piece.prefetch
+        start = (piece.first - prefetch.first) * HASH_BYTES
+        hashes = prefetch.hashes[start : start + len(ids) * HASH_BYTES]
+        return insert_copies(self._tree, prefetch.namespace, prefetch.keys, piece.first, ids, hashes=hashes)
+
     def _end_piece(self, piece: _Piece, result: TransferResult) -> None:
         prefetch, ids = piece.prefetch, piece.ids
         self._num_fetching -= len(ids)
@@ -225,10 +231,7 @@ class StorageReads:
         continues = prefetch.first + prefetch.num_landed == piece.first and prefetch.epoch == self._tree.epoch
         num_joined = 0
         if num_good and continues:
-            came = ids[:num_good]
-            joined = self.mishaps.ask(
-                "landing", lambda: insert_copies(self._tree, prefetch.namespace, prefetch.keys, piece.first, came), None
-            )
+            joined = self.mishaps.ask("landing", lambda: self._insert(piece, ids[:num_good]), None)
             if joined is None:  # nothing has joined: it is a miss, and its blocks are free
                 num_good = 0
             num_joined = joined or 0

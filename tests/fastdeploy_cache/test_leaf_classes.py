@@ -87,3 +87,15 @@ def test_the_youngest_may_have_the_lowest_score() -> None:
     leaves.classes.age(leaves.num_uses)
     leaves.classes.rescore(is_lru=False)
     assert abs(ages[leaves.classes.lowest()] - 300) <= 50, "one of six points in 600 lies so near"
+
+
+def test_leaves_that_were_used_behind_the_last_counted_use_are_found() -> None:
+    """A touch raises a rank before anybody has counted it: the leaf of that rank is scored all the same."""
+    leaves = _Leaves(is_lru=False, seed=3)
+    runs = [Run(None, 0, Usage(last_used=1000 + number)) for number in range(100)]
+    leaves.alive.update(runs)
+    for run in runs:
+        leaves.order.push(run)
+        leaves.classes.push(run)
+    leaves.classes.rescore(is_lru=False)
+    assert leaves.classes.lowest() is runs[0]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.books.block_pool import BlockPool, Owner
+from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.errors import (
     ClosedError,
     CommitError,
@@ -136,3 +140,38 @@ def test_a_step_that_needs_a_block_tells_the_speed_of_computing() -> None:
         cache.allocate(request, 10)
         assert cache.step([(request, [2], 40)]) == [[10]]
         assert cache._movement.speeds.prefill.per_second is not None
+
+
+@pytest.mark.parametrize(("part", "name"), [(BlockPool, "hand_over"), (Run, "add_ids"), (Run, "add_tokens")])
+def test_where_memory_runs_out_a_request_is_as_it_was(monkeypatch: pytest.MonkeyPatch, part: type, name: str) -> None:
+    """Its answer is `MemoryError`, its tokens and blocks are those of before, the others go on, and it works later."""
+    real, to_fail = getattr(part, name), 0
+
+    def fails(*args: Any) -> Any:
+        nonlocal to_fail
+        is_publishing = name != "hand_over" or args[-1] is Owner.RUN
+        to_fail -= is_publishing
+        if is_publishing and to_fail == 0:
+            raise MemoryError
+        return real(*args)
+
+    monkeypatch.setattr(part, name, fails)
+    with new_cache(64) as cache:
+        first, second = (running(cache, name, [number] * 8) for number, name in enumerate("ab"))
+        cache.step([(request, [9] * 4, 8) for request in (first, second)])  # of which the next step publishes a block
+        for step in range(3):
+            before, num_private = (first.num_tokens, first.tokens), cache.stats().gpu.num_private
+            steps = [(request, [9] * 4, request.num_tokens) for request in (first, second)]
+            to_fail = 1
+            failed, done = cache.step(steps)
+            assert isinstance(failed, MemoryError) and isinstance(done, list) and len(done) == 1, step
+            assert (first.num_tokens, first.tokens) == before
+            assert cache.stats().gpu.num_private == num_private, "the second has one more, and one less, of its own"
+            cache.check_invariants()
+            again = cache.step(steps[:1])
+            assert isinstance(again[0], list) and len(again[0]) == 1
+            cache.check_invariants()
+        cache.release(first)
+        cache.release(second)
+        cache.check_invariants()
+        assert cache.stats().gpu.num_private == 0
