@@ -203,9 +203,12 @@ class BlockMover:
 
     def _take(self, result: TransferResult) -> None:
         with self._books:
+            transfer = self.in_flight.get(result.task.task_id)
             self._finish(result)
         if result.error is not None:
-            logger.warning("event=transfer_failed task_id=%d error=%r", result.task.task_id, result.error)
+            is_wanted = transfer is None or not transfer.cancelled  # else nobody waits for it any more
+            log = logger.warning if is_wanted else logger.debug
+            log("event=transfer_failed task_id=%d error=%r", result.task.task_id, result.error)
 
     def _finish(self, result: TransferResult) -> None:
         """All ranks have answered or are reaped: land the blocks and wake who waits for them.

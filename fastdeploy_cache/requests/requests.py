@@ -69,7 +69,7 @@ class Requests:
             raise RequestError(
                 f"request {request.request_id!r} is matched already; release it first"
                 if is_same
-                else f"another request with the id {request.request_id!r} is matched; give each an id of its own"
+                else f"the id {request.request_id!r} is matched already, by another request; give each an id of its own"
             )
         num_blocks = -(-request.num_tokens // self._config.block_size)
         if num_blocks > self.books.pools[GPU].num_blocks:

@@ -273,3 +273,22 @@ def test_two_changes_of_weights_come_one_after_the_other() -> None:
     assert steps == ["detach", "attach w2", "detach", "attach w3"]
     del cache.storage._detach, cache.storage.attach
     rig.finish()
+
+
+def test_what_storage_brings_is_hashed_once() -> None:
+    """The hashes that storage was asked by are the blocks' own; each block is counted once."""
+    tokens = list(range(1000, 1000 + 40 * 4 + 1))
+    source = Rig(num_cpu=100, num_gpu=100)
+    source.model.serve_and_copy(tokens)
+    source.land_all()
+    rig = Rig(dict(source.store.objects), num_cpu=100, num_gpu=100)
+    rig.know(tokens)
+    rig.prefetch(tokens)
+    rig.land_all()
+    rig.match(tokens)
+    rig.land_all()
+    assert rig.model.cache.stats().num_hashed_blocks == 40
+    rig.prefetch([*tokens, *range(5000, 5017)])  # its parent is the last of them
+    rig.land_all()
+    assert rig.model.cache.stats().num_hashed_blocks == 40 + 4
+    rig.model.cache.check_invariants()
