@@ -234,8 +234,10 @@ class _ForATime(LeastRecentlyUsed):
         self._num_to_end = _AT_ONCE
 
     def rank(self, run: Run) -> Any:
+        # What is over counts until it is ranked anew: else thousands that end at once would stand at wrong places.
         usage = run.usage
-        return (self._level(usage) if self._clock() < usage.keep_until else 0), usage.last_used
+        is_marked = self._clock() < usage.keep_until or self._watched.get(run) is not None
+        return (self._level(usage) if is_marked else 0), usage.last_used
 
     def use(self, path: Sequence[Run], request: Hints, asked: Asked) -> None:
         super().use(path, request, asked)

@@ -27,7 +27,9 @@ class Flush:
             with self._books:
                 if not self._tier.is_attached or not self._tier.link.client.available:
                     return False
-                self._tier.write_out.write(self._unstored_runs())
+                unstored = self._unstored_runs()
+                self._tier.writes.find_lost_marks(unstored)
+                self._tier.write_out.write(unstored)
             if not self._tier.writes.wait_drained(deadline - time.monotonic()):
                 return False
             with self._books:

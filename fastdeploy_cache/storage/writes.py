@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
@@ -48,6 +49,7 @@ class StorageWrites:
         self._queue: OrderedDict[Run, int] = OrderedDict()  # -> blocks that it had to offer
         self._num_writing = 0  # blocks
         self._sweep_above = _MIN_SWEEP
+        self._has_lost_marks = False
         self._drained = threading.Event()  # nothing is queued or being written
         self._drained.set()
         self.num_written_blocks = self.num_skipped_blocks = 0
@@ -70,6 +72,16 @@ class StorageWrites:
         """It is another store, or one that may have lost what was not durable."""
         for run in self._tree.runs():
             run.num_stored = run.num_offered = 0
+
+    def find_lost_marks(self, runs: Iterable[Run]) -> None:
+        """Where a run was cut or joined while it was being written, nobody has noted that storage has it: let these
+        runs be offered again, if that has happened."""
+        if self._has_lost_marks:
+            self._has_lost_marks = False
+            being_written = {write.run for write in self._writes.values()}
+            for run in runs:
+                if run not in being_written:
+                    run.num_offered = min(run.num_offered, run.num_stored)
 
     # -- the queue
 
@@ -162,7 +174,9 @@ class StorageWrites:
         written: Run | None = None
         self.num_written_blocks += num_stored
         self.num_skipped_blocks += len(write.ids) - num_stored
-        if write.is_same(self._tree.names):  # else its mark stays as it is: at worst some blocks are offered again
+        if not write.is_same(self._tree.names):
+            self._has_lost_marks = True
+        else:
             if result.error is not None:
                 run.num_offered = min(run.num_offered, write.start)
             elif run.num_stored >= write.start:

@@ -120,3 +120,21 @@ def test_what_is_computed_meanwhile_was_not_asked_for() -> None:
     rig.land_all()
     assert rig.model.cache.storage.flush(SECONDS)
     rig.finish()
+
+
+def test_a_run_that_was_cut_while_it_was_written() -> None:
+    """Nobody could note that storage has it: the next flush offers its parts again, and says yes."""
+    rig = Rig(num_gpu=48, num_cpu=48)
+    rig.model.serve_and_copy(A)
+    cache = rig.model.cache
+    tree = cache._books.tree
+    with cache._books:
+        (run,) = tree.runs()
+        assert any(write.run is run for write in cache.storage._tier.writes._writes.values()), "it is being written"
+        tree.split(run, 3)
+    rig.land_all()
+    assert [run.num_stored for run in tree.runs()] != [run.num_blocks for run in tree.runs()]
+    rig.store.answers_at_once = True
+    assert cache.storage.flush(SECONDS)
+    assert all(run.num_stored == run.num_blocks for run in tree.runs())
+    rig.finish()
