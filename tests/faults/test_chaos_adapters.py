@@ -125,6 +125,7 @@ def test_mini_sglang(seed: int) -> None:
         driver = MiniSGLang(cache)
         story = new_story(driver, seed)
         story.run()
+        story.go_on(lambda: cache.stats().num_swapped_out_blocks)
         assert story.seen["reused"] and cache.stats().num_swapped_out_blocks
 
 

@@ -225,6 +225,15 @@ class Story:
             error.add_note(f"seed {self._seed}, last: {'; '.join(self._log[-25:])}")
             raise
 
+    def go_on(self, is_seen: Callable[[], int]) -> None:
+        """Go on without faults until something has been seen: those of a busy machine may have ended every copy."""
+        for step in range(self._num_steps, 3 * self._num_steps):
+            if is_seen():
+                return
+            self.step(step)
+            if step % 20 == 0:
+                assert self.driver.cache.wait_for_transfers(SECONDS)
+
     def step(self, step: int) -> None:
         """One of the engine's, and a look at the books."""
         self.driver.patience = self.choose.choice([0.0, 0.02, SECONDS])
