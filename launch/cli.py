@@ -18,6 +18,8 @@ app.add_typer(config_app, name="config")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the cache beside its floors, in one run.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(storage_app, name="storage")
+engines_app = typer.Typer(no_args_is_help=True, help="Run real engines with this cache; see launch/engines.sh.")
+app.add_typer(engines_app, name="engines")
 
 Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer process each: 1 or 3.")]
 LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank.")]
@@ -324,6 +326,16 @@ def peer(
     from fastdeploy_cache.launch.bench.peer_command import bench_peer as run
 
     raise typer.Exit(0 if run(json, repeats, memory_mib, link) else 1)
+
+
+@engines_app.command()
+def vllm(
+    json: Annotated[Path | None, typer.Option(help="Also write the table to this file; - is standard output.")] = None,
+) -> None:
+    """vLLM alone and with this cache, its ranks killed, and restarted. Status 1: an answer differs, or nothing hits."""
+    from fastdeploy_cache.launch.engines.vllm_lane import run_vllm_lane as run
+
+    raise typer.Exit(0 if run(json) else 1)
 
 
 @config_app.command()

@@ -147,7 +147,11 @@ HOMES = {
     "paddle": {"launch/reference_engine/paddle_runtime.py", "transfer_manager/kv/tensors.py"},
     "xxhash": {"transfer_manager/storage/base.py"},
     "torch": {"transfer_manager/kv/tensors.py"},
-    "vllm": {"fastdeploy_cache/adapters/vllm/connector.py", "fastdeploy_cache/adapters/vllm/settings.py"},
+    "vllm": {
+        "fastdeploy_cache/adapters/vllm/connector.py",
+        "fastdeploy_cache/adapters/vllm/settings.py",
+        "launch/engines/vllm_stage.py",
+    },
     "cuda": {"transfer_manager/device/cuda_driver.py"},
     "gguf": {"launch/reference_engine/gguf_file.py"},
     "tokenizers": {"launch/reference_engine/tokenizer.py"},
@@ -155,6 +159,7 @@ HOMES = {
     "rich": {
         "launch/demo/command.py",
         "launch/demo/report.py",
+        "launch/engines/vllm_lane.py",
         "launch/findings.py",
         "launch/simulator/command.py",
         "launch/simulator/report.py",

@@ -17,7 +17,13 @@ from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
 from fastdeploy_cache.transfer_manager.kv.dlpack import MemoryArray
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, Place
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
-from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace, array_places, local_segments, shared_handle
+from fastdeploy_cache.transfer_manager.kv.tensors import (
+    ArrayPlace,
+    SharedSpan,
+    array_places,
+    local_segments,
+    shared_handle,
+)
 from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.answers import Answers, task
@@ -238,7 +244,7 @@ def test_shared_tensors_are_handed_over(tensor: Tensor, shared: list[SharedArray
     arrays = [segment.view(np.float16, (2, NUM_GPU, *BLOCK), offset_bytes=64) for segment in shared]
     made = [tensor(array) for array in arrays]
     layers = [{"key": each[0], "value": each[1]} for each in made]
-    handle = shared_handle(LAYOUT, layers, shared, os.getpid())
+    handle = shared_handle(LAYOUT, layers, [SharedSpan.of(segment) for segment in shared], os.getpid())
     assert handle.places == tuple(
         (Place(i, 64, PART, NUM_GPU), Place(i, 64 + NUM_GPU * PART, PART, NUM_GPU)) for i in range(2)
     )
@@ -259,9 +265,10 @@ def test_tensors_outside_shared_segments_are_refused(shared: list[SharedArray]) 
     on_gpu = ArrayPlace(
         address=inside.ctypes.data, shape=(NUM_GPU, 64), strides_bytes=(PART, 2), item_bytes=2, device="cuda"
     )
+    spans = [SharedSpan.of(segment) for segment in shared]
     for value in (private, too_long, on_gpu):
         with pytest.raises(LayoutError, match=r"value at 0x[0-9a-f]+ is in none of the 2 segments"):
-            shared_handle(LAYOUT, [{"key": inside, "value": value}] * 2, shared, os.getpid())
+            shared_handle(LAYOUT, [{"key": inside, "value": value}] * 2, spans, os.getpid())
 
 
 # -- an engine in one process

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.errors import LayoutError, NotEnoughMemoryError
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.kv.dlpack import MemoryArray, read
 from fastdeploy_cache.transfer_manager.kv.layout import KVPart, Place, Places, RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, SegmentHandle
+
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 (where PyTorch puts it)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +124,53 @@ def local_segments(
     return segments, tuple(places)
 
 
-def shared_handle(
-    layout: RankLayout, layers: Sequence[Mapping[str, ArrayLike]], segments: Sequence[SharedArray], pid: int
-) -> KVHandle:
-    """The handle of arrays that this process (`pid`) has made over its own shared segments.
+class SharedSpan(NamedTuple):
+    """Memory of this process at an address that another one can map by its descriptor."""
+
+    address: int
+    num_bytes: int
+    fd: int
+
+    @classmethod
+    def of(cls, segment: SharedArray) -> SharedSpan:
+        """A segment of ours."""
+        address = segment.view(np.uint8, (segment.num_bytes,)).ctypes.data
+        return cls(address, segment.num_bytes, segment.fd)
+
+
+def share_in_place(tensors: Iterable[Any]) -> list[SharedSpan]:
+    """Move the memory of PyTorch CPU tensors into shared memory. All tensors over it follow, and its bytes stay.
+
+    The descriptors are good as long as the tensors live. Source: `UntypedStorage._share_fd_cpu_` of PyTorch, by which
+    its own worker processes share tensors.
 
     Raises:
-        LayoutError: an array lies in none of the segments, so no other process could reach it.
+        NotEnoughMemoryError: /dev/shm is too small.
     """
-    bases = [segment.view(np.uint8, (segment.num_bytes,)).ctypes.data for segment in segments]
+    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    num_bytes = sum(storage.nbytes() for storage in storages.values() if not storage.is_shared())
+    found = os.statvfs(_SHARED_MEMORY)
+    num_free_bytes = found.f_bavail * found.f_frsize
+    if num_bytes > num_free_bytes:  # PyTorch would take it, and the process would end at the first byte that is lacking
+        raise NotEnoughMemoryError(
+            f"the KV arrays have {num_bytes} bytes, and {_SHARED_MEMORY} has room for {num_free_bytes}; make it larger "
+            "(for a container: --shm-size), or give the engine fewer KV blocks"
+        )
+    spans = []
+    for storage in storages.values():
+        fd, _ = storage._share_fd_cpu_()
+        spans.append(SharedSpan(storage.data_ptr(), storage.nbytes(), fd))
+    return spans
+
+
+def shared_handle(
+    layout: RankLayout, layers: Sequence[Mapping[str, ArrayLike]], spans: Sequence[SharedSpan], pid: int
+) -> KVHandle:
+    """The handle of arrays that this process (`pid`) has in its own shared memory.
+
+    Raises:
+        LayoutError: an array lies in none of the spans, so no other process could reach it.
+    """
     places = []
     for part_places in array_places(layout, layers):
         in_layer = []
@@ -138,14 +179,14 @@ def shared_handle(
             end = place.address + (num_blocks - 1) * stride + part.num_bytes
             home = [
                 i
-                for i, (base, segment) in enumerate(zip(bases, segments, strict=True))
-                if base <= place.address and end <= base + segment.num_bytes
+                for i, span in enumerate(spans)
+                if span.address <= place.address and end <= span.address + span.num_bytes
             ]
             if not home or place.device != "cpu":
-                raise LayoutError(f"{part.name} at {place.address:#x} is in none of the {len(segments)} segments")
-            in_layer.append(Place(home[0], place.address - bases[home[0]], stride, num_blocks))
+                raise LayoutError(f"{part.name} at {place.address:#x} is in none of the {len(spans)} segments")
+            in_layer.append(Place(home[0], place.address - spans[home[0]].address, stride, num_blocks))
         places.append(tuple(in_layer))
-    handles = [SegmentHandle.of(s.num_bytes, s.fd, pid) for s in segments]
+    handles = [SegmentHandle.of(span.num_bytes, span.fd, pid) for span in spans]
     return KVHandle(tuple(handles), tuple(places))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 try:
+    import vllm
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorHandshakeMetadata,
@@ -17,16 +18,23 @@ try:
         KVConnectorRole,
         KVConnectorWorkerMetadata,
     )
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError as error:
     raise ImportError(
-        f"fastdeploy_cache.adapters.vllm.connector needs vLLM, written for 0.33 ({error}); "
+        f"fastdeploy_cache.adapters.vllm.connector needs vLLM 0.29 or newer ({error}); "
         "load it by vLLM's --kv-transfer-config, where vLLM is installed"
     ) from error
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # before 0.32
+    _HIT_SOURCE = None
+else:
+    _HIT_SOURCE = CacheHitSource.HOST
 
 from fastdeploy_cache.adapters.vllm.scheduler import SchedulerHalf
 from fastdeploy_cache.adapters.vllm.settings import is_layerwise, settings_of
 from fastdeploy_cache.adapters.vllm.step import StepPlan, WorkerKV
+from fastdeploy_cache.adapters.vllm.version import check_version
 from fastdeploy_cache.adapters.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -72,7 +80,7 @@ class StepDone(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """One in vLLM's scheduler, one in each worker. Called by one thread at a time, as vLLM does."""
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = _HIT_SOURCE
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Starts the ranks, in the scheduler's role.
@@ -82,6 +90,7 @@ class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             NotEnoughMemoryError: the CPU tier does not fit.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        check_version(vllm.__version__)
         settings = settings_of(vllm_config, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None

@@ -139,13 +139,15 @@ class SchedulerHalf:
             return None, False
         size, first = self._config.block_size, num_computed_tokens // self._config.block_size
         # pinned: what is promised here may not be evicted before the load begins, or vLLM would take it for a failure
-        sequence.pinned = self._cache.blocks.pin(sequence.tokens, (request.num_tokens - 1) // size)
+        sequence.pinned = self._cache.blocks.pin(sequence.tokens, request.num_tokens // size)
         num_blocks = sequence.pinned.num_blocks - first
-        if not self._fewest <= num_blocks <= self._most:
+        # the last token is computed always, as the next one follows from it; its block is loaded all the same
+        num_tokens = min(num_blocks * size, request.num_tokens - 1 - num_computed_tokens)
+        if not self._fewest <= num_blocks <= self._most or num_tokens <= 0:
             self._unpin(sequence)
             return 0, False
         sequence.first_block = first
-        return num_blocks * size, not self._is_layerwise
+        return num_tokens, not self._is_layerwise
 
     def _is_fetched(self, sequence: _Sequence) -> bool:
         """Whether storage has had its say, once for a request."""
@@ -165,7 +167,7 @@ class SchedulerHalf:
             return
         if num_external_tokens:
             first = sequence.first_block
-            wanted = list(block_ids[first : first + num_external_tokens // self._config.block_size])
+            wanted = list(block_ids[first : first - (-num_external_tokens // self._config.block_size)])
             transfer = self._cache.blocks.copies.swap_in(sequence.tokens, wanted, first_block=first)
             num_begun = transfer.num_blocks
             self._loads.append(_Load(request.request_id, transfer, wanted[:num_begun], wanted[num_begun:]))

@@ -43,6 +43,7 @@ def settings_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Conn
     Raises:
         ConfigError: a model or a parallelism that cannot be served, or an impossible setting.
     """
+    _check_role(vllm_config)
     _check_parallelism(vllm_config)
     spec = _only_spec(kv_cache_config)
     extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
@@ -71,6 +72,15 @@ def settings_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Conn
         raise ConfigError("no CPU tier to load from; give num_cpu_blocks or cpu_memory_bytes")
     kv_format = f"vllm {vllm_config.cache_config.cache_dtype} {spec.dtype} {spec.kv_quant_mode.name}"
     return ConnectorSettings(config, layerwise_load, kv_format)
+
+
+def _check_role(vllm_config: VllmConfig) -> None:
+    role = vllm_config.kv_transfer_config.kv_role
+    if role == "kv_producer":
+        raise ConfigError(
+            'kv_role is "kv_producer"; vLLM does not keep the blocks of a producer until steps under way have ended, '
+            'so they could be overwritten while they are stored: use "kv_both"'
+        )
 
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:

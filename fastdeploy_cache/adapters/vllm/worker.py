@@ -13,7 +13,7 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError, LayoutError
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
-from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace, shared_handle
+from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace, SharedSpan, share_in_place, shared_handle
 from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
 
 _DIMENSIONS = "HNC"  # of a layer's cache behind its blocks: head slots, tokens, content
@@ -26,7 +26,7 @@ class WorkerHalf:
         self._config, self._rank = config, rank
         self._layer_of: dict[str, int] = {}
         self._kv: WorkerKV | None = None
-        self._shared: KVMemory | None = None
+        self._spans: list[SharedSpan] = []
         self._progress: LayerProgress | None = None
         self._plan: StepPlan | None = None
         self._waiting: list[LayerwiseLoad] = []
@@ -43,15 +43,18 @@ class WorkerHalf:
         return layout
 
     def share(self, memory: KVMemory) -> None:
-        """On the CPU device, before `register`: the shared memory that the tensors lie in."""
-        self._shared = memory
+        """On the CPU device, before `register`: the shared memory that the tensors lie in already."""
+        self._spans = [SharedSpan.of(segment) for segment in memory.segments]
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """vLLM's caches by layer name, each [blocks, heads, tokens, content] of any strides that keep a block together.
 
         Raises:
             LayoutError: the bytes of a block lie apart, or are not as many as the model's configuration says.
+            NotEnoughMemoryError: on the CPU device, /dev/shm has no room for the caches, which are moved there.
         """
+        if self._config.transfer.device == "cpu" and not self._spans:
+            self._spans = share_in_place(kv_caches.values())  # before their addresses are looked at: these change
         part = self.layout.parts[0].name
         places: list[dict[str, ArrayPlace]] = []
         index_of: dict[int, int] = {}  # by address: layers may share one cache
@@ -74,9 +77,7 @@ class WorkerHalf:
             from fastdeploy_cache.transfer_manager.device.cuda import export_kv
 
             return export_kv(self.layout, places, next(iter(places[0].values())).device_id)
-        if self._shared is None:
-            raise LayoutError("the KV caches are in this process's own CPU memory, which no rank can reach; use a GPU")
-        return shared_handle(self.layout, places, self._shared.segments, os.getpid())
+        return shared_handle(self.layout, places, self._spans, os.getpid())
 
     def handshake(self) -> WorkerKV | None:
         """What the scheduler's half attaches; None before `register`."""

@@ -161,7 +161,7 @@ def test_blocks_that_are_being_copied_are_not_given_away(new_rig: NewRig) -> Non
     """A request is aborted while its blocks are read: vLLM gets them back when the copy has ended, not before."""
     rig = new_rig()
     pool = rig.scheduler.kv_cache_manager.block_pool
-    [pid] = pids(rig.cache._client)
+    [pid] = pids(rig.cache._movement.client)
     rig.add("first", PROMPT)
     stopped(pid)
     rig.step()
@@ -192,7 +192,7 @@ def test_a_restarted_engine_finds_it_in_storage(new_rig: NewRig, tmp_path: Path)
     storage = {"folder": str(tmp_path / "store"), "weights_id": "arithmetic-1", "admission": "all"}
     first = new_rig(storage=storage, min_prefetch_tokens=1)
     first.serve("first", PROMPT)
-    assert first.cache.flush_storage(SECONDS)
+    assert first.cache.storage.flush(SECONDS)
     first.close()
     second = new_rig(storage=storage, min_prefetch_tokens=1, prefetch_policy="wait_complete")
     assert_served(second, second.serve("again", PROMPT), PROMPT)
@@ -217,12 +217,12 @@ def test_a_failed_load_is_computed_again(new_rig: NewRig, layerwise: bool) -> No
     rig = new_rig(layerwise_load=layerwise, transfer={"task_timeout_seconds": 1.0})
     rig.serve("first", PROMPT)
     push_out(rig)
-    [pid] = pids(rig.cache._client)
+    [pid] = pids(rig.cache._movement.client)
     stopped(pid)
     assert_served(rig, rig.serve("again", PROMPT), PROMPT)
     [failed] = rig.failed_blocks
     assert len(failed) == NUM_PROMPT_BLOCKS
-    assert rig.cache.wait_for_ranks(SECONDS)
+    assert rig.cache.ranks.wait_ready(SECONDS)
     push_out(rig)
     assert_served(rig, rig.serve("later", PROMPT), PROMPT)
     assert rig.num_computed_tokens < BLOCK_SIZE, "the CPU tier has outlived its rank"
@@ -233,11 +233,11 @@ def test_what_failed_to_load_is_never_stored(new_rig: NewRig) -> None:
     rig = new_rig(transfer={"task_timeout_seconds": 1.0})
     rig.serve("first", PROMPT)
     push_out(rig)
-    [pid] = pids(rig.cache._client)
+    [pid] = pids(rig.cache._movement.client)
     stopped(pid)
     rig.add("again", PROMPT)
     rig.step()
-    assert rig.cache.wait_for_transfers(SECONDS) and rig.cache.wait_for_ranks(SECONDS)
+    assert rig.cache.wait_for_transfers(SECONDS) and rig.cache.ranks.wait_ready(SECONDS)
     rig.cache.reset()
     output = rig.scheduler.schedule()
     rig.scheduler.finish_requests("again", vllm_rig.ABORTED)
@@ -254,7 +254,7 @@ def test_without_ranks_vllm_computes(new_rig: NewRig) -> None:
     rig = new_rig(policy="fail", transfer={"max_restarts": 0})
     rig.serve("first", PROMPT)
     push_out(rig)
-    rig.cache.kv_lost(0)
+    rig.cache.ranks.kv_lost(0)
     assert_served(rig, rig.serve("again", PROMPT), PROMPT)
     assert rig.num_computed_tokens == len(PROMPT) + 1 and not rig.failed_blocks
 
