@@ -10,7 +10,7 @@ from fastdeploy_cache.books.large_dict import LargeDict
 from fastdeploy_cache.books.run import Children, Run, Tier
 
 Roots = dict[str, Run] | LargeDict[str, Run]
-AT_ONCE = 1024  # runs that a reset itself removes: some milliseconds
+AT_ONCE = 512  # runs that a reset itself removes: some milliseconds
 A_TURN = 64  # that each later turn removes
 
 
