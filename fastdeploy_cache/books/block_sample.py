@@ -15,14 +15,18 @@ class BlockSample(msgspec.Struct, gc=False, eq=False):
     num_blocks: int
     end: int | None  # from what the blocks behind are computed; None where it is not known (any more)
 
+    def num_before(self, block: int) -> int:
+        """How many observed blocks lie before a place in the run, or in what continues it."""
+        return bisect_left(self.blocks, block)
+
     def num_from(self, first_block: int) -> int:
         """How many observed blocks lie at `first_block` or behind."""
-        return len(self.keys) - bisect_left(self.blocks, first_block)
+        return len(self.keys) - self.num_before(first_block)
 
     def cut(self, num_blocks: int) -> None:
         """Forget what is behind the first `num_blocks` blocks."""
         if num_blocks < self.num_blocks:
-            num_keys = bisect_left(self.blocks, num_blocks)
+            num_keys = self.num_before(num_blocks)
             del self.keys[num_keys:], self.blocks[num_keys:]
             self.num_blocks, self.end = num_blocks, None
 
@@ -36,7 +40,7 @@ class BlockSample(msgspec.Struct, gc=False, eq=False):
         """That of the blocks behind the first `num_blocks`, if one of them has been looked at."""
         if num_blocks >= self.num_blocks:
             return None
-        first = bisect_left(self.blocks, num_blocks)
+        first = self.num_before(num_blocks)
         blocks = [block - num_blocks for block in self.blocks[first:]]
         return BlockSample(self.keys[first:], blocks, self.num_blocks - num_blocks, self.end)
 

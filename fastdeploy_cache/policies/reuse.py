@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from fastdeploy_cache.books.block_sample import BlockSample
 from fastdeploy_cache.books.run import TIERS, Run, Tier, Usage
 from fastdeploy_cache.policies.block_sampler import BlockSampler
 from fastdeploy_cache.policies.eviction import Asked, Clock, Hints, LeastRecentlyUsed, Split
@@ -126,8 +125,8 @@ class Reuse(LeastRecentlyUsed):
             if sample is None or sample.num_blocks != run.num_blocks:
                 sample = self._sampler.sample(run)
             if sample.keys:
-                num_hits += _num_before(sample, asked.num_found - end)
-                num_asked += _num_before(sample, asked.num_asked - end)
+                num_hits += sample.num_before(asked.num_found - end)
+                num_asked += sample.num_before(asked.num_asked - end)
                 keys += sample.keys
             end += run.num_blocks
         num_asked = max(num_asked, num_hits)
@@ -224,10 +223,3 @@ def _class_of(usage: Usage, request: Hints, num_tokens: int) -> int:
     if request.session_ended:
         return ENDED_CLASS
     return PENDING_CLASS if request.tool_call_pending else private_class(usage.turn, usage.gap, num_tokens)
-
-
-def _num_before(sample: BlockSample, block: int) -> int:
-    """How many observed blocks of a run lie before a block."""
-    if block <= 0:
-        return 0
-    return len(sample.keys) if block >= sample.num_blocks else len(sample.keys) - sample.num_from(block)

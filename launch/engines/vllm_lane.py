@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -73,9 +72,7 @@ def _stage(folder: Path, name: str, **settings: Any) -> StageResult:
     with log.open("wb") as out:
         command = [sys.executable, "-m", _STAGE, json.dumps(asdict(wanted))]
         try:
-            done = subprocess.run(
-                command, stdout=out, stderr=subprocess.STDOUT, timeout=_TIMEOUT_SECONDS, env=os.environ, check=False
-            )
+            done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=_TIMEOUT_SECONDS, check=False)
         except subprocess.TimeoutExpired:
             raise LaunchError(f"vLLM ({name}) took more than {_TIMEOUT_SECONDS:.0f} s:\n{_tail(log)}") from None
     if done.returncode != 0 or not result.exists():

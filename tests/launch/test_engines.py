@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastdeploy_cache.adapters.vllm.version import check_version
-from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.launch.engines import vllm_lane
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
 from fastdeploy_cache.launch.engines.vllm_lane import Line
@@ -78,19 +76,3 @@ def test_what_the_lane_finds_fault_with(run: str, changed: dict[str, int], findi
     """An answer that differs, a cache that is not hit, and a kill that reached nobody fail the lane, by name."""
     lines = [_line(each, **(changed if each == run else {})) for each in RUNS]
     assert vllm_lane._findings(lines) == ([finding] if finding else [])
-
-
-@pytest.mark.parametrize("version", ["0.28.1", "0.9.0rc1"])
-def test_an_old_vllm_is_refused_by_name(version: str) -> None:
-    """What the connector cannot work with says so at start, and not by a missing name later."""
-    with pytest.raises(ConfigError, match=rf"this is vLLM {version}; the connector needs 0\.29 or newer"):
-        check_version(version)
-
-
-@pytest.mark.parametrize(
-    ("version", "is_known"), [("0.29.0", True), ("0.33.2+cpu", True), ("0.34.0", False), ("dev", False)]
-)
-def test_a_new_vllm_is_tried(caplog: pytest.LogCaptureFixture, version: str, is_known: bool) -> None:
-    """One that nobody has tried is served with a warning."""
-    check_version(version)
-    assert ("unknown_vllm" in caplog.text) is not is_known
