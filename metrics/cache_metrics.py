@@ -57,7 +57,9 @@ class _PeerSums:
 
 
 @dataclass(slots=True)
-class _TaskSums:
+class TaskSums:
+    """What became of tasks of one kind."""
+
     num_tasks: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
@@ -87,7 +89,7 @@ class CacheMetrics:
         self._num_requests_hit = 0
         self._num_tokens = 0
         self._hit_tokens = (0,) * len(TIERS)
-        self._tasks: defaultdict[tuple[str, int], _TaskSums] = defaultdict(_TaskSums)
+        self._tasks: defaultdict[tuple[str, int], TaskSums] = defaultdict(TaskSums)
         self._peers: defaultdict[tuple[str, str], _PeerSums] = defaultdict(_PeerSums)  # kind, peer
         self._peer_failures: defaultdict[tuple[str, str, str], int] = defaultdict(int)  # kind, peer, reason
         self._layers_in_flight: Callable[[], Mapping[str, int]] = dict
@@ -174,8 +176,18 @@ class CacheMetrics:
 
     def task_bytes(self) -> dict[str, int]:
         """Bytes copied so far by all ranks together, by kind."""
+        return {kind: self.task_totals(kind).num_bytes for kind in TASK_KINDS}
+
+    def task_totals(self, kind: str) -> TaskSums:
+        """Tasks of one of `TASK_KINDS` so far, of all ranks together."""
         with self._lock:
-            return {d: sum(self._tasks[d, rank].num_bytes for rank in self._ranks) for d in TASK_KINDS}
+            parts = [self._tasks[kind, rank] for rank in self._ranks]
+            return TaskSums(
+                num_tasks=sum(part.num_tasks for part in parts),
+                num_bytes=sum(part.num_bytes for part in parts),
+                seconds=sum(part.seconds for part in parts),
+                num_failures=sum(part.num_failures for part in parts),
+            )
 
     def collect(self) -> Iterator[Metric]:
         """The protocol of a `prometheus_client` collector."""

@@ -139,6 +139,7 @@ HOMES = {
         "launch/server/upstream.py",
     },
     "prometheus_client": {
+        "fastdeploy_cache/adapters/vllm/connector_metrics.py",
         "metrics/cache_metrics.py",
         "metrics/exporter.py",
         "metrics/fastdeploy_names.py",
@@ -149,6 +150,7 @@ HOMES = {
     "torch": {"transfer_manager/kv/tensors.py"},
     "vllm": {
         "fastdeploy_cache/adapters/vllm/connector.py",
+        "fastdeploy_cache/adapters/vllm/connector_metrics.py",
         "fastdeploy_cache/adapters/vllm/settings.py",
         "launch/engines/vllm_stage.py",
     },

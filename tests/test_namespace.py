@@ -18,7 +18,8 @@ BESIDE = ("ipc", "launch", "metrics", "transfer_manager")
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 import fastdeploy_cache
-NEEDS_OTHERS = ("fastdeploy_cache.adapters.vllm.connector", "fastdeploy_cache.adapters.vllm.settings")
+vllm = "fastdeploy_cache.adapters.vllm."
+NEEDS_OTHERS = (vllm + "connector", vllm + "connector_metrics", vllm + "settings")
 for found in pkgutil.walk_packages(fastdeploy_cache.__path__, "fastdeploy_cache."):
     if found.name not in NEEDS_OTHERS and not found.name.endswith("__main__"):
         importlib.import_module(found.name)

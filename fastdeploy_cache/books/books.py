@@ -78,12 +78,13 @@ class Books:
         self._thread = me
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        calls: Sequence[Callable[[], object]]
         if self._changes or self._waiters or self._graves.open:
             is_at_rest, calls = self._settle_and_leave()
         else:
-            is_at_rest, calls = True, self._calls
-            if calls:
-                self._calls = []
+            is_at_rest, calls = True, ()
+            if self._calls:  # an empty list stays: taken along, it would show us the calls of the turns behind ours
+                calls, self._calls = self._calls, []
             self._thread = None
             self._lock.release()
         for outlet in self._outlets:

@@ -209,3 +209,21 @@ def test_nobody_pays_for_changes_that_nobody_hears(books: Books) -> None:
     with books:
         books.note(Rang())
         assert not books._changes and not books.hears(Rang)
+
+
+def test_a_call_is_made_once_whoever_leaves_a_turn_meanwhile(books: Books) -> None:
+    """A turn without calls hands over; before it comes back, another turn decides on a call and makes it: once."""
+    made: list[str] = []
+
+    class Between(Box):
+        def hand_over(self) -> None:
+            super().hand_over()
+            with books:
+                books.call_later(lambda: made.append("call"))
+
+    box = Between(books)
+    books.add_outlet(box)
+    with books:
+        box.queued.append("task")
+    assert box.handed_over == [("task", True)]
+    assert made == ["call"]

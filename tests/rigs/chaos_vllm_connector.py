@@ -89,6 +89,13 @@ class Pool:
     def of(self, block_ids: Sequence[int]) -> list[Block]:
         return [self.blocks[block_id] for block_id in block_ids]
 
+    def reset_prefix_cache(self) -> bool:
+        """Refused while somebody holds a block."""
+        is_idle = len(self.free) == len(self.blocks)
+        if is_idle:
+            self.known.clear()
+        return is_idle
+
     def find(self, prompt: Prompt) -> list[Block]:
         found = []
         for key in self._keys(prompt, (len(prompt.tokens) - 1) // self._size):
@@ -218,6 +225,8 @@ class VLLMConnector(Driver):
         request.num_computed_tokens = 0
 
     def reset(self) -> None:
+        self._pool.reset_prefix_cache()
+        assert not self.half.is_storing, "a reset waits for copies, which end by their deadline"
         self.half.reset()
         self._pool.known.clear()
 

@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -183,7 +184,8 @@ class Rig:
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         config.cache_config.num_gpu_blocks = num_blocks
         kv_cache_config = new_kv_cache_config(num_blocks)
-        self.scheduler = Scheduler(config, kv_cache_config, StructuredOutputManager(config), BLOCK_SIZE)
+        self.scheduler = Scheduler(config, kv_cache_config, StructuredOutputManager(config), BLOCK_SIZE, log_stats=True)
+        self.stats: list[SchedulerStats] = []  # what vLLM would log and export, step by step
         self.connector: FastDeployCacheConnector = self.scheduler.get_kv_connector()
         self.cache = self.connector.scheduler.cache
         self.workers: list[RigWorker] = []
@@ -264,7 +266,9 @@ class Rig:
         assert result is not None
         if result.kv_connector_output is not None and result.kv_connector_output.invalid_block_ids:
             self.failed_blocks.append(result.kv_connector_output.invalid_block_ids)
-        self.scheduler.update_from_output(output, result)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            if outputs.scheduler_stats is not None:
+                self.stats.append(outputs.scheduler_stats)
 
     def _follow_tables(self, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:

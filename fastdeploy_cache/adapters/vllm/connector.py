@@ -24,13 +24,12 @@ except ImportError as error:
         "load it by vLLM's --kv-transfer-config, where vLLM is installed"
     ) from error
 
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # before 0.32
-    _HIT_SOURCE = None
-else:
-    _HIT_SOURCE = CacheHitSource.HOST
-
+from fastdeploy_cache.adapters.vllm.connector_metrics import (
+    ConnectorCounters,
+    ConnectorStats,
+    hits_by_source,
+    storage_source,
+)
 from fastdeploy_cache.adapters.vllm.scheduler import SchedulerHalf
 from fastdeploy_cache.adapters.vllm.settings import is_layerwise, settings_of
 from fastdeploy_cache.adapters.vllm.step import StepPlan, WorkerKV
@@ -39,6 +38,12 @@ from fastdeploy_cache.adapters.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -80,8 +85,6 @@ class StepDone(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """One in vLLM's scheduler, one in each worker. Called by one thread at a time, as vLLM does."""
 
-    _cache_hit_source = _HIT_SOURCE
-
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Starts the ranks, in the scheduler's role.
 
@@ -96,7 +99,10 @@ class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker: WorkerHalf | None = None
         self._number_done: int | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(settings.cache, settings.kv_format, is_layerwise=settings.layerwise_load)
+            self._scheduler = SchedulerHalf(
+                settings.cache, settings.kv_format, is_layerwise=settings.layerwise_load, metrics=settings.metrics
+            )
+            self._storage_source = storage_source(settings.cache)
         else:
             parallel = vllm_config.parallel_config
             self._worker = WorkerHalf(settings.cache, parallel.rank % parallel.tensor_parallel_size)
@@ -146,6 +152,10 @@ class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Starts the load."""
         self.scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:  # noqa: ARG002
+        """Which tiers the promised tokens come from; vLLM 0.32 and newer ask it behind `update_state_after_alloc`."""
+        return hits_by_source(self.scheduler.hit_of(request), self._storage_source)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Starts to store what has been computed; says what has been loaded."""
         state = scheduler_output.kv_connector_block_state
@@ -175,6 +185,29 @@ class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Forget the CPU tier; what is in storage stays."""
         self.scheduler.reset()
         return True
+
+    # -- metrics
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What the manager has counted since the last call, for vLLM's log and its metrics; in the scheduler only."""
+        counts = self._scheduler.take_counts() if self._scheduler is not None else {}
+        return ConnectorStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """The same from what another process has sent."""
+        return ConnectorStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """Counters on vLLM's own page of metrics."""
+        return ConnectorCounters(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- worker
 

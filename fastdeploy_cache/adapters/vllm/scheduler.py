@@ -5,20 +5,21 @@ vLLM's block i is the manager's GPU block i: all of them are the adapter's own, 
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
 from typing import Any
 
+from fastdeploy_cache.adapters.vllm.counters import Counters
+from fastdeploy_cache.adapters.vllm.metrics_address import MetricsAddress
+from fastdeploy_cache.adapters.vllm.sequences import ExternalHit, Namer, Sequence
 from fastdeploy_cache.adapters.vllm.step import LayerwiseLoad, StepPlan, WorkerKV
-from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
+from fastdeploy_cache.adapters.vllm.storing import Storing
 from fastdeploy_cache.callers.transfers import CallerTransfer
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.errors import ConfigError, RequestError
+from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.manager import PrefixCacheManager
-from fastdeploy_cache.match import Prefetch
-from fastdeploy_cache.request import Request
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 
 logger = logging.getLogger(__name__)
@@ -27,28 +28,14 @@ _MARGIN_SECONDS = 5.0  # behind a task's deadline its rank is killed and reaped;
 
 
 @dataclass(eq=False)
-class _Sequence:
-    """One of vLLM's requests."""
-
-    request: Any
-    tokens: Request  # grows behind vLLM's
-    generation: int  # of the cache, when it came: after a reset nothing that it computed before is stored
-    pinned: PinnedPrefix | None = None  # from the match to the start of its load
-    first_block: int = 0  # of the load
-    prefetch: Prefetch | None = None
-    load_failed: bool = False  # not tried again: vLLM would ask for ever
-    num_offered: int = 0  # blocks that were to be stored
-    store: _Store | None = None
-    rest: list[Any] | None = None  # vLLM's blocks, kept until `store` has ended: all that was computed, at its end
-
-
-@dataclass(eq=False)
 class _Load:
-    request_id: str
+    sequence: Sequence
     transfer: CallerTransfer
     block_ids: list[int]
     missing_ids: list[int]  # promised, and not even begun
+    hit: ExternalHit
     number: int | None = None  # of the step that computes on it, or that tells of its failure
+    is_judged: bool = False  # counted, and logged where it failed
 
     @property
     def failed_ids(self) -> list[int]:
@@ -57,41 +44,36 @@ class _Load:
         return self.missing_ids + self.block_ids if has_failed else self.missing_ids
 
 
-@dataclass(eq=False)
-class _Store:
-    sequence: _Sequence
-    transfer: CallerTransfer
-    blocks: list[Any]  # vLLM's, kept by a reference while they are read
-
-
-@dataclass(eq=False)
-class _Names:
-    """What prefixes of other meaning are told apart by."""
-
-    kv_format: str
-    orders: set[str] = field(default_factory=set)
-
-    def namespace(self, request: Any) -> str:
-        lora = request.lora_request
-        adapter = [lora.lora_name, lora.lora_path] if lora else None
-        return json.dumps([self.kv_format, *sorted(self.orders), request.cache_salt, adapter])
-
-
 class SchedulerHalf:
     """One in vLLM's scheduler process. One thread at a time, as vLLM calls it; only `attach` and `close` wait."""
 
-    def __init__(self, config: CacheConfig, kv_format: str, *, is_layerwise: bool) -> None:
-        """Makes the manager; its ranks start when the workers have made their KV arrays. Raises as the manager does."""
+    def __init__(
+        self, config: CacheConfig, kv_format: str, *, is_layerwise: bool, metrics: MetricsAddress | None = None
+    ) -> None:
+        """Makes the manager; its ranks start when the workers have made their KV arrays. Raises as the manager does.
+
+        `metrics`: where to serve the manager's metrics; None: nowhere.
+        """
         self._cache = PrefixCacheManager(config)
+        if metrics is not None:
+            self._serve(metrics)
         self._cache.blocks.allocate(config.pool_sizes()[0])
         self._config, self._is_layerwise = config, is_layerwise
         self._fewest, self._most = config.load_limits()
-        self._names = _Names(kv_format)
-        self._block_pool: Any = None
-        self._sequences: dict[str, _Sequence] = {}
+        self._names = Namer(kv_format)
+        self._storing = Storing(self._cache.blocks.copies)
+        self._sequences: dict[str, Sequence] = {}
         self._loads: list[_Load] = []
-        self._stores: list[_Store] = []
+        self._counters = Counters(self._cache.metrics)
         self._number = 0
+
+    def _serve(self, metrics: MetricsAddress) -> None:
+        try:
+            url = self._cache.serve_metrics(metrics.host, metrics.port)
+        except BaseException:
+            self._cache.close()
+            raise
+        logger.info("event=metrics url=%s", url)
 
     @property
     def cache(self) -> PrefixCacheManager:
@@ -107,15 +89,24 @@ class SchedulerHalf:
         """
         if set(kv) != set(range(self._config.transfer.tp_size)):
             raise ConfigError(f"KV arrays of ranks {sorted(kv)}; there are {self._config.transfer.tp_size} ranks")
-        self._names.orders = {each.order for each in kv.values()}
-        if len(self._names.orders) != 1:
-            raise ConfigError(f"ranks keep blocks in different orders: {sorted(self._names.orders)}; make them alike")
+        orders = sorted({each.order for each in kv.values()})
+        if len(orders) != 1:
+            raise ConfigError(f"ranks keep blocks in different orders: {orders}; make them alike")
+        self._names.follow_orders(orders)
         for rank, each in sorted(kv.items()):
             self._cache.ranks.attach_kv(rank, KVHandle.from_bytes(each.handle))
 
     def bind_block_pool(self, block_pool: Any) -> None:
-        """vLLM's `BlockPool`."""
-        self._block_pool = block_pool
+        """vLLM's `BlockPool`. It can be reset only while nobody holds a block, and vLLM asks no connector to let go. So
+        its `reset_prefix_cache` waits for the copies first, which end by their own deadline."""
+        reset = block_pool.reset_prefix_cache
+
+        def reset_when_stored() -> bool:
+            self._storing.wait(self._longest_seconds)
+            return bool(reset())
+
+        block_pool.reset_prefix_cache = reset_when_stored
+        self._storing.bind(block_pool)
 
     def close(self) -> None:
         """End the ranks. Safe to call twice."""
@@ -125,15 +116,20 @@ class SchedulerHalf:
         """Forget what is cached."""
         self._cache.reset()
 
+    def take_counts(self) -> dict[str, float]:
+        """What has been counted since the last call; empty where nothing has happened."""
+        return self._counters.take()
+
     # -- finding and loading
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens behind these can be loaded, and whether between steps; None: ask again at the next step."""
         sequence = self._sequence(request)
-        if sequence is None or request.skip_reading_prefix_cache:
+        if sequence is None:
             return 0, False
+        sequence.num_vllm_tokens = num_computed_tokens
         self._unpin(sequence)
-        if sequence.load_failed or not self._cache.ranks.wait_ready(0):
+        if request.skip_reading_prefix_cache or sequence.load_failed or not self._cache.ranks.wait_ready(0):
             return 0, False
         if len(self._loads) >= self._config.transfer.max_tasks_in_flight or not self._is_fetched(sequence):
             return None, False
@@ -149,7 +145,7 @@ class SchedulerHalf:
         sequence.first_block = first
         return num_tokens, not self._is_layerwise
 
-    def _is_fetched(self, sequence: _Sequence) -> bool:
+    def _is_fetched(self, sequence: Sequence) -> bool:
         """Whether storage has had its say, once for a request."""
         if self._config.storage is None:
             return True
@@ -160,39 +156,47 @@ class SchedulerHalf:
             self._cache.end_prefetch(sequence.tokens)
         return is_ready
 
-    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def allocated(self, request: Any, block_ids: ListOf[int], num_external_tokens: int) -> None:
         """vLLM has made room for the whole request: load the promised tokens."""
         sequence = self._sequence(request)
         if sequence is None:
             return
+        size = self._config.block_size
+        sequence.hit = sequence.split(num_external_tokens, size)
         if num_external_tokens:
             first = sequence.first_block
-            wanted = list(block_ids[first : first - (-num_external_tokens // self._config.block_size)])
+            wanted = list(block_ids[first : first - (-num_external_tokens // size)])
             transfer = self._cache.blocks.copies.swap_in(sequence.tokens, wanted, first_block=first)
             num_begun = transfer.num_blocks
-            self._loads.append(_Load(request.request_id, transfer, wanted[:num_begun], wanted[num_begun:]))
+            self._loads.append(_Load(sequence, transfer, wanted[:num_begun], wanted[num_begun:], sequence.hit))
+        else:
+            self._count(sequence, sequence.hit)
         self._unpin(sequence)
+
+    def hit_of(self, request: Any) -> ExternalHit:
+        """Where the promised tokens of the request come from. Ask it behind `allocated`."""
+        sequence = self._sequences.get(request.request_id)
+        return sequence.hit if sequence is not None else ExternalHit()
 
     def step(self, tables: Mapping[str, list[int]]) -> StepPlan:
         """The next step. `tables`: the GPU blocks of `storable` requests."""
         self._number += 1
-        self._end_stores()
+        self._storing.end_done()
         for request_id, block_ids in tables.items():
             sequence = self._sequences[request_id]
-            self._store(sequence, self._computed(sequence, block_ids), sequence.num_offered)
+            self._storing.store(sequence, self._computed(sequence, block_ids), sequence.num_offered)
         return self._plan_layerwise() if self._is_layerwise else self._plan()
 
     def _plan(self) -> StepPlan:
         ended = [load for load in self._loads if load.number is None and load.transfer.done]
         for load in ended:
             load.number = self._number
-            if load.failed_ids:
-                self._give_up(load)
+            self._judge(load, has_failed=bool(load.failed_ids))
         # a failed one stays until vLLM knows: it takes these blocks for computed, and the request may end before
         self._loads = [load for load in self._loads if load.number is None or load.failed_ids]
         return StepPlan(
             self._number,
-            received=frozenset(load.request_id for load in ended),
+            received=frozenset(load.sequence.request.request_id for load in ended),
             failed_block_ids=frozenset(block_id for load in ended for block_id in load.failed_ids),
         )
 
@@ -201,14 +205,14 @@ class SchedulerHalf:
         for load in fresh:
             load.number = self._number
             if load.missing_ids:
-                self._give_up(load)
+                self._judge(load, has_failed=True)
         if not fresh:
             return StepPlan(self._number)
         return StepPlan(
             self._number,
             loads=tuple(LayerwiseLoad(load.transfer.task_ids, tuple(load.block_ids)) for load in fresh),
             progress=tuple(self._progress_handle(rank) for rank in range(self._config.transfer.tp_size)),
-            timeout_seconds=self._config.transfer.task_timeout_seconds + _MARGIN_SECONDS,
+            timeout_seconds=self._longest_seconds,
             failed_block_ids=frozenset(block_id for load in fresh for block_id in load.missing_ids),
         )
 
@@ -222,22 +226,42 @@ class SchedulerHalf:
         for load in self._loads:
             if load.number is not None and load.number <= number:
                 # workers see the last layer before the manager hears of the task's end; until then its blocks are busy
-                load.transfer.wait(self._config.transfer.task_timeout_seconds + _MARGIN_SECONDS)
-                if not load.transfer.succeeded:
-                    self._give_up(load)
+                load.transfer.wait(self._longest_seconds)
+                self._judge(load, has_failed=not load.transfer.succeeded)
         self._loads = [load for load in self._loads if load.number is None or load.number > number]
 
-    def _give_up(self, load: _Load) -> None:
-        logger.warning("event=load_failed request_id=%s num_blocks=%d", load.request_id, len(load.block_ids))
-        if (sequence := self._sequences.get(load.request_id)) is not None:
+    def _judge(self, load: _Load, *, has_failed: bool) -> None:
+        """Once for each load: count what came, or say what did not."""
+        if load.is_judged:
+            return
+        load.is_judged = True
+        sequence = load.sequence
+        self._count(sequence, ExternalHit() if has_failed else load.hit)
+        if has_failed:
             sequence.load_failed = True
+            num_blocks = len(load.block_ids) + len(load.missing_ids)
+            logger.warning(
+                "event=load_failed request_id=%s num_blocks=%d action=compute", sequence.request.request_id, num_blocks
+            )
+
+    def _count(self, sequence: Sequence, hit: ExternalHit) -> None:
+        if sequence.is_counted:
+            return
+        sequence.is_counted = True
+        hits = (sequence.num_vllm_tokens, hit.num_cpu_tokens, hit.num_storage_tokens)
+        self._cache.metrics.record_request(sequence.request.num_prompt_tokens, hits)
+
+    @property
+    def _longest_seconds(self) -> float:
+        """How long a task can take: one that is late is answered by the death of its rank."""
+        return self._config.transfer.task_timeout_seconds + _MARGIN_SECONDS
 
     # -- storing
 
     @property
     def is_storing(self) -> bool:
         """Blocks are kept until they are copied."""
-        return bool(self._stores)
+        return self._storing.is_busy
 
     def storable(self, request_ids: Iterable[str]) -> list[str]:
         """Those of the requests that have full blocks which were computed and not offered yet."""
@@ -246,10 +270,10 @@ class SchedulerHalf:
         return [
             sequence.request.request_id
             for sequence in sequences
-            if sequence.store is None and self._num_computed(sequence) // size > sequence.num_offered
+            if not sequence.is_storing and self._num_computed(sequence) // size > sequence.num_offered
         ]
 
-    def finish(self, request: Any, block_ids: Sequence[int]) -> None:
+    def finish(self, request: Any, block_ids: ListOf[int]) -> None:
         """vLLM is done with the request and frees its blocks after this call."""
         sequence = self._sequences.pop(request.request_id, None)
         if sequence is None:
@@ -257,19 +281,15 @@ class SchedulerHalf:
         self._unpin(sequence)
         if self._config.storage is not None:
             self._cache.end_prefetch(sequence.tokens)
-        ids = self._computed(sequence, block_ids)
-        if sequence.store is None:
-            self._store(sequence, ids, 0)
-        elif len(ids) > sequence.num_offered:  # one after the other: a store goes on behind what has arrived
-            sequence.rest = self._keep(ids)
+        self._storing.store_last(sequence, self._computed(sequence, block_ids))
 
-    def _num_computed(self, sequence: _Sequence) -> int:
+    def _num_computed(self, sequence: Sequence) -> int:
         """Tokens whose KV is complete: steps that still run do not count."""
         request = sequence.request
         num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
         return int(num_tokens if self._config.cache_outputs else min(num_tokens, request.num_prompt_tokens))
 
-    def _computed(self, sequence: _Sequence, block_ids: Sequence[int]) -> list[int]:
+    def _computed(self, sequence: Sequence, block_ids: ListOf[int]) -> list[int]:
         """The full blocks of these that are computed, up to the first that a load may still be writing.
 
         vLLM lets a request share, within a step, blocks that another one loads in it. Should that load fail, they would
@@ -280,72 +300,21 @@ class SchedulerHalf:
         bad = next((i for i, block_id in enumerate(ids) if block_id in uncertain), len(ids))
         return ids[:bad]
 
-    def _store(self, sequence: _Sequence, ids: list[int], first: int) -> None:
-        """Copy blocks [first, ...) of the request down, as far as they are not there."""
-        if len(ids) <= first:
-            return
-        self._follow(sequence)
-        transfer = self._cache.blocks.copies.swap_out(
-            sequence.tokens, ids[first:], first_block=first, generation=sequence.generation
-        )
-        sequence.num_offered = len(ids)
-        if transfer.num_blocks:
-            sequence.store = _Store(sequence, transfer, self._keep(ids[first:]))
-            self._stores.append(sequence.store)
-
-    def _keep(self, block_ids: Sequence[int]) -> list[Any]:
-        """vLLM must not give these to others, whatever becomes of their request (finished, aborted, preempted)."""
-        blocks = [self._block_pool.blocks[block_id] for block_id in block_ids]
-        self._block_pool.touch(blocks)
-        return blocks
-
-    def _end_stores(self) -> None:
-        # asked once each: between two questions one may end, and would be in neither list
-        stores, self._stores = self._stores, []
-        for store in stores:
-            if not store.transfer.done:
-                self._stores.append(store)
-                continue
-            sequence = store.sequence
-            sequence.store = None
-            if sequence.rest is not None:
-                rest, sequence.rest = sequence.rest, None
-                self._store(sequence, [block.block_id for block in rest], 0)
-                self._block_pool.free_blocks(reversed(rest))
-            self._block_pool.free_blocks(reversed(store.blocks))
-
     # -- requests
 
-    def _sequence(self, request: Any) -> _Sequence | None:
+    def _sequence(self, request: Any) -> Sequence | None:
         """None: what its blocks hold does not follow from its tokens alone."""
         found = self._sequences.get(request.request_id)
         if found is not None and found.request is request:
-            self._follow(found)
+            found.follow()
             return found
-        if request.prompt_embeds is not None or request.prompt_token_ids is None or request.resumable:
+        tokens = self._names.tokens_of(request)
+        if tokens is None:
             return None
-        images = [(f.mm_position.offset, f.mm_position.length, f.identifier) for f in request.mm_features]
-        try:
-            tokens = Request(
-                request_id=request.request_id,
-                prompt_token_ids=request.all_token_ids[:],
-                namespace=self._names.namespace(request),
-                images=images,
-                match_inside_images=True,
-            )
-        except RequestError as error:
-            logger.warning("event=request_not_cached error=%r", str(error))
-            return None
-        sequence = self._sequences[request.request_id] = _Sequence(request, tokens, self._cache.blocks.generation)
+        sequence = self._sequences[request.request_id] = Sequence(request, tokens, self._cache.blocks.generation)
         return sequence
 
-    def _follow(self, sequence: _Sequence) -> None:
-        """Output that vLLM has appended since."""
-        num_new = sequence.request.num_tokens - sequence.tokens.num_tokens
-        if num_new > 0:
-            sequence.tokens.append_output(sequence.request.all_token_ids[-num_new:])
-
-    def _unpin(self, sequence: _Sequence) -> None:
+    def _unpin(self, sequence: Sequence) -> None:
         pinned, sequence.pinned = sequence.pinned, None
         if pinned is not None:
             self._cache.blocks.unpin(pinned)

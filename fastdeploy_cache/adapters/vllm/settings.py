@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from fastdeploy_cache.adapters.vllm.metrics_address import MetricsAddress
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.kv.layout import STORAGE_DTYPES, KVLayout
@@ -27,6 +28,7 @@ class ConnectorSettings:
     cache: CacheConfig
     layerwise_load: bool
     kv_format: str
+    metrics: MetricsAddress | None = None
 
 
 def is_layerwise(extra: Mapping[str, Any]) -> bool:
@@ -49,11 +51,12 @@ def settings_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Conn
     extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
     layerwise_load, path = is_layerwise(extra), extra.pop("config_path", None)
     extra.pop("layerwise_load", None)
+    parallel = vllm_config.parallel_config
+    metrics = MetricsAddress.take(extra, parallel.data_parallel_index)
     if taken := [name for name in _OURS if name in extra]:
         raise ConfigError(
             f"kv_connector_extra_config sets {', '.join(taken)}; the connector takes these from the model"
         )
-    parallel = vllm_config.parallel_config
     extra["transfer"] = {
         "device": "cuda" if current_platform.is_cuda() else "cpu",
         "data_parallel_id": parallel.data_parallel_index,
@@ -71,7 +74,7 @@ def settings_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Conn
     if config.pool_sizes()[1] < 1:
         raise ConfigError("no CPU tier to load from; give num_cpu_blocks or cpu_memory_bytes")
     kv_format = f"vllm {vllm_config.cache_config.cache_dtype} {spec.dtype} {spec.kv_quant_mode.name}"
-    return ConnectorSettings(config, layerwise_load, kv_format)
+    return ConnectorSettings(config, layerwise_load, kv_format, metrics)
 
 
 def _check_role(vllm_config: VllmConfig) -> None:

@@ -208,12 +208,28 @@ def test_a_reset_forgets(new_rig: NewRig) -> None:
     assert rig.num_computed_tokens == len(PROMPT) + 1
 
 
+def test_a_reset_waits_for_copies_that_hold_blocks(new_rig: NewRig) -> None:
+    """vLLM resets its blocks only while nobody holds one: the reset lets the copies on their way end first."""
+    rig = new_rig()
+    rig.add("first", PROMPT, 4)
+    while not rig.connector.has_pending_push_work():
+        rig.step()
+    rig.scheduler.finish_requests("first", vllm_rig.ABORTED)
+    assert rig.connector.has_pending_push_work()
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert not rig.connector.has_pending_push_work()
+    rig.run()
+    assert_served(rig, rig.serve("again", PROMPT), PROMPT)
+    assert rig.num_computed_tokens == len(PROMPT) + 1
+
+
 # -- failures
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_a_failed_load_is_computed_again(new_rig: NewRig, layerwise: bool) -> None:
-    """The rank hangs: its load ends at the deadline, its blocks are reported, vLLM recomputes, the output is right."""
+def test_a_failed_load_is_computed_again(new_rig: NewRig, layerwise: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The rank hangs: its load ends at the deadline, its blocks are reported, vLLM recomputes, the output is right. One
+    line of the log says so, and nothing is counted as a hit."""
     rig = new_rig(layerwise_load=layerwise, transfer={"task_timeout_seconds": 1.0})
     rig.serve("first", PROMPT)
     push_out(rig)
@@ -222,6 +238,8 @@ def test_a_failed_load_is_computed_again(new_rig: NewRig, layerwise: bool) -> No
     assert_served(rig, rig.serve("again", PROMPT), PROMPT)
     [failed] = rig.failed_blocks
     assert len(failed) == NUM_PROMPT_BLOCKS
+    assert caplog.text.count("event=load_failed") == 1
+    assert sum(rig.cache.metrics.token_counts()[1]) == 0
     assert rig.cache.ranks.wait_ready(SECONDS)
     push_out(rig)
     assert_served(rig, rig.serve("later", PROMPT), PROMPT)

@@ -1,0 +1,93 @@
+"""vLLM's requests as the connector's scheduler half knows them. Knows vLLM by duck typing only."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
+from fastdeploy_cache.errors import RequestError
+from fastdeploy_cache.match import Prefetch
+from fastdeploy_cache.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ExternalHit:
+    """Prompt tokens that vLLM was promised behind its own, by where they were when the request was matched."""
+
+    num_cpu_tokens: int = 0
+    num_storage_tokens: int = 0
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One of vLLM's requests."""
+
+    request: Any
+    tokens: Request  # grows behind vLLM's
+    generation: int  # of the cache, when it came: after a reset nothing that it computed before is stored
+    pinned: PinnedPrefix | None = None  # from the match to the start of its load
+    first_block: int = 0  # of the load
+    num_vllm_tokens: int = 0  # that vLLM's own prefix cache had at the match
+    hit: ExternalHit = ExternalHit()  # of the last match whose blocks vLLM has allocated
+    prefetch: Prefetch | None = None
+    load_failed: bool = False  # not tried again: vLLM would ask for ever
+    is_counted: bool = False  # in the metrics: once for each request, not again after a preemption
+    num_offered: int = 0  # blocks that were to be stored
+    is_storing: bool = False
+    rest: list[Any] | None = None  # vLLM's blocks, kept until its store has ended: all that was computed, at its end
+
+    def follow(self) -> None:
+        """Take up the output that vLLM has appended since."""
+        num_new = self.request.num_tokens - self.tokens.num_tokens
+        if num_new > 0:
+            self.tokens.append_output(self.request.all_token_ids[-num_new:])
+
+    def split(self, num_tokens: int, block_size: int) -> ExternalHit:
+        """Where `num_tokens` promised tokens come from. What the CPU tier had when storage was asked is its own; what
+        lies behind came from storage."""
+        found = self.prefetch
+        if found is None:
+            return ExternalHit(num_cpu_tokens=num_tokens)
+        num_known = (found.num_gpu_tokens + found.num_cpu_tokens) // block_size * block_size
+        num_cpu = min(num_tokens, max(0, num_known - self.num_vllm_tokens))
+        return ExternalHit(num_cpu, num_tokens - num_cpu)
+
+
+class Namer:
+    """Names prefixes of other meaning apart."""
+
+    def __init__(self, kv_format: str) -> None:
+        self._kv_format = kv_format
+        self._orders: list[str] = []
+
+    def follow_orders(self, orders: Iterable[str]) -> None:
+        """The orders of dimensions inside a block, known once the workers have made their KV arrays."""
+        self._orders = sorted(set(orders))
+
+    def tokens_of(self, request: Any) -> Request | None:
+        """The request's tokens under its name; None where what its blocks hold does not follow from tokens alone."""
+        if request.prompt_embeds is not None or request.prompt_token_ids is None or request.resumable:
+            return None
+        images = [(f.mm_position.offset, f.mm_position.length, f.identifier) for f in request.mm_features]
+        try:
+            return Request(
+                request_id=request.request_id,
+                prompt_token_ids=request.all_token_ids[:],
+                namespace=self._namespace(request),
+                images=images,
+                match_inside_images=True,
+            )
+        except RequestError as error:
+            logger.warning("event=request_not_cached error=%r", str(error))
+            return None
+
+    def _namespace(self, request: Any) -> str:
+        lora = request.lora_request
+        adapter = [lora.lora_name, lora.lora_path] if lora else None
+        return json.dumps([self._kv_format, *self._orders, request.cache_salt, adapter])

@@ -1,0 +1,90 @@
+"""Copies of computed blocks from vLLM's GPU blocks to the CPU tier, while vLLM keeps the blocks. One thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from typing import Any
+
+from fastdeploy_cache.adapters.vllm.sequences import Sequence
+from fastdeploy_cache.callers.copies import BlockCopies
+from fastdeploy_cache.callers.transfers import CallerTransfer
+
+
+@dataclass(eq=False)
+class _Store:
+    sequence: Sequence
+    transfer: CallerTransfer
+    blocks: list[Any]  # vLLM's, kept by a reference while they are read
+
+
+class Storing:
+    """What is being copied down. A sequence has one copy on its way at a time: the next goes on behind it."""
+
+    def __init__(self, copies: BlockCopies) -> None:
+        self._copies = copies
+        self._block_pool: Any = None
+        self._stores: list[_Store] = []
+
+    def bind(self, block_pool: Any) -> None:
+        """vLLM's `BlockPool`, whose blocks are kept."""
+        self._block_pool = block_pool
+
+    @property
+    def is_busy(self) -> bool:
+        """Blocks are kept until they are copied."""
+        return bool(self._stores)
+
+    def store(self, sequence: Sequence, ids: ListOf[int], first: int) -> None:
+        """Copy blocks [first, ...) of the request down, as far as they are not there."""
+        if len(ids) <= first:
+            return
+        sequence.follow()
+        transfer = self._copies.swap_out(
+            sequence.tokens, ids[first:], first_block=first, generation=sequence.generation
+        )
+        sequence.num_offered = len(ids)
+        if transfer.num_blocks:
+            sequence.is_storing = True
+            self._stores.append(_Store(sequence, transfer, self._keep(ids[first:])))
+
+    def store_last(self, sequence: Sequence, ids: ListOf[int]) -> None:
+        """vLLM is done with the request and frees its blocks after this call: copy all that is computed."""
+        if not sequence.is_storing:
+            self.store(sequence, ids, 0)
+        elif len(ids) > sequence.num_offered:  # one after the other: a store goes on behind what has arrived
+            sequence.rest = self._keep(ids)
+
+    def end_done(self) -> None:
+        """Give back the blocks of copies that have ended."""
+        # asked once each: between two questions one may end, and would be in neither list
+        stores, self._stores = self._stores, []
+        for store in stores:
+            if not store.transfer.done:
+                self._stores.append(store)
+                continue
+            sequence = store.sequence
+            sequence.is_storing = False
+            if sequence.rest is not None:
+                rest, sequence.rest = sequence.rest, None
+                self.store(sequence, [block.block_id for block in rest], 0)
+                self._block_pool.free_blocks(reversed(rest))
+            self._block_pool.free_blocks(reversed(store.blocks))
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until all copies have ended and their blocks are given back; whether that was in time."""
+        deadline = time.monotonic() + timeout_seconds
+        while self._stores:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._stores[0].transfer.wait(left)
+            self.end_done()
+        return True
+
+    def _keep(self, block_ids: ListOf[int]) -> list[Any]:
+        """vLLM must not give these to others, whatever becomes of their request (finished, aborted, preempted)."""
+        blocks = [self._block_pool.blocks[block_id] for block_id in block_ids]
+        self._block_pool.touch(blocks)
+        return blocks
