@@ -330,12 +330,14 @@ def peer(
 
 @engines_app.command()
 def vllm(
-    json: Annotated[Path | None, typer.Option(help="Also write the table to this file; - is standard output.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write the tables to this file; - is standard output.")] = None,
+    only_answers: Annotated[bool, typer.Option("--only-answers", help="Short prompts, each engine once.")] = False,
+    lmcache: Annotated[Path | None, typer.Option(help="Folder where LMCache is installed, to run it beside.")] = None,
 ) -> None:
     """vLLM alone and with this cache, its ranks killed, and restarted. Status 1: an answer differs, or nothing hits."""
     from fastdeploy_cache.launch.engines.vllm_lane import run_vllm_lane as run
 
-    raise typer.Exit(0 if run(json) else 1)
+    raise typer.Exit(0 if run(json, only_answers=only_answers, lmcache=lmcache) else 1)
 
 
 @config_app.command()

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
+from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.reference_engine.weight_cache import Float32Array
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, ModelSpec, load_model_files
 
 
 def write_hf_folder(folder: Path, files: ModelFiles | None = None) -> None:
-    """Write `config.json` and `model.safetensors` (float32, some 540 MB) of a Llama model.
+    """Write configuration, weights (float32, some 540 MB) and tokeniser of a Llama model.
 
     Raises:
         ModelLoadError: the model is not installed.
@@ -22,8 +23,14 @@ def write_hf_folder(folder: Path, files: ModelFiles | None = None) -> None:
 
     files = files or load_model_files()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_config(files.spec), indent=2))
+    write_config(folder, files.spec)
     save_file(_tensors(files), folder / "model.safetensors", metadata={"format": "pt"})
+    ChatTokenizer(files).write_hf_files(folder, files.chat_template)
+
+
+def write_config(folder: Path, spec: ModelSpec) -> None:
+    """Write `config.json` of a Llama model of these sizes."""
+    (folder / "config.json").write_text(json.dumps(_config(spec), indent=2))
 
 
 def _config(spec: ModelSpec) -> dict[str, object]:

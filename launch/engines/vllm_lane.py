@@ -1,130 +1,155 @@
-"""The lane of vLLM: alone, with this cache, with its ranks killed, and restarted; all answers must be equal."""
+"""The lane of vLLM: alone, with this cache, with its ranks killed, restarted, beside LMCache; answers are compared."""
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+import msgspec
 
-from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
-from fastdeploy_cache.launch.engines.vllm_stage import Served, StageResult, StageSettings
-from fastdeploy_cache.launch.findings import table_of, write_json
+from fastdeploy_cache.launch.engines.lmcache import lmcache_server
+from fastdeploy_cache.launch.engines.report import Line, print_lines
+from fastdeploy_cache.launch.engines.stages import run_stage
+from fastdeploy_cache.launch.engines.vllm_cases import CaseResult, print_cases, run_cases
+from fastdeploy_cache.launch.engines.vllm_plan import Passed, StagePlan, StageResult, answers, pass_over
+from fastdeploy_cache.launch.findings import console_beside, write_json
 
 _STAGE = "fastdeploy_cache.launch.engines.vllm_stage"
-_LENGTHS = (96, 192, 200, 384, 400, 480, 64, 127, 320, 352, 500, 33)  # with 32 tokens a block: full ones and cut ones
-_TIMEOUT_SECONDS = 300.0
+_SHORT = (96, 192, 200, 384, 400, 480, 64, 127, 320, 352, 500, 33)  # with 32 tokens a block: full ones and cut ones
+_LONG = (256, 512, 1_024, 2_048, 300, 700, 1_500, 2_000)
+_CACHE: dict[str, Any] = {"num_cpu_blocks": 400, "min_prefetch_tokens": 32}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One line of the table: a pass of a run."""
+class Lane:
+    """A folder, and runs of vLLM in it, each in a process of its own."""
 
-    run: str
-    requests: int
-    equal: int  # answers that are those of vLLM alone, token for token
-    prompt_tokens: int
-    cached_tokens: int
-    median_seconds: float
-    cpu_seconds: float  # of the whole run, all passes
-    num_restarts: int
+    def __init__(self, folder: Path, lmcache: Path | None) -> None:
+        self.folder, self.lmcache, self.vllm = folder, lmcache, ""
+
+    def run(self, name: str, **plan: Any) -> StageResult:
+        """One run. Raises `LaunchError`."""
+        if plan.get("connector") != "lmcache":
+            return self._run(name, plan)
+        assert self.lmcache is not None, "it is run only where it is installed"
+        with lmcache_server(self.lmcache, self.folder / f"{name} server.log", chunk_tokens=32) as server:
+            beside = {"cache": server.connector_options, "beside_pid": server.pid}
+            return self._run(name, {**plan, **beside}, server.environment)
+
+    def _run(self, name: str, plan: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> StageResult:
+        result = self.folder / f"{name}.json"
+        wanted = msgspec.json.encode(StagePlan(result=str(result), **plan)).decode()
+        is_killed = bool(plan.get("is_killed"))
+        found = run_stage(_STAGE, wanted, result, environment=environment, may_kill_itself=is_killed)
+        done = msgspec.json.decode(found, type=StageResult)
+        self.vllm = done.vllm
+        return done
 
 
-def run_vllm_lane(json_file: Path | None = None) -> bool:
-    """Run everything, print the table, write it; whether all answers were equal and the cache was hit.
+def run_vllm_lane(json_file: Path | None = None, *, only_answers: bool = False, lmcache: Path | None = None) -> bool:
+    """Run everything, print the tables, write them; whether all answers were equal and the cache was hit.
+
+    `only_answers`: short prompts, each engine once. `lmcache`: a folder where LMCache is installed, to run it beside.
 
     Raises:
         LaunchError: a run of vLLM has failed.
         ModelLoadError: the model is not installed.
     """
+    console = console_beside(json_file, 140)
     with tempfile.TemporaryDirectory(prefix="fastdeploy-engines-") as name:
-        folder = Path(name)
-        write_hf_folder(folder / "model")
-        alone = _stage(folder, "alone")
-        lines = _lines("vLLM alone", alone, alone)
-        cache: dict[str, Any] = {"num_cpu_blocks": 200, "min_prefetch_tokens": 32}
-        lines += _lines("with this cache", _stage(folder, "cache", cache=cache), alone)
-        lines += _lines("ranks killed", _stage(folder, "killed", cache=cache, kill_every=4), alone)
-        disk = {**cache, "storage": {"folder": str(folder / "disk"), "weights_id": "lane", "admission": "all"}}
-        _stage(folder, "before", cache=disk, num_passes=1)
-        lines += _lines("after a restart, from disk", _stage(folder, "after", cache=disk, num_passes=1), alone)
-    findings = _findings(lines)
-    _print(alone.vllm, lines, findings)
-    rows = [asdict(line) for line in lines]
-    found = {"machine": describe_machine(), "vllm": alone.vllm, "lines": rows, "failed": findings}
-    write_json(json_file, found)
+        lane = Lane(Path(name), lmcache)
+        write_hf_folder(lane.folder / "model")
+        lines = _served(lane, _SHORT if only_answers else _LONG, num_rounds=1 if only_answers else 2)
+        cases = run_cases(lane)
+    findings = _findings(lines) + [f"{case.name}: {case.failed}" for case in cases if case.failed]
+    console.print(f"vLLM {lane.vllm} on a CPU; seconds are to the first token, processor seconds of a pass")
+    print_lines(console, lines)
+    print_cases(console, cases)
+    for finding in findings:
+        console.print(f"missed: {finding}")
+    write_json(json_file, _report(lane, lines, cases, findings))
     return not findings
 
 
-def _stage(folder: Path, name: str, **settings: Any) -> StageResult:
-    """Run vLLM in a process of its own."""
-    result = folder / f"{name}.json"
-    log = folder / f"{name}.log"
-    wanted = StageSettings(model=str(folder / "model"), result=str(result), lengths=_LENGTHS, **settings)
-    with log.open("wb") as out:
-        command = [sys.executable, "-m", _STAGE, json.dumps(asdict(wanted))]
-        try:
-            done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=_TIMEOUT_SECONDS, check=False)
-        except subprocess.TimeoutExpired:
-            raise LaunchError(f"vLLM ({name}) took more than {_TIMEOUT_SECONDS:.0f} s:\n{_tail(log)}") from None
-    if done.returncode != 0 or not result.exists():
-        raise LaunchError(f"vLLM ({name}) ended with status {done.returncode}:\n{_tail(log)}")
-    found = json.loads(result.read_text())
-    found["served"] = [[Served(**each) for each in served] for served in found["served"]]
-    return StageResult(**found)
+def _report(lane: Lane, lines: Sequence[Line], cases: Sequence[CaseResult], findings: list[str]) -> dict[str, Any]:
+    return {
+        "machine": describe_machine(),
+        "vllm": lane.vllm,
+        "lines": msgspec.to_builtins(lines),
+        "cases": msgspec.to_builtins(cases),
+        "failed": findings,
+    }
 
 
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-3000:]
+def _served(lane: Lane, lengths: tuple[int, ...], num_rounds: int) -> list[Line]:
+    """Engines take turns, so that a slow minute of the machine meets all of them."""
+    whole = pass_over(len(lengths))
+    fits, is_short = sum(lengths) // 32 + 40, num_rounds == 1
+    base: dict[str, Any] = {
+        "model": str(lane.folder / "model"), "lengths": lengths, "passes": (whole, whole),
+        "num_gpu_blocks": 28 if is_short else 100,
+    }  # fmt: skip
+    ours = {**base, "connector": "fastdeploy", "cache": _CACHE}
+    engines = {"vLLM alone": base, "with this cache": ours}
+    if not is_short:
+        engines["vLLM alone, all fits its own pool"] = {**base, "num_gpu_blocks": fits}
+    if lane.lmcache is not None:
+        engines["with LMCache"] = {**base, "connector": "lmcache"}
+    found: dict[str, list[Passed]] = {}
+    for number in range(num_rounds):
+        for name, plan in engines.items():
+            result = lane.run(f"{name}-{number}", **plan)
+            for index, passed in enumerate(result.passes, 1):
+                found.setdefault(f"{name}, pass {index}", []).append(passed)
+    expected = answers(found["vLLM alone, pass 1"][:1])
+    lines = [_line(name, passed, expected, lengths) for name, passed in found.items()]
+    killed = lane.run("ranks killed", **ours, kill_every=4)
+    lines.append(_line("ranks killed, pass 2", killed.passes[1:], expected, lengths, killed.num_restarts))
+    for run, is_killed in (("after a restart, from disk", False), ("after a sudden end, from disk", True)):
+        storage = {"folder": str(lane.folder / f"disk-{is_killed}"), "weights_id": "lane", "admission": "all"}
+        once = {**ours, "cache": {**_CACHE, "storage": storage}, "passes": (whole,)}
+        lane.run(f"before: {run}", **once, is_killed=is_killed)
+        lines.append(_line(run, lane.run(run, **once).passes, expected, lengths))
+    return lines
 
 
-def _lines(run: str, found: StageResult, alone: StageResult) -> list[Line]:
-    return [
-        Line(
-            run=f"{run}, pass {number}" if len(found.served) > 1 else run,
-            requests=len(served),
-            equal=sum(a.tokens == b.tokens for a, b in zip(served, alone.served[0], strict=True)),
-            prompt_tokens=sum(_LENGTHS),
-            cached_tokens=sum(each.num_cached_tokens for each in served),
-            median_seconds=statistics.median(each.seconds for each in served),
-            cpu_seconds=found.cpu_seconds,
-            num_restarts=found.num_restarts,
-        )
-        for number, served in enumerate(found.served, 1)
-    ]
+def _line(
+    run: str,
+    passes: Sequence[Passed],
+    expected: Sequence[tuple[int, ...]],
+    lengths: Sequence[int],
+    num_restarts: int = 0,
+) -> Line:
+    longest = lengths.index(max(lengths))
+    served = [answer for passed in passes for answer in passed.served]
+    return Line(
+        run=run,
+        num_requests=len(served),
+        num_equal=sum(answer.tokens == expected[i % len(expected)] for i, answer in enumerate(served)),
+        num_prompt_tokens=sum(lengths) * len(passes),
+        num_cached_tokens=sum(answer.num_cached_tokens for answer in served),
+        hit_tokens=tuple(sum(tier) for tier in zip(*(passed.hit_tokens for passed in passes), strict=True)),
+        median_seconds=statistics.median(answer.first_token_seconds for answer in served),
+        longest_seconds=statistics.median(passed.served[longest].first_token_seconds for passed in passes),
+        cpu_seconds=statistics.median(passed.cpu_seconds for passed in passes),
+        num_restarts=num_restarts,
+    )
 
 
-def _findings(lines: list[Line]) -> list[str]:
+def _findings(lines: Sequence[Line]) -> list[str]:
     by_run = {line.run: line for line in lines}
-    hit = [by_run["with this cache, pass 2"], by_run["after a restart, from disk"]]
-    wrong = [(line.run, line.requests - line.equal) for line in lines]
+    wrong = [(line.run, line.num_requests - line.num_equal) for line in lines if "LMCache" not in line.run]
     findings = [f"{run}: {num_wrong} answers differ" for run, num_wrong in wrong if num_wrong]
-    findings += [
-        f"{line.run}: only {line.cached_tokens} tokens came from the cache"
-        for line in hit
-        if line.cached_tokens < line.prompt_tokens * 0.8
-    ]
+    for name in ("with this cache, pass 2", "after a restart, from disk"):
+        line = by_run[name]
+        if line.num_cached_tokens < line.num_prompt_tokens * 0.8:
+            findings.append(f"{name}: only {line.num_cached_tokens} tokens came from the cache")
+        if sum(line.hit_tokens) != line.num_cached_tokens:
+            findings.append(f"{name}: vLLM counts {line.num_cached_tokens} cached tokens, we {line.hit_tokens}")
     if not by_run["ranks killed, pass 2"].num_restarts:
         findings.append("ranks killed: no rank was restarted")
     return findings
-
-
-def _print(version: str, lines: list[Line], findings: list[str]) -> None:
-    console = Console()
-    console.print(f"vLLM {version} on a CPU, {lines[0].requests} prompts; seconds are of whole answers")
-    table = table_of(("run", "equal", "prompt", "cached", "median s", "cpu s", "restarts"), words=("run",))
-    for line in lines:
-        figures = (line.equal, line.prompt_tokens, line.cached_tokens)
-        seconds = (f"{line.median_seconds:.3f}", f"{line.cpu_seconds:.0f}")
-        table.add_row(line.run, *map(str, figures), *seconds, str(line.num_restarts))
-    console.print(table)
-    for finding in findings:
-        console.print(f"missed: {finding}")

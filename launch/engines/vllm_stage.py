@@ -1,135 +1,168 @@
-"""One run of a real vLLM, in its own virtual environment and process: `python -m ... SETTINGS`, as JSON, in and out."""
+"""One run of a real vLLM, in its own virtual environment and process: `python -m ... PLAN`, as JSON, in and out."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
-import random
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_OUTPUT_TOKENS = 8
-_CONNECTOR = "fastdeploy_cache.adapters.vllm.connector"
+import msgspec
+import numpy as np
 
+from fastdeploy_cache.launch.engines.vllm_loop import VLLMLoop, manager_of
+from fastdeploy_cache.launch.engines.vllm_plan import Pass, Passed, StagePlan, StageResult
 
-@dataclass(frozen=True, kw_only=True)
-class StageSettings:
-    """What a run serves, and with what."""
-
-    model: str  # folder
-    result: str  # file that is written
-    lengths: tuple[int, ...]  # tokens of each prompt
-    num_passes: int = 2
-    block_size: int = 32
-    num_gpu_blocks: int = 28
-    cache: dict[str, Any] | None = None  # kv_connector_extra_config; None: vLLM alone
-    kill_every: int = 0  # requests between two kills of a rank
-    seed: int = 1
-
-
-@dataclass(frozen=True)
-class Served:
-    """One request."""
-
-    tokens: list[int]
-    num_cached_tokens: int
-    seconds: float  # of the whole answer
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageResult:
-    """What a run found; `num_restarts` are of our ranks."""
-
-    vllm: str
-    served: list[list[Served]]  # by pass
-    up_seconds: float
-    cpu_seconds: float
-    num_restarts: int = 0
+_FLUSH_SECONDS = 60.0
+_ENVIRONMENT = {  # before vLLM is imported: on two cores anything else takes five times as long
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_CONNECTORS: dict[str, dict[str, Any]] = {
+    "fastdeploy": {
+        "kv_connector": "FastDeployCacheConnector",
+        "kv_connector_module_path": "fastdeploy_cache.adapters.vllm.connector",
+        "kv_load_failure_policy": "recompute",
+    },
+    "lmcache": {"kv_connector": "LMCacheMPConnector"},
+}
 
 
 def main() -> None:
     """Run what the first argument says."""
-    settings = StageSettings(**json.loads(sys.argv[1]))
-    os.environ.update(  # before vLLM is imported: on two cores anything else takes five times as long
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        OMP_NUM_THREADS="1",
-        VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_NO_USAGE_STATS="1",
-    )
-    Path(settings.result).write_text(json.dumps(asdict(run(settings))))
+    plan = msgspec.json.decode(sys.argv[1], type=StagePlan)
+    os.environ.update(_ENVIRONMENT)
+    Stage(plan).run()
 
 
-def run(settings: StageSettings) -> StageResult:
-    """Serve all prompts, one after the other, pass by pass."""
-    import vllm
+class Stage:
+    """An engine, and what became of its passes."""
+
+    def __init__(self, plan: StagePlan) -> None:
+        started = time.monotonic()
+        self._plan, self._engine = plan, _new_engine(plan)
+        self._up_seconds = time.monotonic() - started
+        self._has_manager = plan.connector == "fastdeploy"
+        self._passed: list[Passed] = []
+
+    def run(self) -> None:
+        """Serve all passes, write the result, end the engine."""
+        plan = self._plan
+        loop = VLLMLoop(self._engine, plan, self._before_request)
+        for number, wanted in enumerate(plan.passes, 1):
+            if plan.is_poisoned and number == len(plan.passes):
+                self._poison()
+            self._serve(loop, wanted)
+        if plan.is_killed:
+            self._write()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._has_manager and (storage := manager_of(self._engine).storage).is_attached:
+            storage.flush(_FLUSH_SECONDS)
+        self._write()
+        self._engine.llm_engine.engine_core.shutdown()
+
+    def _serve(self, loop: VLLMLoop, wanted: Pass) -> None:
+        if wanted.is_reset:
+            is_reset = self._engine.reset_prefix_cache(reset_connector=True)
+            if not is_reset:
+                raise RuntimeError("vLLM could not reset its caches while nothing was running")
+        before, cpu_before = self._hit_tokens(), _cpu_seconds(self._plan.beside_pid)
+        served = loop.serve(wanted)
+        cpu_seconds = _cpu_seconds(self._plan.beside_pid) - cpu_before
+        hits = tuple(now - then for now, then in zip(self._hit_tokens(), before, strict=True))
+        self._passed.append(Passed(served=served, hit_tokens=hits, cpu_seconds=cpu_seconds))
+
+    def _hit_tokens(self) -> tuple[int, ...]:
+        return tuple(manager_of(self._engine).metrics.token_counts()[1]) if self._has_manager else (0, 0, 0)
+
+    def _before_request(self, number: int) -> None:
+        if self._plan.kill_every and number % self._plan.kill_every == 0:
+            for status in manager_of(self._engine).stats().ranks:
+                if status.pid is not None:
+                    os.kill(status.pid, signal.SIGKILL)
+
+    def _poison(self) -> None:
+        """Turn every byte of the CPU tier over: who compares answers must see it."""
+        manager = manager_of(self._engine)
+        manager.wait_for_transfers(_FLUSH_SECONDS)
+        for segment in manager._movement.client.cpu_segments():  # noqa: SLF001 (no verb damages a cache)
+            blocks = segment.view(np.uint8, (segment.num_bytes,))
+            np.invert(blocks, out=blocks)
+
+    def _write(self) -> None:
+        import vllm
+
+        restarts = 0
+        if self._has_manager:
+            restarts = sum(status.num_restarts for status in manager_of(self._engine).stats().ranks)
+        result = StageResult(
+            vllm=vllm.__version__, passes=tuple(self._passed), up_seconds=self._up_seconds, num_restarts=restarts
+        )
+        Path(self._plan.result).write_bytes(msgspec.json.encode(result))
+
+
+def _new_engine(plan: StagePlan) -> Any:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
     options: dict[str, Any] = {}
-    if settings.cache is not None:
+    if plan.connector == "lmcache":
+        _mend_dispatcher()
+    if plan.connector:
         options["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="FastDeployCacheConnector",
-            kv_connector_module_path=_CONNECTOR,
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=settings.cache,
+            **_CONNECTORS[plan.connector], kv_role="kv_both", kv_connector_extra_config=plan.cache
         )
-    started = time.monotonic()
-    engine = LLM(
-        model=settings.model,
+    if plan.adapters:
+        options |= {"enable_lora": True, "max_loras": len(plan.adapters), "max_lora_rank": 8}
+    return LLM(
+        model=plan.model,
         skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=max(settings.lengths) + _OUTPUT_TOKENS,
+        dtype=plan.dtype,
+        max_model_len=max(plan.lengths) + plan.num_output_tokens,
         enforce_eager=True,
-        block_size=settings.block_size,
-        num_gpu_blocks_override=settings.num_gpu_blocks,
-        max_num_seqs=4,
+        block_size=plan.block_size,
+        num_gpu_blocks_override=plan.num_gpu_blocks,
+        max_num_seqs=max(wanted.num_concurrent for wanted in plan.passes),
+        tensor_parallel_size=plan.tp_size,
         disable_log_stats=True,
         **options,
     )
-    up_seconds = time.monotonic() - started
-    count, prompts = itertools.count(1), _prompts(settings)
-    served = [[_serve(engine, prompt, settings, next(count)) for prompt in prompts] for _ in range(settings.num_passes)]
-    manager = _manager(engine) if settings.cache is not None else None
-    num_restarts = 0
-    if manager is not None:
-        num_restarts = sum(status.num_restarts for status in manager.stats().ranks)
-        manager.storage.flush(60.0)
-    cpu_seconds = sum(os.times()[:4])
-    engine.llm_engine.engine_core.shutdown()
-    return StageResult(
-        vllm=vllm.__version__, served=served, up_seconds=up_seconds, cpu_seconds=cpu_seconds, num_restarts=num_restarts
-    )
 
 
-def _prompts(settings: StageSettings) -> list[list[int]]:
-    chance = random.Random(settings.seed)  # noqa: S311 (made-up prompts)
-    return [[chance.randrange(5, 49_000) for _ in range(length)] for length in settings.lengths]
+def _mend_dispatcher() -> None:
+    """vLLM's build for CPUs looks through the attributes of every loaded module, and fails on objects of LMCache's
+    whose `__dict__` is no mapping."""
+    from vllm.triton_utils import dispatcher
+
+    def safe_vars(value: object) -> dict[str, object]:
+        found = vars(value)
+        return dict(found) if hasattr(found, "items") else {}
+
+    dispatcher.vars = safe_vars
 
 
-def _serve(engine: Any, prompt: list[int], settings: StageSettings, number: int) -> Served:
-    from vllm import SamplingParams
+def _cpu_seconds(beside_pid: int) -> float:
+    """Processor time so far, of this process, of its children that live, and of the one beside."""
+    import psutil
 
-    if settings.kill_every and number % settings.kill_every == 0:
-        for status in _manager(engine).stats().ranks:
-            if status.pid is not None:
-                os.kill(status.pid, signal.SIGKILL)
-    sampling = SamplingParams(temperature=0, max_tokens=_OUTPUT_TOKENS, detokenize=False)
-    started = time.monotonic()
-    [answer] = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-    seconds = time.monotonic() - started
-    return Served(list(answer.outputs[0].token_ids), answer.num_cached_tokens or 0, seconds)
-
-
-def _manager(engine: Any) -> Any:
-    """Our manager, in vLLM's scheduler in this process."""
-    return engine.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.cache
+    me = psutil.Process()
+    wanted = [me, *me.children(recursive=True)]
+    if beside_pid:
+        wanted.append(psutil.Process(beside_pid))
+    times = []
+    for process in wanted:
+        try:
+            times.append(process.cpu_times())
+        except psutil.Error:  # it has ended meanwhile
+            continue
+    own = float(sum(each.user + each.system for each in times))
+    return own + float(times[0].children_user + times[0].children_system)  # of children that have ended
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,6 +107,22 @@ class ChatTokenizer:
         if not 0 <= token_id < len(self._token_bytes):
             raise ValueError(f"token id {token_id} is outside 0..{len(self._token_bytes) - 1}")
         return self._token_bytes[token_id]
+
+    def write_hf_files(self, folder: Path, chat_template: str) -> None:
+        """Write `tokenizer.json` and its configuration, as Hugging Face's loaders read them."""
+        from tokenizers import decoders
+
+        self._markup.decoder = decoders.ByteLevel()
+        self._markup.save(str(folder / "tokenizer.json"))
+        end = self._markup.id_to_token(self._im_end)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "chat_template": chat_template,
+            "eos_token": end,
+            "pad_token": end,
+            "clean_up_tokenization_spaces": False,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
     def _plain(self, text: str) -> list[int]:
         return _encode(self._text, text)

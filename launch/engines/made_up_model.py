@@ -1,0 +1,90 @@
+"""A small Llama with made-up weights, and LoRA adapters for it: quick to compute, and other KV gives other answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from fastdeploy_cache.launch.engines.hf_folder import write_config
+from fastdeploy_cache.launch.reference_engine.weight_cache import Float32Array
+from fastdeploy_cache.launch.reference_engine.weights import ModelSpec
+
+SMALL = ModelSpec(
+    num_layers=4,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    ffn_size=512,
+    vocab_size=2_048,
+    context_length=2_048,
+    rope_theta=10_000.0,
+    rms_eps=1e-5,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_RANK = 8  # of the adapters
+
+
+def write_made_up_model(folder: Path, spec: ModelSpec = SMALL, seed: int = 1) -> None:
+    """Write `config.json` and `model.safetensors` of a model whose attention weighs its whole context."""
+    from safetensors.numpy import save_file
+
+    chance = np.random.default_rng(seed)
+
+    def weight(rows: int, columns: int, gain: float = 1.0) -> Float32Array:
+        values: Float32Array = chance.standard_normal((rows, columns), np.float32) * np.float32(gain / columns**0.5)
+        return values
+
+    ones = np.ones(spec.hidden_size, np.float32)
+    hidden, kv = spec.hidden_size, spec.num_kv_heads * spec.head_dim
+    tensors: dict[str, Float32Array] = {
+        "model.embed_tokens.weight": weight(spec.vocab_size, hidden, hidden**0.5),
+        "model.norm.weight": ones,
+    }
+    for layer in range(spec.num_layers):
+        parts = {
+            "input_layernorm": ones,
+            "post_attention_layernorm": ones,
+            "self_attn.q_proj": weight(hidden, hidden),
+            "self_attn.k_proj": weight(kv, hidden),
+            "self_attn.v_proj": weight(kv, hidden, 4.0),
+            "self_attn.o_proj": weight(hidden, hidden, 4.0),
+            "mlp.gate_proj": weight(spec.ffn_size, hidden),
+            "mlp.up_proj": weight(spec.ffn_size, hidden),
+            "mlp.down_proj": weight(hidden, spec.ffn_size),
+        }
+        tensors.update({f"model.layers.{layer}.{name}.weight": part for name, part in parts.items()})
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(folder, spec)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_adapter(folder: Path, spec: ModelSpec = SMALL, seed: int = 1) -> None:
+    """Write a LoRA adapter of the keys' and values' projections, so that its KV differs from the base model's."""
+    from safetensors.numpy import save_file
+
+    chance = np.random.default_rng(seed)
+    hidden, kv = spec.hidden_size, spec.num_kv_heads * spec.head_dim
+    tensors = {}
+    for layer in range(spec.num_layers):
+        for name in ("k_proj", "v_proj"):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            down = chance.standard_normal((_RANK, hidden), np.float32)
+            up = chance.standard_normal((kv, _RANK), np.float32)
+            tensors[f"{prefix}.lora_A.weight"] = down / np.float32(hidden**0.5)
+            tensors[f"{prefix}.lora_B.weight"] = up
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": _RANK,
+        "lora_alpha": _RANK,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": ["k_proj", "v_proj"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

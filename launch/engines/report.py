@@ -1,0 +1,37 @@
+"""The table of an engine's lane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+
+from fastdeploy_cache.launch.findings import table_of
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the table: a pass of a run, or of several runs of one kind."""
+
+    run: str
+    num_requests: int
+    num_equal: int  # answers that are those of the engine alone, token for token
+    num_prompt_tokens: int
+    num_cached_tokens: int  # as the engine counts
+    hit_tokens: tuple[int, ...]  # by tier: gpu, cpu, storage, as the cache counts
+    median_seconds: float  # to the first token
+    longest_seconds: float  # to the first token of the longest prompt
+    cpu_seconds: float  # of a pass
+    num_restarts: int = 0  # of the cache's ranks
+
+
+def print_lines(console: Console, lines: Sequence[Line]) -> None:
+    """Print the table."""
+    columns = ("equal", "prompt", "cached", "gpu", "cpu", "storage", "median s", "longest s", "cpu s", "restarts")
+    table = table_of(("run", *columns), words=("run",))
+    for line in lines:
+        counts = (line.num_prompt_tokens, line.num_cached_tokens, *line.hit_tokens)
+        seconds = (f"{line.median_seconds:.3f}", f"{line.longest_seconds:.3f}", f"{line.cpu_seconds:.1f}")
+        equal = f"{line.num_equal} of {line.num_requests}"
+        table.add_row(line.run, equal, *map(str, counts), *seconds, str(line.num_restarts))
+    console.print(table)

@@ -1,0 +1,64 @@
+"""Runs a stage of an engine in a process of its own, with a deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from fastdeploy_cache.errors import LaunchError
+
+_TIMEOUT_SECONDS = 400.0
+
+
+def run_stage(
+    module: str,
+    plan: str,
+    result: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout_seconds: float = _TIMEOUT_SECONDS,
+    may_kill_itself: bool = False,
+) -> bytes:
+    """`python -m module plan`; returns what it has written to `result`. All its processes have ended then.
+
+    Raises:
+        LaunchError: it failed, or took too long; the end of its log is in the message.
+    """
+    log = result.with_suffix(".log")
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, plan],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end_group(process)
+    if status is None:
+        raise LaunchError(f"{result.stem} took more than {timeout_seconds:.0f} s:\n{tail(log)}")
+    if not (status == 0 or (may_kill_itself and status == -signal.SIGKILL)) or not result.exists():
+        raise LaunchError(f"{result.stem} ended with status {status}:\n{tail(log)}")
+    return result.read_bytes()
+
+
+def tail(log: Path) -> str:
+    """The end of a log."""
+    return log.read_text(errors="replace")[-3000:]
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """An engine's workers are in the group of its process, and may outlive it."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()

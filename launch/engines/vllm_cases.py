@@ -1,0 +1,134 @@
+"""What must hold in a real vLLM beside hits: salts, LoRA, aborts, preemption, reset, bf16, two ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from rich.console import Console
+
+from fastdeploy_cache.launch.engines.made_up_model import SMALL, write_adapter, write_made_up_model
+from fastdeploy_cache.launch.engines.vllm_plan import Pass, Passed, StageResult, Visit, answers, pass_over
+from fastdeploy_cache.launch.findings import table_of
+
+_LENGTHS = (96, 192, 200, 384, 64, 127, 320, 352)
+_NUM = len(_LENGTHS)
+_CACHE: dict[str, Any] = {"num_cpu_blocks": 600, "min_prefetch_tokens": 32}
+
+
+class Runs(Protocol):
+    """A lane."""
+
+    folder: Path
+
+    def run(self, name: str, **plan: Any) -> StageResult: ...
+
+
+class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one case. `failed` says why it did not hold."""
+
+    name: str
+    num_answers: int
+    num_equal: int
+    hit_tokens: tuple[int, ...]  # by tier: gpu, cpu, storage
+    failed: str = ""
+    note: str = ""
+
+
+def run_cases(lane: Runs) -> list[CaseResult]:
+    """Run all cases on a small model with made-up weights. Raises `LaunchError`."""
+    model = lane.folder / "small"
+    write_made_up_model(model)
+    base: dict[str, Any] = {"model": str(model), "lengths": _LENGTHS, "vocabulary": SMALL.vocab_size}
+    twice = (pass_over(_NUM), pass_over(_NUM))
+    cases = _one_engine(lane, base)
+    for name, options in (("bf16", {"dtype": "bfloat16"}), ("two ranks", {"tp_size": 2})):
+        plan = {**base, **options, "passes": twice}
+        alone, ours = lane.run(f"{name}-alone", **plan), lane.run(name, **_with_cache(plan))
+        cases.append(_case(name, ours.passes, alone.passes, _is_hit(ours.passes[1])))
+    return [*cases, _poisoned(lane, {**base, "passes": twice})]
+
+
+def print_cases(console: Console, cases: Sequence[CaseResult]) -> None:
+    """Print the table."""
+    table = table_of(("case", "equal", "gpu", "cpu", "storage", "note"), words=("case", "note"))
+    for case in cases:
+        equal = f"{case.num_equal} of {case.num_answers}"
+        table.add_row(case.name, equal, *map(str, case.hit_tokens), case.failed or case.note)
+    console.print(table)
+
+
+def _with_cache(plan: dict[str, Any], **cache: Any) -> dict[str, Any]:
+    return {**plan, "connector": "fastdeploy", "cache": {**_CACHE, **cache}}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One pass of the engine that sees everything, and what must be true of its hits; "": it is."""
+
+    name: str
+    wanted: Pass
+    judge: Callable[[Passed], str]
+
+
+def _one_engine(lane: Runs, base: dict[str, Any]) -> list[CaseResult]:
+    adapters = tuple(str(lane.folder / f"adapter-{number}") for number in (1, 2))
+    for number, folder in enumerate(adapters, 1):
+        write_adapter(Path(folder), seed=number)
+    first, second = (pass_over(_NUM, adapter=folder) for folder in adapters)
+    aborts = Pass(visits=tuple(Visit(prompt=i // 2, abort_after_steps=i % 2 * (i // 2 + 1)) for i in range(2 * _NUM)))
+    # prompts that fill the pool to the last blocks, so that their answers find none
+    crowd = Pass(visits=tuple(Visit(prompt=number) for number in (3, 7, 0, 1, 3, 7, 0)), num_concurrent=3)
+    steps = [
+        _Step("first pass", pass_over(_NUM), _is_cold),
+        _Step("second pass", pass_over(_NUM), _is_hit),
+        _Step("a salt", pass_over(_NUM, salt="a"), _is_cold),
+        _Step("the same salt", pass_over(_NUM, salt="a"), _is_hit),
+        _Step("an adapter", first, _is_cold),
+        _Step("another adapter", second, _is_cold),
+        _Step("the first adapter", first, _is_hit),
+        _Step("aborts between", aborts, _is_hit),
+        _Step("preemption", crowd, _is_preempted),
+        _Step("after a reset", Pass(visits=pass_over(_NUM).visits, is_reset=True), _is_cold),
+    ]
+    plan = {**base, "adapters": adapters, "passes": tuple(step.wanted for step in steps), "num_output_tokens": 40}
+    alone = lane.run("cases-alone", **plan).passes
+    ours = lane.run("cases", **_with_cache(plan)).passes
+    cases = [_case(step.name, ours[i : i + 1], alone[i : i + 1], step.judge(ours[i])) for i, step in enumerate(steps)]
+    kinds = {str(answers(ours[i : i + 1])) for i in (0, 4, 5)}
+    if len(kinds) < 3:
+        cases.append(_case("adapters", (), (), "answers with and without an adapter are alike: this shows nothing"))
+    return cases
+
+
+def _poisoned(lane: Runs, plan: dict[str, Any]) -> CaseResult:
+    """Not a promise of the cache: that a comparison of answers sees wrong KV at all."""
+    alone = lane.run("poisoned-alone", **plan).passes[1:]
+    ours = lane.run("poisoned", **_with_cache(plan), is_poisoned=True).passes[1:]
+    case = _case("bytes of the CPU tier turned over", ours, alone, "")
+    failed = _is_hit(ours[0]) or ("wrong KV gives the same answers: this lane shows nothing" if case.num_equal else "")
+    return msgspec.structs.replace(case, failed=failed, note="must differ")
+
+
+def _case(name: str, ours: Sequence[Passed], alone: Sequence[Passed], failed: str) -> CaseResult:
+    got, expected = answers(ours), answers(alone)
+    num_equal = sum(a == b for a, b in zip(got, expected, strict=True))
+    hits = tuple(sum(tier) for tier in zip(*(passed.hit_tokens for passed in ours), strict=True)) or (0, 0, 0)
+    if num_equal < len(expected) and not failed:
+        failed = f"{len(expected) - num_equal} answers differ from those of vLLM alone"
+    return CaseResult(name=name, num_answers=len(got), num_equal=num_equal, hit_tokens=hits, failed=failed)
+
+
+def _is_hit(passed: Passed) -> str:
+    return "" if sum(passed.hit_tokens) > sum(_LENGTHS) * 0.7 else f"only {sum(passed.hit_tokens)} tokens were hit"
+
+
+def _is_cold(passed: Passed) -> str:
+    return f"{sum(passed.hit_tokens)} tokens were hit that are others'" if sum(passed.hit_tokens) else ""
+
+
+def _is_preempted(passed: Passed) -> str:
+    return "" if any(served.num_preemptions for served in passed.served) else "nobody was preempted"

@@ -1,0 +1,93 @@
+"""What one run of a real vLLM is asked, and what it answers; both travel as JSON."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+
+class Visit(msgspec.Struct, frozen=True, kw_only=True):
+    """One request."""
+
+    prompt: int  # its number in `StagePlan.lengths`
+    salt: str | None = None
+    adapter: str | None = None  # a folder of `StagePlan.adapters`
+    abort_after_steps: int = 0  # 0: it is served to its end
+
+
+class Pass(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests in a row, `num_concurrent` at a time."""
+
+    visits: tuple[Visit, ...]
+    num_concurrent: int = 1
+    is_reset: bool = False  # vLLM is told to forget everything before, the connector's cache included
+
+
+class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One run: an engine, and what it serves."""
+
+    model: str  # a folder
+    result: str  # the file that is written
+    passes: tuple[Pass, ...]
+    lengths: tuple[int, ...]  # tokens of each prompt
+    connector: str = ""  # "": vLLM alone; "fastdeploy", "lmcache"
+    cache: dict[str, Any] = {}  # kv_connector_extra_config
+    adapters: tuple[str, ...] = ()
+    num_output_tokens: int = 8
+    block_size: int = 32
+    num_gpu_blocks: int = 28
+    vocabulary: int = 49_000
+    dtype: str = "float32"
+    tp_size: int = 1
+    kill_every: int = 0  # requests between two kills of all ranks
+    is_poisoned: bool = False  # before the last pass the bytes of the CPU tier are changed
+    is_killed: bool = False  # the process kills itself behind its last answer
+    beside_pid: int = 0  # a process whose processor time counts, too
+    seed: int = 1
+
+    def prompts(self) -> list[list[int]]:
+        """Made-up tokens, the same in every run."""
+        chance = random.Random(self.seed)  # noqa: S311 (made-up prompts)
+        return [[chance.randrange(5, self.vocabulary) for _ in range(length)] for length in self.lengths]
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer. `num_cached_tokens` is vLLM's count, its own hits and the connector's together."""
+
+    tokens: tuple[int, ...]
+    num_cached_tokens: int
+    first_token_seconds: float
+    num_preemptions: int = 0
+
+
+class Passed(msgspec.Struct, frozen=True, kw_only=True):
+    """One pass; aborted requests have no answer. `hit_tokens` by tier: gpu, cpu, storage, as our manager counts."""
+
+    served: tuple[Served, ...]
+    hit_tokens: tuple[int, ...]
+    cpu_seconds: float  # of this process and its children
+
+
+class StageResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run has found; `num_restarts` are of our ranks."""
+
+    vllm: str
+    passes: tuple[Passed, ...]
+    up_seconds: float
+    num_restarts: int = 0
+
+
+def pass_over(
+    num_prompts: int, *, salt: str | None = None, adapter: str | None = None, num_concurrent: int = 1
+) -> Pass:
+    """Every prompt once, in order."""
+    visits = tuple(Visit(prompt=number, salt=salt, adapter=adapter) for number in range(num_prompts))
+    return Pass(visits=visits, num_concurrent=num_concurrent)
+
+
+def answers(passes: Sequence[Passed]) -> list[tuple[int, ...]]:
+    """The tokens of every answer, in order."""
+    return [served.tokens for each in passes for served in each.served]
