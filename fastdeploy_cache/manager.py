@@ -250,13 +250,16 @@ class PrefixCacheManager:
             if num_skipped:
                 self._recorder.note_skipped(num_skipped)
 
-    def prefetch(self, request: Request) -> Prefetch:
+    def prefetch(self, request: Request, *, with_last_token: bool = False) -> Prefetch:
         """A request has been queued: fetch from storage, to the CPU tier, what no tier here has of it.
 
         It takes no GPU blocks and pins nothing, so requests that wait never block each other; what is cached of it is
         not the next to be evicted. A `match` meanwhile grows with what comes; `release` or `end_prefetch` ends it.
+
+        `with_last_token`: a block that ends with the prompt's last token is wanted, too. A match does not take it, as
+        that token is computed; an engine that loads blocks itself (`blocks.copies`) may.
         """
-        return self._requests.prefetches.begin(request)
+        return self._requests.prefetches.begin(request, with_last_token=with_last_token)
 
     def end_prefetch(self, request: Request) -> None:
         """A queued request has gone without ever being matched: what has not come yet is not wanted."""

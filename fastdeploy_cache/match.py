@@ -32,6 +32,7 @@ class Fetch(Protocol):
 
     deadline: float
     done: threading.Event
+    num_landed: int
 
     def is_pending(self, now: float) -> bool: ...
 
@@ -47,6 +48,11 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
     def with_fetch(self, fetch: Fetch) -> Prefetch:
         """The same, with what is being fetched of the rest."""
         return msgspec.structs.replace(self, _fetch=fetch)
+
+    @property
+    def num_fetched_blocks(self) -> int:
+        """Blocks that have come from storage so far, right behind those that were cached."""
+        return self._fetch.num_landed if self._fetch is not None else 0
 
     @property
     def ready(self) -> bool:

@@ -125,10 +125,10 @@ class Matcher:
         self._tree.move_pin(with_source, None, 0)
         return has_room
 
-    def look(self, request: Request, keys: BlockKeys) -> Prefetch:
-        """What is cached of a request, counted as a touch: a queued request's prefix is not the coldest."""
+    def look(self, request: Request, keys: BlockKeys, num_blocks: int) -> Prefetch:
+        """What is cached of a request's first blocks, counted as a touch: what is queued is not the coldest."""
         size = self._tree.block_size
-        path, num_found = self._tree.find(request.namespace, keys, (request.num_tokens - 1) // size)
+        path, num_found = self._tree.find(request.namespace, keys, num_blocks)
         num_found = request.whole_images(num_found, size)
         num_gpu = len(gpu_ids(path, num_found))
         if path:
@@ -176,6 +176,7 @@ class Matcher:
         num_coming = active.num_pinned_blocks - len(ids)
         if is_fetching and active.prefetch is not None:
             end = active.prefetch.first + active.prefetch.num_wanted  # at most: storage may have less
+            end = min(end, active.num_asked_blocks)  # a prefetch may be told to bring the last block, too
             num_coming += max(1, end - active.num_pinned_blocks)
         return ids, num_coming
 

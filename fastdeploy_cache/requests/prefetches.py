@@ -24,22 +24,24 @@ class Prefetches:
         self._config, self._books, self._matcher = config, books, matcher
         self._storage, self._matched = storage, matched
 
-    def begin(self, request: Request) -> Prefetch:
+    def begin(self, request: Request, *, with_last_token: bool = False) -> Prefetch:
         """Look at what is cached, and fetch the rest where that is worth it."""
         size, books = self._config.block_size, self._books
-        keys = request.keys(size)
+        keys, num_blocks = request.keys(size), (request.num_tokens - (not with_last_token)) // size
         with books:  # it may send a probe
             books.check_open()
-            found = self._matcher.look(request, keys)
+            found = self._matcher.look(request, keys, num_blocks)
             first = (found.num_gpu_tokens + found.num_cpu_tokens) // size
-            num_missing = (request.num_tokens - 1) // size - first
+            num_missing = num_blocks - first
             reads, epoch = self._storage.reads, books.tree.epoch
             if not (self._config.enable_prefix_caching and reads.wants(num_missing)):
                 return found
             path, _ = books.tree.find(request.namespace, keys, first)
             parent_hash = books.tree.names.at(path, first) or root_hash(request.namespace, size)
         started = time.perf_counter()
-        prefetch = self._storage.new_prefetch(request, keys, first, parent_hash, epoch)  # hashes: not under the lock
+        prefetch = self._storage.new_prefetch(  # hashes: not under the lock
+            request, keys, range(first, num_blocks), parent_hash, epoch
+        )
         seconds = time.perf_counter() - started
         with books:
             books.tree.names.count(num_missing, seconds)

@@ -175,10 +175,10 @@ class StorageAccess:
         return self._tier.wait_settled(timeout_seconds)
 
     def new_prefetch(
-        self, request: Request, keys: BlockKeys, first: int, parent_hash: bytes, epoch: int
+        self, request: Request, keys: BlockKeys, blocks: range, parent_hash: bytes, epoch: int
     ) -> StoragePrefetch:
-        """A prefetch of the request's blocks from `first` on, as the tree was in `epoch`. Hashes them."""
-        num_blocks = (request.num_tokens - 1) // self._config.block_size - first
+        """A prefetch of these blocks of the request, as the tree was in `epoch`. Hashes them."""
+        first, num_blocks = blocks.start, len(blocks)
         size = self._config.block_size
         tokens = keys.part(0, (first + num_blocks) * size * TOKEN_BYTES)
         hashes = BlockHasher(size).extend(parent_hash, tokens, first, num_blocks, keys.extras)

@@ -30,6 +30,7 @@ from fastdeploy_cache.adapters.vllm.connector_metrics import (
     hits_by_source,
     storage_source,
 )
+from fastdeploy_cache.adapters.vllm.log import show_log
 from fastdeploy_cache.adapters.vllm.scheduler import SchedulerHalf
 from fastdeploy_cache.adapters.vllm.settings import is_layerwise, settings_of
 from fastdeploy_cache.adapters.vllm.step import StepPlan, WorkerKV
@@ -93,6 +94,7 @@ class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             NotEnoughMemoryError: the CPU tier does not fit.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        show_log()
         check_version(vllm.__version__)
         settings = settings_of(vllm_config, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None

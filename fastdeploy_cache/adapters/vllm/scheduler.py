@@ -150,7 +150,7 @@ class SchedulerHalf:
         if self._config.storage is None:
             return True
         if sequence.prefetch is None:
-            sequence.prefetch = self._cache.prefetch(sequence.tokens)
+            sequence.prefetch = self._cache.prefetch(sequence.tokens, with_last_token=True)
         is_ready = sequence.prefetch.ready
         if is_ready:
             self._cache.end_prefetch(sequence.tokens)

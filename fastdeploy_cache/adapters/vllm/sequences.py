@@ -49,14 +49,14 @@ class Sequence:
             self.tokens.append_output(self.request.all_token_ids[-num_new:])
 
     def split(self, num_tokens: int, block_size: int) -> ExternalHit:
-        """Where `num_tokens` promised tokens come from. What the CPU tier had when storage was asked is its own; what
-        lies behind came from storage."""
+        """Where `num_tokens` promised tokens are from. What storage has sent lies behind what the CPU tier had then."""
         found = self.prefetch
         if found is None:
             return ExternalHit(num_cpu_tokens=num_tokens)
-        num_known = (found.num_gpu_tokens + found.num_cpu_tokens) // block_size * block_size
-        num_cpu = min(num_tokens, max(0, num_known - self.num_vllm_tokens))
-        return ExternalHit(num_cpu, num_tokens - num_cpu)
+        first = found.num_gpu_tokens + found.num_cpu_tokens
+        end = min(first + found.num_fetched_blocks * block_size, self.num_vllm_tokens + num_tokens)
+        num_storage = max(0, end - max(first, self.num_vllm_tokens))
+        return ExternalHit(num_tokens - num_storage, num_storage)
 
 
 class Namer:

@@ -93,6 +93,23 @@ def test_hits_of_storage_are_told_from_those_of_the_cpu_tier(new_rig: NewRig, tm
     assert counted(rig)["storage_hit_tokens"] == NUM_CACHED
 
 
+def test_a_prompt_of_whole_blocks_is_found_to_its_last_but_one_token(new_rig: NewRig, tmp_path: Path) -> None:
+    """The block that ends with the last token is loaded, too, from the CPU tier as from disk; one token is computed."""
+    storage = {"folder": str(tmp_path / "store"), "weights_id": "arithmetic-1", "admission": "all"}
+    prompt = PROMPT[:NUM_CACHED]
+    first = new_rig(storage=storage, min_prefetch_tokens=1)
+    first.serve("first", prompt)
+    assert first.scheduler.reset_prefix_cache()
+    first.serve("again", prompt)
+    assert sources(first) == {CacheHitSource.HOST: NUM_CACHED - 1}
+    assert first.cache.storage.flush(SECONDS)
+    first.close()
+    second = new_rig(storage=storage, min_prefetch_tokens=1, prefetch_policy="wait_complete")
+    second.serve("from disk", prompt)
+    assert sources(second) == {CacheHitSource.DISK: NUM_CACHED - 1}
+    assert second.num_computed_tokens == 2  # the last of the prompt, and one of the answer
+
+
 def test_a_preempted_request_counts_once(new_rig: NewRig) -> None:
     """Requests that are thrown out and come again are queried once."""
     rig = new_rig(num_blocks=14)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fastdeploy_cache.adapters.vllm.counters import MEANINGS, Counters
+from fastdeploy_cache.adapters.vllm.log import show_log
 from fastdeploy_cache.adapters.vllm.metrics_address import MetricsAddress
+from fastdeploy_cache.adapters.vllm.sequences import ExternalHit, Sequence
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 
 
@@ -53,3 +60,39 @@ def test_counters_tell_what_was_added() -> None:
     assert counters.take() == {"stored_bytes": 7, "store_seconds": 0.5, "failed_stores": 1}
     assert counters.take() == {}
     assert set(counters._read()) == set(MEANINGS)
+
+
+@pytest.mark.parametrize(
+    ("num_fetched", "num_vllm", "num_tokens", "hit"),
+    [
+        (None, 0, 64, ExternalHit(64, 0)),
+        (0, 0, 63, ExternalHit(63, 0)),  # nothing came from storage, and the last token is left to compute
+        (2, 0, 64, ExternalHit(32, 32)),
+        (2, 0, 63, ExternalHit(32, 31)),
+        (1, 16, 40, ExternalHit(24, 16)),  # another request has brought what lies behind
+        (2, 48, 16, ExternalHit(0, 16)),
+    ],
+)
+def test_promised_tokens_are_split_by_where_they_are_from(
+    num_fetched: int | None, num_vllm: int, num_tokens: int, hit: ExternalHit
+) -> None:
+    """Of 64 tokens the CPU tier had 32 when storage was asked, which has sent so many blocks of 16 since."""
+    sequence = Sequence(SimpleNamespace(), None, 0, num_vllm_tokens=num_vllm)  # type: ignore[arg-type]
+    if num_fetched is not None:
+        fetch = SimpleNamespace(num_landed=num_fetched, deadline=0.0, done=threading.Event())
+        sequence.prefetch = Prefetch(num_gpu_tokens=0, num_cpu_tokens=32, num_missing_tokens=32).with_fetch(fetch)  # type: ignore[arg-type]
+    assert sequence.split(num_tokens, 16) == hit
+
+
+def test_our_log_goes_where_the_engines_goes() -> None:
+    """A logger that nobody has set up writes as the engine's does, once; one that somebody has set up is left alone."""
+    out = io.StringIO()
+    theirs, ours = logging.getLogger("an-engine"), logging.getLogger("a-cache")
+    ours.propagate = theirs.propagate = False
+    theirs.addHandler(logging.StreamHandler(out))
+    theirs.setLevel(logging.INFO)
+    for _ in range(2):
+        show_log("a-cache", "an-engine")
+    ours.info("event=metrics")
+    ours.debug("event=detail")
+    assert out.getvalue() == "event=metrics\n" and len(ours.handlers) == 1
