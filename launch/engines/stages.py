@@ -42,7 +42,7 @@ def run_stage(
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            _end_group(process)
+            end_group(process)
     if status is None:
         raise LaunchError(f"{result.stem} took more than {timeout_seconds:.0f} s:\n{tail(log)}")
     if not (status == 0 or (may_kill_itself and status == -signal.SIGKILL)) or not result.exists():
@@ -55,8 +55,8 @@ def tail(log: Path) -> str:
     return log.read_text(errors="replace")[-3000:]
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """An engine's workers are in the group of its process, and may outlive it."""
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of a process' group: an engine's workers may outlive it."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

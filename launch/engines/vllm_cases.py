@@ -11,7 +11,8 @@ import msgspec
 from rich.console import Console
 
 from fastdeploy_cache.launch.engines.made_up_model import SMALL, write_adapter, write_made_up_model
-from fastdeploy_cache.launch.engines.vllm_plan import Pass, Passed, StageResult, Visit, answers, pass_over
+from fastdeploy_cache.launch.engines.vllm_plan import Pass, Passed, StagePlan, StageResult, Visit, answers, pass_over
+from fastdeploy_cache.launch.engines.vllm_server import serve_passes
 from fastdeploy_cache.launch.findings import table_of
 
 _LENGTHS = (96, 192, 200, 384, 64, 127, 320, 352)
@@ -50,6 +51,26 @@ def run_cases(lane: Runs) -> list[CaseResult]:
         alone, ours = lane.run(f"{name}-alone", **plan), lane.run(name, **_with_cache(plan))
         cases.append(_case(name, ours.passes, alone.passes, _is_hit(ours.passes[1])))
     return [*cases, _poisoned(lane, {**base, "passes": twice})]
+
+
+def http_cases(lane: Runs, model: str) -> list[CaseResult]:
+    """The same over HTTP: vLLM's engine in other processes, steps scheduled ahead, SIGTERM and a new server."""
+    alone = lane.run("http-alone", model=model, lengths=_LENGTHS, passes=(pass_over(_NUM),)).passes
+    storage = {"folder": str(lane.folder / "disk-http"), "weights_id": "lane", "admission": "all"}
+    plan = StagePlan(model=model, result="", lengths=_LENGTHS, passes=(), cache={**_CACHE, "storage": storage})
+    first, second = serve_passes(plan, lane.folder / "vllm serve.log", 2)
+    [after] = serve_passes(plan, lane.folder / "vllm serve again.log", 1)
+    found = (("over HTTP, first pass", first), ("over HTTP, second pass", second), ("over HTTP, restarted", after))
+    cases = []
+    for name, passed in found:
+        num_equal = sum(a == b for a, b in zip(passed.tokens, answers(alone), strict=True))
+        failed = "" if num_equal == _NUM else f"{_NUM - num_equal} answers differ from those of vLLM alone"
+        if not failed and passed is not first and passed.num_cached_tokens < sum(_LENGTHS) * 0.6:
+            failed = f"only {passed.num_cached_tokens} tokens were hit"
+        cases.append(
+            CaseResult(name=name, num_answers=_NUM, num_equal=num_equal, hit_tokens=passed.hit_tokens, failed=failed)
+        )
+    return cases
 
 
 def print_cases(console: Console, cases: Sequence[CaseResult]) -> None:

@@ -15,7 +15,7 @@ from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
 from fastdeploy_cache.launch.engines.lmcache import lmcache_server
 from fastdeploy_cache.launch.engines.report import Line, print_lines
 from fastdeploy_cache.launch.engines.stages import run_stage
-from fastdeploy_cache.launch.engines.vllm_cases import CaseResult, print_cases, run_cases
+from fastdeploy_cache.launch.engines.vllm_cases import CaseResult, http_cases, print_cases, run_cases
 from fastdeploy_cache.launch.engines.vllm_plan import Passed, StagePlan, StageResult, answers, pass_over
 from fastdeploy_cache.launch.findings import console_beside, write_json
 
@@ -64,7 +64,7 @@ def run_vllm_lane(json_file: Path | None = None, *, only_answers: bool = False, 
         lane = Lane(Path(name), lmcache)
         write_hf_folder(lane.folder / "model")
         lines = _served(lane, _SHORT if only_answers else _LONG, num_rounds=1 if only_answers else 2)
-        cases = run_cases(lane)
+        cases = run_cases(lane) + http_cases(lane, str(lane.folder / "model"))
     findings = _findings(lines) + [f"{case.name}: {case.failed}" for case in cases if case.failed]
     console.print(f"vLLM {lane.vllm} on a CPU; seconds are to the first token, processor seconds of a pass")
     print_lines(console, lines)

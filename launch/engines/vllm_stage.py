@@ -13,17 +13,9 @@ import msgspec
 import numpy as np
 
 from fastdeploy_cache.launch.engines.vllm_loop import VLLMLoop, manager_of
-from fastdeploy_cache.launch.engines.vllm_plan import Pass, Passed, StagePlan, StageResult
+from fastdeploy_cache.launch.engines.vllm_plan import ENVIRONMENT, Pass, Passed, StagePlan, StageResult
 
 _FLUSH_SECONDS = 60.0
-_ENVIRONMENT = {  # before vLLM is imported: on two cores anything else takes five times as long
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 _CONNECTORS: dict[str, dict[str, Any]] = {
     "fastdeploy": {
         "kv_connector": "FastDeployCacheConnector",
@@ -37,7 +29,7 @@ _CONNECTORS: dict[str, dict[str, Any]] = {
 def main() -> None:
     """Run what the first argument says."""
     plan = msgspec.json.decode(sys.argv[1], type=StagePlan)
-    os.environ.update(_ENVIRONMENT)
+    os.environ.update(ENVIRONMENT)
     Stage(plan).run()
 
 

