@@ -1,16 +1,17 @@
-"""The table of an engine's lane."""
+"""The tables of an engine's lane."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import msgspec
 from rich.console import Console
 
 from fastdeploy_cache.launch.findings import table_of
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Line:
     """One line of the table: a pass of a run, or of several runs of one kind."""
 
     run: str
@@ -25,6 +26,18 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     num_restarts: int = 0  # of the cache's ranks
 
 
+@dataclass(frozen=True, kw_only=True)
+class CaseResult:
+    """What became of one case. `failed` says why it did not hold."""
+
+    name: str
+    num_answers: int
+    num_equal: int
+    hit_tokens: tuple[int, ...]  # by tier: gpu, cpu, storage
+    failed: str = ""
+    note: str = ""
+
+
 def print_lines(console: Console, lines: Sequence[Line]) -> None:
     """Print the table."""
     columns = ("equal", "prompt", "cached", "gpu", "cpu", "storage", "median s", "longest s", "cpu s", "restarts")
@@ -34,4 +47,13 @@ def print_lines(console: Console, lines: Sequence[Line]) -> None:
         seconds = (f"{line.median_seconds:.3f}", f"{line.longest_seconds:.3f}", f"{line.cpu_seconds:.1f}")
         equal = f"{line.num_equal} of {line.num_requests}"
         table.add_row(line.run, equal, *map(str, counts), *seconds, str(line.num_restarts))
+    console.print(table)
+
+
+def print_cases(console: Console, cases: Sequence[CaseResult]) -> None:
+    """Print the table."""
+    table = table_of(("case", "equal", "gpu", "cpu", "storage", "note"), words=("case", "note"))
+    for case in cases:
+        equal = f"{case.num_equal} of {case.num_answers}"
+        table.add_row(case.name, equal, *map(str, case.hit_tokens), case.failed or case.note)
     console.print(table)

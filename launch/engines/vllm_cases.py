@@ -7,13 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-from rich.console import Console
-
 from fastdeploy_cache.launch.engines.made_up_model import SMALL, write_adapter, write_made_up_model
+from fastdeploy_cache.launch.engines.report import CaseResult
 from fastdeploy_cache.launch.engines.vllm_plan import Pass, Passed, StagePlan, StageResult, Visit, answers, pass_over
 from fastdeploy_cache.launch.engines.vllm_server import serve_passes
-from fastdeploy_cache.launch.findings import table_of
 
 _LENGTHS = (96, 192, 200, 384, 64, 127, 320, 352)
 _NUM = len(_LENGTHS)
@@ -26,17 +23,6 @@ class Runs(Protocol):
     folder: Path
 
     def run(self, name: str, **plan: Any) -> StageResult: ...
-
-
-class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one case. `failed` says why it did not hold."""
-
-    name: str
-    num_answers: int
-    num_equal: int
-    hit_tokens: tuple[int, ...]  # by tier: gpu, cpu, storage
-    failed: str = ""
-    note: str = ""
 
 
 def run_cases(lane: Runs) -> list[CaseResult]:
@@ -71,15 +57,6 @@ def http_cases(lane: Runs, model: str) -> list[CaseResult]:
             CaseResult(name=name, num_answers=_NUM, num_equal=num_equal, hit_tokens=passed.hit_tokens, failed=failed)
         )
     return cases
-
-
-def print_cases(console: Console, cases: Sequence[CaseResult]) -> None:
-    """Print the table."""
-    table = table_of(("case", "equal", "gpu", "cpu", "storage", "note"), words=("case", "note"))
-    for case in cases:
-        equal = f"{case.num_equal} of {case.num_answers}"
-        table.add_row(case.name, equal, *map(str, case.hit_tokens), case.failed or case.note)
-    console.print(table)
 
 
 def _with_cache(plan: dict[str, Any], **cache: Any) -> dict[str, Any]:
@@ -131,7 +108,7 @@ def _poisoned(lane: Runs, plan: dict[str, Any]) -> CaseResult:
     ours = lane.run("poisoned", **_with_cache(plan), is_poisoned=True).passes[1:]
     case = _case("bytes of the CPU tier turned over", ours, alone, "")
     failed = _is_hit(ours[0]) or ("wrong KV gives the same answers: this lane shows nothing" if case.num_equal else "")
-    return msgspec.structs.replace(case, failed=failed, note="must differ")
+    return dataclasses.replace(case, failed=failed, note="must differ")
 
 
 def _case(name: str, ours: Sequence[Passed], alone: Sequence[Passed], failed: str) -> CaseResult:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
 from fastdeploy_cache.launch.engines.lmcache import lmcache_server
-from fastdeploy_cache.launch.engines.report import Line, print_lines
+from fastdeploy_cache.launch.engines.report import CaseResult, Line, print_cases, print_lines
 from fastdeploy_cache.launch.engines.stages import run_stage
-from fastdeploy_cache.launch.engines.vllm_cases import CaseResult, http_cases, print_cases, run_cases
-from fastdeploy_cache.launch.engines.vllm_plan import Passed, StagePlan, StageResult, answers, pass_over
+from fastdeploy_cache.launch.engines.vllm_cases import http_cases, run_cases
+from fastdeploy_cache.launch.engines.vllm_plan import (
+    Passed,
+    StagePlan,
+    StageResult,
+    answers,
+    pass_over,
+    result_of,
+    to_json,
+)
 from fastdeploy_cache.launch.findings import console_beside, write_json
 
 _STAGE = "fastdeploy_cache.launch.engines.vllm_stage"
@@ -25,7 +32,7 @@ _LONG = (256, 512, 1_024, 2_048, 300, 700, 1_500, 2_000)
 _CACHE: dict[str, Any] = {"num_cpu_blocks": 400, "min_prefetch_tokens": 32}
 
 
-class Lane:
+class VLLMLane:
     """A folder, and runs of vLLM in it, each in a process of its own."""
 
     def __init__(self, folder: Path, lmcache: Path | None) -> None:
@@ -42,10 +49,10 @@ class Lane:
 
     def _run(self, name: str, plan: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> StageResult:
         result = self.folder / f"{name}.json"
-        wanted = msgspec.json.encode(StagePlan(result=str(result), **plan)).decode()
+        wanted = to_json(StagePlan(result=str(result), **plan))
         is_killed = bool(plan.get("is_killed"))
         found = run_stage(_STAGE, wanted, result, environment=environment, may_kill_itself=is_killed)
-        done = msgspec.json.decode(found, type=StageResult)
+        done = result_of(found)
         self.vllm = done.vllm
         return done
 
@@ -61,7 +68,7 @@ def run_vllm_lane(json_file: Path | None = None, *, only_answers: bool = False, 
     """
     console = console_beside(json_file, 140)
     with tempfile.TemporaryDirectory(prefix="fastdeploy-engines-") as name:
-        lane = Lane(Path(name), lmcache)
+        lane = VLLMLane(Path(name), lmcache)
         write_hf_folder(lane.folder / "model")
         lines = _served(lane, _SHORT if only_answers else _LONG, num_rounds=1 if only_answers else 2)
         cases = run_cases(lane) + http_cases(lane, str(lane.folder / "model"))
@@ -75,17 +82,17 @@ def run_vllm_lane(json_file: Path | None = None, *, only_answers: bool = False, 
     return not findings
 
 
-def _report(lane: Lane, lines: Sequence[Line], cases: Sequence[CaseResult], findings: list[str]) -> dict[str, Any]:
+def _report(lane: VLLMLane, lines: Sequence[Line], cases: Sequence[CaseResult], findings: list[str]) -> dict[str, Any]:
     return {
         "machine": describe_machine(),
         "vllm": lane.vllm,
-        "lines": msgspec.to_builtins(lines),
-        "cases": msgspec.to_builtins(cases),
+        "lines": [asdict(line) for line in lines],
+        "cases": [asdict(case) for case in cases],
         "failed": findings,
     }
 
 
-def _served(lane: Lane, lengths: tuple[int, ...], num_rounds: int) -> list[Line]:
+def _served(lane: VLLMLane, lengths: tuple[int, ...], num_rounds: int) -> list[Line]:
     """Engines take turns, so that a slow minute of the machine meets all of them."""
     whole = pass_over(len(lengths))
     fits, is_short = sum(lengths) // 32 + 40, num_rounds == 1

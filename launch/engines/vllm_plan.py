@@ -100,3 +100,18 @@ def pass_over(
 def answers(passes: Sequence[Passed]) -> list[tuple[int, ...]]:
     """The tokens of every answer, in order."""
     return [served.tokens for each in passes for served in each.served]
+
+
+def to_json(plan: StagePlan | StageResult) -> str:
+    """What travels between the lane and a stage."""
+    return msgspec.json.encode(plan).decode()
+
+
+def plan_of(text: str) -> StagePlan:
+    """The reverse of `to_json`."""
+    return msgspec.json.decode(text, type=StagePlan)
+
+
+def result_of(text: str | bytes) -> StageResult:
+    """The reverse of `to_json`."""
+    return msgspec.json.decode(text, type=StageResult)

@@ -10,10 +10,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from fastdeploy_cache.launch.engines.servers import free_port, running
 from fastdeploy_cache.launch.engines.vllm_plan import ENVIRONMENT, StagePlan
@@ -22,7 +21,8 @@ _START_SECONDS, _ANSWER_SECONDS = 240.0, 120.0
 _NUM_CLIENTS = 3
 
 
-class HTTPPass(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class HTTPPass:
     """Every prompt once, over HTTP. `hit_tokens` by tier: gpu, cpu, storage, from vLLM's own page of metrics."""
 
     tokens: tuple[tuple[int, ...], ...]

@@ -9,11 +9,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from fastdeploy_cache.launch.engines.vllm_loop import VLLMLoop, manager_of
-from fastdeploy_cache.launch.engines.vllm_plan import ENVIRONMENT, Pass, Passed, StagePlan, StageResult
+from fastdeploy_cache.launch.engines.vllm_plan import (
+    ENVIRONMENT,
+    Pass,
+    Passed,
+    StagePlan,
+    StageResult,
+    plan_of,
+    to_json,
+)
 
 _FLUSH_SECONDS = 60.0
 _CONNECTORS: dict[str, dict[str, Any]] = {
@@ -28,7 +35,7 @@ _CONNECTORS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     """Run what the first argument says."""
-    plan = msgspec.json.decode(sys.argv[1], type=StagePlan)
+    plan = plan_of(sys.argv[1])
     os.environ.update(ENVIRONMENT)
     Stage(plan).run()
 
@@ -96,7 +103,7 @@ class Stage:
         result = StageResult(
             vllm=vllm.__version__, passes=tuple(self._passed), up_seconds=self._up_seconds, num_restarts=restarts
         )
-        Path(self._plan.result).write_bytes(msgspec.json.encode(result))
+        Path(self._plan.result).write_text(to_json(result))
 
 
 def _new_engine(plan: StagePlan) -> Any:

@@ -110,9 +110,6 @@ class ChatTokenizer:
 
     def write_hf_files(self, folder: Path, chat_template: str) -> None:
         """Write `tokenizer.json` and its configuration, as Hugging Face's loaders read them."""
-        from tokenizers import decoders
-
-        self._markup.decoder = decoders.ByteLevel()
         self._markup.save(str(folder / "tokenizer.json"))
         end = self._markup.id_to_token(self._im_end)
         config = {
@@ -162,7 +159,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 def _build(files: ModelFiles, control: list[str]) -> tuple[Any, Any]:
     """Two tokenisers on one model: the first takes all text literally, the second knows control tokens."""
     try:
-        from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     except ImportError as error:
         raise ModelLoadError(
             f"cannot import tokenizers ({error}); run: pip install 'fastdeploy-cache[demo]'"
@@ -175,6 +172,7 @@ def _build(files: ModelFiles, control: list[str]) -> tuple[Any, Any]:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
+    both[1].decoder = decoders.ByteLevel()  # for whoever loads the file that it is written to
     both[1].add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     return both
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.engines import vllm_lane
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
-from fastdeploy_cache.launch.engines.vllm_lane import Line
+from fastdeploy_cache.launch.engines.report import Line
+from fastdeploy_cache.launch.engines.servers import running
+from fastdeploy_cache.launch.engines.stages import run_stage
+from fastdeploy_cache.launch.engines.vllm_cases import run_cases
+from fastdeploy_cache.launch.engines.vllm_plan import Pass, Passed, Served, StageResult
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, ModelSpec
 
 SPEC = ModelSpec(
@@ -32,6 +40,7 @@ SPEC = ModelSpec(
 def test_a_model_becomes_a_hugging_face_folder(tmp_path: Path) -> None:
     """Joined rows are parted again, and those of a head that rotate together stand half a head apart."""
     load_file = pytest.importorskip("safetensors.numpy", reason="needs safetensors").load_file
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers, of the extra demo")
     rng = np.random.default_rng(0)
 
     def weight(*shape: int) -> np.ndarray:
@@ -41,7 +50,11 @@ def test_a_model_becomes_a_hugging_face_folder(tmp_path: Path) -> None:
     layer |= {"gate_up": weight(12, 8), "ffn_down": weight(8, 6)}
     tensors = {f"0.{name}": value for name, value in layer.items()}
     tensors |= {"embedding": weight(10, 8), "final_norm": weight(8)}
-    files = ModelFiles(spec=SPEC, tensors=tensors, vocab=[], merges=[], token_types=[], chat_template="", digest="")
+    vocab = ["<|im_start|>", "<|im_end|>", "Ċ", "Ġ", "a", "b", "ab", "c", "d", "e"]
+    files = ModelFiles(
+        spec=SPEC, tensors=tensors, vocab=vocab, merges=["a b"], token_types=[3, 3] + 8 * [1],
+        chat_template="{{ messages }}", digest="",
+    )  # fmt: skip
     write_hf_folder(tmp_path / "model", files)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["num_key_value_heads"] == 1
@@ -52,11 +65,17 @@ def test_a_model_becomes_a_hugging_face_folder(tmp_path: Path) -> None:
     assert np.array_equal(found[f"{attention}v_proj.weight"], layer["qkv"][12:])
     assert np.array_equal(found["model.layers.0.mlp.up_proj.weight"], layer["gate_up"][6:])
     assert len(found) == 11
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    assert tokenizer.encode("<|im_start|>ab c").ids == [0, 6, 3, 7]
+    assert tokenizer.decode([6, 3, 7]) == "ab c"
 
 
-def _line(run: str, **changed: int) -> Line:
-    given = {"requests": 4, "equal": 4, "prompt_tokens": 100, "cached_tokens": 90, "num_restarts": 1, **changed}
-    return Line(run=run, median_seconds=0.1, cpu_seconds=1.0, **given)
+def _line(run: str, **changed: Any) -> Line:
+    given = {
+        "num_requests": 4, "num_equal": 4, "num_prompt_tokens": 100, "num_cached_tokens": 90, "hit_tokens": (0, 90, 0),
+        "num_restarts": 1, **changed,
+    }  # fmt: skip
+    return Line(run=run, median_seconds=0.1, longest_seconds=0.2, cpu_seconds=1.0, **given)
 
 
 RUNS = ("with this cache, pass 2", "ranks killed, pass 2", "after a restart, from disk")
@@ -66,13 +85,122 @@ RUNS = ("with this cache, pass 2", "ranks killed, pass 2", "after a restart, fro
     ("run", "changed", "finding"),
     [
         (RUNS[0], {}, None),
-        (RUNS[1], {"equal": 3}, "ranks killed, pass 2: 1 answers differ"),
-        (RUNS[0], {"cached_tokens": 79}, "with this cache, pass 2: only 79 tokens came from the cache"),
-        (RUNS[2], {"cached_tokens": 0}, "after a restart, from disk: only 0 tokens came from the cache"),
+        (RUNS[1], {"num_equal": 3}, "ranks killed, pass 2: 1 answers differ"),
+        (
+            RUNS[0],
+            {"num_cached_tokens": 79, "hit_tokens": (4, 75, 0)},
+            "with this cache, pass 2: only 79 tokens came from the cache",
+        ),
+        (RUNS[0], {"hit_tokens": (0, 89, 0)}, "with this cache, pass 2: vLLM counts 90 cached tokens, we (0, 89, 0)"),
+        (
+            RUNS[2],
+            {"num_cached_tokens": 0, "hit_tokens": (0, 0, 0)},
+            "after a restart, from disk: only 0 tokens came from the cache",
+        ),
         (RUNS[1], {"num_restarts": 0}, "ranks killed: no rank was restarted"),
     ],
 )
-def test_what_the_lane_finds_fault_with(run: str, changed: dict[str, int], finding: str | None) -> None:
-    """An answer that differs, a cache that is not hit, and a kill that reached nobody fail the lane, by name."""
+def test_what_the_lane_finds_fault_with(run: str, changed: dict[str, Any], finding: str | None) -> None:
+    """An answer that differs, a cache that is not hit, counts that differ, and a kill that reached nobody are named."""
     lines = [_line(each, **(changed if each == run else {})) for each in RUNS]
     assert vllm_lane._findings(lines) == ([finding] if finding else [])
+
+
+class Told:
+    """A lane that answers as it is told: by run, what is wrong with its passes."""
+
+    def __init__(self, folder: Path, wrong: dict[str, Any]) -> None:
+        self.folder, self._wrong = folder, wrong
+
+    def run(self, name: str, **plan: Any) -> StageResult:
+        passes = [self._pass(name, index, wanted, plan) for index, wanted in enumerate(plan["passes"])]
+        return StageResult(vllm="0", passes=tuple(passes), up_seconds=1.0)
+
+    def _pass(self, name: str, index: int, wanted: Pass, plan: dict[str, Any]) -> Passed:
+        """An answer follows from prompt, adapter and, where KV is wrong, from that."""
+        is_ours, is_last = bool(plan.get("connector")), index == len(plan["passes"]) - 1
+        lie = self._wrong.get(f"{name} {index}", {})
+        noise = 1 if (plan.get("is_poisoned") and is_last and not self._wrong.get("blind")) or "answer" in lie else 0
+        served = tuple(
+            Served(
+                tokens=(visit.prompt, str(visit.adapter).count("2"), noise, visit.adapter is not None),
+                num_cached_tokens=0,
+                first_token_seconds=0.1,
+                num_preemptions=int(wanted.num_concurrent > 1 and "preempted" not in self._wrong),
+            )
+            for visit in wanted.visits
+            if not visit.abort_after_steps
+        )
+        cold = name == "cases" and index in {0, 2, 4, 5, 9}
+        hits = lie.get("hits", 0 if cold or not is_ours else 1700)
+        return Passed(served=served, hit_tokens=(0, hits, 0), cpu_seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "case", "failed"),
+    [
+        ({}, None, ""),
+        ({"cases 2": {"hits": 32}}, "a salt", "32 tokens were hit that are others'"),
+        ({"cases 5": {"hits": 64}}, "another adapter", "64 tokens were hit that are others'"),
+        ({"cases 9": {"hits": 64}}, "after a reset", "64 tokens were hit that are others'"),
+        ({"cases 1": {"hits": 0}}, "second pass", "only 0 tokens were hit"),
+        ({"two ranks 1": {"answer": 1}}, "two ranks", "8 answers differ from those of vLLM alone"),
+        ({"preempted": False}, "preemption", "nobody was preempted"),
+        ({"blind": True}, "bytes of the CPU tier turned over", "wrong KV gives the same answers"),
+    ],
+)
+def test_a_case_that_does_not_hold_is_named(
+    tmp_path: Path, wrong: dict[str, Any], case: str | None, failed: str
+) -> None:
+    """Others' hits, no hits, other answers, and a comparison that sees no wrong KV each fail their case alone."""
+    pytest.importorskip("safetensors", reason="needs safetensors")
+    found = {each.name: each.failed for each in run_cases(Told(tmp_path, wrong)) if each.failed}
+    assert list(found) == ([case] if case else [])
+    assert not case or found[case].startswith(failed)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        ("open(sys.argv[1], 'w').write('done')", None),
+        ("print('no such model'); sys.exit(3)", "ended with status 3:\nno such model"),
+        ("time.sleep(60)", "took more than 2 s"),
+        ("os.kill(os.getpid(), 9)", "ended with status -9"),
+    ],
+)
+def test_a_stage_ends_by_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, failure: str | None
+) -> None:
+    """A run of an engine gives its result; one that fails or hangs is ended, with the end of its log in the message."""
+    (tmp_path / "a_stage.py").write_text(f"import os, sys, time\n{code}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = tmp_path / "result.json"
+    if failure is None:
+        assert run_stage("a_stage", str(result), result) == b"done"
+        return
+    with pytest.raises(LaunchError, match=failure):
+        run_stage("a_stage", str(result), result, timeout_seconds=2.0)
+
+
+@pytest.mark.processes
+def test_a_server_is_followed_until_it_says_that_it_is_up(tmp_path: Path) -> None:
+    """It runs inside the block and not behind it; its log is kept. One that ends at its start is an error."""
+    log = tmp_path / "server.log"
+
+    def server(code: str) -> list[str]:
+        return [sys.executable, "-c", f"import time; {code}"]
+
+    with running(
+        server("print('it is up', flush=True); time.sleep(60)"),
+        ready=b"is up", log=log, environment={}, start_seconds=30,
+    ) as pid:  # fmt: skip
+        os.kill(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert log.read_text() == "it is up\n"
+    with (
+        pytest.raises(LaunchError, match="no such port"),
+        running(server("print('no such port')"), ready=b"is up", log=log, environment={}, start_seconds=30),
+    ):
+        pass
