@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastdeploy_cache.adapters.fastdeploy.peer_config import peer_config
@@ -14,6 +15,7 @@ from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.storage.config import STORES, StorageConfig
 
+DOOR_SETTINGS = "FDCACHE_DOOR_SETTINGS"  # environment: settings of ours as JSON, see `run`
 _V1_SCHEDULER = "ENABLE_V1_KVCACHE_SCHEDULER"
 _DTYPES = {
     "bfloat16": "bfloat16",
@@ -87,10 +89,9 @@ def cache_config(
     }
     extra = extra_settings(theirs)
     transfer: dict[str, Any] = {"tp_size": tp_size, "data_parallel_id": data_parallel_id}
+    by_door = _by_door(theirs, extra, splitwise_role)
     if launched:
-        if "layout" not in extra:
-            ours["layout"] = layout_of(config)
-        ours |= _write_policy(theirs)
+        ours |= _write_policy(theirs) | (by_door or ({} if "layout" in extra else {"layout": layout_of(config)}))
     given = dict(extra.pop("transfer", {}))
     if device_ids is not None and launched and given.get("device") == "cuda":  # on the CPU they mean nothing
         transfer["device_ids"] = tuple(int(i) for i in device_ids)
@@ -108,6 +109,26 @@ def cache_config(
         ours |= {"storage": storage, "role": splitwise_role, "peer": peer}
         _check_arrays(theirs, num_blocks, ours)
     return CacheConfig(**ours)
+
+
+def _by_door(theirs: Any, extra: Mapping[str, Any], splitwise_role: str) -> dict[str, Any]:
+    """Settings that follow from the door (see `run`): the KV arrays are always FastDeploy's workers', so no rank is
+    needed where nothing is moved; where something is, it has to be said how they come here.
+
+    Raises:
+        ConfigError: it is not said.
+    """
+    if not _is_by_door(theirs) or "transfer" in extra or "layout" in extra:
+        return {}
+    asking = [name for name in ("num_cpu_blocks", "kvcache_storage_backend") if getattr(theirs, name, None)]
+    asking += [f"the setting {name}" for name in ("num_cpu_blocks", "storage", "peer") if extra.get(name)]
+    asking += [f"splitwise_role {splitwise_role!r}"] if splitwise_role != "mixed" else []
+    if asking:
+        raise ConfigError(
+            f"{' and '.join(asking)} asks for copies of KV arrays, but these are FastDeploy's workers', and no setting "
+            "says how they come here. Run without it, or see 'The bytes' in docs/adapters/fastdeploy.md"
+        )
+    return {"transfer_client": "inline", "layout": None}
 
 
 def _check_arrays(theirs: Any, num_blocks: int, ours: dict[str, Any]) -> None:
@@ -128,9 +149,14 @@ def _write_policy(theirs: Any) -> dict[str, str]:
     return {"storage_write_policy": policy} if policy is not None else {}
 
 
+def _is_by_door(theirs: Any) -> bool:
+    return getattr(theirs, "fastdeploy_cache", None) is None and DOOR_SETTINGS in os.environ
+
+
 def extra_settings(theirs: Any) -> dict[str, Any]:
-    """A copy of `cache_config.fastdeploy_cache`."""
-    extra = dict(getattr(theirs, "fastdeploy_cache", None) or {})
+    """A copy of `cache_config.fastdeploy_cache`; where there is none, of the settings that `run` was given."""
+    given = json.loads(os.environ[DOOR_SETTINGS]) if _is_by_door(theirs) else None
+    extra = dict(given or getattr(theirs, "fastdeploy_cache", None) or {})
     if "role" in extra:
         raise ConfigError(f"cache_config.fastdeploy_cache has role {extra['role']!r}; the role is splitwise_role")
     return extra

@@ -238,17 +238,17 @@ class PrefixCacheManager:
         """Write blocks that a storage task names."""
         return self.parts.storage.issue_write_back_storage_task(task, is_sync=is_sync)
 
-    def wait_write_storage_task(self, task_id: str) -> bool:
+    def wait_write_storage_task(self, req_id: str) -> bool:
         """Wait for a write that another thread has issued; False where it is late."""
-        return self.parts.storage.wait_write_storage_task(task_id)
+        return self.parts.storage.wait_write_storage_task(req_id)
 
     def issue_prefetch_storage_task(self, task: Any, is_sync: bool = True) -> list[int]:  # noqa: ARG002
         """Read blocks that a storage task names, always in sync; returns those that all ranks have filled."""
         return self.parts.storage.issue_prefetch_storage_task(task)
 
-    def wait_prefetch_storage_task(self, task_id: str) -> list[int]:
+    def wait_prefetch_storage_task(self, req_id: str) -> list[int]:
         """The blocks that a read has filled, waiting for one that another thread has issued; each once."""
-        return self.parts.storage.wait_prefetch_storage_task(task_id)
+        return self.parts.storage.wait_prefetch_storage_task(req_id)
 
     # -- prefill and decode apart: see `PeerCalls`
 
@@ -289,12 +289,14 @@ class PrefixCacheManager:
         device_ids: Sequence[int],
         pod_ip: str,
         engine_worker_queue_port: int | str,
-        ipc_suffix: int | str,
+        ipc_suffix: int | str = "",
         create_cache_tensor: bool = True,
+        *,
+        pid_suffix: int | str = "",
     ) -> list[RankProcess]:
-        """Start the ranks, and the peer processes where the role needs them. The first argument and the last two are
-        not used."""
-        del cache_config, ipc_suffix, create_cache_tensor
+        """Start the ranks, and the peer processes where the role needs them. The first argument and the last three are
+        not used: `pid_suffix` is what older versions call `ipc_suffix`."""
+        del cache_config, ipc_suffix, create_cache_tensor, pid_suffix
         launch = self.parts.launcher.launch_cache_manager
         return launch(tensor_parallel_size, device_ids, pod_ip, engine_worker_queue_port)
 
@@ -307,11 +309,13 @@ class PrefixCacheManager:
         value_cache_shape: Any,
         pod_ip: str,
         engine_worker_queue_port: int | str,
-        ipc_suffix: int | str,
+        ipc_suffix: int | str = "",
+        *,
+        pid_suffix: int | str = "",
     ) -> list[RankProcess] | None:
-        """The ranks' peer processes, ready; None where they are not in time. Configuration, shapes and `ipc_suffix` are
-        not used."""
-        del cache_config, key_cache_shape, value_cache_shape, ipc_suffix
+        """The ranks' peer processes, ready; None where they are not in time. Configuration, shapes and suffixes are not
+        used."""
+        del cache_config, key_cache_shape, value_cache_shape, ipc_suffix, pid_suffix
         launch = self.parts.launcher.launch_cache_messager
         return launch(tensor_parallel_size, device_ids, pod_ip, engine_worker_queue_port)
 

@@ -62,9 +62,9 @@ PROCESSES: Surface = {
     "write_cache_to_storage": ("request",),
     "write_cache_to_storage_decode": ("request",),
     "issue_write_back_storage_task": ("task", "is_sync"),
-    "wait_write_storage_task": ("task_id",),
+    "wait_write_storage_task": ("req_id",),
     "issue_prefetch_storage_task": ("task", "is_sync"),
-    "wait_prefetch_storage_task": ("task_id",),
+    "wait_prefetch_storage_task": ("req_id",),
 }
 NOT_HERE = ("match_block", "build_path", "clear_prefix_cache", "recv_data_transfer_result", "node_id_pool")
 
