@@ -96,8 +96,9 @@ ROOMS = {
         "__main__": {"rank"},
     },
 }
-# The first runs in the model's worker, which makes KV arrays; the second gives slots as tensors.
+# The first two run in the model's worker, which makes KV arrays; the last gives slots as tensors.
 WITH_TENSORS = {
+    "fastdeploy_cache/adapters/fastdeploy/worker.py": {"kv.tensors", "device", "device.cuda"},
     "fastdeploy_cache/adapters/vllm/worker.py": {"kv.tensors", "device", "device.cuda", "device.cuda_driver"},
     "fastdeploy_cache/adapters/slots/pages.py": {"kv.tensors"},
 }

@@ -162,6 +162,15 @@ def extra_settings(theirs: Any) -> dict[str, Any]:
     return extra
 
 
+def worker_port(config: Any) -> int | str | None:
+    """Where workers hand over their KV arrays, as the cache's settings say that they do; None where they do not, or
+    where this FastDeploy has no `local_engine_worker_queue_port`."""
+    settings = extra_settings(config.cache_config).get("transfer") or {}
+    owner = settings.get("kv_owner") or ("worker" if settings.get("device") == "cuda" else None)
+    port: int | str | None = getattr(getattr(config, "parallel_config", None), "local_engine_worker_queue_port", None)
+    return port if owner == "worker" else None
+
+
 def _storage(theirs: Any, settings: Any) -> StorageConfig | None:
     backend = getattr(theirs, "kvcache_storage_backend", None)
     if backend is None and settings is None:

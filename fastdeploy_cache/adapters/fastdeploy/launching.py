@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from fastdeploy_cache.adapters.fastdeploy.config import extra_settings
+from fastdeploy_cache.adapters.fastdeploy.config import extra_settings, worker_port
 from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache, PeersLateError
 from fastdeploy_cache.adapters.fastdeploy.held_tasks import HeldTasks
+from fastdeploy_cache.adapters.fastdeploy.kv_arrivals import KVArrivals
 from fastdeploy_cache.adapters.fastdeploy.peer_config import has_peers
 from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.errors import CacheError, ConfigError, LayoutError
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 from fastdeploy_cache.transfer_manager.client import RankStatus
+from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 from fastdeploy_cache.transfer_manager.rank.worker_signals import BY_RANK, IN_ALL, Signal, TreeStatus, WorkerSignals
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ class Launcher:
         self._current, self._tasks = current, tasks
         self._words: WorkerSignals | None = None
         self._suffix = ""
+        port = worker_port(current.their_config)
+        self._arrivals = KVArrivals(port) if port is not None else None
         # the words themselves, shared with the engine and its workers; before the launch nobody looks at them
         self.signals = {name: Signal(np.zeros(tp_size if name in BY_RANK else 1, np.int32)) for name in _SIGNALS}
 
@@ -91,6 +95,8 @@ class Launcher:
         except BaseException:
             words.close()
             raise
+        if self._arrivals is not None:
+            self._arrivals.start(self._attach_kv)
         self._words, self._suffix = words, suffix
         self.signals = {name: words.signal(name) for name in _SIGNALS}
         cache = self._current.cache
@@ -124,6 +130,9 @@ class Launcher:
             raise ConfigError(f"{what}, but launched with {self._suffix!r}")
         are_ready = self._current.wait_for_peers(self._current.cache.config.transfer.start_timeout_seconds)
         return self._peer_processes() if are_ready else None
+
+    def _attach_kv(self, rank: int, handle: KVHandle) -> None:
+        self._current.cache.ranks.attach_kv(rank, handle)  # of the cache that there is then
 
     def _rank_statuses(self) -> Sequence[RankStatus]:
         return self._current.cache.stats().ranks
@@ -181,6 +190,12 @@ class Launcher:
         if self._words is not None:
             self._words.refresh()
         return 200, self._current.cache.life.status.value
+
+    def close(self) -> None:
+        """Remove the words that were made here, and take no more KV arrays. Safe to call twice."""
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self.close_signals()
 
     def close_signals(self) -> None:
         """Remove the words that were made here; those who have them keep them. Safe to call twice."""

@@ -336,5 +336,5 @@ class PrefixCacheManager:
 
     def close(self) -> None:
         """End the ranks, remove the signals."""
-        self.parts.launcher.close_signals()
+        self.parts.launcher.close()
         self.cache.close()

@@ -20,6 +20,7 @@ class CallSequences:
     def __init__(self, current: CurrentCache, tasks: HeldTasks) -> None:
         self._current, self._tasks = current, tasks
         self._repeated = RepeatedLists()  # a task for which there is no room is matched and released in each step
+        self._refused: set[str] = set()  # matches that failed, which the v1 scheduler releases all the same
 
     # -- v1
 
@@ -31,11 +32,15 @@ class CallSequences:
 
         Raises:
             RequestError: an empty prompt, or the task is held already. PromptTooLongError: it never fits. In each case
-            nothing is held.
+            nothing is held, and one release of the task does nothing.
         """
         self._check_block_size(block_size)
+        name = str(task.request_id)
+        if task not in self._tasks:
+            self._refused.add(name)
         held = HeldTask(task, new_request(task, self._repeated), with_path=False)
         match, seconds = self._tasks.match(held)
+        self._refused.discard(name)
         held.num_handed_blocks = len(match.block_ids)
         self._tasks.add(held)
         return match.block_ids, match.num_tokens, self._metrics_of(match, seconds)
@@ -85,9 +90,15 @@ class CallSequences:
         """The task is over: what it holds of the cache is unpinned. Ids behind `num_cached_blocks` stay the caller's
         (v1), or go home with it (v0). What it has computed for certain is visible from now on, if not before.
 
+        Nothing happens where its match has failed: the v1 scheduler releases it then, in the midst of a step whose
+        other tasks would be lost by an error.
+
         Raises:
             UnknownTaskError: it holds nothing.
         """
+        if str(task.request_id) in self._refused:
+            self._refused.discard(str(task.request_id))
+            return
         held = self._tasks.get(task)
         try:
             if self._tasks.speaks_by_output(held):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
 
 from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache
 from fastdeploy_cache.adapters.fastdeploy.held_tasks import HeldTasks
@@ -12,6 +13,35 @@ from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.metrics.fastdeploy_names import FastDeployNames
 
 
+class FreeBlockList(Sequence[int]):
+    """The free blocks of a tier, lowest first, which is a heap. FastDeploy's schedulers ask for the length in each
+    step: that costs no walk over the pool, all else does."""
+
+    def __init__(self, current: CurrentCache, tier: Tier) -> None:
+        self._current, self._tier = current, tier
+
+    def __len__(self) -> int:
+        return self._current.cache.blocks.view.tier_stats(self._tier).num_free
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._current.cache.blocks.view.free_block_ids(self._tier)[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self[:] == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __repr__(self) -> str:
+        return repr(self[:])
+
+
 class Views:
     """The part of the adapter that changes nothing. Each look costs a walk over pool or tree: for tests and doubt."""
 
@@ -19,14 +49,14 @@ class Views:
         self._current, self._tasks = current, tasks
 
     @property
-    def gpu_free_block_list(self) -> list[int]:
-        """Free GPU blocks, lowest first: a heap."""
-        return self._current.cache.blocks.view.free_block_ids(GPU)
+    def gpu_free_block_list(self) -> FreeBlockList:
+        """Free GPU blocks."""
+        return FreeBlockList(self._current, GPU)
 
     @property
-    def cpu_free_block_list(self) -> list[int]:
-        """Free CPU blocks, lowest first: a heap."""
-        return self._current.cache.blocks.view.free_block_ids(CPU)
+    def cpu_free_block_list(self) -> FreeBlockList:
+        """Free CPU blocks."""
+        return FreeBlockList(self._current, CPU)
 
     @property
     def num_gpu_blocks(self) -> int:

@@ -234,3 +234,39 @@ def test_a_launch_that_fails_leaves_a_manager_without_ranks(tmp_path: Path) -> N
     launch(manager, SUFFIX)
     manager.close()
     assert not list(Path("/dev/shm").glob(f"*.{SUFFIX}"))
+
+
+@pytest.mark.parametrize("prompt", [[], list(range(33 * 4))])
+def test_a_match_that_fails_is_released_without_an_error_once(manager: PrefixCacheManager, prompt: list[int]) -> None:
+    """The v1 scheduler releases what it could not match in the midst of a step: an error there would lose the blocks
+    of the step's other tasks. A second release is an error, as of any task that holds nothing."""
+    task = Task("a", prompt)
+    with pytest.raises(RequestError):
+        manager.request_match_blocks(task, 4)
+    give_up_v1(manager, task)
+    with pytest.raises(UnknownTaskError):
+        manager.release_block_ids(task)
+    task.prompt_token_ids = PROMPT
+    with pytest.raises(ConfigError):
+        manager.request_match_blocks(task, 8)
+    assert serve_v1(manager, task, [1]) == 0
+
+
+def test_a_task_that_is_matched_twice_is_still_released(manager: PrefixCacheManager) -> None:
+    """The second match is refused, and the release is of the first."""
+    task = Task("a", PROMPT)
+    manager.request_match_blocks(task, 4)
+    with pytest.raises(RequestError):
+        manager.request_match_blocks(task, 4)
+    manager.release_block_ids(task)
+    with pytest.raises(UnknownTaskError):
+        manager.release_block_ids(task)
+
+
+def test_the_free_blocks_are_a_list_to_read(manager: PrefixCacheManager) -> None:
+    """Lowest first, with a length that costs no walk; it is true at each look."""
+    free = manager.gpu_free_block_list
+    assert len(free) == 32 and free[0] == 0 and free[-2:] == [30, 31] and list(free) == list(range(32))
+    taken = manager.allocate_gpu_blocks(3)
+    assert len(free) == 29 and 2 not in free and free == list(range(3, 32)) and free != [] and repr(free)[:4] == "[3, "
+    manager.recycle_gpu_blocks(taken)
