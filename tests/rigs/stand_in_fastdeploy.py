@@ -65,7 +65,7 @@ if __name__ == "__main__":
             child.join(60)
             print("exit", child.exitcode, flush=True)
 """
-_MULTI = """
+_STARTER = """
 import subprocess, sys
 
 if __name__ == "__main__":
@@ -86,7 +86,8 @@ def write(folder: Path, calls: Mapping[str, str] = CALLS) -> Path:
         "engine/resource_manager.py": _RESOURCES,
         "engine/service.py": _SERVICE,
         "entrypoints/openai/api_server.py": _API_SERVER,
-        "entrypoints/openai/multi_api_server.py": _MULTI,
+        "entrypoints/openai/multi_api_server.py": _STARTER,
+        "entrypoints/cli/main.py": _STARTER,
     }
     for name, text in files.items():
         path = folder / "fastdeploy" / name

@@ -7,8 +7,8 @@ child that `multiprocessing` starts:
 - A forked child has the hook as it is.
 - A child of the start methods `spawn` and `forkserver` first runs the parent's main module anew, under the name
   `__mp_main__`. That is this module, by `__main__.__spec__`: it installs the hook, and runs MODULE under that name.
-- `fastdeploy.entrypoints.openai.multi_api_server` starts API servers by `subprocess`, as `python -m`. Their commands
-  get this module in front. No other command is touched: the workers of the model never see the hook.
+- `multi_api_server`, and `serve` of some versions, start API servers by `subprocess`, as `python -m`. Such a command
+  gets this module in front. No other command is touched: the workers of the model never see the hook.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fastdeploy_cache.errors import ConfigError
 _SELF = "fastdeploy_cache.adapters.fastdeploy.run"
 _RUNNING = "FDCACHE_DOOR_MODULE"  # environment: tells a spawned child which module is the main one
 _SETTINGS = "FDCACHE_DOOR_SETTINGS"  # as in `config`, which is imported only where a manager is made
-_SERVERS = "fastdeploy.entrypoints.openai.multi_api_server"
 _SERVER = "fastdeploy.entrypoints.openai.api_server"
 
 
 def run(name: str, args: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Run a module as `__main__`, with the hook. Changes `sys.argv`, `sys.modules["__main__"]` and the environment.
+    """Run a module as `__main__`, with the hook. Changes `sys.argv`, `sys.modules["__main__"]`, `subprocess.Popen` and
+    the environment.
 
     `settings`: as in `cache_config.fastdeploy_cache`.
 
@@ -46,8 +46,7 @@ def run(name: str, args: Sequence[str], settings: Mapping[str, Any]) -> None:
     hook.install()
     os.environ[_RUNNING] = name
     os.environ[_SETTINGS] = json.dumps(settings, default=str)
-    if name == _SERVERS:
-        subprocess.Popen = _Popen  # type: ignore[misc]
+    subprocess.Popen = _Popen  # type: ignore[misc]
     own = sys.modules["__main__"].__spec__
     code, path = _code_of(name)
     main = ModuleType("__main__")

@@ -62,9 +62,10 @@ def test_the_engine_gets_ours_wherever_it_makes_its_manager(tmp_path: Path) -> N
 
 
 @pytest.mark.processes
-def test_api_servers_that_are_started_by_command_get_ours_and_other_commands_do_not(tmp_path: Path) -> None:
-    """`multi_api_server` starts `python -m ...api_server`: through the door. What else it starts is left alone."""
-    done = door(write(tmp_path), "fastdeploy.entrypoints.openai.multi_api_server", "fork")
+@pytest.mark.parametrize("starter", ["openai.multi_api_server", "cli.main"])
+def test_api_servers_that_are_started_by_command_get_ours_and_no_other_command(tmp_path: Path, starter: str) -> None:
+    """`python -m ...api_server` goes through the door. What else is started is left alone."""
+    done = door(write(tmp_path), f"fastdeploy.entrypoints.{starter}", "fork")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == f"here {OURS}" and f"fork {OURS}" in done.stdout
     assert done.stdout.splitlines()[-1] == f"other {hook.MODULE}"
