@@ -27,6 +27,13 @@ CALLS: Mapping[str, str] = {
     "match_block": "req_id, input_ids, block_size",
     "_prepare_cache": "anything",
 }
+# What three of them write, which their callers read.
+BODIES: Mapping[str, str] = {
+    "request_match_blocks": "task.num_cached_blocks = 0; return [], 0, {'gpu_match_token_num': 0, "
+    "'storage_match_token_num': 0, 'gpu_recv_block_ids': []}",
+    "update_cache_blocks": "task.num_cached_blocks = num_computed_tokens // block_size",
+    "request_block_ids": "return [], [], {'gpu_cache_blocks': 0, 'cpu_cache_blocks': 0}",
+}
 _RESOURCES = """
 from fastdeploy.cache_manager.prefix_cache_manager import PrefixCacheManager
 
@@ -76,10 +83,11 @@ if __name__ == "__main__":
 """
 
 
-def write(folder: Path, calls: Mapping[str, str] = CALLS) -> Path:
+def write(folder: Path, calls: Mapping[str, str] = CALLS, bodies: Mapping[str, str] = BODIES) -> Path:
     """Write the package, whose cache manager has these calls, into a folder; returns the folder, for `sys.path`."""
     methods = "".join(
-        f"    def {name}(self, {parameters}): self.made = 'theirs'\n" for name, parameters in calls.items()
+        f"    def {name}(self, {given}): {bodies.get(name, 'raise NotImplementedError')}\n"
+        for name, given in calls.items()
     )
     files = {
         "cache_manager/prefix_cache_manager.py": f"class PrefixCacheManager:\n{methods}",

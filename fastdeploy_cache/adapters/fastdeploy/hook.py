@@ -26,9 +26,21 @@ CLASS = "PrefixCacheManager"
 # Steps inside theirs, which nobody outside calls: see docs/adapters/fastdeploy.md.
 _INSIDE = {
     *("match_block", "mm_match_block", "build_path", "mm_build_path", "clear_prefix_cache"),
-    *("recv_data_transfer_result", "cal_block_hash", "hash_block_features"),
+    *("recv_data_transfer_result", "cal_block_hash", "hash_block_features", "issue_swap_task", "sync_swap_task"),
+    *("issue_write_back_storage_task", "wait_write_storage_task"),
+    *("issue_prefetch_storage_task", "wait_prefetch_storage_task"),
 }
-_RENAMED = {"pid_suffix": "ipc_suffix"}  # what older versions call a parameter
+# What a call writes into the task and the answer, which its callers read: versions of 2025 have other names.
+_WRITTEN = {
+    "request_match_blocks": (
+        "num_cached_blocks",
+        "gpu_match_token_num",
+        "storage_match_token_num",
+        "gpu_recv_block_ids",
+    ),
+    "update_cache_blocks": ("num_cached_blocks",),
+    "request_block_ids": ("gpu_cache_blocks", "cpu_cache_blocks"),
+}
 
 
 class UnknownVersionError(ConfigError):
@@ -53,12 +65,28 @@ def uninstall() -> None:
 
 
 def differences(theirs: type, ours: type) -> list[str]:
-    """Calls of theirs that ours does not take as they are; none where ours can take the place of theirs.
+    """Calls of theirs that ours does not take as they are, and names that theirs does not write as ours does; none
+    where ours can take the place of theirs.
 
     A call of ours may have further parameters that need not be given. What begins with an underscore is not looked at.
     """
     calls = {"__init__", *(name for name in vars(theirs) if not name.startswith("_"))} - _INSIDE
-    return list(_differences(sorted(calls), theirs, ours))
+    unwritten = [
+        f"{call} does not write {name}"
+        for call, names in _WRITTEN.items()
+        for name in names
+        if name not in _names_in(getattr(theirs, call, None))
+    ]
+    return [*_differences(sorted(calls), theirs, ours), *unwritten]
+
+
+def _names_in(call: Any) -> set[object]:
+    """Attributes, and texts, that a function names."""
+    code = getattr(inspect.unwrap(call), "__code__", None) if call is not None else None
+    if code is None:
+        return set()
+    texts = [each for value in code.co_consts for each in (value if isinstance(value, tuple) else (value,))]
+    return {*code.co_names, *(each for each in texts if isinstance(each, str))}
 
 
 def _differences(names: Sequence[str], theirs: type, ours: type) -> Iterator[str]:
@@ -89,7 +117,7 @@ def _takes(call: Callable[..., Any], parameters: Sequence[str], *, is_static: bo
         bound = signature.bind(*own, *parameters).arguments
     except TypeError:
         return False
-    return all(bound.get(_RENAMED.get(name, name)) == name for name in parameters)
+    return all(bound.get(name) == name for name in parameters)
 
 
 class _Finder(MetaPathFinder):

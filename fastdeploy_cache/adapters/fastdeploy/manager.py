@@ -289,14 +289,12 @@ class PrefixCacheManager:
         device_ids: Sequence[int],
         pod_ip: str,
         engine_worker_queue_port: int | str,
-        ipc_suffix: int | str = "",
+        ipc_suffix: int | str,
         create_cache_tensor: bool = True,
-        *,
-        pid_suffix: int | str = "",
     ) -> list[RankProcess]:
-        """Start the ranks, and the peer processes where the role needs them. The first argument and the last three are
-        not used: `pid_suffix` is what older versions call `ipc_suffix`."""
-        del cache_config, ipc_suffix, create_cache_tensor, pid_suffix
+        """Start the ranks, and the peer processes where the role needs them. The first argument and the last two are
+        not used."""
+        del cache_config, ipc_suffix, create_cache_tensor
         launch = self.parts.launcher.launch_cache_manager
         return launch(tensor_parallel_size, device_ids, pod_ip, engine_worker_queue_port)
 
@@ -309,13 +307,11 @@ class PrefixCacheManager:
         value_cache_shape: Any,
         pod_ip: str,
         engine_worker_queue_port: int | str,
-        ipc_suffix: int | str = "",
-        *,
-        pid_suffix: int | str = "",
+        ipc_suffix: int | str,
     ) -> list[RankProcess] | None:
-        """The ranks' peer processes, ready; None where they are not in time. Configuration, shapes and suffixes are not
-        used."""
-        del cache_config, key_cache_shape, value_cache_shape, ipc_suffix, pid_suffix
+        """The ranks' peer processes, ready; None where they are not in time. Configuration, shapes and `ipc_suffix` are
+        not used."""
+        del cache_config, key_cache_shape, value_cache_shape, ipc_suffix
         launch = self.parts.launcher.launch_cache_messager
         return launch(tensor_parallel_size, device_ids, pod_ip, engine_worker_queue_port)
 

@@ -17,7 +17,7 @@ from fastdeploy_cache.adapters.fastdeploy.hook import UnknownVersionError
 from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
 from fastdeploy_cache.errors import ConfigError
 from tests.rigs.fastdeploy_engine import SUFFIX, launch, new_config
-from tests.rigs.stand_in_fastdeploy import CALLS, write
+from tests.rigs.stand_in_fastdeploy import BODIES, CALLS, write
 
 OURS = PrefixCacheManager.__module__
 SERVER = "fastdeploy.entrypoints.openai.api_server"
@@ -115,15 +115,21 @@ def test_an_unknown_version_is_refused_at_its_import(hooked: Path, name: str, pa
     assert hook.MODULE not in sys.modules
 
 
-def test_older_names_of_parameters_are_known(hooked: Path) -> None:
-    """`pid_suffix` is what `ipc_suffix` was called, and calls that a version does not have yet are not missed."""
-    older = {name: each.replace("ipc_suffix", "pid_suffix") for name, each in CALLS.items() if name != "reset"}
-    write(hooked, {**older, "allocate_gpu_blocks": "num_blocks", "cal_block_hash": "block"})
+@pytest.mark.parametrize("name", ["request_match_blocks", "update_cache_blocks"])
+def test_a_version_that_writes_other_names_is_refused(hooked: Path, name: str) -> None:
+    """Versions of 2025 have the same calls, but their scheduler reads `cached_block_num`: with ours it would give
+    cached blocks back."""
+    write(hooked, bodies={**BODIES, name: BODIES[name].replace("num_cached_blocks", "cached_block_num")})
+    with pytest.raises(UnknownVersionError, match=f"{name} does not write num_cached_blocks"):
+        importlib.import_module(hook.MODULE)
+
+
+def test_calls_that_a_version_does_not_have_are_not_missed(hooked: Path) -> None:
+    """Nor are steps inside it, or parameters that came later."""
+    calls = {name: each for name, each in CALLS.items() if name != "reset"}
+    inside = {"cal_block_hash": "block", "issue_prefetch_storage_task": "req_id, hash_keys, gpu_block_ids"}
+    write(hooked, {**calls, **inside, "allocate_gpu_blocks": "num_blocks"})
     assert importlib.import_module(hook.MODULE).PrefixCacheManager is PrefixCacheManager
-    launched = PrefixCacheManager(new_config(transfer_client="inline", layout=None), 1)
-    places = {"cache_config": None, "tensor_parallel_size": 1, "device_ids": ["0"], "pod_ip": "127.0.0.1"}
-    assert launched.launch_cache_manager(**places, engine_worker_queue_port=f"p{SUFFIX}", pid_suffix="8123") == []
-    launched.close()
 
 
 def test_a_module_without_the_class_is_refused(hooked: Path) -> None:
