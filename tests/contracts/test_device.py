@@ -14,7 +14,7 @@ from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.device import cpu as cpu_device
 from fastdeploy_cache.transfer_manager.device.base import Device
 from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
-from fastdeploy_cache.transfer_manager.device.cuda import CudaDevice
+from fastdeploy_cache.transfer_manager.device.cuda import CudaDevice, KernelUse
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
 from fastdeploy_cache.transfer_manager.kv.layout import STORAGE_DTYPES, KVLayout, KVPart, RankLayout
 from fastdeploy_cache.transfer_manager.task import TaskKind
@@ -83,12 +83,14 @@ def make_cuda(version: int, kernel: bool) -> MakeDevice:
     def make(layout: RankLayout, kv: SharedArray, cpu: SharedArray, monkeypatch: pytest.MonkeyPatch) -> Device:
         driver = FakeDriver(version)
         install(monkeypatch, driver, compiler=kernel)
-        monkeypatch.setattr(CudaDevice, "_kernel_is_faster", lambda self, size: kernel and size % 16 == 0)
         base = kv.view(np.uint8, (kv.num_bytes,)).ctypes.data
         driver.on_gpu[base] = kv.num_bytes
         images = cpu.view(np.uint8, (NUM_CPU, layout.block_bytes))
         places = layout.places(NUM_GPU)
-        return CudaDevice(layout, Cuda(0), bases=[base], places=places, images=images, num_gpu_blocks=NUM_GPU)
+        use: KernelUse = "always" if kernel else "never"
+        return CudaDevice(
+            layout, Cuda(0), bases=[base], places=places, images=images, num_gpu_blocks=NUM_GPU, kernel=use
+        )
 
     return make
 

@@ -8,12 +8,14 @@ things in the right order, not that a driver does them.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
 
 ILLEGAL_ADDRESS = 700
 
@@ -46,6 +48,7 @@ class _Attributes(_Struct):
 class FakeDriver(types.ModuleType):
     """`version`: what the driver says it is; below 12080 it has no batched copy. `fail`: calls that fail next time."""
 
+    IS_SIMULATED = True
     CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP = 1, 2
     CUresult = Code
     CUipcMemHandle = _Struct
@@ -66,6 +69,7 @@ class FakeDriver(types.ModuleType):
         self.pinned: dict[int, int] = {}
         self.num_copies = {"cuMemcpyAsync": 0, "cuMemcpyBatchAsync": 0, "cuLaunchKernel": 0}
         self._buffers: dict[int, Any] = {}
+        self._numbers = itertools.count(1)
         self._queues: dict[int, list[Callable[[], None]]] = {}
         self._events: dict[int, tuple[int, int]] = {}  # event -> stream, position
         self._done: dict[int, int] = {}
@@ -107,7 +111,19 @@ class FakeDriver(types.ModuleType):
         assert name == b"cuMemcpyBatchAsync" and version <= self.version
         return ctypes.cast(self._batch, ctypes.c_void_p).value or 0, 0
 
+    def cuDeviceGetName(self, length: int, device: int) -> tuple[bytes]:
+        return (b"simulated GPU" + bytes(length - 13),)
+
+    def cuDeviceGetPCIBusId(self, length: int, device: int) -> tuple[bytes]:
+        return (b"ffff:ff:1f.7" + bytes(length - 12),)
+
+    def cuDeviceTotalMem(self, device: int) -> tuple[int]:
+        return (1 << 30,)
+
     # -- memory
+
+    def cuMemGetInfo(self) -> tuple[int, int]:
+        return (1 << 30) - sum(self.on_gpu.values()), 1 << 30
 
     def cuMemAlloc(self, num_bytes: int) -> tuple[int]:
         return (self._allocate(num_bytes, self.on_gpu),)
@@ -150,7 +166,22 @@ class FakeDriver(types.ModuleType):
         assert base in self.on_gpu and flags == 1
         return (base,)
 
+    def cuMemcpyHtoD(self, to: int, source: int, num_bytes: int) -> None:
+        """The host's memory need not be pinned."""
+        self._move(to, source, num_bytes, is_known=self._is_known(to, num_bytes))
+
+    def cuMemcpyDtoH(self, to: int, source: int, num_bytes: int) -> None:
+        self._move(to, source, num_bytes, is_known=self._is_known(source, num_bytes))
+
     # -- streams and events
+
+    def cuStreamDestroy(self, stream: int) -> None:
+        assert self._done[stream] == len(self._queues[stream]), "a copy is under way"
+        self._queues[stream] = []
+        self._done[stream] = 0
+
+    def cuEventDestroy(self, event: int) -> None:
+        del self._events[event]
 
     def cuStreamCreate(self, flags: int) -> tuple[int]:
         stream = len(self._queues) + 1
@@ -158,8 +189,9 @@ class FakeDriver(types.ModuleType):
         return (stream,)
 
     def cuEventCreate(self, flags: int) -> tuple[int]:
-        self._events[len(self._events) + 1] = (0, 0)
-        return (len(self._events),)
+        event = next(self._numbers)
+        self._events[event] = (0, 0)
+        return (event,)
 
     def cuEventRecord(self, event: int, stream: int) -> None:
         self._events[event] = (stream, len(self._queues[stream]))
@@ -196,7 +228,11 @@ class FakeDriver(types.ModuleType):
         return ctypes.CFUNCTYPE(ctypes.c_int, void, void, void, size, void, void, size, *tail)(batch)
 
     def _copy(self, to: int, source: int, num_bytes: int) -> None:
-        if self._is_known(to, num_bytes) and self._is_known(source, num_bytes):
+        is_known = self._is_known(to, num_bytes) and self._is_known(source, num_bytes)
+        self._move(to, source, num_bytes, is_known=is_known)
+
+    def _move(self, to: int, source: int, num_bytes: int, *, is_known: bool) -> None:
+        if is_known:
             ctypes.memmove(to, source, num_bytes)
         else:
             self.lost = ILLEGAL_ADDRESS
@@ -211,6 +247,9 @@ class FakeDriver(types.ModuleType):
 
     def cuModuleGetFunction(self, module: str, name: bytes) -> tuple[bytes]:
         return (name,)
+
+    def cuModuleUnload(self, module: str) -> None:
+        assert module == "module"
 
     def cuLaunchKernel(self, function: bytes, *arguments: Any) -> None:
         *grid, stream, ((to, source, num_vectors, num_pieces), _), _ = arguments

@@ -368,7 +368,7 @@ def test_more_pieces_than_the_table_holds_go_in_several_launches(
     """The table is filled anew only when the launch before has read it: every byte arrives, out and in."""
     for module in (cuda_module, cuda_driver):
         monkeypatch.setattr(module, "TABLE_PIECES", 4)
-    monkeypatch.setattr(CudaDevice, "_kernel_is_faster", lambda self, size: True)
+    monkeypatch.setattr(CudaDevice, "_goes_by_kernel", lambda self, size, use: True)
     driver = RecordingDriver()
     install(monkeypatch, driver, compiler=True)
     device, handle = opened(images)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from fastdeploy_cache.transfer_manager.task import Lane, TaskKind
 logger = logging.getLogger(__name__)
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+KernelUse = Literal["measured", "always", "never"]
 _IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _MEASURED_PIECES, _MEASURED_BYTES = 256, 16 * 2**20
 
@@ -60,18 +62,27 @@ class CudaDevice:
         places: Places,
         images: Bytes,
         num_gpu_blocks: int,
+        kernel: KernelUse = "measured",
     ) -> None:
-        """`bases` are the addresses of the KV memory's segments on the GPU."""
+        """`bases` are the addresses of the KV memory's segments on the GPU.
+
+        `kernel`: whether pieces go by the kernel. `always` stands for all that the kernel can copy.
+        """
         self._layout, self._cuda, self._bases, self._places = layout, cuda, tuple(bases), places
         self._images, self._num_gpu_blocks = images, num_gpu_blocks
         self._load, self._store = load_steps(layout, places), whole_step(layout, places)
         self._pinned = cuda.pin(images.ctypes.data, images.nbytes, layout.block_bytes) if images.nbytes else []
         self._streams = {lane: cuda.new_stream() for lane in Lane}
         self._events = {lane: [cuda.new_event() for _ in self._load] for lane in Lane}
-        self._kernel = _kernel_or_none(cuda)
+        self._kernel = _kernel_or_none(cuda) if kernel != "never" else None
         self._tables = {lane: self._kernel.new_table() for lane in Lane} if self._kernel is not None else {}
         sizes = {strip.row_bytes for step in (*self._load, *self._store) for strip in step.strips}
-        self._by_kernel = {size for size in sizes if self._kernel_is_faster(size)}
+        self._by_kernel = {size for size in sizes if self._goes_by_kernel(size, kernel)}
+
+    @property
+    def kernel_piece_bytes(self) -> frozenset[int]:
+        """Sizes of pieces that go by the kernel; the others go by the copy engines."""
+        return frozenset(self._by_kernel)
 
     def copy(
         self,
@@ -151,12 +162,12 @@ class CudaDevice:
         self._cuda.call("cuEventSynchronize", self._events[Lane.IN][0])
         return moved
 
-    def _kernel_is_faster(self, piece_bytes: int) -> bool:
-        """Measured on this GPU with scratch memory: pieces of this size, host to GPU, by either way."""
+    def _goes_by_kernel(self, piece_bytes: int, use: KernelUse) -> bool:
+        """Whether it is faster is measured on this GPU with scratch memory: pieces of this size, from the host."""
         if self._kernel is None or piece_bytes % KERNEL_ALIGNMENT:
             return False
         try:
-            return self._measure(self._kernel, piece_bytes)
+            return use == "always" or self._measure(self._kernel, piece_bytes)
         except DeviceError as error:
             if self._cuda.is_lost:
                 raise
@@ -203,9 +214,22 @@ class CudaDevice:
         return self._cuda.is_lost
 
     def close(self) -> None:
-        pinned, self._pinned = self._pinned, []
+        """Give back what the driver holds for this device; after a loss nothing can be given back but by the end."""
+        pinned, streams, events = self._pinned, self._streams.values(), self._events.values()
+        tables, kernel = self._tables.values(), self._kernel
+        self._pinned, self._streams, self._events, self._tables, self._kernel = [], {}, {}, {}, None
+        if self._cuda.is_lost:
+            return
         for address in pinned:
             self._cuda.call("cuMemHostUnregister", address)
+        for stream in streams:
+            self._cuda.call("cuStreamDestroy", stream)
+        for event in itertools.chain.from_iterable(events):
+            self._cuda.call("cuEventDestroy", event)
+        if kernel is not None:
+            for table in tables:
+                kernel.free_table(table)
+            kernel.close()
 
 
 def _misaligned(to: Addresses, source: Addresses) -> bool:

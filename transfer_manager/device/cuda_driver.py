@@ -42,8 +42,12 @@ class Cuda:
     Each thread calls `bind_thread` first.
     """
 
-    def __init__(self, device_id: int) -> None:
-        """Raises `DeviceError` naming what is missing: the bindings, the driver or the device."""
+    def __init__(self, device_id: int, *, may_batch: bool = True) -> None:
+        """`may_batch`: many copies go in one call, where the driver has such a call.
+
+        Raises:
+            DeviceError: the bindings, the driver or the device are missing; the message names which.
+        """
         try:
             from cuda.bindings import driver
         except ImportError as error:
@@ -62,7 +66,7 @@ class Cuda:
         self.device = self.call("cuDeviceGet", device_id)
         self.context = self.call("cuDevicePrimaryCtxRetain", self.device)
         self.bind_thread()
-        self._batch_version, self._batch = self._find_batch()
+        self._batch_version, self._batch = self._find_batch() if may_batch else (0, None)
         if self._batch is not None:
             self._attributes: Any = driver.CUmemcpyAttributes()
             order = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
@@ -71,11 +75,22 @@ class Cuda:
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call the driver: its outputs, none or one or a tuple. Raises `DeviceError` with the driver's own name."""
-        result, *outputs = getattr(self.driver, name)(*arguments)
+        try:
+            result, *outputs = getattr(self.driver, name)(*arguments)
+        except ValueError as error:  # a code that is newer than the bindings: what it means for the rest is unknown
+            self.is_lost = True
+            raise DeviceError(f"{name} failed: {error}; newer cuda-bindings may know it") from error
         if int(result) != 0:
-            self.is_lost |= int(result) in _LOST
-            raise DeviceError(f"{name} failed: {getattr(result, 'name', result)} ({int(result)})")
+            raise self._failure(name, int(result))
         return outputs[0] if len(outputs) == 1 else tuple(outputs) or None
+
+    def _failure(self, name: str, code: int) -> DeviceError:
+        self.is_lost |= code in _LOST
+        try:
+            said = self.driver.CUresult(code).name
+        except ValueError:
+            self.is_lost, said = True, "a code that these cuda-bindings do not know"
+        return DeviceError(f"{name} failed: {said} ({code})")
 
     def bind_thread(self) -> None:
         """Make the context the calling thread's."""
@@ -90,11 +105,16 @@ class Cuda:
         flags = self.driver.CUevent_flags
         return self.call("cuEventCreate", flags.CU_EVENT_DISABLE_TIMING | flags.CU_EVENT_BLOCKING_SYNC)
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether many copies go in one call."""
+        return self._batch is not None
+
     def _find_batch(self) -> tuple[int, Any]:
         """The batched copy by its address: called with arrays of addresses it costs nothing per piece."""
         found = int(self.call("cuDriverGetVersion"))
         version = 13000 if found >= 13000 else 12080 if found >= 12080 else 0
-        if not version:
+        if not version or not hasattr(self.driver, "CUmemcpyAttributes"):  # the driver is too old, or the bindings
             return 0, None
         result, address, *_ = self.driver.cuGetProcAddress(b"cuMemcpyBatchAsync", version, 0)
         if int(result) != 0 or not int(address):
@@ -120,8 +140,7 @@ class Cuda:
             arguments += [ctypes.addressof(failed)] if self._batch_version == 12080 else []
             code = self._batch(*arguments, int(stream))
             if code:
-                self.is_lost |= code in _LOST
-                raise DeviceError(f"cuMemcpyBatchAsync failed: {self.driver.CUresult(code).name} ({code})")
+                raise self._failure("cuMemcpyBatchAsync", code)
 
     def pin(self, address: int, num_bytes: int, row_bytes: int) -> list[int]:
         """Register memory with the driver, so that copies need no staging; the addresses to unregister.
@@ -133,7 +152,13 @@ class Cuda:
         piece = max(unit, (64 << 30) // unit * unit)
         starts = list(range(0, num_bytes, piece))
         for start in starts:
-            self.call("cuMemHostRegister", address + start, min(piece, num_bytes - start), flags)
+            try:
+                self.call("cuMemHostRegister", address + start, min(piece, num_bytes - start), flags)
+            except DeviceError as error:
+                raise DeviceError(
+                    f"{num_bytes} bytes of CPU blocks cannot be pinned: {error}; give fewer blocks, or let the process "
+                    "lock more memory (for a container: --ulimit memlock=-1)"
+                ) from error
         return [address + start for start in starts]
 
 
@@ -162,6 +187,14 @@ class CopyKernel:
         address = int(self._cuda.call("cuMemHostAlloc", 16 * TABLE_PIECES, 3))  # portable, mapped
         flat = (ctypes.c_uint64 * (2 * TABLE_PIECES)).from_address(address)
         return np.ctypeslib.as_array(flat).reshape(2, TABLE_PIECES)
+
+    def free_table(self, table: Addresses) -> None:
+        """Give back what `new_table` gave; nobody may use it any more."""
+        self._cuda.call("cuMemFreeHost", table.ctypes.data)
+
+    def close(self) -> None:
+        """Unload the kernel; no launch of it may run."""
+        self._cuda.call("cuModuleUnload", self._module)
 
     def copy_pieces(self, table: Addresses, num_pieces: int, num_bytes: int, stream: Any) -> None:
         """Start copying the first `num_pieces` of the table: row 0 to, row 1 from; `num_bytes` a multiple of 16."""
