@@ -277,8 +277,15 @@ def transfer(
     repeats: Annotated[int, typer.Option(min=1, help="How often each copy is measured; medians count.")] = 7,
     memory_mib: Annotated[int, typer.Option(min=16, help="Size of each pool; up to eight are there at a time.")] = 512,
     idle_seconds: Annotated[float, typer.Option(min=0.5, help="How long the ranks are watched at rest.")] = 5.0,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: copy speed alone, beside pinned copies.")] = "cpu",
 ) -> None:
     """What ranks reach: copy speed, round trips, rest, start, each beside its floor. Status 1: a figure missed."""
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"--device {device}; use cpu or cuda")
+    if device == "cuda":
+        from fastdeploy_cache.launch.bench.cuda_transfer_command import bench_cuda_transfer
+
+        raise typer.Exit(0 if bench_cuda_transfer(json, repeats, memory_mib) else 1)
     from fastdeploy_cache.launch.bench.transfer_command import bench_transfer as run
 
     raise typer.Exit(0 if run(json, repeats, memory_mib, idle_seconds) else 1)

@@ -85,8 +85,17 @@ CASES = (
 class Ranks:
     """Started rank processes and a way to run one task and wait for it."""
 
-    def __init__(self, num_ranks: int, layout: RankLayout, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-        self.client = RankClient(TransferConfig(tp_size=num_ranks), layout, num_gpu_blocks, num_cpu_blocks)
+    def __init__(
+        self,
+        num_ranks: int,
+        layout: RankLayout,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        config: TransferConfig | None = None,
+    ) -> None:
+        """`config` has `num_ranks` ranks; without it they are on the CPU device, and have the engine's arrays."""
+        config = config or TransferConfig(tp_size=num_ranks)
+        self.client = RankClient(config, layout, num_gpu_blocks, num_cpu_blocks)
         self._ended = threading.Event()
         self._error: str | None = None
         self._task_ids = itertools.count(1)

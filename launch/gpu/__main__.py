@@ -1,0 +1,49 @@
+"""`python -m fastdeploy_cache.launch.gpu`: its options, read by Python's own library alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from fastdeploy_cache.launch.gpu.command import GpuRun, run_gpu
+from fastdeploy_cache.launch.gpu.notes import GpuOptions
+from fastdeploy_cache.launch.gpu.sections import SECTIONS
+
+
+def main() -> int:
+    """Run what the arguments ask for; the exit status."""
+    names = [section.name for section in SECTIONS]
+    parser = argparse.ArgumentParser(
+        prog="gpu.sh",
+        description="Run what this project has of CUDA on this machine's GPU, in under 8 minutes, and report it.",
+        epilog="Exit status 0: all that could run was right; 1: something was not, or a package of ours is missing; "
+        "2: wrong arguments; 3: there is no GPU to use.",
+    )
+    parser.add_argument("--json", type=Path, default=Path("gpu_report.json"), help="where the report goes for programs")
+    parser.add_argument("--markdown", type=Path, help="also write here what is printed")
+    parser.add_argument("--section", action="append", choices=names, metavar="NAME", help=f"only: {', '.join(names)}")
+    parser.add_argument("--packages", type=Path, help="folder to install missing packages into; without it, none are")
+    parser.add_argument("--wheels", type=Path, help="install the wheels of this folder, not those of a registry")
+    parser.add_argument("--quick", action="store_true", help="little of everything: a test of this command itself")
+    given = parser.parse_args()
+    for file in (given.json, given.markdown):
+        if file is not None and not file.absolute().parent.is_dir():
+            parser.error(f"cannot write {file}: its folder does not exist")
+    if given.wheels is not None and not given.wheels.is_dir():
+        parser.error(f"--wheels {given.wheels}: there is no such folder")
+    wanted = GpuRun(
+        json_file=given.json,
+        markdown_file=given.markdown,
+        names=tuple(given.section or ()),
+        options=GpuOptions(is_quick=given.quick),
+        packages=given.packages / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        if given.packages
+        else None,
+        wheels=given.wheels,
+    )
+    return run_gpu(wanted)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,93 @@
+"""Section: vLLM on the GPU, alone and with the connector, ranks killed; the answers have to be equal."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastdeploy_cache.errors import LaunchError, ModelLoadError
+from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
+from fastdeploy_cache.launch.engines.vllm_lane import LENGTHS, run_stage
+from fastdeploy_cache.launch.engines.vllm_stage import StageResult
+from fastdeploy_cache.launch.gpu.notes import GpuOptions, Notes
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, ModelSpec, load_model_files
+
+_CACHE: dict[str, Any] = {"num_cpu_blocks": 200, "min_prefetch_tokens": 32}
+_MEMORY_SHARE, _KILL_EVERY, _LEAST_HITS = 0.5, 5, 0.5
+_SPEC = ModelSpec(
+    num_layers=4,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    ffn_size=512,
+    vocab_size=49_152,
+    context_length=2048,
+    rope_theta=10_000.0,
+    rms_eps=1e-5,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+def run(notes: Notes, options: GpuOptions) -> None:  # noqa: ARG001
+    """vLLM alone, one pass; then with the connector, two passes, a rank killed now and then."""
+    with tempfile.TemporaryDirectory(prefix="fastdeploy-gpu-") as name:
+        folder = Path(name)
+        notes.check("model", lambda: _write_model(folder / "model"))
+        notes.check("vLLM with the connector", lambda: _compare(notes, folder))
+
+
+def _write_model(folder: Path) -> str:
+    try:
+        write_hf_folder(folder, load_model_files())
+    except ModelLoadError as error:
+        write_hf_folder(folder, random_model(_SPEC))
+        return f"a made-up one of random weights, as SmolLM2 is not here: {error}"
+    return "SmolLM2-135M"
+
+
+def random_model(spec: ModelSpec) -> ModelFiles:
+    """A model of that shape with random weights, the same ones each time."""
+    chance = np.random.default_rng(5)
+
+    def weight(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return chance.normal(0, 0.05, shape).astype(np.float32)
+
+    hidden, heads = spec.hidden_size, spec.num_heads * spec.head_dim
+    tensors = {"embedding": weight(spec.vocab_size, hidden), "final_norm": np.ones(hidden, np.float32)}
+    for layer in range(spec.num_layers):
+        tensors |= {
+            f"{layer}.attn_norm": np.ones(hidden, np.float32),
+            f"{layer}.qkv": weight(heads + 2 * spec.num_kv_heads * spec.head_dim, hidden),
+            f"{layer}.attn_output": weight(hidden, heads),
+            f"{layer}.ffn_norm": np.ones(hidden, np.float32),
+            f"{layer}.gate_up": weight(2 * spec.ffn_size, hidden),
+            f"{layer}.ffn_down": weight(hidden, spec.ffn_size),
+        }
+    return ModelFiles(spec=spec, tensors=tensors, vocab=[], merges=[], token_types=[], chat_template="", digest="")
+
+
+def _compare(notes: Notes, folder: Path) -> str:
+    common: dict[str, Any] = {"gpu_memory_utilization": _MEMORY_SHARE}
+    alone = run_stage(folder, "alone", num_passes=1, **common)
+    notes.note("vLLM alone", f"version {alone.vllm}, up after {alone.up_seconds:.0f} s")
+    cached = run_stage(folder, "cache", cache=_CACHE, kill_every=_KILL_EVERY, **common)
+    return judge(alone, cached)
+
+
+def judge(alone: StageResult, cached: StageResult) -> str:
+    """What the runs show. Raises `LaunchError` where an answer differs, or nothing was cached, or nobody was killed."""
+    wanted = [each.tokens for each in alone.served[0]]
+    wrong = [sum(each.tokens != tokens for each, tokens in zip(p, wanted, strict=True)) for p in cached.served]
+    hits = [sum(each.num_cached_tokens for each in served) for served in cached.served]
+    text = (
+        f"{len(wanted)} prompts of {sum(LENGTHS)} tokens in each pass; answers that differ from vLLM alone: {wrong}; "
+        f"cached tokens: {hits}; ranks restarted {cached.num_restarts} times"
+    )
+    if any(wrong) or hits[-1] < _LEAST_HITS * sum(LENGTHS) or not cached.num_restarts:
+        raise LaunchError(text)
+    return text
