@@ -7,7 +7,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -27,7 +27,7 @@ _START_SECONDS = 60.0  # a driver that makes a context for the first time may ta
 _KINDS = (TaskKind.SWAP_OUT, TaskKind.SWAP_IN)
 
 
-def cuda_config(num_ranks: int, kv_owner: str = "transfer") -> TransferConfig:
+def cuda_config(num_ranks: int, kv_owner: Literal["worker", "transfer"] = "transfer") -> TransferConfig:
     """Ranks on this machine's GPUs in turn, several on one where there are fewer.
 
     Raises:
@@ -39,7 +39,7 @@ def cuda_config(num_ranks: int, kv_owner: str = "transfer") -> TransferConfig:
         tp_size=num_ranks,
         device="cuda",
         device_ids=device_ids,
-        kv_owner=kv_owner,  # type: ignore[arg-type] (a word of `KV_OWNERS`, which the configuration checks)
+        kv_owner=kv_owner,
         start_timeout_seconds=_START_SECONDS,
         max_restarts=50,
     )

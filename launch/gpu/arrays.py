@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -90,7 +91,7 @@ def run(notes: Notes, options: GpuOptions) -> None:
     """Each layout: stored by a rank's process, compared, overwritten, loaded elsewhere, compared."""
     names = list(_LAYOUTS)[:1] if options.is_quick else list(_LAYOUTS)
     for name in names:
-        notes.check(f"{name}, memory of cuMemAlloc", lambda name=name: _check_plain(_LAYOUTS[name].for_rank(1, 16)))  # type: ignore[misc]
+        notes.check(f"{name}, memory of cuMemAlloc", partial(_check_plain, _LAYOUTS[name].for_rank(1, 16)))
 
 
 def _check_plain(layout: RankLayout) -> str:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class GpuRun:
     json_file: Path | None
     markdown_file: Path | None = None
     names: tuple[str, ...] = ()  # of sections; none: all
-    options: GpuOptions = GpuOptions()
+    options: GpuOptions = field(default_factory=GpuOptions)
     packages: Path | None = None
     wheels: Path | None = None
 

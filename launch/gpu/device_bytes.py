@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -49,11 +49,11 @@ def run(notes: Notes, options: GpuOptions) -> None:
         if way.may_batch and way.kernel == "never" and not cuda.has_batch:
             notes.skip(way.name, "this driver has no batched copy; it begins with 12.8")
             continue
-        if way.kernel == "always" and not notes.check("the kernel is compiled", lambda: _compile(cuda)):  # noqa: B023
+        if way.kernel == "always" and not notes.check("the kernel is compiled", partial(_compile, cuda)):
             continue
         for name in names:
             what = f"{name}, by {way.name}"
-            notes.check(what, lambda name=name: _check_layout(LAYOUTS[name], cuda, way.kernel))  # type: ignore[misc] # noqa: B023
+            notes.check(what, partial(_check_layout, LAYOUTS[name], cuda, way.kernel))
             if cuda.is_lost:
                 notes.note(way.name, "the GPU is lost to this process; the rest is left out", outcome="wrong")
                 return
@@ -183,7 +183,7 @@ def _check_refusals(twins: _Twins) -> None:
         for gpu_ids, cpu_ids in _BAD_IDS:
             ids = (cpu_ids, gpu_ids) if kind is TaskKind.SWAP_IN else (gpu_ids, cpu_ids)
             try:
-                twins.device.copy(kind, *(np.array(each, np.int32) for each in ids), lambda _: None)
+                twins.device.copy(kind, np.array(ids[0], np.int32), np.array(ids[1], np.int32), lambda _: None)
             except DeviceError:
                 twins.compare(f"{kind.value} that was refused")
             else:

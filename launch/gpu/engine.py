@@ -7,8 +7,9 @@ import random
 import signal
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,8 +36,8 @@ _MAX_STEPS = 20_000
 def run(notes: Notes, options: GpuOptions) -> None:
     """Arrays of the ranks, arrays of the engine's process with ranks killed, and the real model where that can be."""
     num_turns = 3 if options.is_quick else 6
-    notes.check("echo model, arrays made by the ranks", lambda: _serve("transfer", num_turns, kill=False))
-    notes.check("echo model, arrays of the engine, ranks killed", lambda: _serve("worker", num_turns, kill=True))
+    notes.check("echo model, arrays made by the ranks", partial(_serve, "transfer", num_turns, kill=False))
+    notes.check("echo model, arrays of the engine, ranks killed", partial(_serve, "worker", num_turns, kill=True))
     reason = _why_no_model()
     if reason is None:
         notes.check("SmolLM2 on Paddle", _serve_model)
@@ -135,7 +136,7 @@ def _expected(prompt: Sequence[int]) -> list[int]:
     return output
 
 
-def _serve(kv_owner: str, num_turns: int, *, kill: bool) -> str:
+def _serve(kv_owner: Literal["worker", "transfer"], num_turns: int, *, kill: bool) -> str:
     """Conversations through pools too small for them; every answer is compared with the one computed alone."""
     transfer = cuda_config(_NUM_RANKS, kv_owner)
     config = CacheConfig(
@@ -153,7 +154,7 @@ def _serve(kv_owner: str, num_turns: int, *, kill: bool) -> str:
         for rank, each in enumerate(own):
             cache.ranks.attach_kv(rank, each.handle())
         handles = [cache.ranks.kv_handle(rank) for rank in range(_NUM_RANKS)]
-        bases = [each.bases for each in own] or [()] * _NUM_RANKS
+        bases: list[list[int]] = [each.bases for each in own] or [[] for _ in range(_NUM_RANKS)]
         arrays = [_Arrays(layout, *each) for each in zip(handles, transfer.device_ids, bases, strict=True)]
         settings = EngineSettings(eos_token_id=_EOS, context_length=1000)
         found = _converse(cache, Engine(cache, EchoModel(arrays), settings), num_turns, kill=kill)

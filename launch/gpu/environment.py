@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import shutil
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ _DISTRIBUTIONS = (
         "safetensors",
     ),
 )
+_SHM = "/dev/shm"  # noqa: S108 (where CUDA and PyTorch share memory)
 _LEAST_BINDINGS = (12, 9, 1)  # the first that let other threads run during a call: a heart must beat beside a copy
 _ATTRIBUTES = {
     "host addresses of pinned memory": "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM",
@@ -53,13 +55,13 @@ def run(notes: Notes, options: GpuOptions) -> None:  # noqa: ARG001 (one signatu
         notes.skip("nvidia-smi", "it is missing, or lists no GPU")
     notes.fact("num_gpus", 0)
     notes.fact("is_simulated", False)
-    notes.check("driver", lambda: _note_driver(notes, {gpu.bus_id: gpu for gpu in listed}, versions))
+    notes.check("driver", partial(_note_driver, notes, {gpu.bus_id: gpu for gpu in listed}, versions))
 
 
 def _note_host(notes: Notes) -> None:
     notes.note("Python", f"{platform.python_version()} on {platform.platform()}, {os.cpu_count()} processors")
-    memory = shutil.disk_usage("/dev/shm")  # noqa: S108 (where CUDA and PyTorch share memory)
-    notes.note("/dev/shm", f"{memory.free / 2**20:.0f} MiB free of {memory.total / 2**20:.0f}")
+    memory = shutil.disk_usage(_SHM)
+    notes.note(_SHM, f"{memory.free / 2**20:.0f} MiB free of {memory.total / 2**20:.0f}")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     notes.note("locked memory", "no limit" if limit == resource.RLIM_INFINITY else f"at most {limit // 1024} KiB")
     signs = [name for name in ("/.dockerenv", "/run/.containerenv") if Path(name).exists()]

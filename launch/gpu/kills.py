@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +36,8 @@ def run(notes: Notes, options: GpuOptions) -> None:
     num_rounds, block_kib = (1, 16) if options.is_quick else (4, 512)
     before, cuda = _shm_names(), Cuda(0)
     free_before = int(cuda.call("cuMemGetInfo")[0])
-    notes.check("kills", lambda: _kill_all(num_rounds, block_kib))
-    notes.check("/dev/shm afterwards", lambda: _expect_no_files(before))
+    notes.check("kills", partial(_kill_all, num_rounds, block_kib))
+    notes.check("files of shared memory", partial(_expect_no_files, before))
     cuda.bind_thread()
     free_after = int(cuda.call("cuMemGetInfo")[0])
     text = f"{free_before / 2**20:.0f} MiB before, {free_after / 2**20:.0f} MiB after; other programs count, too"
@@ -92,8 +93,8 @@ class _Load:
             raise LaunchError(f"{num_kills} kills, but restarts {restarts}")
         num_tasks = 2 * num_rounds * _NUM_TASKS
         return (
-            f"{num_kills} kills; of {num_tasks} tasks of {_BLOCKS_PER_TASK} blocks {self.num_cut} were cut off and done "
-            f"again; every byte is right; restarts {restarts}"
+            f"{num_kills} kills; of {num_tasks} tasks of {_BLOCKS_PER_TASK} blocks {self.num_cut} were cut off and "
+            f"done again; every byte is right; restarts {restarts}"
         )
 
     def _copy_all(self, kind: TaskKind, victim: int, images: Sequence[Bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,4 +62,8 @@ def run(notes: Notes, options: GpuOptions) -> None:  # noqa: ARG001
     notes.note("Paddle", f"{paddle.__version__} for CUDA {paddle.version.cuda()}")
     for num_blocks in (48, 256):
         what = f"[blocks, heads, tokens, elements], {num_blocks} blocks"
-        notes.check(what, lambda num=num_blocks: there_and_back(_LAYOUT, PaddleArrays(num)))  # type: ignore[misc]
+        notes.check(what, partial(_check, num_blocks))
+
+
+def _check(num_blocks: int) -> str:
+    return there_and_back(_LAYOUT, PaddleArrays(num_blocks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from fastdeploy_cache.transfer_manager.device.cuda import export_kv
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 
+_DEVICE = "cuda:0"
 _LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=64, dtype="bfloat16").for_rank(1, 16)
 # Arrays of less than 1 MiB share an allocation of PyTorch's pool, larger ones have others.
 _SHAPES = {
@@ -35,11 +37,11 @@ class TorchArrays:
         self.layers: list[dict[str, Any]] = []
         for _ in range(_LAYOUT.num_layers):
             if order == "apart":
-                pair = [torch.zeros(num_blocks, *shape, dtype=torch.bfloat16, device="cuda:0") for _ in range(2)]
+                pair = [torch.zeros(num_blocks, *shape, dtype=torch.bfloat16, device=_DEVICE) for _ in range(2)]
             elif order == "part first":
-                pair = list(torch.zeros(2, num_blocks, *shape, dtype=torch.bfloat16, device="cuda:0"))
+                pair = list(torch.zeros(2, num_blocks, *shape, dtype=torch.bfloat16, device=_DEVICE))
             else:
-                pair = list(torch.zeros(num_blocks, 2, *shape, dtype=torch.bfloat16, device="cuda:0").unbind(1))
+                pair = list(torch.zeros(num_blocks, 2, *shape, dtype=torch.bfloat16, device=_DEVICE).unbind(1))
             self.layers.append(dict(zip(("key", "value"), pair, strict=True)))
 
     def handle(self) -> KVHandle:
@@ -70,7 +72,7 @@ def run(notes: Notes, options: GpuOptions) -> None:  # noqa: ARG001
         return
     notes.note("PyTorch", f"{torch.__version__} for CUDA {torch.version.cuda}")
     for name, (order, num_blocks) in _SHAPES.items():
-        notes.check(name, lambda order=order, num=num_blocks: there_and_back(_LAYOUT, TorchArrays(order, num)))  # type: ignore[misc]
+        notes.check(name, partial(_check, order, num_blocks))
     change = getattr(torch.cuda.memory, "_set_allocator_settings", None)
     if change is None:
         notes.skip("expandable segments", "this PyTorch cannot switch them on in a running process")
@@ -78,6 +80,10 @@ def run(notes: Notes, options: GpuOptions) -> None:  # noqa: ARG001
     torch.cuda.empty_cache()
     change("expandable_segments:True")
     notes.check("expandable segments", _check_refusal)
+
+
+def _check(order: str, num_blocks: int) -> str:
+    return there_and_back(_LAYOUT, TorchArrays(order, num_blocks))
 
 
 def _check_refusal() -> str:

@@ -13,9 +13,9 @@ from tests.rigs.fake_cuda import FakeDriver
 _DRIVER = """
 import sys
 
-from tests.rigs.fake_cuda_processes import SharedDriver
+from tests.rigs.fake_cuda_processes import {driver}
 
-sys.modules[__name__] = SharedDriver(13000)
+sys.modules[__name__] = {driver}({version})
 """
 _COMPILER = """
 import sys
@@ -61,12 +61,28 @@ class SharedDriver(FakeDriver):
         return (self._map(os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC), num_bytes),)
 
 
-def write_bindings(folder: Path) -> Path:
+class WrongDriver(SharedDriver):
+    """Of each copy to or from pinned memory the last byte is another one."""
+
+    def _copy(self, to: int, source: int, num_bytes: int) -> None:
+        super()._copy(to, source, num_bytes)
+        last = ctypes.c_uint8.from_address(to + num_bytes - 1)
+        last.value ^= 1
+
+
+class NoDriver(SharedDriver):
+    """The bindings are here, and no driver is, as NVIDIA's own say it."""
+
+    def cuInit(self, flags: int) -> None:
+        raise RuntimeError("libcuda.so.1 cannot be found")
+
+
+def write_bindings(folder: Path, driver: str = "SharedDriver", version: int = 13000) -> Path:
     """A package `cuda.bindings` of this driver; a process that has the folder first in PYTHONPATH takes it for real."""
     bindings = folder / "cuda" / "bindings"
     bindings.mkdir(parents=True)
     for package in (bindings.parent, bindings):
         (package / "__init__.py").write_text("")
-    (bindings / "driver.py").write_text(_DRIVER)
+    (bindings / "driver.py").write_text(_DRIVER.format(driver=driver, version=version))
     (bindings / "nvrtc.py").write_text(_COMPILER)
     return folder

@@ -33,6 +33,7 @@ extern "C" __global__ void copy_pieces(const unsigned long long* __restrict__ to
 """
 _KERNEL_BLOCKS, _KERNEL_THREADS = 32, 256  # few, so that the model keeps its multiprocessors
 KERNEL_ALIGNMENT = 16
+_NO_BATCH: tuple[int, Any] = (0, None)
 TABLE_PIECES = 32768  # whose addresses the kernel reads from pinned memory
 
 
@@ -66,7 +67,7 @@ class Cuda:
         self.device = self.call("cuDeviceGet", device_id)
         self.context = self.call("cuDevicePrimaryCtxRetain", self.device)
         self.bind_thread()
-        self._batch_version, self._batch = self._find_batch() if may_batch else (0, None)
+        self._batch_version, self._batch = self._find_batch() if may_batch else _NO_BATCH
         if self._batch is not None:
             self._attributes: Any = driver.CUmemcpyAttributes()
             order = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
@@ -115,10 +116,10 @@ class Cuda:
         found = int(self.call("cuDriverGetVersion"))
         version = 13000 if found >= 13000 else 12080 if found >= 12080 else 0
         if not version or not hasattr(self.driver, "CUmemcpyAttributes"):  # the driver is too old, or the bindings
-            return 0, None
+            return _NO_BATCH
         result, address, *_ = self.driver.cuGetProcAddress(b"cuMemcpyBatchAsync", version, 0)
         if int(result) != 0 or not int(address):
-            return 0, None
+            return _NO_BATCH
         void, size = ctypes.c_void_p, ctypes.c_size_t
         # CUDA 13 has dropped the index of the failing copy
         tail = [void, void] if version == 12080 else [void]

@@ -1,0 +1,199 @@
+"""The report on CUDA, whatever its sections do: none stops another, and each says what became of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.bench.gpu_machine import parse_gpus, read_link
+from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
+from fastdeploy_cache.launch.engines.vllm_lane import LENGTHS
+from fastdeploy_cache.launch.engines.vllm_stage import Served, StageResult
+from fastdeploy_cache.launch.gpu import command
+from fastdeploy_cache.launch.gpu.command import GpuRun, run_gpu
+from fastdeploy_cache.launch.gpu.notes import Found, Notes
+from fastdeploy_cache.launch.gpu.packages import install_packages
+from fastdeploy_cache.launch.gpu.sections import SECTIONS, Section
+from fastdeploy_cache.launch.gpu.vllm_run import judge, random_model
+from fastdeploy_cache.launch.reference_engine.weights import ModelSpec
+
+ROOT = Path(__file__).parents[2]
+RIG = "tests.rigs.gpu_sections"
+
+
+def section(name: str, **changed: Any) -> Section:
+    """One of the rig's; the first of a run is called environment."""
+    given = {"title": name, "entry": f"{RIG}:{name}", "deadline_seconds": 60.0, **changed}
+    return Section(name=name, **given)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *sections: Section) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The status, and what the JSON holds of each section."""
+    monkeypatch.setattr(command, "SECTIONS", (section("environment"), *sections))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    file = tmp_path / "report.json"
+    status = run_gpu(GpuRun(json_file=file))
+    return status, {each["name"]: each for each in json.loads(file.read_text())["sections"]}
+
+
+@pytest.mark.processes
+def test_a_section_that_fails_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One crashes, one raises, one finds wrong bytes: each is named with its reason, and the last one is right."""
+    names = ("crash", "stumble", "find_fault", "right")
+    status, found = run(monkeypatch, tmp_path, *map(section, names))
+    assert status == 1
+    assert [found[name]["outcome"] for name in names] == ["failed", "failed", "failed", "ok"]
+    assert found["crash"]["lines"][0]["detail"] == "was well" and "status -11" in found["crash"]["reason"]
+    assert "KeyError: 'no such thing'" in found["stumble"]["reason"]
+    assert [line["outcome"] for line in found["find_fault"]["lines"]] == ["wrong", "ok"]
+    text = capsys.readouterr().out
+    assert "| bytes | wrong | LaunchError: 3 of 4 bytes differ |" in text and "SIMULATED" not in text
+
+
+@pytest.mark.processes
+def test_a_section_that_hangs_is_killed_with_what_it_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At its deadline: what it had found stands in the report, its own process is gone, and the next one runs."""
+    status, found = run(monkeypatch, tmp_path, section("hang", deadline_seconds=6.0), section("right"))
+    assert status == 1
+    assert "killed after 6 s" in found["hang"]["reason"] and found["right"]["outcome"] == "ok"
+    (line,) = found["hang"]["lines"]
+    state = Path(f"/proc/{line['detail']}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.processes
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A framework that is not there is no fault; a package of ours is one, and so is time that has run out."""
+    framework = section("right", framework="no_such_framework")
+    status, found = run(monkeypatch, tmp_path, framework)
+    assert status == 0 and found["right"]["reason"] == "no_such_framework is not installed"
+    status, found = run(monkeypatch, tmp_path, section("right", needs=("json", "no_such.package")))
+    assert status == 1 and found["right"]["reason"] == "this Python has no no_such.package"
+    monkeypatch.setattr(command, "_ALL_SECONDS", 16.0)
+    status, found = run(monkeypatch, tmp_path, section("hang", deadline_seconds=12.0), section("right"))
+    assert status == 1 and "are over" in found["right"]["reason"]
+
+
+def test_the_sections_are_there() -> None:
+    """Each entry is a function of a module, no name is there twice, and those without a framework fit the time."""
+    assert len({each.name for each in SECTIONS}) == len(SECTIONS) >= 9
+    for each in SECTIONS:
+        module, _, function = each.entry.partition(":")
+        path = ROOT / Path(*module.split(".")[1:]).with_suffix(".py")
+        assert f"def {function}(notes: Notes, options: GpuOptions) -> None:" in path.read_text()
+    assert sum(each.deadline_seconds for each in SECTIONS if not each.framework) <= command._ALL_SECONDS <= 470
+
+
+def test_notes_that_are_cut_off_are_read_up_to_there(tmp_path: Path) -> None:
+    """A process that dies while it writes leaves half a line behind."""
+    file = tmp_path / "notes"
+    notes = Notes(file)
+    notes.note("one", "is well", seconds=1.5)
+    notes.fact("two", [1, 2])
+    with file.open("a") as out:
+        out.write('{"what": "thr')
+    found = Found.read(file)
+    assert [line["what"] for line in found.lines] == ["one"] and found.facts == {"two": [1, 2]}
+    assert Found.read(tmp_path / "none") == Found([], {})
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("arguments", [["--section", "nothing"], ["--json", "/no/such/folder/x.json"], ["words"]])
+def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
+    """Status 2, the argument is named, and no section has begun."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fastdeploy_cache.launch.gpu", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 2 and arguments[-1] in done.stderr and "==" not in done.stderr
+
+
+@pytest.mark.processes
+def test_packages_come_from_a_folder_of_wheels(tmp_path: Path) -> None:
+    """Without a registry: the wheel's module lies in the folder; an empty folder is named as the reason."""
+    wheels, target = tmp_path / "wheels", tmp_path / "packages"
+    wheels.mkdir()
+    assert install_packages(["tiny"], target, wheels) == f"{wheels} holds no wheels"
+    with zipfile.ZipFile(wheels / "tiny-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny.py", "")
+        wheel.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+        wheel.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("tiny-1.0.dist-info/RECORD", "tiny.py,,\ntiny-1.0.dist-info/METADATA,,\n")
+    assert install_packages(["tiny"], target, wheels) is None
+    assert (target / "tiny.py").exists()
+
+
+def test_gpus_as_nvidia_smi_lists_them(tmp_path: Path) -> None:
+    """Name, link and modes of each; what it does not know stays empty, and noise is passed over."""
+    text = (
+        "0, NVIDIA H200, 00000000:18:00.0, 580.1, 143771, 5, 16, Default, Disabled\n"
+        "1, Quadro, 00000000:AF:00.0, 535.2, 8192, [N/A], [N/A], Exclusive_Process, [N/A]\n"
+        "No devices were found\n"
+    )
+    first, second = parse_gpus(text)
+    assert (first.name, first.bus_id, first.driver, first.memory_mib) == (
+        "NVIDIA H200",
+        "0000:18:00.0",
+        "580.1",
+        143771,
+    )
+    assert first.pcie_gb_per_second == pytest.approx(63.0, abs=0.1)
+    assert (second.bus_id, second.compute_mode, second.pcie_gb_per_second) == (
+        "0000:af:00.0",
+        "Exclusive_Process",
+        None,
+    )
+    device = tmp_path / "0000:18:00.0"
+    device.mkdir()
+    (device / "max_link_speed").write_text("16.0 GT/s PCIe\n")
+    (device / "max_link_width").write_text("8\n")
+    assert read_link(device.name, tmp_path) == (4, 8) and read_link("other", tmp_path) == (0, 0)
+
+
+def _result(equal: bool, cached: int, restarts: int) -> StageResult:
+    served = [Served([1, 2] if equal else [1, 3], cached, 0.1) for _ in LENGTHS]
+    return StageResult(vllm="1", served=[served], up_seconds=1.0, cpu_seconds=1.0, num_restarts=restarts)
+
+
+@pytest.mark.parametrize(
+    ("equal", "cached", "restarts", "is_right"),
+    [(True, 200, 1, True), (False, 200, 1, False), (True, 10, 1, False), (True, 200, 0, False)],
+)
+def test_what_is_asked_of_vllm(equal: bool, cached: int, restarts: int, is_right: bool) -> None:
+    """Equal answers, prompts from the cache and a rank that was restarted: all three, or it is wrong."""
+    alone, found = _result(True, 0, 0), _result(equal, cached, restarts)
+    if is_right:
+        assert "differ from vLLM alone: [0]" in judge(alone, found)
+    else:
+        with pytest.raises(LaunchError, match="answers that differ"):
+            judge(alone, found)
+
+
+def test_a_model_of_random_weights_is_a_folder_for_vllm(tmp_path: Path) -> None:
+    """Where SmolLM2 is not installed: every weight that the configuration asks for, in its shape."""
+    load_file = pytest.importorskip("safetensors.numpy", reason="needs safetensors").load_file
+    shape = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "ffn_size": 6}
+    others = {"vocab_size": 10, "context_length": 64, "bos_token_id": 1, "eos_token_id": 2}
+    spec = ModelSpec(rope_theta=1e4, rms_eps=1e-5, **shape, **others)  # type: ignore[arg-type]
+    write_hf_folder(tmp_path / "model", random_model(spec))
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    assert len(found) == 2 + 2 * 9
+    assert found["model.layers.1.self_attn.k_proj.weight"].shape == (4, 8)
+    assert (
+        found["model.layers.1.mlp.down_proj.weight"].shape == (8, 6) and np.isfinite(found["model.norm.weight"]).all()
+    )
