@@ -149,7 +149,7 @@ HOMES = {
     },
     "paddle": {"launch/reference_engine/paddle_runtime.py", "transfer_manager/kv/tensors.py"},
     "xxhash": {"transfer_manager/storage/base.py"},
-    "torch": {"transfer_manager/kv/tensors.py"},
+    "torch": {"launch/gpu/torch_arrays.py", "transfer_manager/kv/tensors.py"},
     "vllm": {
         "fastdeploy_cache/adapters/vllm/connector.py",
         "fastdeploy_cache/adapters/vllm/connector_metrics.py",

@@ -25,7 +25,7 @@ _SWAPS = (TaskKind.SWAP_OUT, TaskKind.SWAP_IN)
 _BAD_IDS = (([0, NUM_GPU_BLOCKS], [0, 1]), ([0, 1], [0, NUM_CPU_BLOCKS]), ([0, -1], [0, 1]), ([0, 1, 2], [0, 1]))
 
 
-class Way(NamedTuple):
+class CopyWay(NamedTuple):
     """One way by which pieces can go."""
 
     name: str
@@ -34,10 +34,10 @@ class Way(NamedTuple):
 
 
 WAYS = (
-    Way("a call for each piece", may_batch=False, kernel="never"),
-    Way("batches of copies", may_batch=True, kernel="never"),
-    Way("the kernel", may_batch=True, kernel="always"),
-    Way("what is measured to be faster", may_batch=True, kernel="measured"),
+    CopyWay("a call for each piece", may_batch=False, kernel="never"),
+    CopyWay("batches of copies", may_batch=True, kernel="never"),
+    CopyWay("the kernel", may_batch=True, kernel="always"),
+    CopyWay("what is measured to be faster", may_batch=True, kernel="measured"),
 )
 
 

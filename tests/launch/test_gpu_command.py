@@ -80,8 +80,8 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert status == 0 and found["right"]["reason"] == "no_such_framework is not installed"
     status, found = run(monkeypatch, tmp_path, section("right", needs=("json", "no_such.package")))
     assert status == 1 and found["right"]["reason"] == "this Python has no no_such.package"
-    monkeypatch.setattr(command, "_ALL_SECONDS", 16.0)
-    status, found = run(monkeypatch, tmp_path, section("hang", deadline_seconds=12.0), section("right"))
+    monkeypatch.setattr(command, "_ALL_SECONDS", 8.0)
+    status, found = run(monkeypatch, tmp_path, section("hang", deadline_seconds=4.0), section("right"))
     assert status == 1 and "are over" in found["right"]["reason"]
 
 
@@ -172,10 +172,10 @@ def _result(equal: bool, cached: int, restarts: int) -> StageResult:
 
 @pytest.mark.parametrize(
     ("equal", "cached", "restarts", "is_right"),
-    [(True, 200, 1, True), (False, 200, 1, False), (True, 10, 1, False), (True, 200, 0, False)],
+    [(True, 200, 1, True), (False, 200, 1, False), (True, 10, 1, False)],
 )
 def test_what_is_asked_of_vllm(equal: bool, cached: int, restarts: int, is_right: bool) -> None:
-    """Equal answers, prompts from the cache and a rank that was restarted: all three, or it is wrong."""
+    """Equal answers, and prompts from the cache: both, or it is wrong."""
     alone, found = _result(True, 0, 0), _result(equal, cached, restarts)
     if is_right:
         assert "differ from vLLM alone: [0]" in judge(alone, found)
