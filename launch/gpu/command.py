@@ -21,7 +21,7 @@ from typing import Any
 from fastdeploy_cache.launch.gpu.notes import SKIPPED, WRONG, Found, GpuOptions
 from fastdeploy_cache.launch.gpu.packages import install_packages, is_here, missing_packages
 from fastdeploy_cache.launch.gpu.report import SectionReport, as_markdown
-from fastdeploy_cache.launch.gpu.sections import SECTIONS, Section
+from fastdeploy_cache.launch.gpu.sections import DEVICE_NEEDS, SECTIONS, Section
 
 _RUNNER = "fastdeploy_cache.launch.gpu.sections"
 _ALL_SECONDS = 460.0  # of all sections; what is left when it is over is skipped
@@ -54,7 +54,7 @@ def run_gpu(wanted: GpuRun) -> int:
         reports.append(_run_section(section, wanted.options, left))
         _say(f"{section.name}: {reports[-1].outcome}, {reports[-1].seconds:.0f} s")
         _write(wanted.json_file, reports, started)
-        if section.name == "environment" and not reports[0].facts.get("num_gpus"):
+        if section.name == "environment" and _has_no_gpu(reports[0].facts):
             _say(f"no GPU to run on: {_why(reports[0])}")
             return NO_GPU
     text = as_markdown(reports)
@@ -85,11 +85,11 @@ def _provide(wanted: GpuRun) -> None:
 
 
 def _run_section(section: Section, options: GpuOptions, seconds_left: float) -> SectionReport:
+    if section.framework and not is_here(section.framework):
+        return SectionReport.skipped(section, f"{section.framework} is not installed")
     lacking = [module for module in section.needs if not is_here(module)]
     if lacking:
         return SectionReport.skipped(section, f"this Python has no {', '.join(lacking)}", is_fault=True)
-    if section.framework and not is_here(section.framework):
-        return SectionReport.skipped(section, f"{section.framework} is not installed")
     if seconds_left < 5:
         return SectionReport.skipped(section, f"the {_ALL_SECONDS:.0f} s of all sections are over", is_fault=True)
     deadline = min(section.deadline_seconds, seconds_left)
@@ -138,6 +138,12 @@ def _run_process(section: Section, options: GpuOptions, notes: Path, log: Path, 
         with contextlib.suppress(subprocess.TimeoutExpired):  # inside a driver that hangs nothing can be killed
             process.wait(_REAP_SECONDS)
     return status
+
+
+def _has_no_gpu(facts: dict[str, Any]) -> bool:
+    """Where packages are missing beside a driver, each section has to say which; there may well be a GPU."""
+    may_be_asked = all(is_here(module) for module in DEVICE_NEEDS)
+    return not facts.get("num_gpus") and (may_be_asked or not facts.get("has_libcuda"))
 
 
 def _why(environment: SectionReport) -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _HERE = "fastdeploy_cache.launch.gpu"
-_DEVICE = ("numpy", "msgspec", "cuda.bindings")
-_RANKS = (*_DEVICE, "zmq")
+DEVICE_NEEDS = ("numpy", "msgspec", "cuda.bindings")
+_RANKS = (*DEVICE_NEEDS, "zmq")
 _MANAGER = (*_RANKS, "prometheus_client")
 
 
@@ -33,7 +33,7 @@ SECTIONS = (
         title="Copies of the device, byte for byte",
         entry=f"{_HERE}.device_bytes:run",
         deadline_seconds=80,
-        needs=_DEVICE,
+        needs=DEVICE_NEEDS,
     ),
     Section(name="bandwidth", title="Speed", entry=f"{_HERE}.bandwidth:run", deadline_seconds=120, needs=_RANKS),
     Section(

@@ -19,7 +19,7 @@ from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
 from fastdeploy_cache.launch.engines.vllm_lane import LENGTHS
 from fastdeploy_cache.launch.engines.vllm_stage import Served, StageResult
 from fastdeploy_cache.launch.gpu import command
-from fastdeploy_cache.launch.gpu.command import GpuRun, run_gpu
+from fastdeploy_cache.launch.gpu.command import NO_GPU, GpuRun, run_gpu
 from fastdeploy_cache.launch.gpu.notes import Found, Notes
 from fastdeploy_cache.launch.gpu.packages import install_packages
 from fastdeploy_cache.launch.gpu.sections import SECTIONS, Section
@@ -83,6 +83,26 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(command, "_ALL_SECONDS", 8.0)
     status, found = run(monkeypatch, tmp_path, section("hang", deadline_seconds=4.0), section("right"))
     assert status == 1 and "are over" in found["right"]["reason"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("has_libcuda", "status"), [(True, 1), (False, NO_GPU)])
+def test_a_gpu_that_cannot_be_asked(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    has_libcuda: bool,
+    status: int,
+) -> None:
+    """A package of ours is missing: with a driver each section names it; without one there is no GPU, and no more."""
+    blind = section("environment", entry=f"{RIG}:{'blind' if has_libcuda else 'without_driver'}")
+    monkeypatch.setattr(command, "DEVICE_NEEDS", ("no_such_module",))
+    monkeypatch.setattr(command, "SECTIONS", (blind, section("right", needs=("no_such_module",))))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert run_gpu(GpuRun(json_file=None)) == status
+    said = capsys.readouterr()
+    assert ("this Python has no no_such_module" in said.out) == has_libcuda
+    assert ("no GPU to run on: no such driver" in said.err) != has_libcuda
 
 
 def test_the_sections_are_there() -> None:

@@ -49,3 +49,14 @@ def find_fault(notes: Notes, options: GpuOptions) -> None:
 
     notes.check("bytes", look)
     notes.check("others", lambda: "are right")
+
+
+def blind(notes: Notes, options: GpuOptions) -> None:
+    """A driver is here, and nothing to ask it with."""
+    notes.fact("num_gpus", 0)
+    notes.fact("has_libcuda", True)
+
+
+def without_driver(notes: Notes, options: GpuOptions) -> None:
+    """Neither a driver nor anything to ask it with."""
+    notes.note("driver", "no such driver", outcome="wrong")
