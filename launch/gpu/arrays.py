@@ -83,8 +83,9 @@ class PlainArrays:
 
     def close(self) -> None:
         """Free the memory; no rank may have it attached."""
-        self._memory.cuda.bind_thread()
-        self._memory.close()
+        if not self._memory.cuda.is_lost:  # then only the process's end frees it, and this would hide why
+            self._memory.cuda.bind_thread()
+            self._memory.close()
 
 
 def run(notes: Notes, options: GpuOptions) -> None:

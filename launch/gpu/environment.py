@@ -62,8 +62,11 @@ def run(notes: Notes, options: GpuOptions) -> None:  # noqa: ARG001 (one signatu
 
 def _note_host(notes: Notes) -> None:
     notes.note("Python", f"{platform.python_version()} on {platform.platform()}, {os.cpu_count()} processors")
-    memory = shutil.disk_usage(_SHM)
-    notes.note(_SHM, f"{memory.free / 2**20:.0f} MiB free of {memory.total / 2**20:.0f}")
+    if Path(_SHM).is_dir():
+        memory = shutil.disk_usage(_SHM)
+        notes.note(_SHM, f"{memory.free / 2**20:.0f} MiB free of {memory.total / 2**20:.0f}")
+    else:
+        notes.skip(_SHM, "there is none here")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     notes.note("locked memory", "no limit" if limit == resource.RLIM_INFINITY else f"at most {limit // 1024} KiB")
     signs = [name for name in ("/.dockerenv", "/run/.containerenv") if Path(name).exists()]
