@@ -42,7 +42,7 @@ WAYS = (
 
 
 def run(notes: Notes, options: GpuOptions) -> None:
-    """Every layout, by every way."""
+    """Every layout, by every way; the kernel last, as what it spoils stays spoilt in this process."""
     names = _QUICK if options.is_quick else tuple(LAYOUTS)
     for way in WAYS:
         cuda = Cuda(0, may_batch=way.may_batch)

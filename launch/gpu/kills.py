@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import re
 import signal
 import threading
 import time
@@ -165,7 +167,23 @@ def _shm_names() -> set[str]:
 
 def _expect_no_files(before: set[str]) -> str:
     left = _shm_names() - before
-    ours = {name for name in left if not name.startswith(_CUDA_NAMES)}
-    if ours:
+    ours = {name for name in left if not name.startswith(_CUDA_NAMES) and not _is_of_others(name)}
+    if ours & _shm_names():
         raise LaunchError(f"left in /dev/shm: {', '.join(sorted(ours))}")
-    return f"nothing is left; the driver's own: {', '.join(sorted(left)) or 'none'}"
+    return f"nothing is left; of the driver and of other programs: {', '.join(sorted(left)) or 'none'}"
+
+
+def _is_of_others(name: str) -> bool:
+    """Whether another living process has the file mapped, or its name ends with the number of one.
+
+    The ranks have ended by then, so that every other process is another program's.
+    """
+    processes = [path for path in Path("/proc").glob("[0-9]*") if path.name != str(os.getpid())]
+    number = re.search(r"\d+$", name)
+    if number is not None and any(process.name == number[0] for process in processes):
+        return True
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if f"{_SHM / name}\n" in (process / "maps").read_text():
+                return True
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 from fastdeploy_cache.errors import CacheError
 
+# Ours, those of frameworks for a GPU's errors, and what other bindings than those we know would answer with.
+_FAILURES = (CacheError, RuntimeError, OSError, TypeError, ValueError, AttributeError, LookupError)
 OK, WRONG, SKIPPED = "ok", "wrong", "skipped"
 
 
@@ -43,8 +46,10 @@ class Notes:
         """Note what `look` says, or the error that it raises; whether it raised none."""
         try:
             detail = look()
-        except (CacheError, RuntimeError) as error:  # the second is what frameworks raise for the GPU's errors
-            self.note(what, f"{type(error).__name__}: {error}", outcome=WRONG)
+        except _FAILURES as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f" ({Path(last.filename).name}:{last.lineno})"
+            self.note(what, f"{type(error).__name__}: {error}{where}", outcome=WRONG)
             return False
         self.note(what, detail)
         return True

@@ -29,6 +29,13 @@ class Section:
 SECTIONS = (
     Section(name="environment", title="Environment", entry=f"{_HERE}.environment:run", deadline_seconds=40),
     Section(
+        name="steps",
+        title="The driver's calls, one by one",
+        entry=f"{_HERE}.first_steps:run",
+        deadline_seconds=30,
+        needs=DEVICE_NEEDS,
+    ),
+    Section(
         name="device",
         title="Copies of the device, byte for byte",
         entry=f"{_HERE}.device_bytes:run",

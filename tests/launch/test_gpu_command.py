@@ -58,7 +58,7 @@ def test_a_section_that_fails_stops_no_other(
     assert "KeyError: 'no such thing'" in found["stumble"]["reason"]
     assert [line["outcome"] for line in found["find_fault"]["lines"]] == ["wrong", "ok"]
     text = capsys.readouterr().out
-    assert "| bytes | wrong | LaunchError: 3 of 4 bytes differ |" in text and "SIMULATED" not in text
+    assert "| bytes | wrong | LaunchError: 3 of 4 bytes differ (gpu_sections.py:" in text and "SIMULATED" not in text
 
 
 @pytest.mark.processes

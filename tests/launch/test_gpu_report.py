@@ -59,7 +59,7 @@ def test_a_simulated_driver_is_called_one(whole: Run) -> None:
     assert driver["detail"].startswith("SIMULATED: nothing here ran on a GPU; CUDA 13.0")
 
 
-@pytest.mark.parametrize("name", ["environment", "device", "bandwidth", "arrays", "kills", "engine"])
+@pytest.mark.parametrize("name", ["environment", "steps", "device", "bandwidth", "arrays", "kills", "engine"])
 def test_sections_that_need_no_framework_are_right(whole: Run, name: str) -> None:
     """Each has looked at something, and found nothing wrong."""
     section = whole.section(name)
@@ -100,13 +100,14 @@ def test_speeds_stand_beside_a_pinned_copy(whole: Run) -> None:
 
 def test_wrong_bytes_are_found(tmp_path: Path) -> None:
     """A driver that spoils the last byte of each copy: the sections that compare fail, say where, and status 1."""
-    sections = [word for name in ("device", "arrays", "kills") for word in ("--section", name)]
+    sections = [word for name in ("steps", "device", "arrays", "kills") for word in ("--section", name)]
     wrong = run(tmp_path, "WrongDriver", *sections)
     assert wrong.status == 1
-    for name in ("device", "arrays", "kills"):
+    for name in ("steps", "device", "arrays", "kills"):
         assert wrong.section(name)["outcome"] == "failed"
         errors = [line["detail"] for line in wrong.section(name)["lines"] if line["outcome"] == "wrong"]
         assert errors and all("bytes differ, the first at" in error for error in errors)
+        assert name not in ("steps", "device") or len(errors) == {"steps": 3, "device": 4 * 5}[name]  # each by each way
 
 
 def test_without_a_driver_one_message(tmp_path: Path) -> None:

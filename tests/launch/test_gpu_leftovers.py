@@ -1,0 +1,46 @@
+"""Files that killed ranks leave in /dev/shm are found, and those of other living programs are not taken for them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.gpu import kills
+
+_HOLD = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print('up', flush=True); input()"
+
+
+@pytest.fixture
+def file() -> Iterator[Path]:
+    """A new file there, which nobody has mapped."""
+    path = Path(f"/dev/shm/left-{os.getpid()}-behind")
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    yield path
+    path.unlink()
+
+
+def test_a_file_that_nobody_has_is_left_behind(file: Path) -> None:
+    """It was not there before: its name is in the error. What was there before is passed over."""
+    with pytest.raises(LaunchError, match=file.name):
+        kills._expect_no_files(kills._shm_names() - {file.name})
+    assert "nothing is left" in kills._expect_no_files(kills._shm_names())
+
+
+@pytest.mark.processes
+def test_a_file_of_another_program_is_not_ours(file: Path) -> None:
+    """Another process has it mapped: as long as it lives the file is its own."""
+    before = kills._shm_names() - {file.name}
+    command = [sys.executable, "-c", _HOLD, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "up\n"
+        assert file.name in kills._expect_no_files(before)
+        other.communicate("\n", timeout=30)
+    with pytest.raises(LaunchError, match=file.name):
+        kills._expect_no_files(before)
