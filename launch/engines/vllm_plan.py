@@ -51,6 +51,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int = 49_000
     dtype: str = "float32"
     tp_size: int = 1
+    gpu_memory_utilization: float | None = None  # of a GPU; None: vLLM's own
     kill_every: int = 0  # requests between two kills of all ranks
     is_poisoned: bool = False  # before the last pass the bytes of the CPU tier are changed
     is_killed: bool = False  # the process kills itself behind its last answer

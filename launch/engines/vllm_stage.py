@@ -117,6 +117,8 @@ def _new_engine(plan: StagePlan) -> Any:
         options["kv_transfer_config"] = KVTransferConfig(
             **_CONNECTORS[plan.connector], kv_role="kv_both", kv_connector_extra_config=plan.cache
         )
+    if plan.gpu_memory_utilization is not None:
+        options["gpu_memory_utilization"] = plan.gpu_memory_utilization
     if plan.adapters:
         options |= {"enable_lora": True, "max_loras": len(plan.adapters), "max_lora_rank": 8}
     return LLM(

@@ -25,7 +25,7 @@ from fastdeploy_cache.launch.gpu.sections import DEVICE_NEEDS, SECTIONS, Section
 
 _RUNNER = "fastdeploy_cache.launch.gpu.sections"
 _ALL_SECONDS = 460.0  # of all sections; what is left when it is over is skipped
-_REAP_SECONDS = 5.0
+_END_SECONDS, _REAP_SECONDS = 3.0, 5.0
 _TAIL_LINES = 25
 NO_GPU = 3
 
@@ -133,6 +133,9 @@ def _run_process(section: Section, options: GpuOptions, notes: Path, log: Path, 
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = process.wait(seconds)
     finally:  # ranks have sessions of their own, and end with the process that started them
+        with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+            process.terminate()
+            process.wait(_END_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # inside a driver that hangs nothing can be killed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,16 +82,21 @@ SECTIONS = (
         title="vLLM with the connector",
         entry=f"{_HERE}.vllm_run:run",
         deadline_seconds=120,
-        needs=(*_MANAGER, "rich", "safetensors"),
+        needs=(*_MANAGER, "safetensors", "psutil"),
         framework="vllm",
     ),
 )
+
+
+def _end(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def main() -> None:
     """Run one section in this process: its entry, the file for its notes and the options as JSON are the arguments."""
     from fastdeploy_cache.launch.gpu.notes import GpuOptions, Notes
 
+    signal.signal(signal.SIGTERM, _end)  # what a section has started in a session of its own is ended by it
     entry, file, options = sys.argv[1:4]
     module, _, function = entry.partition(":")
     getattr(importlib.import_module(module), function)(Notes(Path(file)), GpuOptions(**json.loads(options)))

@@ -7,15 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from fastdeploy_cache.errors import LaunchError, ModelLoadError
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
-from fastdeploy_cache.launch.engines.vllm_lane import LENGTHS, run_stage
-from fastdeploy_cache.launch.engines.vllm_stage import StageResult
+from fastdeploy_cache.launch.engines.stages import run_stage
+from fastdeploy_cache.launch.engines.vllm_plan import StagePlan, StageResult, answers, pass_over
 from fastdeploy_cache.launch.gpu.notes import GpuOptions, Notes
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, ModelSpec, load_model_files
 
+_STAGE = "fastdeploy_cache.launch.engines.vllm_stage"
+_STAGE_SECONDS = 55.0  # of the section's 120
+LENGTHS = (96, 192, 200, 384, 400, 480, 64, 127, 320, 352, 500, 33)  # with 32 tokens a block: full ones and cut ones
 _CACHE: dict[str, Any] = {"num_cpu_blocks": 200, "min_prefetch_tokens": 32}
 _MEMORY_SHARE = 0.5
 # The second pass has hits before its kill; behind it a GPU may serve the rest before the rank is back.
@@ -75,18 +79,31 @@ def random_model(spec: ModelSpec) -> ModelFiles:
 
 
 def _compare(notes: Notes, folder: Path) -> str:
-    common: dict[str, Any] = {"gpu_memory_utilization": _MEMORY_SHARE}
-    alone = run_stage(folder, "alone", num_passes=1, **common)
+    alone = _run_stage(folder, "alone", num_passes=1)
     notes.note("vLLM alone", f"version {alone.vllm}, up after {alone.up_seconds:.0f} s")
-    cached = run_stage(folder, "cache", cache=_CACHE, kill_every=_KILL_EVERY, **common)
-    return judge(alone, cached)
+    options: dict[str, Any] = {"connector": "fastdeploy", "cache": _CACHE, "kill_every": _KILL_EVERY}
+    return judge(alone, _run_stage(folder, "cache", num_passes=2, **options))
+
+
+def _run_stage(folder: Path, name: str, num_passes: int, **options: Any) -> StageResult:
+    result = folder / f"{name}.json"
+    plan = StagePlan(
+        model=str(folder / "model"),
+        result=str(result),
+        passes=(pass_over(len(LENGTHS)),) * num_passes,
+        lengths=LENGTHS,
+        gpu_memory_utilization=_MEMORY_SHARE,
+        **options,
+    )
+    found = run_stage(_STAGE, msgspec.json.encode(plan).decode(), result, timeout_seconds=_STAGE_SECONDS)
+    return msgspec.json.decode(found, type=StageResult)
 
 
 def judge(alone: StageResult, cached: StageResult) -> str:
     """What the runs show. Raises `LaunchError` where an answer differs, or little was cached."""
-    wanted = [each.tokens for each in alone.served[0]]
-    wrong = [sum(each.tokens != tokens for each, tokens in zip(p, wanted, strict=True)) for p in cached.served]
-    hits = [sum(each.num_cached_tokens for each in served) for served in cached.served]
+    wanted = answers(alone.passes)
+    wrong = [sum(a != b for a, b in zip(answers([each]), wanted, strict=True)) for each in cached.passes]
+    hits = [sum(served.num_cached_tokens for served in each.served) for each in cached.passes]
     text = (
         f"{len(wanted)} prompts of {sum(LENGTHS)} tokens in each pass; answers that differ from vLLM alone: {wrong}; "
         f"cached tokens: {hits}; ranks restarted {cached.num_restarts} times"

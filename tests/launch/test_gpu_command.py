@@ -16,14 +16,13 @@ import pytest
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.bench.gpu_machine import parse_gpus, read_link
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
-from fastdeploy_cache.launch.engines.vllm_lane import LENGTHS
-from fastdeploy_cache.launch.engines.vllm_stage import Served, StageResult
+from fastdeploy_cache.launch.engines.vllm_plan import Passed, Served, StageResult
 from fastdeploy_cache.launch.gpu import command
 from fastdeploy_cache.launch.gpu.command import NO_GPU, GpuRun, run_gpu
 from fastdeploy_cache.launch.gpu.notes import Found, Notes
 from fastdeploy_cache.launch.gpu.packages import install_packages
 from fastdeploy_cache.launch.gpu.sections import SECTIONS, Section
-from fastdeploy_cache.launch.gpu.vllm_run import judge, random_model
+from fastdeploy_cache.launch.gpu.vllm_run import LENGTHS, judge, random_model
 from fastdeploy_cache.launch.reference_engine.weights import ModelSpec
 
 ROOT = Path(__file__).parents[2]
@@ -68,8 +67,9 @@ def test_a_section_that_hangs_is_killed_with_what_it_started(monkeypatch: pytest
     assert status == 1
     assert "killed after 6 s" in found["hang"]["reason"] and found["right"]["outcome"] == "ok"
     (line,) = found["hang"]["lines"]
-    state = Path(f"/proc/{line['detail']}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    for pid in line["detail"].split():
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 @pytest.mark.processes
@@ -186,8 +186,10 @@ def test_gpus_as_nvidia_smi_lists_them(tmp_path: Path) -> None:
 
 
 def _result(equal: bool, cached: int, restarts: int) -> StageResult:
-    served = [Served([1, 2] if equal else [1, 3], cached, 0.1) for _ in LENGTHS]
-    return StageResult(vllm="1", served=[served], up_seconds=1.0, cpu_seconds=1.0, num_restarts=restarts)
+    tokens = (1, 2) if equal else (1, 3)
+    served = tuple(Served(tokens=tokens, num_cached_tokens=cached, first_token_seconds=0.1) for _ in LENGTHS)
+    passed = Passed(served=served, hit_tokens=(0, 0, 0), cpu_seconds=1.0)
+    return StageResult(vllm="1", passes=(passed,), up_seconds=1.0, num_restarts=restarts)
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,14 @@ def environment(notes: Notes, options: GpuOptions) -> None:
 
 
 def hang(notes: Notes, options: GpuOptions) -> None:
-    """It has found something, has started a process, and never ends."""
-    child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
-    notes.note("before", f"{child.pid}")
-    threading.Event().wait()
+    """It has found something, has started processes, one in a session of its own, and never ends."""
+    command = [sys.executable, "-c", "import threading; threading.Event().wait()"]
+    child, apart = subprocess.Popen(command), subprocess.Popen(command, start_new_session=True)
+    notes.note("before", f"{child.pid} {apart.pid}")
+    try:
+        threading.Event().wait()
+    finally:
+        apart.kill()
 
 
 def crash(notes: Notes, options: GpuOptions) -> None:
