@@ -13,7 +13,7 @@ from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, ModelSp
 
 
 def write_hf_folder(folder: Path, files: ModelFiles | None = None) -> None:
-    """Write configuration, weights (float32, some 540 MB) and tokeniser of a Llama model.
+    """Write configuration, weights (float32, some 540 MB) and tokeniser, if it has one, of a Llama model.
 
     Raises:
         ModelLoadError: the model is not installed.
@@ -25,7 +25,8 @@ def write_hf_folder(folder: Path, files: ModelFiles | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder, files.spec)
     save_file(_tensors(files), folder / "model.safetensors", metadata={"format": "pt"})
-    ChatTokenizer(files).write_hf_files(folder, files.chat_template)
+    if files.vocab:
+        ChatTokenizer(files).write_hf_files(folder, files.chat_template)
 
 
 def write_config(folder: Path, spec: ModelSpec) -> None:
