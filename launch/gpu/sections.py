@@ -81,7 +81,7 @@ SECTIONS = (
         name="vllm",
         title="vLLM with the connector",
         entry=f"{_HERE}.vllm_run:run",
-        deadline_seconds=120,
+        deadline_seconds=200,
         needs=(*_MANAGER, "safetensors", "psutil"),
         framework="vllm",
     ),

@@ -17,6 +17,12 @@ from fastdeploy_cache.launch.gpu import kills
 _HOLD = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print('up', flush=True); input()"
 
 
+@pytest.fixture(autouse=True)
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second look comes at once."""
+    monkeypatch.setattr(kills, "_SECOND_LOOK_SECONDS", 0.0)
+
+
 @pytest.fixture
 def file() -> Iterator[Path]:
     """A new file there, which nobody has mapped."""
@@ -31,6 +37,14 @@ def test_a_file_that_nobody_has_is_left_behind(file: Path) -> None:
     with pytest.raises(LaunchError, match=file.name):
         kills._expect_no_files(kills._shm_names() - {file.name})
     assert "nothing is left" in kills._expect_no_files(kills._shm_names())
+
+
+def test_a_file_that_goes_by_itself_is_not_left_behind(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    """At the second look it is not there any more: some other program has made it and removed it."""
+    names = kills._shm_names()
+    looks = iter([names, names - {file.name}, names - {file.name}])
+    monkeypatch.setattr(kills, "_shm_names", lambda: next(looks))
+    assert "nothing is left" in kills._expect_no_files(names - {file.name})
 
 
 @pytest.mark.processes
