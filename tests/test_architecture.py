@@ -35,6 +35,7 @@ PARENT_SIDE = {
     "storage.config",
     "storage.client",
     "storage.file_place",
+    "storage.keys",
     "storage.weights",
     "peer.client",
     "peer.config",

@@ -51,6 +51,7 @@ class TaskKind(Enum):
     LOOKUP = "lookup", _Traits(Lane.IN)  # how many leading blocks storage has
     PREFETCH = "prefetch", _Traits(Lane.IN)  # storage to CPU tier
     WRITE = "write", _Traits(Lane.OUT, outlives_engine=True)  # CPU tier to storage
+    CLEAR = "clear", _Traits(Lane.OUT)  # forget what storage has of these weights
     PROBE = "probe", _Traits(Lane.IN)  # blocks of noise there and back: whether the store works, how fast it reads
     SEND = "send", _Traits(Lane.OUT)  # GPU to a peer's GPU: ends when the peer has read all, or never will
     UPDATE_SEND = "update_send", _Traits(Lane.OUT, needs_all_ranks=False)  # more is computed, or the send has failed

@@ -22,6 +22,7 @@ from fastdeploy_cache.storage.reads import StorageReads
 from fastdeploy_cache.storage.tier import StorageTier
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient, StorageProcesses
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
 _FOREVER_SECONDS = 1e9
 
@@ -74,9 +75,11 @@ class StorageAccess:
         if client is None:
             assert layout is not None
             segments = self._movement.client.cpu_segments()
-            client = StorageProcesses(
-                storage, config.transfer, layout=layout, block_size=config.block_size, segments=segments
-            )
+            num_ranks = config.transfer.tp_size
+            spaces = [
+                KeySpace.of(storage.weights_id, layout, config.block_size, rank, num_ranks) for rank in range(num_ranks)
+            ]
+            client = StorageProcesses(storage, config.transfer, spaces=spaces, segments=segments)
         tier = StorageTier(config, storage, self._books, client, self._movement)
         try:
             client.start(tier.on_result, tier.on_ready)

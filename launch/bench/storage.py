@@ -48,9 +48,11 @@ class Store:
         self.segment = SharedArray.create("bench-cpu", num_objects * object_bytes)
         self.blocks = self.segment.view(np.uint8, (num_objects, object_bytes))
         self.blocks[...] = np.frombuffer(np.random.default_rng(1).bytes(object_bytes), np.uint8)
-        layout, transfer = layout_of_bytes(object_bytes), TransferConfig()
         self._client = StorageProcesses(
-            config, transfer, layout=layout, block_size=_BLOCK_SIZE, segments=[self.segment]
+            config,
+            TransferConfig(),
+            spaces=[KeySpace.of(config.weights_id, layout_of_bytes(object_bytes), _BLOCK_SIZE, 0, 1)],
+            segments=[self.segment],
         )
         self._ended = threading.Condition()
         self._num_open, self._num_done, self._errors = 0, 0, list[str]()

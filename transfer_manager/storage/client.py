@@ -10,12 +10,12 @@ from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus, TaskClient
 from fastdeploy_cache.transfer_manager.config import TransferConfig
-from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.process.callbacks import Callbacks
 from fastdeploy_cache.transfer_manager.process.client import Processes, config_beside
 from fastdeploy_cache.transfer_manager.process.owner import ProcessKind
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.file_place import check_place
+from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 from fastdeploy_cache.transfer_manager.storage.owner import StorageOwner
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
@@ -24,7 +24,7 @@ logger = event_log(__name__)
 
 class StorageClient(TaskClient, Protocol):
     """The client that reads and writes a store, one process for each rank. Its tasks are of `TaskKind.LOOKUP`,
-    `PREFETCH`, `WRITE` and `PROBE`."""
+    `PREFETCH`, `WRITE`, `CLEAR` and `PROBE`."""
 
     def start(self, on_result: OnResult, on_ready: Callable[[], None]) -> None:
         """Open the stores. One that cannot be reached in time is tried again and again, and tasks fail until then.
@@ -54,18 +54,17 @@ class StorageProcesses:
         config: StorageConfig,
         transfer: TransferConfig,
         *,
-        layout: RankLayout,
-        block_size: int,
+        spaces: Sequence[KeySpace],
         segments: Sequence[SharedArray],
     ) -> None:
-        """`segments`: the CPU blocks of each rank. `block_size` in tokens."""
+        """`spaces` and `segments`: of each of `transfer.tp_size` ranks, the names of its blocks and its CPU blocks."""
         beside = config_beside(
             transfer,
             start_timeout_seconds=config.start_timeout_seconds,
             task_timeout_seconds=config.task_timeout_seconds,
         )
         self._storage = config
-        self._owner = StorageOwner(config, beside, layout=layout, block_size=block_size, segments=segments)
+        self._owner = StorageOwner(config, beside, spaces=spaces, segments=segments)
         self._processes = Processes(beside, ProcessKind(name="storage", is_optional=True), self._owner)
 
     def start(self, on_result: OnResult, on_ready: Callable[[], None]) -> None:

@@ -11,7 +11,6 @@ from fastdeploy_cache.errors import CodecError
 from fastdeploy_cache.ipc.codec import decode
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.config import TransferConfig
-from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.process.child import ChildProcess
 from fastdeploy_cache.transfer_manager.process.words import RankSignal
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
@@ -27,14 +26,11 @@ class StorageOwner:
         config: StorageConfig,
         transfer: TransferConfig,
         *,
-        layout: RankLayout,
-        block_size: int,
+        spaces: Sequence[KeySpace],
         segments: Sequence[SharedArray],
     ) -> None:
-        self._storage, self._config, self._segments = config, transfer, segments
-        ranks = range(transfer.tp_size)
-        self._spaces = [KeySpace.of(config.weights_id, layout, block_size, rank, transfer.tp_size) for rank in ranks]
-        self.signals = [RankSignal.create(f"storage-signal-rank{rank}") for rank in ranks]
+        self._storage, self._config, self._spaces, self._segments = config, transfer, spaces, segments
+        self.signals = [RankSignal.create(f"storage-signal-rank{rank}") for rank in range(transfer.tp_size)]
         self.needs_token_ids = False
 
     def spawn(self, rank: int, incarnation: int, queue_address: str) -> ChildProcess:
@@ -50,7 +46,7 @@ class StorageOwner:
             heartbeat_seconds=self._config.heartbeat_seconds,
             max_tasks_in_flight=self._config.max_tasks_in_flight,
             kind=self._storage.kind,
-            options=self._storage.store_options(self._config.tp_size),
+            options=self._storage.store_options(space.tp_size),
             space=space,
             import_paths=[str(Path(entry).absolute()) for entry in sys.path] if self._storage.is_own_store else [],
         )

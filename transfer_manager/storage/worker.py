@@ -43,7 +43,7 @@ class StorageExecutor:
         cpu = open_cpu_blocks(setup.cpu_fd, setup.num_cpu_blocks, size)
         self._segment = cpu.view(np.uint8, (setup.num_cpu_blocks, size))
         self._base = self._segment.__array_interface__["data"][0]
-        self._size = size
+        self._size, self._weights_id = size, setup.space.weights_id
         sys.path += [path for path in setup.import_paths if path not in sys.path]  # behind: it replaces nothing of ours
         self._store = open_storage(setup.kind, setup.options, setup.space, self._segment)
         self.report = encode(StoreReport(self._store.needs_token_ids))
@@ -71,6 +71,9 @@ class StorageExecutor:
             with self._one_writer:
                 written = store.write(self._blocks(task, task.source_ids))
             moved = Moved(written.num_bytes, written.num_leading)
+        elif kind is TaskKind.CLEAR:
+            with self._one_writer:
+                moved = Moved(0, store.clear(self._weights_id))
         elif kind is TaskKind.PROBE:
             moved = self._probe(task)
         else:
