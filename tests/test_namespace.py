@@ -18,8 +18,11 @@ BESIDE = ("ipc", "launch", "metrics", "transfer_manager")
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 import fastdeploy_cache
-vllm = "fastdeploy_cache.adapters.vllm."
-NEEDS_OTHERS = (vllm + "connector", vllm + "connector_metrics", vllm + "settings")
+vllm, sglang = "fastdeploy_cache.adapters.vllm.", "fastdeploy_cache.adapters.sglang."
+NEEDS_OTHERS = (
+    *(vllm + "connector", vllm + "connector_metrics", vllm + "settings"),
+    *(sglang + "hicache_config", sglang + "hicache_storage"),
+)
 for found in pkgutil.walk_packages(fastdeploy_cache.__path__, "fastdeploy_cache."):
     if found.name not in NEEDS_OTHERS and not found.name.endswith("__main__"):
         importlib.import_module(found.name)

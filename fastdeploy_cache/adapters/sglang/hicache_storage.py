@@ -1,0 +1,249 @@
+"""A storage backend for SGLang's HiCache: its third tier in our stores. `--hicache-storage-backend dynamic` with this
+module and `FastDeployCacheStorage`; one is made in each of SGLang's scheduler processes."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from fastdeploy_cache.adapters.sglang.hicache_config import KV_POOL, hash_of, is_writer, settings_of, space_of
+from fastdeploy_cache.adapters.sglang.host_pages import addresses_of_pages, addresses_of_tensors, piece_bytes_of
+from fastdeploy_cache.adapters.sglang.stored_pages import StoredPages
+from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.ipc.event_log import event_log
+
+logger = event_log(__name__)
+
+_MAX_ENDS = 32  # so many ends of a prefix are tried for the pages that states and windows need there
+_MAX_NOTES = 1024  # until the next `get_stats`
+
+
+class _Pool(NamedTuple):
+    """One of SGLang's host pools and its pages in the store."""
+
+    host: Any
+    pages: StoredPages
+    is_written: bool
+
+
+class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
+    """See SGLang's `HiCacheStorage`. Its threads may call at the same time.
+
+    No call raises, and none waits beyond `task_timeout_seconds`. Whatever becomes of the store, a page is either filled
+    with what was written under its key, or it is a miss and as it was, and so are those behind it in the call.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:  # noqa: ARG002 (SGLang gives an empty one)
+        """`storage_config`: a `HiCacheStorageConfig`; our options lie in its `extra_config`.
+
+        Raises:
+            ConfigError, LayoutError: what it asks for cannot be.
+        """
+        self._config, self._settings = storage_config, settings_of(storage_config)
+        self._pools: dict[str, _Pool] = {}
+        self._lock = threading.Lock()
+        self._notes: dict[str, deque[tuple[int, float]]] = {
+            name: deque(maxlen=_MAX_NOTES) for name in ("prefetch", "backup")
+        }
+        atexit.register(self.close)
+
+    # -- pools
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """The pool of keys and values: its store is opened.
+
+        Raises:
+            ConfigError: its pages lie nowhere in memory, or the staging memory is too small for them.
+            StorageRefusedError: the store's settings are wrong.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        try:
+            self._open(KV_POOL, mem_pool_host)
+        except BaseException:
+            self.close()
+            raise
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """A pool beside it. One whose pages cannot be served is never found in the store."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = str(host_pool_name)
+        if name in self._pools:
+            return
+        try:
+            self._open(name, host_pool)
+        except Exception as error:
+            logger.warning("event=hicache_pool_not_served pool=%s error=%s", name, repr(error))
+
+    def _open(self, name: str, host: Any) -> None:
+        by_index = self._settings.by_index or name != KV_POOL
+        piece_bytes = piece_bytes_of(host) if by_index else (host.get_dummy_flat_data_page().nbytes,)
+        if not sum(piece_bytes):
+            raise ConfigError(f"the pool {name!r} ({type(host).__name__}) has no pages in memory that could be stored")
+        image = "pieces" if by_index else "flat"
+        space = space_of(self._config, self._settings.storage, host, name=name, piece_bytes=piece_bytes, image=image)
+        pages = StoredPages(self._settings.storage, space, piece_bytes)
+        pages.start()
+        self._pools[name] = _Pool(host, pages, is_writer(self._config, name))
+        logger.info("event=hicache_pool_open pool=%s page_bytes=%d space=%s", name, space.object_bytes, space.digest)
+
+    # -- pages of the pool of keys and values
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:  # noqa: ARG002
+        """How many of the pages, counted from the first, are there."""
+        return self._count(KV_POOL, keys)
+
+    def exists(self, key: str) -> bool:
+        """The same for one."""
+        return self._count(KV_POOL, [key]) == 1
+
+    def batch_get_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
+        """Fill the pages at these places of the host pool; for each whether it was."""
+        return self._move_by_index(KV_POOL, keys, host_indices, is_read=True)
+
+    def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
+        """Store the pages at these places; for each whether it is there now."""
+        return self._move_by_index(KV_POOL, keys, host_indices, is_read=False)
+
+    def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:  # noqa: ARG002
+        """Fill tensors, one flat page each; for each the tensor, or None. Without `interface_v1` only."""
+        targets = list(target_locations or [])
+        filled = self._move_flat(keys, targets, is_read=True)
+        return [target if is_filled else None for target, is_filled in zip(targets, filled, strict=False)] or [
+            None for _ in keys
+        ]
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        """The same for one."""
+        return self.batch_get([key], [target_location], [target_sizes])[0]
+
+    def batch_set(
+        self,
+        keys: Sequence[str],
+        values: Any = None,
+        target_locations: Any = None,  # noqa: ARG002
+        target_sizes: Any = None,  # noqa: ARG002
+    ) -> bool:
+        """Store tensors, one flat page each; whether all are there now. Without `interface_v1` only."""
+        return all(self._move_flat(keys, list(values or []), is_read=False))
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """The same for one."""
+        return self.batch_set([key], [value], target_location, target_sizes)
+
+    # -- pages of several pools
+
+    def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:  # noqa: ARG002
+        """The longest prefix that can be restored: its KV is there, and what the other pools need for it.
+
+        Pools that need all pages bound it by their own. Those that need the last pages only are asked at one end after
+        the other, from the longest on; `restorable_prefix_pages` names the end that was found.
+        """
+        num_pages = self._count(KV_POOL, keys)
+        hits, trailing = {KV_POOL: num_pages}, []
+        for transfer in pool_transfers or []:
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                hits[str(transfer.name)] = self._count(str(transfer.name), keys[:num_pages]) if num_pages else 0
+            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                trailing.append((str(transfer.name), max(1, len(transfer.keys or ()))))
+        num_pages = min(hits.values())
+        if not trailing:
+            return PoolTransferResult(num_pages, hits, list(range(1, num_pages + 1)))
+        ends = range(num_pages, max(0, num_pages - _MAX_ENDS), -1)
+        found = next((end for end in ends if self._has_ends(trailing, keys[:end])), 0)
+        hits |= {name: found for name, _ in trailing}
+        return PoolTransferResult(found, hits, [found] if found else [])
+
+    def _has_ends(self, trailing: Sequence[tuple[str, int]], keys: Sequence[str]) -> bool:
+        return all(self._count(name, keys[-num:]) == min(num, len(keys)) for name, num in trailing)
+
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:  # noqa: ARG002
+        """What `batch_get_v1` does, for each pool; by its name."""
+        return {
+            each.name: self._move_by_index(str(each.name), each.keys or [], each.host_indices, is_read=True)
+            for each in transfers
+        }
+
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:  # noqa: ARG002
+        """What `batch_set_v1` does, for each pool; by its name."""
+        return {
+            each.name: self._move_by_index(str(each.name), each.keys or [], each.host_indices, is_read=False)
+            for each in transfers
+        }
+
+    # -- the whole
+
+    def clear(self) -> bool:
+        """Forget everything of these weights, whosever pages they are; whether that has been done."""
+        cleared = [pool.pages.clear() for pool in self._pools.values()]  # all of them, also behind one that fails
+        return all(cleared)
+
+    def get_stats(self) -> Any:
+        """Pages and gigabytes a second of each call that moved some, since this was asked before."""
+        stats = StorageMetrics()
+        with self._lock:
+            for side, notes in self._notes.items():
+                getattr(stats, f"{side}_pgs").extend(num_pages for num_pages, _ in notes)
+                getattr(stats, f"{side}_bandwidth").extend(speed for _, speed in notes)
+                notes.clear()
+        return stats
+
+    def close(self) -> None:
+        """End the storage processes, which makes durable what is not. Safe to call twice."""
+        atexit.unregister(self.close)
+        for pool in self._pools.values():
+            pool.pages.close()
+
+    # -- how
+
+    def _count(self, name: str, keys: Sequence[str]) -> int:
+        pool = self._pools.get(name)
+        try:
+            return pool.pages.count_leading(list(map(hash_of, keys))) if pool is not None else 0
+        except Exception as error:  # logged as text: a record that kept it would keep its frames
+            logger.warning("event=hicache_lookup_failed pool=%s error=%s", name, repr(error))
+            return 0
+
+    def _move_by_index(self, name: str, keys: Sequence[str], host_indices: Any, *, is_read: bool) -> list[bool]:
+        if name == KV_POOL and not self._settings.by_index:
+            return [False for _ in keys]
+
+        def addresses_in(pool: _Pool) -> list[int]:
+            return addresses_of_pages(pool.host, len(keys), host_indices, pool.pages.piece_bytes)
+
+        return self._move(name, keys, addresses_in, is_read=is_read)
+
+    def _move_flat(self, keys: Sequence[str], tensors: Sequence[Any], *, is_read: bool) -> list[bool]:
+        if self._settings.by_index:
+            return [False for _ in keys]
+
+        def addresses_in(pool: _Pool) -> list[int]:
+            return addresses_of_tensors(tensors, len(keys), pool.pages.piece_bytes[0])
+
+        return self._move(KV_POOL, keys, addresses_in, is_read=is_read)
+
+    def _move(
+        self, name: str, keys: Sequence[str], addresses_in: Callable[[_Pool], list[int]], *, is_read: bool
+    ) -> list[bool]:
+        pool, num_moved = self._pools.get(name), 0
+        try:
+            if pool is not None and keys and (is_read or pool.is_written):
+                started, hashes, addresses = time.monotonic(), list(map(hash_of, keys)), addresses_in(pool)
+                num_moved = (pool.pages.read if is_read else pool.pages.write)(hashes, addresses)
+                self._note(pool, num_moved, time.monotonic() - started, is_read=is_read)
+        except Exception as error:
+            logger.warning("event=hicache_move_failed pool=%s is_read=%s error=%s", name, is_read, repr(error))
+            num_moved = 0
+        return [index < num_moved for index in range(len(keys))]
+
+    def _note(self, pool: _Pool, num_pages: int, seconds: float, *, is_read: bool) -> None:
+        if num_pages:
+            num_bytes = num_pages * sum(pool.pages.piece_bytes)
+            with self._lock:
+                self._notes["prefetch" if is_read else "backup"].append((num_pages, num_bytes / seconds / 1e9))

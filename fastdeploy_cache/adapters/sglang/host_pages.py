@@ -1,0 +1,48 @@
+"""Where the pages of SGLang's host pools lie: in pieces, whose sizes are the same for every page of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def piece_bytes_of(host: Any) -> tuple[int, ...]:
+    """The sizes of a page's pieces; none where its pages lie nowhere. `host` is one of SGLang's host pools.
+
+    Raises whatever SGLang raises for a layout whose pages have no addresses.
+    """
+    described = host.get_page_buffer_meta(np.arange(_page_size(host)))
+    return tuple(map(int, described[1])) if described else ()
+
+
+def addresses_of_pages(host: Any, num_pages: int, host_indices: Any, piece_bytes: Sequence[int]) -> list[int]:
+    """Addresses of the pieces, page by page. `host_indices` has the places of all tokens of these pages.
+
+    Raises:
+        ValueError: there are more or fewer places, or the pieces have other sizes.
+    """
+    num_places = 0 if host_indices is None else len(host_indices)
+    if num_places != num_pages * _page_size(host):
+        raise ValueError(f"{num_pages} pages of {_page_size(host)} tokens have {num_places} places in the host pool")
+    addresses, sizes = host.get_page_buffer_meta(host_indices)
+    if list(sizes) != list(piece_bytes) * num_pages or len(addresses) != len(sizes):
+        raise ValueError(f"the host pool names other pieces than before: {len(sizes)} for {num_pages} pages")
+    return list(addresses)
+
+
+def addresses_of_tensors(tensors: Sequence[Any], num_pages: int, page_bytes: int) -> list[int]:
+    """Addresses of CPU tensors, one whole page each.
+
+    Raises:
+        ValueError: there are more or fewer, or one is no such page.
+    """
+    if len(tensors) != num_pages or not all(each.nbytes == page_bytes and each.is_contiguous() for each in tensors):
+        raise ValueError(f"{num_pages} keys have {len(tensors)} tensors, or one is not {page_bytes} bytes in a row")
+    return [each.data_ptr() for each in tensors]
+
+
+def _page_size(host: Any) -> int:
+    """In tokens of the sequence, also where several ranks share a page."""
+    return int(getattr(host, "logical_page_size", host.page_size))
