@@ -347,6 +347,17 @@ def vllm(
     raise typer.Exit(0 if run(json, only_answers=only_answers, lmcache=lmcache) else 1)
 
 
+@engines_app.command()
+def sglang(
+    json: Annotated[Path | None, typer.Option(help="Also write the table to this file; - is standard output.")] = None,
+) -> None:
+    """SGLang alone and with HiCache over our storage, with faults, and restarted. Status 1: an answer differs, or
+    nothing hits."""
+    from fastdeploy_cache.launch.engines.sglang_lane import run_sglang_lane as run
+
+    raise typer.Exit(0 if run(json) else 1)
+
+
 @config_app.command()
 def check(file: Annotated[Path, typer.Argument(help="TOML file.")]) -> None:
     """Check a configuration file, print the sizes that follow from it, and try memory, device, folder and disk space.

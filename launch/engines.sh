@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up a real engine in a virtual environment of its own, .engines/NAME, and runs it with this cache. So far: vllm.
-# vLLM's build for CPUs is about 0.9 GB to fetch and 3.6 GB on disk; no GPU is needed. Further arguments go on to
+# Sets up a real engine in a virtual environment of its own, .engines/NAME, and runs it with this cache: vllm or
+# sglang. About 1 GB is fetched for each, which is 3 to 4 GB on disk; no GPU is needed. Further arguments go on to
 # `fastdeploy-cache engines NAME`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -8,8 +8,11 @@ if [ $# = 0 ] || help_wanted "$@"; then
     show_help "${BASH_SOURCE[0]}"
     exit 0
 fi
-[ "$1" = vllm ] || refuse "'$1' is not known here; the engine is vllm"
+case "$1" in vllm | sglang) ;; *) refuse "'$1' is not known here; the engines are vllm and sglang" ;; esac
+ENGINE="$1"
 shift
+# shellcheck source=launch/sglang_environment.sh
+[ "$ENGINE" = vllm ] || source "$ROOT/launch/sglang_environment.sh"  # does not come back
 VLLM_VERSION="${VLLM_VERSION:-0.32.0}"
 VENV="$ROOT/.engines/vllm-$VLLM_VERSION"
 PYTHON="$VENV/bin/python"

@@ -162,6 +162,7 @@ HOMES = {
     "sglang": {
         "fastdeploy_cache/adapters/sglang/hicache_config.py",
         "fastdeploy_cache/adapters/sglang/hicache_storage.py",
+        "launch/engines/sglang_stage.py",
     },
     "cuda": {"transfer_manager/device/cuda_driver.py"},
     "gguf": {"launch/reference_engine/gguf_file.py"},
@@ -171,6 +172,7 @@ HOMES = {
         "launch/demo/command.py",
         "launch/demo/report.py",
         "launch/engines/report.py",
+        "launch/engines/sglang_lane.py",
         "launch/findings.py",
         "launch/simulator/command.py",
         "launch/simulator/report.py",

@@ -1,0 +1,157 @@
+"""One run of a real SGLang, in its own virtual environment: `python -m ... SETTINGS`, as JSON, in and out."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_OUTPUT_TOKENS = 8
+_STORAGE_PROCESS = "fastdeploy_cache.transfer_manager.storage"
+_INJECTOR = "SGLANG_TEST_HICACHE_BACKEND_RANDOM_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRun:
+    """What a run serves, and with what."""
+
+    model: str  # folder
+    result: str  # file that is written
+    lengths: tuple[int, ...]  # tokens of each prompt
+    num_passes: int = 2
+    page_size: int = 32
+    num_gpu_tokens: int = 1024
+    layout: str = "page_first_direct"
+    storage: dict[str, Any] | None = None  # our options of the backend; None: SGLang alone
+    kill_every: int = 0  # requests between two kills of the storage process
+    random_delay_seconds: float = 0.0  # SGLang's own wrapper delays each call of the backend by up to this
+    failure_probability: float = 0.0  # and fails so many of them
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One request; of the cached tokens, where SGLang says they came from."""
+
+    tokens: list[int]
+    num_cached_tokens: int
+    num_storage_tokens: int
+    seconds: float  # of the whole answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFindings:
+    """What a run found; `num_kills` are of storage processes."""
+
+    sglang: str
+    served: list[list[Generated]]  # by pass
+    up_seconds: float
+    num_kills: int = 0
+
+
+def main() -> None:
+    """Run what the first argument says."""
+    settings = EngineRun(**json.loads(sys.argv[1]))
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    if settings.random_delay_seconds:
+        os.environ[f"{_INJECTOR}DELAY"] = str(settings.random_delay_seconds)
+    if settings.failure_probability:
+        os.environ[f"{_INJECTOR}FAILURE"] = str(settings.failure_probability)
+    Path(settings.result).write_text(json.dumps(asdict(run(settings))))
+
+
+def run(settings: EngineRun) -> EngineFindings:
+    """Serve all prompts, one after the other, pass by pass."""
+    import sglang
+
+    started = time.monotonic()
+    engine = sglang.Engine(
+        model_path=settings.model,
+        device="cpu",
+        dtype="float32",
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        disable_cuda_graph=True,
+        disable_overlap_schedule=True,
+        skip_tokenizer_init=True,
+        mem_fraction_static=0.2,
+        max_total_tokens=settings.num_gpu_tokens,
+        page_size=settings.page_size,
+        log_level="warning",
+        **_hicache(settings),
+    )
+    up_seconds = time.monotonic() - started
+    served: list[list[Generated]] = []
+    num_kills = num_requests = 0
+    for _ in range(settings.num_passes):
+        served.append([])
+        for prompt in _prompts(settings):
+            num_requests += 1
+            if settings.kill_every and num_requests % settings.kill_every == 0:
+                num_kills += _kill_storage()
+            served[-1].append(_serve(engine, prompt))
+    if settings.storage is not None:  # in order: what is written is on the disk then
+        engine.loop.run_until_complete(engine.tokenizer_manager.detach_hicache_storage())
+    engine.shutdown()
+    return EngineFindings(sglang=sglang.__version__, served=served, up_seconds=up_seconds, num_kills=num_kills)
+
+
+def _hicache(settings: EngineRun) -> dict[str, Any]:
+    """SGLang's options for its hierarchical cache. The tier in memory holds little more than the device's."""
+    if settings.storage is None:
+        return {}
+    extra = {
+        "backend_name": "fastdeploy_cache",
+        "module_path": "fastdeploy_cache.adapters.sglang.hicache_storage",
+        "class_name": "FastDeployCacheStorage",
+        "interface_v1": True,
+        "prefetch_threshold": settings.page_size,
+        **settings.storage,
+    }
+    return {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 1.1,
+        "hicache_write_policy": "write_through",
+        "hicache_io_backend": "direct",
+        "hicache_mem_layout": settings.layout,
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+    }
+
+
+def _prompts(settings: EngineRun) -> list[list[int]]:
+    chance = random.Random(settings.seed)  # noqa: S311 (made-up prompts)
+    return [[chance.randrange(5, 49_000) for _ in range(length)] for length in settings.lengths]
+
+
+def _serve(engine: Any, prompt: list[int]) -> Generated:
+    sampling = {"temperature": 0, "max_new_tokens": _OUTPUT_TOKENS, "ignore_eos": True}
+    started = time.monotonic()
+    answer = engine.generate(input_ids=prompt, sampling_params=sampling)
+    seconds = time.monotonic() - started
+    found = answer["meta_info"]
+    by_source = found.get("cached_tokens_details") or {}
+    return Generated(answer["output_ids"], found.get("cached_tokens") or 0, by_source.get("storage") or 0, seconds)
+
+
+def _kill_storage() -> int:
+    """SIGKILL for the storage processes of this engine; how many there were."""
+    import psutil
+
+    children = psutil.Process().children(recursive=True)
+    pids = [child.pid for child in children if _STORAGE_PROCESS in child.cmdline()]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    return len(pids)
+
+
+if __name__ == "__main__":
+    main()

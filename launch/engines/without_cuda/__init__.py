@@ -1,0 +1,1 @@
+"""What is put on PYTHONPATH where SGLang runs on a machine without CUDA."""
