@@ -104,7 +104,7 @@ def run(settings: EngineRun) -> EngineFindings:
 
 
 def _hicache(settings: EngineRun) -> dict[str, Any]:
-    """SGLang's options for its hierarchical cache. The tier in memory holds little more than the device's."""
+    """SGLang's options for its hierarchical cache. The tier in memory is twice the device's."""
     if settings.storage is None:
         return {}
     extra = {
@@ -117,7 +117,7 @@ def _hicache(settings: EngineRun) -> dict[str, Any]:
     }
     return {
         "enable_hierarchical_cache": True,
-        "hicache_ratio": 1.1,
+        "hicache_ratio": 2.0,
         "hicache_write_policy": "write_through",
         "hicache_io_backend": "direct",
         "hicache_mem_layout": settings.layout,
