@@ -184,6 +184,8 @@ def load_backend() -> ModuleType:
     """The backend's module, over SGLang where there is one, else over what is here."""
     name = "fastdeploy_cache.adapters.sglang.hicache_storage"
     if importlib.util.find_spec("sglang") is not None:
+        config = importlib.import_module("fastdeploy_cache.adapters.sglang.hicache_config")
+        vars(config).update(get_model=lambda: MODEL, get_spec=lambda: SPECULATION)  # no server has been started
         return importlib.import_module(name)
     parts = {
         "mem_cache.hicache_storage": {

@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._config, self._settings = storage_config, settings_of(storage_config)
         self._pools: dict[str, _Pool] = {}
         self._lock = threading.Lock()
+        self._mishaps = Counter[tuple[str, str]]()
         self._notes: dict[str, deque[tuple[int, float]]] = {
             name: deque(maxlen=_MAX_NOTES) for name in ("prefetch", "backup")
         }
@@ -79,7 +80,7 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
         try:
             self._open(name, host_pool)
         except Exception as error:
-            logger.warning("event=hicache_pool_not_served pool=%s error=%s", name, repr(error))
+            self._say("not_served", name, error)
 
     def _open(self, name: str, host: Any) -> None:
         by_index = self._settings.by_index or name != KV_POOL
@@ -206,8 +207,8 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
         pool = self._pools.get(name)
         try:
             return pool.pages.count_leading(list(map(hash_of, keys))) if pool is not None else 0
-        except Exception as error:  # logged as text: a record that kept it would keep its frames
-            logger.warning("event=hicache_lookup_failed pool=%s error=%s", name, repr(error))
+        except Exception as error:
+            self._say("lookup_failed", name, error)
             return 0
 
     def _move_by_index(self, name: str, keys: Sequence[str], host_indices: Any, *, is_read: bool) -> list[bool]:
@@ -238,9 +239,16 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
                 num_moved = (pool.pages.read if is_read else pool.pages.write)(hashes, addresses)
                 self._note(pool, num_moved, time.monotonic() - started, is_read=is_read)
         except Exception as error:
-            logger.warning("event=hicache_move_failed pool=%s is_read=%s error=%s", name, is_read, repr(error))
+            self._say("read_failed" if is_read else "write_failed", name, error)
             num_moved = 0
         return [index < num_moved for index in range(len(keys))]
+
+    def _say(self, event: str, name: str, error: Exception) -> None:
+        """Log it, and of what happens again and again each time that it has happened twice as often."""
+        with self._lock:
+            num = self._mishaps[event, name] = self._mishaps[event, name] + 1
+        if not num & (num - 1):  # as text: a record that kept the exception would keep its frames
+            logger.warning("event=hicache_%s pool=%s num=%d error=%s", event, name, num, repr(error))
 
     def _note(self, pool: _Pool, num_pages: int, seconds: float, *, is_read: bool) -> None:
         if num_pages:

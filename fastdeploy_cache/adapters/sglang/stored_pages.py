@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
-from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.adapters.sglang.staging import Desk, Staging
 from fastdeploy_cache.ipc.codec import Int32Array
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.policies.breaker import Breaker
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.storage.client import StorageProcesses
@@ -22,32 +21,27 @@ from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, Tra
 
 logger = event_log(__name__)
 
-_MAX_STAGED_PAGES = 128  # each way: what SGLang moves in one call
 _HASHES_PER_LOOKUP = 4096
 _HASH_BYTES = 32
 _NO_IDS = np.empty(0, np.int32)
 
 
-class _Desk:
-    """Staging pages for one way. Whoever holds `lock` has them; a task that outlasts its caller takes the lock over."""
-
-    def __init__(self, first: int, num: int) -> None:
-        self.lock = threading.Lock()
-        self.ids = np.arange(first, first + num, dtype=np.int32)
-
-
 class _Flight:
-    """A task on its way. `left_with`: its caller has gone at the deadline, and this desk is free when the task ends."""
+    """A task on its way. `desk` is set when its caller has gone before its end."""
 
-    def __init__(self) -> None:
-        self.ended = threading.Event()
+    def __init__(self, ids: Int32Array) -> None:
+        self.ids, self.ended = ids, threading.Event()
         self.result: TransferResult | None = None
-        self.left_with: _Desk | None = None
+        self.desk: Desk | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """What it came to; 0 where it has failed, or not ended."""
+        return self.result.num_blocks if self.result is not None and self.result.error is None else 0
 
 
 class StoredPages:
-    """Any thread may call. Reads and writes go by staging pages that the process shares, since the pool's own memory
-    cannot be shared once it is made; of calls that go one way, one is served at a time.
+    """Any thread may call. Reads and writes go by staging pages; of calls that go one way, one is served at a time.
 
     No call waits beyond `task_timeout_seconds`. A store that fails again and again is left alone: then calls miss at
     once, until a probe (pages of noise, nobody waits for it) has found it working.
@@ -60,21 +54,9 @@ class StoredPages:
             ConfigError: there is room for fewer than three pages.
             NotEnoughMemoryError: there is no memory for them.
         """
-        self.piece_bytes, self._space = tuple(piece_bytes), space
         self._timeout_seconds = config.task_timeout_seconds
-        num_fitting = config.staging_bytes // space.object_bytes
-        if num_fitting < 3:
-            raise ConfigError(
-                f"staging_bytes is {config.staging_bytes}, and a page takes {space.object_bytes}; "
-                f"use at least {3 * space.object_bytes}"
-            )
-        num_each = min((num_fitting - 1) // 2, _MAX_STAGED_PAGES)
-        num_pages = 2 * num_each + 1
-        self._segment = SharedArray.create("hicache-staging", num_pages * space.object_bytes)
-        self._memory = self._segment.view(np.uint8, (num_pages, space.object_bytes))
-        self._base: int = self._memory.__array_interface__["data"][0]
-        self._reading, self._writing = _Desk(0, num_each), _Desk(num_each, num_each)
-        self._client = StorageProcesses(config, TransferConfig(), spaces=[space], segments=[self._segment])
+        self._staging = Staging(config.staging_bytes, piece_bytes)
+        self._client = StorageProcesses(config, TransferConfig(), spaces=[space], segments=[self._staging.segment])
         self._lock = threading.Lock()  # for what follows; never held while anything is waited for
         self._flights: dict[int, _Flight] = {}
         self._next_task_id = 1
@@ -83,6 +65,15 @@ class StoredPages:
         self._read_breaker, self._write_breaker = (
             Breaker(config.breaker_failures, config.breaker_seconds) for _ in range(2)
         )
+
+    @property
+    def piece_bytes(self) -> tuple[int, ...]:
+        """The sizes of a page's pieces in the pool."""
+        return self._staging.piece_bytes
+
+    @property
+    def _num_pieces(self) -> int:
+        return len(self._staging.piece_bytes)
 
     def start(self) -> None:
         """Open the store. One that cannot be reached in time is tried again and again, and calls miss until then.
@@ -103,11 +94,7 @@ class StoredPages:
         if was_closed:
             return
         self._client.stop()  # answers what is on its way: nobody waits any more
-        for desk in (self._reading, self._writing):  # for good: who copies now goes on until it is done
-            if not desk.lock.acquire(timeout=self._timeout_seconds):
-                return
-        del self._memory
-        self._segment.close()
+        self._staging.close(self._timeout_seconds)
 
     def count_leading(self, hashes: Sequence[bytes]) -> int:
         """How many of these pages, counted from the first, are there."""
@@ -123,11 +110,11 @@ class StoredPages:
     def read(self, hashes: Sequence[bytes], addresses: Sequence[int]) -> int:
         """Fill pages; how many, counted from the first, hold exactly what was written under their hashes. The others
         are as they were. `addresses`: of the pieces, page by page."""
-        return self._move(TaskKind.PREFETCH, hashes, addresses, self._reading)
+        return self._move(TaskKind.PREFETCH, hashes, addresses, self._staging.reading)
 
     def write(self, hashes: Sequence[bytes], addresses: Sequence[int]) -> int:
         """Store pages that are not there yet; how many, counted from the first, are there now."""
-        return self._move(TaskKind.WRITE, hashes, addresses, self._writing)
+        return self._move(TaskKind.WRITE, hashes, addresses, self._staging.writing)
 
     def clear(self) -> bool:
         """Forget everything of these weights; whether that has been done."""
@@ -136,40 +123,51 @@ class StoredPages:
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_seconds
 
-    def _move(self, kind: TaskKind, hashes: Sequence[bytes], addresses: Sequence[int], desk: _Desk) -> int:
-        deadline, num_done, num_pieces = self._deadline(), 0, len(self.piece_bytes)
+    def _move(self, kind: TaskKind, hashes: Sequence[bytes], addresses: Sequence[int], desk: Desk) -> int:
+        deadline = self._deadline()
         if not self._can(kind) or not desk.lock.acquire(timeout=self._timeout_seconds):
             return 0
-        is_mine = True
+        num_begun = num_done = 0
+        flights: deque[_Flight] = deque()
         try:
-            while is_mine and num_done < len(hashes) and time.monotonic() < deadline and self._can(kind):
-                part = hashes[num_done : num_done + len(desk.ids)]
-                ids = desk.ids[: len(part)]
-                places = addresses[num_done * num_pieces : (num_done + len(part)) * num_pieces]
-                if kind is TaskKind.WRITE:
-                    self._copy(ids, places, is_read=False)
-                flight = self._submit(kind, part, ids)
-                is_mine = self._wait(flight, deadline, desk)
-                num_moved = self._num_moved(flight) if is_mine else 0
+            while True:
+                is_time = time.monotonic() < deadline
+                while is_time and len(flights) < len(desk.trays) and num_begun < len(hashes) and self._can(kind):
+                    flights.append(self._begin(kind, hashes, addresses, desk, num_begun))
+                    num_begun += len(flights[-1].ids)
+                if not flights:
+                    return num_done
+                first = flights[0]
+                first.ended.wait(max(0.0, deadline - time.monotonic()))
+                num_moved = first.num_blocks
                 if kind is TaskKind.PREFETCH:
-                    self._copy(ids[:num_moved], places, is_read=True)
+                    self._staging.empty(first.ids[:num_moved], addresses[num_done * self._num_pieces :])
                 num_done += num_moved
-                if num_moved < len(part):
-                    break
+                if num_moved < len(first.ids):  # a miss, a failure, or too late
+                    return num_done
+                flights.popleft()
         finally:
-            if is_mine:
-                desk.lock.release()
-        return num_done
+            self._leave(desk, flights)
 
-    def _copy(self, ids: Int32Array, addresses: Sequence[int], *, is_read: bool) -> None:
-        """One copy of each piece, without the interpreter's lock, between the pool and staging pages."""
-        pieces = iter(addresses)
-        for page in ids.tolist():
-            staged = self._base + page * self._space.object_bytes
-            for num_bytes, address in zip(self.piece_bytes, pieces, strict=False):  # sizes first: it ends the page
-                target, source = (address, staged) if is_read else (staged, address)
-                ctypes.memmove(target, source, num_bytes)
-                staged += num_bytes
+    def _begin(
+        self, kind: TaskKind, hashes: Sequence[bytes], addresses: Sequence[int], desk: Desk, start: int
+    ) -> _Flight:
+        """A task for the pages from `start` on, as many as a tray takes."""
+        part = hashes[start : start + desk.tray_pages]
+        ids = desk.trays[start // desk.tray_pages % len(desk.trays)][: len(part)]
+        if kind is TaskKind.WRITE:
+            self._staging.fill(ids, addresses[start * self._num_pieces :])
+        return self._submit(kind, part, ids)
+
+    def _leave(self, desk: Desk, flights: Sequence[_Flight]) -> None:
+        """Give the desk up, to tasks that may yet touch its pages if there are such."""
+        with self._lock:
+            late = [flight for flight in flights if flight.result is None]
+            for flight in late:
+                flight.desk = desk
+            desk.num_left = len(late)
+        if not late:
+            desk.lock.release()
 
     def _ask(self, kind: TaskKind, hashes: Sequence[bytes], deadline: float) -> TransferResult | None:
         """The result of a task that moves no pages here; None where there is none, or an error."""
@@ -180,20 +178,8 @@ class StoredPages:
         result = flight.result
         return result if result is not None and result.error is None else None
 
-    @staticmethod
-    def _num_moved(flight: _Flight) -> int:
-        return flight.result.num_blocks if flight.result is not None and flight.result.error is None else 0
-
-    def _wait(self, flight: _Flight, deadline: float, desk: _Desk) -> bool:
-        """Wait for the end; whether the desk is still the caller's. If not, the task may yet touch its pages."""
-        flight.ended.wait(max(0.0, deadline - time.monotonic()))
-        with self._lock:
-            if flight.result is None:
-                flight.left_with = desk
-            return flight.result is not None
-
     def _submit(self, kind: TaskKind, hashes: Sequence[bytes], ids: Int32Array = _NO_IDS) -> _Flight:
-        flight = _Flight()
+        flight = _Flight(ids)
         with self._lock:
             task = self._new_task(kind, b"".join(hashes), ids)
             self._flights[task.task_id] = flight
@@ -224,7 +210,9 @@ class StoredPages:
         with self._lock:
             breaker = self._breaker(kind)
             if breaker.is_probe_due(time.monotonic()) and self._probe_id is None:
-                probe = self._new_task(TaskKind.PROBE, np.random.default_rng().bytes(_HASH_BYTES), self._probe_ids)
+                probe = self._new_task(
+                    TaskKind.PROBE, np.random.default_rng().bytes(_HASH_BYTES), self._staging.probe_ids
+                )
                 self._probe_id = probe.task_id
                 for each in (self._read_breaker, self._write_breaker):
                     if not each.is_closed:
@@ -234,23 +222,22 @@ class StoredPages:
             self._client.submit(probe)
         return is_closed
 
-    @property
-    def _probe_ids(self) -> Int32Array:
-        return self._writing.ids[-1:] + np.int32(1)  # the page behind both desks
-
     def _on_result(self, result: TransferResult) -> None:
         """The end of a task, on the client's thread or, of one that was refused, on the caller's."""
         with self._lock:
             states = [each.is_closed for each in (self._read_breaker, self._write_breaker)]
             self._judge(result)
-            flight = self._flights.pop(result.task.task_id, None)
+            flight, free = self._flights.pop(result.task.task_id, None), None
             if flight is not None:
                 flight.result = result
                 flight.ended.set()
+                if flight.desk is not None:
+                    flight.desk.num_left -= 1
+                    free = flight.desk if not flight.desk.num_left else None
             changed = states != [each.is_closed for each in (self._read_breaker, self._write_breaker)]
             reading, writing = self._read_breaker.state.name, self._write_breaker.state.name
-        if flight is not None and flight.left_with is not None:
-            flight.left_with.lock.release()
+        if free is not None:
+            free.lock.release()
         if changed:
             logger.warning("event=hicache_breaker reading=%s writing=%s error=%r", reading, writing, result.error)
 
