@@ -23,7 +23,7 @@ from fastdeploy_cache.launch.findings import table_of, write_json
 _STAGE = "fastdeploy_cache.launch.engines.sglang_stage"
 _WITHOUT_CUDA = Path(__file__).parent / "without_cuda"
 _LENGTHS = (96, 192, 200, 384, 400, 480, 64, 127, 320, 352, 500, 34)  # with 32 tokens a page: full ones and cut ones
-_TIMEOUT_SECONDS = 400.0
+_TIMEOUT_SECONDS = 900.0
 _ALONE, _CACHE, _KILLED, _FAILING, _RESTARTED = (
     "SGLang alone",
     "with HiCache over our files",

@@ -32,7 +32,7 @@ class Staging:
     """A desk for each way, and a page for probes. A page lies in the pool in pieces, and here in a row."""
 
     def __init__(self, num_bytes: int, piece_bytes: Sequence[int]) -> None:
-        """At most `num_bytes`.
+        """Take at most `num_bytes`.
 
         Raises:
             ConfigError: there is room for fewer than three pages.
