@@ -116,9 +116,7 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """Fill tensors, one flat page each; for each the tensor, or None. Without `interface_v1` only."""
         targets = list(target_locations or [])
         filled = self._move_flat(keys, targets, is_read=True)
-        return [target if is_filled else None for target, is_filled in zip(targets, filled, strict=False)] or [
-            None for _ in keys
-        ]
+        return [targets[index] if is_filled else None for index, is_filled in enumerate(filled)]
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         """The same for one."""

@@ -72,6 +72,8 @@ def test_flat_pages_come_back_as_they_were(new_rank: NewRank) -> None:
     assert found[:3] == targets[:3] and found[3] is None
     assert [target.tobytes() for target in targets] == [*pages, bytes(576)]
     assert rank.backend.get(keys[0], FlatPage(bytes(576))).tobytes() == pages[0]
+    assert rank.backend.batch_get(keys, targets) == rank.backend.batch_get(keys) == [None] * 3  # not one for each
+    assert rank.backend.get(keys[0]) is None and not rank.backend.set(keys[0])
 
 
 def test_each_way_has_its_own_verbs(new_rank: NewRank) -> None:
