@@ -11,6 +11,7 @@ from typing import Any
 from fastdeploy_cache.launch.engines.vllm_plan import Pass, Served, StagePlan, Visit
 
 _PASS_SECONDS = 300.0
+_IDLE_SECONDS = 0.005
 
 
 @dataclass(eq=False)
@@ -72,6 +73,10 @@ class VLLMLoop:
     def _step(self) -> list[tuple[str, Served]]:
         """One step of the engine, with what has ended in it."""
         outputs = self.engine.llm_engine.step()
+        if not outputs:
+            # With workers of its own an engine that only waits for a load comes back at once. Asked again at once, it
+            # and its workers keep two cores busy, and the processes that load were seen to wait for seconds.
+            time.sleep(_IDLE_SECONDS)
         now, ended = time.monotonic(), []
         for output in outputs:
             live = self._live[output.request_id]
