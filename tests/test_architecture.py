@@ -126,7 +126,6 @@ HOMES = {
         "transfer_manager/peer/offer.py",
         "fastdeploy_cache/config.py",
         "launch/engines/vllm_plan.py",
-        "launch/gpu/vllm_run.py",
         "launch/server/chat_request.py",
         "launch/server/control.py",
         "launch/server/instance_app.py",

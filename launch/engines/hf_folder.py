@@ -25,8 +25,7 @@ def write_hf_folder(folder: Path, files: ModelFiles | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder, files.spec)
     save_file(_tensors(files), folder / "model.safetensors", metadata={"format": "pt"})
-    if files.vocab:
-        ChatTokenizer(files).write_hf_files(folder, files.chat_template)
+    ChatTokenizer(files).write_hf_files(folder, files.chat_template)
 
 
 def write_config(folder: Path, spec: ModelSpec) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,10 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
-from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
 from fastdeploy_cache.launch.engines.sglang_stage import EngineFindings, EngineRun, Generated
+from fastdeploy_cache.launch.engines.stages import run_stage
 from fastdeploy_cache.launch.findings import table_of, write_json
 
 _STAGE = "fastdeploy_cache.launch.engines.sglang_stage"
@@ -84,32 +82,14 @@ def _files(folder: Path) -> dict[str, Any]:
 
 def _stage(folder: Path, name: str, **settings: Any) -> EngineFindings:
     """Run SGLang in a process of its own."""
-    result = folder / f"{name}.json"
-    log = folder / f"{name}.log"
+    result = folder / f"SGLang {name}.json"
     wanted = EngineRun(model=str(folder / "model"), result=str(result), lengths=_LENGTHS, **settings)
     paths = [str(_WITHOUT_CUDA), os.environ.get("PYTHONPATH", "")]
-    with log.open("wb") as out:
-        command = [sys.executable, "-m", _STAGE, json.dumps(asdict(wanted))]
-        try:
-            done = subprocess.run(
-                command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                timeout=_TIMEOUT_SECONDS,
-                check=False,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            )
-        except subprocess.TimeoutExpired:
-            raise LaunchError(f"SGLang ({name}) took more than {_TIMEOUT_SECONDS:.0f} s:\n{_tail(log)}") from None
-    if done.returncode != 0 or not result.exists():
-        raise LaunchError(f"SGLang ({name}) ended with status {done.returncode}:\n{_tail(log)}")
-    found = json.loads(result.read_text())
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    text = json.dumps(asdict(wanted))
+    found = json.loads(run_stage(_STAGE, text, result, environment=environment, timeout_seconds=_TIMEOUT_SECONDS))
     found["served"] = [[Generated(**each) for each in served] for served in found["served"]]
     return EngineFindings(**found)
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-3000:]
 
 
 def _lines(run: str, found: EngineFindings, alone: EngineFindings) -> list[LaneLine]:

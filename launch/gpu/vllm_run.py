@@ -7,15 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-
 from fastdeploy_cache.errors import LaunchError, ModelLoadError
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
+from fastdeploy_cache.launch.engines.made_up_model import SMALL, write_made_up_model
 from fastdeploy_cache.launch.engines.stages import run_stage
-from fastdeploy_cache.launch.engines.vllm_plan import StagePlan, StageResult, answers, pass_over
+from fastdeploy_cache.launch.engines.vllm_plan import StagePlan, StageResult, answers, pass_over, result_of, to_json
 from fastdeploy_cache.launch.gpu.notes import GpuOptions, Notes
-from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, ModelSpec, load_model_files
+from fastdeploy_cache.launch.reference_engine.weights import load_model_files
 
 _STAGE = "fastdeploy_cache.launch.engines.vllm_stage"
 _STAGE_SECONDS = 95.0  # of the section's 200
@@ -24,20 +22,6 @@ _CACHE: dict[str, Any] = {"num_cpu_blocks": 200, "min_prefetch_tokens": 32}
 _MEMORY_SHARE = 0.5
 # The second pass has hits before its kill; behind it a GPU may serve the rest before the rank is back.
 _KILL_EVERY, _LEAST_HITS = len(LENGTHS) + 8, 0.25
-_SPEC = ModelSpec(
-    num_layers=4,
-    hidden_size=256,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    ffn_size=512,
-    vocab_size=49_152,
-    context_length=2048,
-    rope_theta=10_000.0,
-    rms_eps=1e-5,
-    bos_token_id=1,
-    eos_token_id=2,
-)
 
 
 def run(notes: Notes, options: GpuOptions) -> None:  # noqa: ARG001
@@ -52,30 +36,9 @@ def _write_model(folder: Path) -> str:
     try:
         write_hf_folder(folder, load_model_files())
     except ModelLoadError as error:
-        write_hf_folder(folder, random_model(_SPEC))
-        return f"a made-up one of random weights, as SmolLM2 is not here: {error}"
+        write_made_up_model(folder)
+        return f"a small one of made-up weights, as SmolLM2 is not here: {error}"
     return "SmolLM2-135M"
-
-
-def random_model(spec: ModelSpec) -> ModelFiles:
-    """A model of that shape with random weights, the same ones each time."""
-    chance = np.random.default_rng(5)
-
-    def weight(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return chance.normal(0, 0.05, shape).astype(np.float32)
-
-    hidden, heads = spec.hidden_size, spec.num_heads * spec.head_dim
-    tensors = {"embedding": weight(spec.vocab_size, hidden), "final_norm": np.ones(hidden, np.float32)}
-    for layer in range(spec.num_layers):
-        tensors |= {
-            f"{layer}.attn_norm": np.ones(hidden, np.float32),
-            f"{layer}.qkv": weight(heads + 2 * spec.num_kv_heads * spec.head_dim, hidden),
-            f"{layer}.attn_output": weight(hidden, heads),
-            f"{layer}.ffn_norm": np.ones(hidden, np.float32),
-            f"{layer}.gate_up": weight(2 * spec.ffn_size, hidden),
-            f"{layer}.ffn_down": weight(hidden, spec.ffn_size),
-        }
-    return ModelFiles(spec=spec, tensors=tensors, vocab=[], merges=[], token_types=[], chat_template="", digest="")
 
 
 def _compare(notes: Notes, folder: Path) -> str:
@@ -92,11 +55,12 @@ def _run_stage(folder: Path, name: str, num_passes: int, **options: Any) -> Stag
         result=str(result),
         passes=(pass_over(len(LENGTHS)),) * num_passes,
         lengths=LENGTHS,
+        vocabulary=SMALL.vocab_size,  # of the smaller of the two models
         gpu_memory_utilization=_MEMORY_SHARE,
         **options,
     )
-    found = run_stage(_STAGE, msgspec.json.encode(plan).decode(), result, timeout_seconds=_STAGE_SECONDS)
-    return msgspec.json.decode(found, type=StageResult)
+    found = run_stage(_STAGE, to_json(plan), result, timeout_seconds=_STAGE_SECONDS)
+    return result_of(found)
 
 
 def judge(alone: StageResult, cached: StageResult) -> str:

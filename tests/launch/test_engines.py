@@ -14,6 +14,7 @@ import pytest
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.engines import vllm_lane
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
+from fastdeploy_cache.launch.engines.made_up_model import write_adapter, write_made_up_model
 from fastdeploy_cache.launch.engines.report import Line
 from fastdeploy_cache.launch.engines.servers import running
 from fastdeploy_cache.launch.engines.stages import run_stage
@@ -68,6 +69,22 @@ def test_a_model_becomes_a_hugging_face_folder(tmp_path: Path) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
     assert tokenizer.encode("<|im_start|>ab c").ids == [0, 6, 3, 7]
     assert tokenizer.decode([6, 3, 7]) == "ab c"
+
+
+def test_a_made_up_model_and_its_adapter_are_folders_for_vllm(tmp_path: Path) -> None:
+    """Every weight that the configuration asks for, in its shape; an adapter has what it adds to keys and values."""
+    load_file = pytest.importorskip("safetensors.numpy", reason="needs safetensors").load_file
+    write_made_up_model(tmp_path / "model", SPEC)
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    assert len(found) == 2 + 9 * SPEC.num_layers
+    assert found["model.layers.0.self_attn.k_proj.weight"].shape == (4, 8)
+    assert found["model.layers.0.mlp.down_proj.weight"].shape == (8, 6)
+    assert all(np.isfinite(weight).all() for weight in found.values())
+    write_adapter(tmp_path / "adapter", SPEC)
+    added = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    up = added["base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"]
+    down = added["base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight"]
+    assert (up @ down).shape == (4, 8) and np.abs(up @ down).max() > 0
 
 
 def _line(run: str, **changed: Any) -> Line:

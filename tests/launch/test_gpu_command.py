@@ -10,20 +10,17 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.bench.gpu_machine import parse_gpus, read_link
-from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
 from fastdeploy_cache.launch.engines.vllm_plan import Passed, Served, StageResult
 from fastdeploy_cache.launch.gpu import command
 from fastdeploy_cache.launch.gpu.command import NO_GPU, GpuRun, run_gpu
 from fastdeploy_cache.launch.gpu.notes import Found, Notes
 from fastdeploy_cache.launch.gpu.packages import install_packages
 from fastdeploy_cache.launch.gpu.sections import SECTIONS, Section
-from fastdeploy_cache.launch.gpu.vllm_run import LENGTHS, judge, random_model
-from fastdeploy_cache.launch.reference_engine.weights import ModelSpec
+from fastdeploy_cache.launch.gpu.vllm_run import LENGTHS, judge
 
 ROOT = Path(__file__).parents[2]
 RIG = "tests.rigs.gpu_sections"
@@ -204,18 +201,3 @@ def test_what_is_asked_of_vllm(equal: bool, cached: int, restarts: int, is_right
     else:
         with pytest.raises(LaunchError, match="answers that differ"):
             judge(alone, found)
-
-
-def test_a_model_of_random_weights_is_a_folder_for_vllm(tmp_path: Path) -> None:
-    """Where SmolLM2 is not installed: every weight that the configuration asks for, in its shape."""
-    load_file = pytest.importorskip("safetensors.numpy", reason="needs safetensors").load_file
-    shape = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "ffn_size": 6}
-    others = {"vocab_size": 10, "context_length": 64, "bos_token_id": 1, "eos_token_id": 2}
-    spec = ModelSpec(rope_theta=1e4, rms_eps=1e-5, **shape, **others)  # type: ignore[arg-type]
-    write_hf_folder(tmp_path / "model", random_model(spec))
-    found = load_file(tmp_path / "model" / "model.safetensors")
-    assert len(found) == 2 + 2 * 9
-    assert found["model.layers.1.self_attn.k_proj.weight"].shape == (4, 8)
-    assert (
-        found["model.layers.1.mlp.down_proj.weight"].shape == (8, 6) and np.isfinite(found["model.norm.weight"]).all()
-    )
