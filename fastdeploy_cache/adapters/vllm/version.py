@@ -9,7 +9,7 @@ from fastdeploy_cache.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-OLDEST, NEWEST = (0, 29), (0, 33)  # what it was written for; of these 0.32 was tried in a real engine
+OLDEST, NEWEST = (0, 29), (0, 33)  # what it was written for; 0.31 to 0.33 were tried in a real engine
 
 
 def check_version(version: str) -> None:
