@@ -40,7 +40,7 @@ def running(
         start_new_session=True,
     )
     came: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    drain = threading.Thread(target=_drain, args=(process, ready, log, came), name=f"log of {command[0]}")
+    drain = threading.Thread(target=_drain, args=(process, ready, log, came), name=f"log of {command[0]}", daemon=True)
     drain.start()
     try:
         if not _is_up(came, start_seconds):
@@ -54,7 +54,7 @@ def running(
             pass
         finally:
             end_group(process)
-        drain.join()
+        drain.join(_STOP_SECONDS)
 
 
 def _is_up(came: queue.SimpleQueue[bool], seconds: float) -> bool:

@@ -116,8 +116,8 @@ def _findings(lines: list[LaneLine]) -> list[str]:
     by_run = {line.run: line for line in lines}
     wrong = [(line.run, line.requests - line.equal) for line in lines]
     findings = [f"{run}: {num_wrong} answers differ" for run, num_wrong in wrong if num_wrong]
-    # a process that is killed again and again is down most of the time, and some of what it was given is lost
-    for run, share in ((f"{_CACHE}, pass 2", 0.5), (_RESTARTED, 0.8), (f"{_KILLED}, pass 2", 0.01)):
+    # nothing is asked of a process that is killed again and again: on a busy machine it is down all the time
+    for run, share in ((f"{_CACHE}, pass 2", 0.5), (_RESTARTED, 0.8)):
         line = by_run[run]
         if line.storage_tokens < line.prompt_tokens * share:
             findings.append(f"{run}: only {line.storage_tokens} tokens came from storage")

@@ -80,6 +80,8 @@ def _one_engine(lane: Runs, base: dict[str, Any]) -> list[CaseResult]:
     aborts = Pass(visits=tuple(Visit(prompt=i // 2, abort_after_steps=i % 2 * (i // 2 + 1)) for i in range(2 * _NUM)))
     # prompts that fill the pool to the last blocks, so that their answers find none
     crowd = Pass(visits=tuple(Visit(prompt=number) for number in (3, 7, 0, 1, 3, 7, 0)), num_concurrent=3)
+    # the second of a pair gets blocks that the first is to compute in the same step
+    pairs = Pass(visits=tuple(Visit(prompt=i // 2) for i in range(2 * _NUM)), num_concurrent=4, is_reset=True)
     steps = [
         _Step("first pass", pass_over(_NUM), _is_cold),
         _Step("second pass", pass_over(_NUM), _is_hit),
@@ -91,6 +93,8 @@ def _one_engine(lane: Runs, base: dict[str, Any]) -> list[CaseResult]:
         _Step("aborts between", aborts, _is_hit),
         _Step("preemption", crowd, _is_preempted),
         _Step("after a reset", Pass(visits=pass_over(_NUM).visits, is_reset=True), _is_cold),
+        _Step("two of a kind at once, after a reset", pairs, _no_judge),
+        _Step("what these have left", pass_over(_NUM), _is_hit),
     ]
     plan = {**base, "adapters": adapters, "passes": tuple(step.wanted for step in steps), "num_output_tokens": 40}
     alone = lane.run("cases-alone", **plan).passes
@@ -126,6 +130,10 @@ def _is_hit(passed: Passed) -> str:
 
 def _is_cold(passed: Passed) -> str:
     return f"{sum(passed.hit_tokens)} tokens were hit that are others'" if sum(passed.hit_tokens) else ""
+
+
+def _no_judge(passed: Passed) -> str:  # noqa: ARG001 (how much is hit depends on who comes first)
+    return ""
 
 
 def _is_preempted(passed: Passed) -> str:

@@ -15,7 +15,7 @@ import struct
 import threading
 from collections.abc import Callable
 
-from fastdeploy_cache.errors import CacheError, IPCError
+from fastdeploy_cache.errors import IPCError
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class KVArrivals:
         except OSError:
             return
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_TIMEOUT_SECONDS)  # a sender that trickles may keep it; it is a daemon's
         self._socket.close()
 
     def _run(self, attach: Callable[[int, KVHandle], None]) -> None:
@@ -73,8 +73,8 @@ class KVArrivals:
                 try:
                     rank, handle = _receive(connection)
                     attach(rank, handle)
-                except (CacheError, OSError) as error:
-                    logger.error("event=kv_refused port=%s error=%r", self._port, str(error))
+                except Exception as error:  # the next worker is to be heard, whatever this one has sent
+                    logger.error("event=kv_refused port=%s error=%r", self._port, error)
                 else:
                     logger.info("event=kv_attached port=%s rank=%d", self._port, rank)
 

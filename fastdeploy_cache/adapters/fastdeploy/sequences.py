@@ -10,7 +10,7 @@ from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache
 from fastdeploy_cache.adapters.fastdeploy.held_tasks import HeldTasks
 from fastdeploy_cache.adapters.fastdeploy.task import HeldTask, NotEnoughBlocksError, Task, new_request
 from fastdeploy_cache.adapters.repeated_lists import RepeatedLists
-from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError
+from fastdeploy_cache.errors import CacheError, ConfigError, OutOfBlocksError, RequestError
 from fastdeploy_cache.match import Match
 
 
@@ -36,10 +36,14 @@ class CallSequences:
         """
         self._check_block_size(block_size)
         name = str(task.request_id)
-        if task not in self._tasks:
-            self._refused.add(name)
-        held = HeldTask(task, new_request(task, self._repeated), with_path=False)
-        match, seconds = self._tasks.match(held)
+        is_new = task not in self._tasks
+        try:
+            held = HeldTask(task, new_request(task, self._repeated), with_path=False)
+            match, seconds = self._tasks.match(held)
+        except CacheError:
+            if is_new:  # noted behind the failure: a release while the match waits is an error, as ever
+                self._refused.add(name)
+            raise
         self._refused.discard(name)
         held.num_handed_blocks = len(match.block_ids)
         self._tasks.add(held)

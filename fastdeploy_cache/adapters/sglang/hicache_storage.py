@@ -114,7 +114,7 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:  # noqa: ARG002
         """Fill tensors, one flat page each; for each the tensor, or None. Without `interface_v1` only."""
-        targets = list(target_locations or [])
+        targets = list(target_locations) if target_locations is not None else []
         filled = self._move_flat(keys, targets, is_read=True)
         return [targets[index] if is_filled else None for index, is_filled in enumerate(filled)]
 
@@ -130,7 +130,8 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
         target_sizes: Any = None,  # noqa: ARG002
     ) -> bool:
         """Store tensors, one flat page each; whether all are there now. Without `interface_v1` only."""
-        return all(self._move_flat(keys, list(values or []), is_read=False))
+        tensors = list(values) if values is not None else []
+        return all(self._move_flat(keys, tensors, is_read=False))
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """The same for one."""
@@ -142,37 +143,43 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """The longest prefix that can be restored: its KV is there, and what the other pools need for it.
 
         Pools that need all pages bound it by their own. Those that need the last pages only are asked at one end after
-        the other, from the longest on; `restorable_prefix_pages` names the end that was found.
+        the other, from the longest on; `restorable_prefix_pages` names all ends that hold, as SGLang takes one that
+        holds on every rank and for which it has room.
         """
-        num_pages = self._count(KV_POOL, keys)
+        deadline = self._new_deadline()
+        num_pages = self._count(KV_POOL, keys, deadline)
         hits, trailing = {KV_POOL: num_pages}, []
         for transfer in pool_transfers or []:
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-                hits[str(transfer.name)] = self._count(str(transfer.name), keys[:num_pages]) if num_pages else 0
+                hits[str(transfer.name)] = self._count(str(transfer.name), keys[:num_pages], deadline)
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 trailing.append((str(transfer.name), max(1, len(transfer.keys or ()))))
         num_pages = min(hits.values())
         if not trailing:
             return PoolTransferResult(num_pages, hits, list(range(1, num_pages + 1)))
         ends = range(num_pages, max(0, num_pages - _MAX_ENDS), -1)
-        found = next((end for end in ends if self._has_ends(trailing, keys[:end])), 0)
-        hits |= {name: found for name, _ in trailing}
-        return PoolTransferResult(found, hits, [found] if found else [])
+        found = sorted(end for end in ends if self._has_ends(trailing, keys[:end], deadline))
+        longest = found[-1] if found else 0
+        hits |= {name: longest for name, _ in trailing}
+        return PoolTransferResult(longest, hits, found)
 
-    def _has_ends(self, trailing: Sequence[tuple[str, int]], keys: Sequence[str]) -> bool:
-        return all(self._count(name, keys[-num:]) == min(num, len(keys)) for name, num in trailing)
+    def _has_ends(self, trailing: Sequence[tuple[str, int]], keys: Sequence[str], deadline: float | None) -> bool:
+        return all(self._count(name, keys[-num:], deadline) == min(num, len(keys)) for name, num in trailing)
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:  # noqa: ARG002
         """What `batch_get_v1` does, for each pool; by its name."""
-        return {
-            each.name: self._move_by_index(str(each.name), each.keys or [], each.host_indices, is_read=True)
-            for each in transfers
-        }
+        return self._move_pools(transfers, is_read=True)
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:  # noqa: ARG002
         """What `batch_set_v1` does, for each pool; by its name."""
+        return self._move_pools(transfers, is_read=False)
+
+    def _move_pools(self, transfers: Any, *, is_read: bool) -> dict[Any, list[bool]]:
+        deadline = self._new_deadline()
         return {
-            each.name: self._move_by_index(str(each.name), each.keys or [], each.host_indices, is_read=False)
+            each.name: self._move_by_index(
+                str(each.name), each.keys or [], each.host_indices, is_read=is_read, deadline=deadline
+            )
             for each in transfers
         }
 
@@ -180,7 +187,8 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def clear(self) -> bool:
         """Forget everything of these weights, whosever pages they are; whether that has been done."""
-        cleared = [pool.pages.clear() for pool in self._pools.values()]  # all of them, also behind one that fails
+        deadline = self._new_deadline()
+        cleared = [pool.pages.clear(deadline) for pool in self._pools.values()]  # all, also behind one that fails
         return all(cleared)
 
     def get_stats(self) -> Any:
@@ -201,22 +209,30 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     # -- how
 
-    def _count(self, name: str, keys: Sequence[str]) -> int:
+    def _new_deadline(self) -> float | None:
+        """One for a whole call, however many pools it asks; None before there is a pool."""
+        return next((pool.pages.new_deadline() for pool in self._pools.values()), None)
+
+    def _count(self, name: str, keys: Sequence[str], deadline: float | None = None) -> int:
         pool = self._pools.get(name)
         try:
-            return pool.pages.count_leading(list(map(hash_of, keys))) if pool is not None else 0
+            if pool is None or not keys:
+                return 0
+            return pool.pages.count_leading(list(map(hash_of, keys)), deadline)
         except Exception as error:
             self._say("lookup_failed", name, error)
             return 0
 
-    def _move_by_index(self, name: str, keys: Sequence[str], host_indices: Any, *, is_read: bool) -> list[bool]:
+    def _move_by_index(
+        self, name: str, keys: Sequence[str], host_indices: Any, *, is_read: bool, deadline: float | None = None
+    ) -> list[bool]:
         if name == KV_POOL and not self._settings.by_index:
             return [False for _ in keys]
 
         def addresses_in(pool: _Pool) -> list[int]:
             return addresses_of_pages(pool.host, len(keys), host_indices, pool.pages.piece_bytes)
 
-        return self._move(name, keys, addresses_in, is_read=is_read)
+        return self._move(name, keys, addresses_in, is_read=is_read, deadline=deadline)
 
     def _move_flat(self, keys: Sequence[str], tensors: Sequence[Any], *, is_read: bool) -> list[bool]:
         if self._settings.by_index:
@@ -228,13 +244,19 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return self._move(KV_POOL, keys, addresses_in, is_read=is_read)
 
     def _move(
-        self, name: str, keys: Sequence[str], addresses_in: Callable[[_Pool], list[int]], *, is_read: bool
+        self,
+        name: str,
+        keys: Sequence[str],
+        addresses_in: Callable[[_Pool], list[int]],
+        *,
+        is_read: bool,
+        deadline: float | None = None,
     ) -> list[bool]:
         pool, num_moved = self._pools.get(name), 0
         try:
             if pool is not None and keys and (is_read or pool.is_written):
                 started, hashes, addresses = time.monotonic(), list(map(hash_of, keys)), addresses_in(pool)
-                num_moved = (pool.pages.read if is_read else pool.pages.write)(hashes, addresses)
+                num_moved = (pool.pages.read if is_read else pool.pages.write)(hashes, addresses, deadline)
                 self._note(pool, num_moved, time.monotonic() - started, is_read=is_read)
         except Exception as error:
             self._say("read_failed" if is_read else "write_failed", name, error)

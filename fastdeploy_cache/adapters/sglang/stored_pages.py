@@ -96,9 +96,9 @@ class StoredPages:
         self._client.stop()  # answers what is on its way: nobody waits any more
         self._staging.close(self._timeout_seconds)
 
-    def count_leading(self, hashes: Sequence[bytes]) -> int:
+    def count_leading(self, hashes: Sequence[bytes], deadline: float | None = None) -> int:
         """How many of these pages, counted from the first, are there."""
-        deadline, num_there = self._deadline(), 0
+        deadline, num_there = self.new_deadline() if deadline is None else deadline, 0
         for start in range(0, len(hashes), _HASHES_PER_LOOKUP):
             part = hashes[start : start + _HASHES_PER_LOOKUP]
             result = self._ask(TaskKind.LOOKUP, part, deadline)
@@ -107,25 +107,33 @@ class StoredPages:
                 break
         return num_there
 
-    def read(self, hashes: Sequence[bytes], addresses: Sequence[int]) -> int:
+    def read(self, hashes: Sequence[bytes], addresses: Sequence[int], deadline: float | None = None) -> int:
         """Fill pages; how many, counted from the first, hold exactly what was written under their hashes. The others
         are as they were. `addresses`: of the pieces, page by page."""
-        return self._move(TaskKind.PREFETCH, hashes, addresses, self._staging.reading)
+        return self._move(TaskKind.PREFETCH, hashes, addresses, self._staging.reading, deadline)
 
-    def write(self, hashes: Sequence[bytes], addresses: Sequence[int]) -> int:
+    def write(self, hashes: Sequence[bytes], addresses: Sequence[int], deadline: float | None = None) -> int:
         """Store pages that are not there yet; how many, counted from the first, are there now."""
-        return self._move(TaskKind.WRITE, hashes, addresses, self._staging.writing)
+        return self._move(TaskKind.WRITE, hashes, addresses, self._staging.writing, deadline)
 
-    def clear(self) -> bool:
+    def clear(self, deadline: float | None = None) -> bool:
         """Forget everything of these weights; whether that has been done."""
-        return self._ask(TaskKind.CLEAR, (), self._deadline()) is not None
+        return self._ask(TaskKind.CLEAR, (), self.new_deadline() if deadline is None else deadline) is not None
 
-    def _deadline(self) -> float:
+    def new_deadline(self) -> float:
+        """When a call that begins now ends, by `time.monotonic`. One that asks several pools gives each the same."""
         return time.monotonic() + self._timeout_seconds
 
-    def _move(self, kind: TaskKind, hashes: Sequence[bytes], addresses: Sequence[int], desk: Desk) -> int:
-        deadline = self._deadline()
-        if not self._can(kind) or not desk.lock.acquire(timeout=self._timeout_seconds):
+    def _move(
+        self,
+        kind: TaskKind,
+        hashes: Sequence[bytes],
+        addresses: Sequence[int],
+        desk: Desk,
+        deadline: float | None,
+    ) -> int:
+        deadline = self.new_deadline() if deadline is None else deadline
+        if not self._can(kind) or not desk.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return 0
         num_begun = num_done = 0
         flights: deque[_Flight] = deque()
@@ -171,7 +179,7 @@ class StoredPages:
 
     def _ask(self, kind: TaskKind, hashes: Sequence[bytes], deadline: float) -> TransferResult | None:
         """The result of a task that moves no pages here; None where there is none, or an error."""
-        if not self._can(kind):
+        if time.monotonic() >= deadline or not self._can(kind):
             return None
         flight = self._submit(kind, hashes)
         flight.ended.wait(max(0.0, deadline - time.monotonic()))
@@ -193,7 +201,7 @@ class StoredPages:
             kind=kind,
             source_ids=ids if kind is TaskKind.WRITE else _NO_IDS,
             destination_ids=_NO_IDS if kind is TaskKind.WRITE else ids,
-            deadline=self._deadline(),
+            deadline=self.new_deadline(),
             hashes=hashes,
         )
 

@@ -127,7 +127,7 @@ class SchedulerHalf:
         sequence = self._sequence(request)
         if sequence is None:
             return 0, False
-        sequence.num_vllm_tokens = num_computed_tokens
+        sequence.num_vllm_tokens = sequence.num_admitted_tokens = num_computed_tokens
         self._unpin(sequence)
         if request.skip_reading_prefix_cache or sequence.load_failed or not self._cache.ranks.wait_ready(0):
             return 0, False
@@ -164,6 +164,7 @@ class SchedulerHalf:
         size = self._config.block_size
         sequence.hit = sequence.split(num_external_tokens, size)
         if num_external_tokens:
+            sequence.num_admitted_tokens = sequence.num_vllm_tokens + num_external_tokens
             first = sequence.first_block
             wanted = list(block_ids[first : first - (-num_external_tokens // size)])
             transfer = self._cache.blocks.copies.swap_in(sequence.tokens, wanted, first_block=first)
@@ -240,9 +241,7 @@ class SchedulerHalf:
         if has_failed:
             sequence.load_failed = True
             num_blocks = len(load.block_ids) + len(load.missing_ids)
-            logger.warning(
-                "event=load_failed request_id=%s num_blocks=%d action=compute", sequence.request.request_id, num_blocks
-            )
+            logger.warning("event=load_failed request_id=%s num_blocks=%d", sequence.request.request_id, num_blocks)
 
     def _count(self, sequence: Sequence, hit: ExternalHit) -> None:
         if sequence.is_counted:
@@ -284,9 +283,16 @@ class SchedulerHalf:
         self._storing.store_last(sequence, self._computed(sequence, block_ids))
 
     def _num_computed(self, sequence: Sequence) -> int:
-        """Tokens whose KV is complete: steps that still run do not count."""
+        """Tokens whose KV is complete: steps that still run do not count.
+
+        None is, before a step of this request has been taken in. What vLLM's own prefix cache gave it may be blocks
+        that another request computes in the very step that is being scheduled, or in one that still runs: stored then,
+        they would be read while they are written, and found as that prefix by everybody.
+        """
         request = sequence.request
         num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
+        if num_tokens <= sequence.num_admitted_tokens:
+            return 0
         return int(num_tokens if self._config.cache_outputs else min(num_tokens, request.num_prompt_tokens))
 
     def _computed(self, sequence: Sequence, block_ids: ListOf[int]) -> list[int]:

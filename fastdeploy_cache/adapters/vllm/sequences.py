@@ -34,6 +34,7 @@ class Sequence:
     pinned: PinnedPrefix | None = None  # from the match to the start of its load
     first_block: int = 0  # of the load
     num_vllm_tokens: int = 0  # that vLLM's own prefix cache had at the match
+    num_admitted_tokens: int = 0  # these and the promised ones: what it has not computed itself
     hit: ExternalHit = ExternalHit()  # of the last match whose blocks vLLM has allocated
     prefetch: Prefetch | None = None
     load_failed: bool = False  # not tried again: vLLM would ask for ever

@@ -176,7 +176,8 @@ def test_states_and_windows_have_pages_of_their_own(new_rank: NewRank) -> None:
     written |= rank.backend.batch_set_v2([PoolTransfer("mamba", indices_of([0, 1]), [keys[1], keys[3]])])
     assert written == {"indexer": [True] * 5, "mamba": [True] * 2}
     found = rank.backend.batch_exists_v2(keys, wanted)
-    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [4])
+    # all ends that hold: ranks may have others in common, and SGLang may have room for a shorter one only
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [2, 4])
     assert found.extra_pool_hit_pages == {"kv": 6, "indexer": 5, "mamba": 4}
     found = rank.backend.batch_exists_v2(keys, wanted[:1])
     assert (found.kv_hit_pages, found.restorable_prefix_pages) == (5, [1, 2, 3, 4, 5])

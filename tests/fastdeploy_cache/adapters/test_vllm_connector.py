@@ -174,6 +174,23 @@ def test_blocks_that_are_being_copied_are_not_given_away(new_rig: NewRig) -> Non
     assert_served(rig, rig.serve("again", PROMPT), PROMPT)
 
 
+def test_what_a_step_is_about_to_compute_is_not_stored_before_it(new_rig: NewRig) -> None:
+    """Two requests of one prompt come in one step. vLLM gives the second the blocks that the first is to compute in
+    that step; nothing is stored until it has been computed, and what is stored then is right."""
+    rig = new_rig()
+    for name in ("first", "second"):
+        rig.add(name, PROMPT)
+    output = rig.scheduler.schedule()
+    assert set(output.num_scheduled_tokens) == {"first", "second"}
+    assert output.num_scheduled_tokens["second"] < BLOCK_SIZE, "the test must share blocks"
+    assert not rig.connector.has_pending_push_work()
+    rig.execute(output)
+    rig.run()
+    push_out(rig)
+    assert_served(rig, rig.serve("again", PROMPT), PROMPT)
+    assert rig.num_computed_tokens < BLOCK_SIZE
+
+
 def test_an_aborted_request_leaves_nothing_behind(new_rig: NewRig) -> None:
     """Aborted while its load is on the way: its blocks come free once the load has ended."""
     rig = new_rig()

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: see docs/adapters/vllm_connector.md")
 pytest.importorskip("torch", reason="needs vLLM with PyTorch")
+pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="needs vLLM 0.32 or newer, which has sources of hits")
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
