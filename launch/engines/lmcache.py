@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.engines.servers import free_port, running
+from fastdeploy_cache.launch.engines.stages import python_path
 
 _READY = b"cache server is running"
 _START_SECONDS = 120.0
@@ -39,8 +39,7 @@ def lmcache_server(folder: Path, log: Path, *, chunk_tokens: int) -> Iterator[LM
     """
     if not (folder / "lmcache").is_dir():
         raise LaunchError(f"LMCache is not installed in {folder}; give the folder of `pip install --target`")
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {"PYTHONPATH": path, "LMCACHE_TRACK_USAGE": "false"}
+    environment = {"PYTHONPATH": python_path(folder), "LMCACHE_TRACK_USAGE": "false"}
     port = free_port()
     options = {"--port": port, "--chunk-size": chunk_tokens, "--l1-size-gb": 2, "--eviction-policy": "LRU"}
     words = [str(word) for pair in options.items() for word in pair]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from rich.console import Console
 from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
 from fastdeploy_cache.launch.engines.sglang_stage import EngineFindings, EngineRun, Generated
-from fastdeploy_cache.launch.engines.stages import run_stage
+from fastdeploy_cache.launch.engines.stages import python_path, run_stage
 from fastdeploy_cache.launch.findings import table_of, write_json
 
 _STAGE = "fastdeploy_cache.launch.engines.sglang_stage"
@@ -84,8 +83,7 @@ def _stage(folder: Path, name: str, **settings: Any) -> EngineFindings:
     """Run SGLang in a process of its own."""
     result = folder / f"SGLang {name}.json"
     wanted = EngineRun(model=str(folder / "model"), result=str(result), lengths=_LENGTHS, **settings)
-    paths = [str(_WITHOUT_CUDA), os.environ.get("PYTHONPATH", "")]
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = {"PYTHONPATH": python_path(_WITHOUT_CUDA)}
     text = json.dumps(asdict(wanted))
     found = json.loads(run_stage(_STAGE, text, result, environment=environment, timeout_seconds=_TIMEOUT_SECONDS))
     found["served"] = [[Generated(**each) for each in served] for served in found["served"]]

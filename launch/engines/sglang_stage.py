@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import sys
 import time
@@ -12,7 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_OUTPUT_TOKENS = 8
+from fastdeploy_cache.launch.engines.stages import made_up_prompts
+
+_OUTPUT_TOKENS, _VOCABULARY = 8, 49_000
 _STORAGE_PROCESS = "fastdeploy_cache.transfer_manager.storage"
 _INJECTOR = "SGLANG_TEST_HICACHE_BACKEND_RANDOM_"
 
@@ -92,7 +93,7 @@ def run(settings: EngineRun) -> EngineFindings:
     num_kills = num_requests = 0
     for _ in range(settings.num_passes):
         served.append([])
-        for prompt in _prompts(settings):
+        for prompt in made_up_prompts(settings.lengths, _VOCABULARY, settings.seed):
             num_requests += 1
             if settings.kill_every and num_requests % settings.kill_every == 0:
                 num_kills += _kill_storage()
@@ -125,11 +126,6 @@ def _hicache(settings: EngineRun) -> dict[str, Any]:
         "hicache_storage_prefetch_policy": "wait_complete",
         "hicache_storage_backend_extra_config": json.dumps(extra),
     }
-
-
-def _prompts(settings: EngineRun) -> list[list[int]]:
-    chance = random.Random(settings.seed)  # noqa: S311 (made-up prompts)
-    return [[chance.randrange(5, 49_000) for _ in range(length)] for length in settings.lengths]
 
 
 def _serve(engine: Any, prompt: list[int]) -> Generated:

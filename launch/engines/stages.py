@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fastdeploy_cache.errors import LaunchError
@@ -48,6 +49,17 @@ def run_stage(
     if not (status == 0 or (may_kill_itself and status == -signal.SIGKILL)) or not result.exists():
         raise LaunchError(f"{result.stem} ended with status {status}:\n{tail(log)}")
     return result.read_bytes()
+
+
+def python_path(folder: Path) -> str:
+    """This process's PYTHONPATH with a folder in front."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def made_up_prompts(lengths: Sequence[int], vocabulary: int, seed: int) -> list[list[int]]:
+    """Tokens of prompts of these lengths, the same in every run."""
+    chance = random.Random(seed)  # noqa: S311 (made-up prompts)
+    return [[chance.randrange(5, vocabulary) for _ in range(length)] for length in lengths]
 
 
 def tail(log: Path) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+
+from fastdeploy_cache.launch.engines.stages import made_up_prompts
 
 ENVIRONMENT: Mapping[str, str] = {  # before vLLM is imported: on two cores anything else takes five times as long
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -15,6 +16,14 @@ ENVIRONMENT: Mapping[str, str] = {  # before vLLM is imported: on two cores anyt
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+}
+
+
+CONNECTOR: Mapping[str, str] = {  # of this cache, beside its `kv_connector_extra_config`
+    "kv_connector": "FastDeployCacheConnector",
+    "kv_connector_module_path": "fastdeploy_cache.adapters.vllm.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
 }
 
 
@@ -60,8 +69,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def prompts(self) -> list[list[int]]:
         """Made-up tokens, the same in every run."""
-        chance = random.Random(self.seed)  # noqa: S311 (made-up prompts)
-        return [[chance.randrange(5, self.vocabulary) for _ in range(length)] for length in self.lengths]
+        return made_up_prompts(self.lengths, self.vocabulary, self.seed)
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):

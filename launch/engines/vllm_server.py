@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.launch.engines.servers import free_port, running
-from fastdeploy_cache.launch.engines.vllm_plan import ENVIRONMENT, StagePlan
+from fastdeploy_cache.launch.engines.stages import python_path
+from fastdeploy_cache.launch.engines.vllm_plan import CONNECTOR, ENVIRONMENT, StagePlan
 
 _START_SECONDS, _ANSWER_SECONDS = 240.0, 120.0
 _NUM_CLIENTS = 3
@@ -44,13 +44,6 @@ def serve_passes(plan: StagePlan, log: Path, num_passes: int) -> list[HTTPPass]:
 @contextmanager
 def _server(plan: StagePlan, log: Path) -> Iterator[str]:
     port = free_port()
-    connector = {
-        "kv_connector": "FastDeployCacheConnector",
-        "kv_connector_module_path": "fastdeploy_cache.adapters.vllm.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": plan.cache,
-    }
     options = {
         "--served-model-name": "model",
         "--dtype": plan.dtype,
@@ -60,7 +53,7 @@ def _server(plan: StagePlan, log: Path) -> Iterator[str]:
         "--max-num-seqs": _NUM_CLIENTS + 1,
         "--host": "127.0.0.1",
         "--port": port,
-        "--kv-transfer-config": json.dumps(connector),
+        "--kv-transfer-config": json.dumps({**CONNECTOR, "kv_connector_extra_config": plan.cache}),
     }
     words = [str(word) for pair in options.items() for word in pair]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", plan.model, *words]
@@ -129,4 +122,4 @@ def _as_vllm(folder: Path) -> dict[str, str]:
     info = place / f"vllm-{version}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-    return {"PYTHONPATH": os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return {"PYTHONPATH": python_path(place)}

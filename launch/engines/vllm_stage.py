@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from fastdeploy_cache.launch.engines.vllm_loop import VLLMLoop, manager_of
 from fastdeploy_cache.launch.engines.vllm_plan import (
+    CONNECTOR,
     ENVIRONMENT,
     Pass,
     Passed,
@@ -23,13 +25,9 @@ from fastdeploy_cache.launch.engines.vllm_plan import (
 )
 
 _FLUSH_SECONDS = 60.0
-_CONNECTORS: dict[str, dict[str, Any]] = {
-    "fastdeploy": {
-        "kv_connector": "FastDeployCacheConnector",
-        "kv_connector_module_path": "fastdeploy_cache.adapters.vllm.connector",
-        "kv_load_failure_policy": "recompute",
-    },
-    "lmcache": {"kv_connector": "LMCacheMPConnector"},
+_CONNECTORS: dict[str, Mapping[str, str]] = {
+    "fastdeploy": CONNECTOR,
+    "lmcache": {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"},
 }
 
 
@@ -115,7 +113,7 @@ def _new_engine(plan: StagePlan) -> Any:
         _mend_dispatcher()
     if plan.connector:
         options["kv_transfer_config"] = KVTransferConfig(
-            **_CONNECTORS[plan.connector], kv_role="kv_both", kv_connector_extra_config=plan.cache
+            **_CONNECTORS[plan.connector], kv_connector_extra_config=plan.cache
         )
     if plan.gpu_memory_utilization is not None:
         options["gpu_memory_utilization"] = plan.gpu_memory_utilization

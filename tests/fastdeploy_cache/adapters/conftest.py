@@ -1,8 +1,10 @@
-"""What the tests of FastDeploy's adapter share."""
+"""What the tests of an adapter share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,3 +20,19 @@ def manager() -> Iterator[PrefixCacheManager]:
     gpu = made.cache.stats().gpu
     assert gpu.num_private == gpu.num_callers == made.cache.stats().num_requests == 0, "something was left behind"
     made.close()
+
+
+@pytest.fixture
+def new_rig(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Makes engines of vLLM's, `tests.rigs.vllm_rig.Rig`, that do not outlive the test."""
+    from tests.rigs.vllm_rig import Rig  # needs vLLM
+
+    rigs: list[Rig] = []
+
+    def new(**settings: Any) -> Rig:
+        rigs.append(Rig(tmp_path, **settings))
+        return rigs[-1]
+
+    yield new
+    for rig in rigs:
+        rig.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,6 @@ from tests.rigs.vllm_rig import BLOCK_SIZE, Rig, expected_output
 PROMPT = [100 + i for i in range(6 * BLOCK_SIZE + 3)]
 NUM_PROMPT_BLOCKS = 6
 NewRig = Callable[..., Rig]
-
-
-@pytest.fixture
-def new_rig(tmp_path: Path) -> Iterator[NewRig]:
-    """Makes engines that do not outlive the test."""
-    rigs: list[Rig] = []
-
-    def new(**settings: Any) -> Rig:
-        rigs.append(Rig(tmp_path, **settings))
-        return rigs[-1]
-
-    yield new
-    for rig in rigs:
-        rig.close()
 
 
 def push_out(rig: Rig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import urllib.request
 from collections import Counter as Sum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,6 @@ from tests.rigs.vllm_rig import BLOCK_SIZE, Rig
 PROMPT = [100 + i for i in range(6 * BLOCK_SIZE + 3)]
 NUM_CACHED = 6 * BLOCK_SIZE
 NewRig = Callable[..., Rig]
-
-
-@pytest.fixture
-def new_rig(tmp_path: Path) -> Iterator[NewRig]:
-    """Makes engines that do not outlive the test."""
-    rigs: list[Rig] = []
-
-    def new(**settings: Any) -> Rig:
-        rigs.append(Rig(tmp_path, **settings))
-        return rigs[-1]
-
-    yield new
-    for rig in rigs:
-        rig.close()
 
 
 def counted(rig: Rig) -> Sum[str]:
