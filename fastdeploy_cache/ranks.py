@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
+from fastdeploy_cache.books.block_pool import RUN
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.mishaps import call_user
+from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.books.tier_loss import drop_gpu
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
@@ -121,8 +124,10 @@ class RankAccess:
     def _forget_gpu(self, rank: int, *, has_kv: bool | None) -> None:
         """`has_kv`: whether its worker has attached the rank's KV arrays; None where that has not changed."""
         with self._books:
+            num_gone = self._books.pools[GPU].count(RUN)
             drop_gpu(self._books.tree)
             if has_kv or (has_kv is not None and self._config.transfer.owner_of_kv == "worker"):
                 self._mover.note_kv(rank, is_there=has_kv)
             self._peers.road.cancel_all("the KV arrays are lost")
-            logger.info("event=gpu_forgotten rank=%d epoch=%d", rank, self._books.tree.epoch)
+            level = logging.INFO if num_gone else logging.DEBUG  # the first arrays take nothing away
+            logger.log(level, "event=gpu_forgotten rank=%d num_blocks=%d", rank, num_gone)

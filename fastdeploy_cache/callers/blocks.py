@@ -230,10 +230,28 @@ class CallerBlocks:
                 run, end, known, num_inserted = self._insert(at, keys, first_block, ids)
                 num_blocks, ids = first_block + num_inserted, known + ids[num_inserted:]
             assert run is not None
-            count = functools.partial(self._count_use, request, run, end, used)  # cached they are all the same
+            num_asked = request.num_tokens // self._config.block_size
+            asked = Asked(num_asked, num_asked) if used else None
+            # whatever becomes of the count, the blocks are cached
+            count = functools.partial(self._count_use, request, run, end, asked)
             path = self._tree.mishaps.ask("policy", count, run.path())
             pinned = self._books.pin_prefix(path, num_blocks) if pin else None
         return Inserted(num_blocks, ids.tolist(), pinned)
+
+    def note_use(self, request: Request, *, num_found_blocks: int) -> int:
+        """A request has ended that was served in blocks of its caller's own: what is cached of it was used once more.
+
+        Eviction policies count it, and storage is offered again what it has declined. `num_found_blocks`: how many of
+        its blocks were cached when it came. Returns how many are cached now.
+        """
+        with self._books:
+            path, num_blocks = self._finder.find(request)
+            if num_blocks:
+                run, end = self._tree.place(path, num_blocks)
+                assert run is not None
+                asked = Asked(max(1, request.num_prompt_tokens // self._config.block_size), num_found_blocks)
+                self._tree.mishaps.ask("policy", functools.partial(self._count_use, request, run, end, asked), path)
+            return num_blocks
 
     def _insert(self, at: tuple[Run, int], keys: BlockKeys, first_block: int, ids: array[int]) -> Insertion:
         """What the tree did not want is the caller's still."""
@@ -247,16 +265,15 @@ class CallerBlocks:
         pool.hand_over(done.duplicates + ids[done.num_blocks :], REQUEST, CALLER)
         return done
 
-    def _count_use(self, request: Request, run: Run, end: int, used: bool) -> list[Run]:
-        """Tell the policies; returns the path that ends there."""
+    def _count_use(self, request: Request, run: Run, end: int, asked: Asked | None) -> list[Run]:
+        """Tell the policies; returns the path that ends there. `asked`: a request ends here that looked for these."""
         tree = self._tree
         if end < run.num_blocks:  # what is behind keeps its age
             run = tree.split(run, end)
         holding = tree.move_pin(None, run, run.num_blocks)  # or the copies' own evictions might take it
         try:
-            if used:
-                num_blocks = request.num_tokens // self._config.block_size
-                tree.policy.use(run.path(), request, Asked(num_blocks, num_blocks))
+            if asked is not None:
+                tree.policy.use(run.path(), request, asked)
             else:
                 tree.policy.touch(run.path())
             path = run.path()

@@ -152,10 +152,10 @@ class BlockCopies:
             if sum(n for _, _, n in parts) and not self._start_load(path, num_found, parts):
                 return None
             ids, transfers = coming_ids(path, len(gpu_ids(path, num_found)), num_found)
+            pinned = self._books.pin_prefix(path, num_found) if ahead else None  # first: it may need memory
             for transfer in transfers if ahead else ():
                 self._mover.use_ahead(transfer)
                 self.ahead[transfer] = self.ahead.get(transfer, 0) + 1
-            pinned = self._books.pin_prefix(path, num_found) if ahead else None
             return CallerLoad(transfers, ids, pinned, self._tree.generation)
 
     def end_load(self, load: CallerLoad, timeout_seconds: float = 0.0) -> bool:
@@ -166,10 +166,11 @@ class BlockCopies:
         load.wait(timeout_seconds)
         with self._books:
             came = load.succeeded and self._tree.generations.last_gpu_loss <= load.generation
-            transfers, pinned = load.end()
+            pinned = load.pinned
             if pinned is not None:  # others may have computed the same meanwhile: then theirs are the cached ones
-                ids = self._pinned_ids(pinned)
+                ids = self._pinned_ids(pinned)  # before anything ends: it may need memory, and is then called again
                 came = came and ids[len(ids) - len(load.block_ids) :] == load.block_ids
+            transfers = load.end()
             for transfer in transfers:
                 self.ahead[transfer] -= 1
                 if not self.ahead[transfer]:

@@ -37,7 +37,7 @@ class CallerTransfer:
 class CallerLoad(CallerTransfer):
     """A load into the tree: `block_ids` is where the blocks that are not on the GPU yet are coming to."""
 
-    __slots__ = ("_pinned", "block_ids", "generation")
+    __slots__ = ("block_ids", "generation", "pinned")
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class CallerLoad(CallerTransfer):
         super().__init__(transfers, len(block_ids))
         self.block_ids = list(block_ids)
         self.generation = generation  # of the cache, when it began
-        self._pinned = pinned
+        self.pinned = pinned  # with `ahead`, until `end`
 
-    def end(self) -> tuple[Sequence[Transfer], PinnedPrefix | None]:
-        """What it holds ahead of its end, once."""
-        pinned, self._pinned = self._pinned, None
-        return (self._transfers if pinned is not None else ()), pinned
+    def end(self) -> Sequence[Transfer]:
+        """The copies whose destinations it uses ahead of their end, once."""
+        pinned, self.pinned = self.pinned, None
+        return self._transfers if pinned is not None else ()

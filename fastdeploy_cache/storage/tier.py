@@ -136,7 +136,7 @@ class StorageTier:
         with self._books:
             self._books.mishaps.contain("landing", functools.partial(self._finish, result))
             self._books.note(StorageTaskEnded(result=result))
-        if result.error is not None:
+        if result.is_failure:  # not what was cancelled, as nobody waits for it any more
             logger.info("event=storage_task_failed kind=%s error=%r", result.task.kind.value, result.error)
 
     def _finish(self, result: TransferResult) -> None:

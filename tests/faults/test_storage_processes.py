@@ -186,6 +186,31 @@ def test_flush_says_when_storage_has_not_all(tmp_path: Path) -> None:
         cache.check_invariants()
 
 
+def test_what_a_caller_uses_again_is_admitted(tmp_path: Path) -> None:
+    """A caller with a GPU cache of its own notes its requests: what the filter declined at first, it takes then."""
+    storage = dataclasses.replace(file_storage(tmp_path), admission="second_use")
+    with PrefixCacheManager(storage_config(1, storage)) as cache:
+        engine = Engine(cache, 1)
+        request = Request(request_id="names tokens", prompt_token_ids=PROMPT)
+        ids = cache.blocks.allocate(6)
+        engine.compute(PROMPT[:-1], ids, 0)
+        num_stored = []
+        for num_found in (0, 6):
+            if num_found:
+                assert cache.blocks.copies.swap_in(request, ids).wait(SECONDS)
+            else:
+                assert cache.blocks.copies.swap_out(request, ids).wait(SECONDS)
+            assert cache.blocks.note_use(request, num_found_blocks=num_found) == 6
+            assert cache.wait_for_transfers(SECONDS)
+            drained(cache)
+            stats = cache.stats().storage
+            assert stats is not None
+            num_stored.append(stats.num_written_blocks)
+            cache.check_invariants()
+        assert num_stored == [0, 6]
+        cache.blocks.free(ids)
+
+
 @pytest.mark.parametrize("how", ["capacity", "disk"])
 def test_flush_says_when_the_store_has_dropped_blocks(tmp_path: Path, how: str) -> None:
     """Within its capacity, and on a disk that is full, a store takes every block, and drops earlier ones for it: no."""

@@ -139,6 +139,11 @@ class Caller:
         ends = [run.first_block + len(run.hashes) for run in runs]
         assert [0, *ends[:-1]] == [run.first_block for run in runs] or not runs
 
+    def use(self) -> None:
+        cache, request = self.model.cache, self.request()
+        num_found = cache.blocks.lookup(request, touch=False).num_blocks
+        assert cache.blocks.note_use(request, num_found_blocks=self.choose.randint(0, num_found)) == num_found
+
     def evict_runs(self) -> None:
         num_blocks = self.choose.randint(1, 3)
         gone = self.model.cache.blocks.evict_runs(num_blocks)
@@ -249,8 +254,9 @@ class Caller:
 
 
 STEPS = {
-    "take": 4, "give_back": 2, "insert": 6, "pin": 3, "unpin": 2, "evict_runs": 1, "look": 1, "load": 3, "end_load": 2,
-    "swap_out": 3, "swap_in": 3, "serve": 4, "match": 2, "land": 6, "change_life": 0.4, "down": 0.2, "reset": 0.1,
+    "take": 4, "give_back": 2, "insert": 6, "pin": 3, "unpin": 2, "evict_runs": 1, "look": 1, "use": 1, "load": 3,
+    "end_load": 2, "swap_out": 3, "swap_in": 3, "serve": 4, "match": 2, "land": 6, "change_life": 0.4, "down": 0.2,
+    "reset": 0.1,
 }  # fmt: skip
 
 

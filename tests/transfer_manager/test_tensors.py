@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.errors import LayoutError, NotEnoughMemoryError
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle
 from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
@@ -22,6 +22,7 @@ from fastdeploy_cache.transfer_manager.kv.tensors import (
     SharedSpan,
     array_places,
     local_segments,
+    share_in_place,
     shared_handle,
 )
 from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
@@ -337,3 +338,28 @@ def test_arrays_that_cannot_be_attached_change_nothing(client: tuple[InlineClien
     for ask in (inline.kv_views, inline.kv_handle):
         with pytest.raises(LayoutError, match="the KV arrays of rank 0 are its worker's own"):
             ask(0)
+
+
+class HugeTensor:
+    """As much of PyTorch's tensor and its storage as is asked before memory is moved: more than /dev/shm can have."""
+
+    def untyped_storage(self) -> HugeTensor:
+        return self
+
+    def data_ptr(self) -> int:
+        return 4096
+
+    def nbytes(self) -> int:
+        return 1 << 60
+
+    def is_shared(self) -> bool:
+        return False
+
+    def _share_fd_cpu_(self) -> tuple[int, int]:
+        raise AssertionError("PyTorch was asked to move what has no room")
+
+
+def test_arrays_that_shared_memory_has_no_room_for_are_refused_before_they_are_moved() -> None:
+    """The error says how much there is, and what to change; the process would be killed at its first write else."""
+    with pytest.raises(NotEnoughMemoryError, match=f"{1 << 60} bytes, and /dev/shm has room for .*--shm-size"):
+        share_in_place([HugeTensor()])

@@ -61,7 +61,7 @@ class SchedulerHalf:
         self._config, self._is_layerwise = config, is_layerwise
         self._fewest, self._most = config.load_limits()
         self._names = Namer(kv_format)
-        self._storing = Storing(self._cache.blocks.copies)
+        self._storing = Storing(self._cache.blocks)
         self._sequences: dict[str, Sequence] = {}
         self._loads: list[_Load] = []
         self._counters = Counters(self._cache.metrics)
@@ -248,6 +248,7 @@ class SchedulerHalf:
             return
         sequence.is_counted = True
         hits = (sequence.num_vllm_tokens, hit.num_cpu_tokens, hit.num_storage_tokens)
+        sequence.num_found_blocks = sum(hits) // self._config.block_size
         self._cache.metrics.record_request(sequence.request.num_prompt_tokens, hits)
 
     @property

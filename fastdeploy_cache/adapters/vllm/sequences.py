@@ -39,8 +39,10 @@ class Sequence:
     prefetch: Prefetch | None = None
     load_failed: bool = False  # not tried again: vLLM would ask for ever
     is_counted: bool = False  # in the metrics: once for each request, not again after a preemption
+    num_found_blocks: int = 0  # of its prompt, that it did not compute, as they were counted
     num_offered: int = 0  # blocks that were to be stored
     is_storing: bool = False
+    is_over: bool = False  # vLLM is done with it
     rest: list[Any] | None = None  # vLLM's blocks, kept until its store has ended: all that was computed, at its end
 
     def follow(self) -> None:

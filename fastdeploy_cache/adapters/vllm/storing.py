@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdeploy_cache.adapters.vllm.sequences import Sequence
-from fastdeploy_cache.callers.copies import BlockCopies
+from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.callers.transfers import CallerTransfer
 
 
@@ -22,8 +22,8 @@ class _Store:
 class Storing:
     """What is being copied down. A sequence has one copy on its way at a time: the next goes on behind it."""
 
-    def __init__(self, copies: BlockCopies) -> None:
-        self._copies = copies
+    def __init__(self, blocks: CallerBlocks) -> None:
+        self._blocks = blocks
         self._block_pool: Any = None
         self._stores: list[_Store] = []
 
@@ -41,7 +41,7 @@ class Storing:
         if len(ids) <= first:
             return
         sequence.follow()
-        transfer = self._copies.swap_out(
+        transfer = self._blocks.copies.swap_out(
             sequence.tokens, ids[first:], first_block=first, generation=sequence.generation
         )
         sequence.num_offered = len(ids)
@@ -55,6 +55,8 @@ class Storing:
             self.store(sequence, ids, 0)
         elif len(ids) > sequence.num_offered:  # one after the other: a store goes on behind what has arrived
             sequence.rest = self._keep(ids)
+        sequence.is_over = True
+        self._note_use(sequence)
 
     def end_done(self) -> None:
         """Give back the blocks of copies that have ended."""
@@ -70,6 +72,7 @@ class Storing:
                 rest, sequence.rest = sequence.rest, None
                 self.store(sequence, [block.block_id for block in rest], 0)
                 self._block_pool.free_blocks(reversed(rest))
+            self._note_use(sequence)
             self._block_pool.free_blocks(reversed(store.blocks))
 
     def wait(self, timeout_seconds: float) -> bool:
@@ -82,6 +85,11 @@ class Storing:
             self._stores[0].transfer.wait(left)
             self.end_done()
         return True
+
+    def _note_use(self, sequence: Sequence) -> None:
+        """Once for each request that was served, when all that it leaves behind is there: else it would not count."""
+        if sequence.is_over and sequence.is_counted and not sequence.is_storing:
+            self._blocks.note_use(sequence.tokens, num_found_blocks=sequence.num_found_blocks)
 
     def _keep(self, block_ids: ListOf[int]) -> list[Any]:
         """vLLM must not give these to others, whatever becomes of their request (finished, aborted, preempted)."""

@@ -202,6 +202,24 @@ def test_a_restarted_engine_finds_it_in_storage(new_rig: NewRig, tmp_path: Path)
     assert second.num_computed_tokens < BLOCK_SIZE
 
 
+@pytest.mark.parametrize("is_pushed_out", [False, True])
+def test_what_is_asked_again_goes_to_disk_by_default(new_rig: NewRig, tmp_path: Path, is_pushed_out: bool) -> None:
+    """The second request for a prompt has it written, whether vLLM found it on its GPU or in the CPU tier."""
+    storage = {"folder": str(tmp_path / "store"), "weights_id": "arithmetic-1"}
+    first = new_rig(storage=storage, min_prefetch_tokens=1)
+    for number in range(2):
+        first.serve(f"{number}", PROMPT)
+        first.cache.storage.flush(SECONDS)
+        stats = first.cache.stats().storage
+        assert stats is not None and stats.num_written_blocks == number * NUM_PROMPT_BLOCKS
+        if is_pushed_out:
+            push_out(first)
+    first.close()
+    second = new_rig(storage=storage, min_prefetch_tokens=1, prefetch_policy="wait_complete")
+    assert_served(second, second.serve("again", PROMPT), PROMPT)
+    assert second.num_computed_tokens < BLOCK_SIZE
+
+
 def test_a_reset_forgets(new_rig: NewRig) -> None:
     """After vLLM resets its caches, the connector's included, the prompt is computed anew."""
     rig = new_rig()
@@ -306,7 +324,7 @@ def test_wrong_settings_are_refused(tmp_path: Path, extra: dict[str, Any], messa
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
-    """Several KV cache groups, and pipeline parallelism."""
+    """Several KV cache groups, pipeline parallelism, a role in which vLLM gives blocks away while they are read."""
     config = vllm_rig.new_vllm_config(tmp_path, 1, "fail", num_cpu_blocks=8)
     two = vllm_rig.new_kv_cache_config(8)
     two.kv_cache_groups = two.kv_cache_groups * 2
@@ -315,3 +333,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):
         FastDeployCacheConnector(config, KVConnectorRole.WORKER, vllm_rig.new_kv_cache_config(8))
+    config.parallel_config.pipeline_parallel_size = 1
+    config.kv_transfer_config.kv_role = "kv_producer"
+    with pytest.raises(ConfigError, match='use "kv_both"'):
+        FastDeployCacheConnector(config, KVConnectorRole.SCHEDULER, vllm_rig.new_kv_cache_config(8))
