@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from fastdeploy_cache.adapters.fastdeploy.peer_config import peer_config
 from fastdeploy_cache.config import ROLES, WRITE_POLICIES, CacheConfig, check_keys
 from fastdeploy_cache.errors import ConfigError
@@ -169,6 +171,33 @@ def worker_port(config: Any) -> int | str | None:
     owner = settings.get("kv_owner") or ("worker" if settings.get("device") == "cuda" else None)
     port: int | str | None = getattr(getattr(config, "parallel_config", None), "local_engine_worker_queue_port", None)
     return port if owner == "worker" else None
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check settings of ours by themselves, before FastDeploy is there to be asked. Its own settings may still not go
+    with them: that is said when the manager is made.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type or an impossible one. LayoutError: an impossible value.
+    """
+    check_keys(settings)
+    for name, where in (("role", "splitwise_role"), ("layout", "the layout of the workers' KV arrays")):
+        if name in settings:
+            raise ConfigError(f"{name} is {settings[name]!r}, and is no setting here: it is FastDeploy's own, {where}")
+    transfer, storage = (dict(settings.get(name, {})) for name in ("transfer", "storage"))
+    if isinstance(device_ids := transfer.get("device_ids"), list):
+        transfer.setdefault("tp_size", max(1, len(device_ids)))
+    # What FastDeploy says, or may say where the settings do not, stands in for it: here its kind of store.
+    given: dict[str, Any] = {"layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8}}
+    given |= {"num_gpu_blocks": 1, "num_cpu_blocks": 0, **settings, "transfer": transfer}
+    if "storage" in settings:
+        given["storage"] = {"kind": "file" if "folder" in storage else "valkey", **storage}
+        if "peer" in settings and "weights_id" in storage:
+            given["peer"] = {"weights_id": storage["weights_id"], **settings["peer"]}
+    try:
+        msgspec.convert(given, CacheConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _storage(theirs: Any, settings: Any) -> StorageConfig | None:

@@ -8,26 +8,33 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fastdeploy_cache.adapters.fastdeploy import hook
-from fastdeploy_cache.adapters.fastdeploy.config import DOOR_SETTINGS
+from fastdeploy_cache.adapters.fastdeploy.config import DOOR_SETTINGS, check_settings
 from fastdeploy_cache.adapters.fastdeploy.hook import UnknownVersionError
 from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
-from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.errors import CacheError, ConfigError
 from tests.rigs.fastdeploy_engine import SUFFIX, launch, new_config
 from tests.rigs.stand_in_fastdeploy import BODIES, CALLS, write
 
 OURS = PrefixCacheManager.__module__
+DOOR = "fastdeploy_cache.adapters.fastdeploy.run"
 SERVER = "fastdeploy.entrypoints.openai.api_server"
 
 
 def door(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """Run the door in a process of its own, where the stand-in can be imported."""
-    command = [sys.executable, "-m", "fastdeploy_cache.adapters.fastdeploy.run", *args]
+    return _python(folder, "-m", DOOR, *args)
+
+
+def _python(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(Path.cwd())])}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, *args], env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.fixture
@@ -78,12 +85,139 @@ def test_nothing_happens_where_the_manager_is_never_imported(tmp_path: Path) -> 
     assert (done.returncode, done.stdout, done.stderr) == (0, "nothing False\n", "")
 
 
+# What a module can see of how it was started; what is computed in a child goes by the module's own name.
+_TELLTALE = """
+import atexit, multiprocessing, sys
+from pathlib import Path
+PART
+
+def double(number):
+    return 2 * number
+
+def name_of_main():
+    return sys.modules["__main__"].__spec__.name if sys.modules["__main__"].__spec__ else None
+
+if __name__ == "__main__":
+    print(__name__, __package__, __file__, __cached__, __doc__, type(__loader__).__name__)
+    print(__spec__.name, __spec__.parent, __spec__.origin, globals() is vars(sys.modules["__main__"]))
+    print(sys.path[0], sys.argv, VALUE)
+    for method in ("spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            print(method, pool.apply(CALL), pool.apply(name_of_main) if HAS_MAIN else None)
+    sys.exit(3)
+"""
+
+
 @pytest.mark.processes
-def test_a_wrong_command_line_says_what_is_right(tmp_path: Path) -> None:
-    """Without a module, with settings that cannot be read, and with a module that is not there."""
-    assert door(tmp_path).returncode == 2 and "usage: " in door(tmp_path).stderr
-    assert "cannot read settings" in door(tmp_path, "--settings", str(tmp_path / "none.toml"), SERVER).stderr
-    assert door(tmp_path, SERVER).returncode == 1
+@pytest.mark.parametrize("name", ["pack", "pack.inner", "single"])
+def test_a_module_runs_as_by_python_itself(tmp_path: Path, name: str) -> None:
+    """A package with a `__main__`, a module inside a package, and one outside: each sees what `python -m` shows it,
+    its children by `spawn` and by a fork server, too; its exit status is the same."""
+    inner = {"PART": "from pack.other import VALUE\nfrom . import other", "CALL": "other.double, (2,)", "HAS_MAIN": "0"}
+    single = {"PART": "VALUE = 1", "CALL": "double, (2,)", "HAS_MAIN": "1"}
+    texts = {
+        "pack/__init__.py": "",
+        "pack/other.py": "VALUE = 1\ndef double(number): return 2 * number\ndef name_of_main(): pass\n",
+        "pack/__main__.py": _filled(inner),
+        "pack/inner.py": _filled({**single, "PART": "from .other import VALUE"}),
+        "single.py": _filled(single),
+    }
+    for path, text in texts.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    runs = [_python(tmp_path, "-m", *start, name, "a", "--settings") for start in ([], [DOOR])]
+    assert runs[0].stdout.count("\n") == 5 and runs[0].returncode == 3, runs[0].stderr
+    for run in runs:
+        assert (run.stdout, run.returncode, run.stderr) == (runs[0].stdout, 3, "")
+
+
+def _filled(parts: dict[str, str]) -> str:
+    text = _TELLTALE
+    for name, part in parts.items():
+        text = text.replace(name, part)
+    return text
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "the module to run is missing; usage: "),
+        (["--setings", "x", SERVER], "there is no option '--setings'; usage: "),
+        (["--settings"], "cannot use the settings '.'"),
+        (["--settings", "none.toml", SERVER], "cannot use the settings 'none.toml': [Errno 2]"),
+        (["--settings=bad.toml", SERVER], "cannot use the settings 'bad.toml': Expected '=' after a key"),
+        (["--settings", "key.toml", SERVER], "unknown key 'lod_policy'; did you mean 'load_policy'?"),
+        (["--settings", "value.toml", SERVER], "transfer.max_tasks_in_flight is 0"),
+        (["no_such_package.server"], "No module named 'no_such_package'"),
+        ([f"{SERVER}s"], f"there is no module '{SERVER}s' in {sys.executable}"),
+        (["fastdeploy.engine"], "there is no module 'fastdeploy.engine.__main__'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(tmp_path: Path, args: list[str], said: str) -> None:
+    """And exit status 2. Settings are read, and checked, before anything of FastDeploy is imported."""
+    (tmp_path / "bad.toml").write_text("load_policy")
+    (tmp_path / "key.toml").write_text("lod_policy = 'always'")
+    (tmp_path / "value.toml").write_text("transfer = {max_tasks_in_flight = 0}")
+    (write(tmp_path) / "fastdeploy" / "__init__.py").write_text("print('imported')")
+    done = door(tmp_path, *args)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("fastdeploy_cache.adapters.fastdeploy.run: ") and said in done.stderr
+    assert "--settings" not in "".join(args) or not done.stdout
+
+
+@pytest.mark.processes
+def test_an_unknown_version_ends_with_one_line(tmp_path: Path) -> None:
+    """An entry point whose cache manager has other calls names the difference, and nothing else."""
+    done = door(write(tmp_path, {**CALLS, "a_call_of_tomorrow": "task"}), SERVER, "fork")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "a_call_of_tomorrow is not known here" in done.stderr
+
+
+@pytest.mark.processes
+def test_help_says_how_it_is_called(tmp_path: Path) -> None:
+    """On standard output, which is no error."""
+    done = door(tmp_path, "--help")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: python -m ")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"load_policy": "always", "num_cpu_blocks": 100},
+        {"transfer": {"device": "cuda", "kv_owner": "worker", "device_ids": [0, 1]}},
+        {"storage": {"weights_id": "w"}},  # the kind may be FastDeploy's to say
+        {"storage": {"weights_id": "w", "folder": "/kv", "capacity_bytes": 2**30}},
+        {"peer": {"link": "nixl"}, "storage": {"weights_id": "w"}},  # whose weights are the peer's, too
+    ],
+    ids=str,
+)
+def test_settings_that_may_be_right_pass(settings: dict[str, Any]) -> None:
+    """What FastDeploy's own configuration may add is not missed."""
+    check_settings(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"transfer": 3}, "transfer is 3; it is a table"),
+        ({"peer": {"lnk": "shm"}}, "unknown key 'peer.lnk'; did you mean 'peer.link'"),
+        ({"storage": {"weights_id": "w", "folder": 5}}, r"Expected `str \| null`, got `int` - at `\$.storage.folder`"),
+        ({"storage": {"weights_id": "w", "folder": "/kv", "capacity_bytes": "5"}}, "Expected `int`, got `str`"),
+        ({"storage": {"folder": "/kv"}}, "required field `weights_id`"),
+        ({"peer": {}}, "required field `weights_id` - at `\\$.peer`"),
+        ({"load_policy": "often"}, "Invalid enum value 'often'"),
+        ({"num_cpu_blocks": -1}, "num_cpu_blocks is -1"),
+        ({"role": "prefill"}, "role is 'prefill', and is no setting here"),
+        ({"layout": {"num_layers": 2}}, "and is no setting here"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_right_are_refused(settings: dict[str, Any], said: str) -> None:
+    """By themselves, without FastDeploy: a wrong key, type or value."""
+    with pytest.raises(CacheError, match=said):
+        check_settings(settings)
 
 
 def test_the_manager_is_ours_and_can_be_made(hooked: Path) -> None:
