@@ -10,10 +10,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
-from sglang.srt.observability.metrics_collector import StorageMetrics
+from fastdeploy_cache.adapters.known_versions import SGLANG, installed_version
 
-from fastdeploy_cache.adapters.sglang.hicache_config import KV_POOL, hash_of, is_writer, settings_of, space_of
+try:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
+    from sglang.srt.observability.metrics_collector import StorageMetrics
+
+    from fastdeploy_cache.adapters.sglang.hicache_config import KV_POOL, hash_of, is_writer, settings_of, space_of
+except ImportError:
+    SGLANG.check(installed_version(SGLANG.package))  # names that an older one does not have
+    raise
 from fastdeploy_cache.adapters.sglang.host_pages import addresses_of_pages, addresses_of_tensors, piece_bytes_of
 from fastdeploy_cache.adapters.sglang.stored_pages import StoredPages
 from fastdeploy_cache.errors import ConfigError
@@ -44,8 +50,9 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """`storage_config`: a `HiCacheStorageConfig`; our options lie in its `extra_config`.
 
         Raises:
-            ConfigError, LayoutError: what it asks for cannot be.
+            ConfigError, LayoutError: what it asks for cannot be, or this SGLang is too old.
         """
+        SGLANG.check(installed_version(SGLANG.package))
         self._config, self._settings = storage_config, settings_of(storage_config)
         self._pools: dict[str, _Pool] = {}
         self._lock = threading.Lock()

@@ -24,6 +24,7 @@ except ImportError as error:
         "load it by vLLM's --kv-transfer-config, where vLLM is installed"
     ) from error
 
+from fastdeploy_cache.adapters.known_versions import VLLM
 from fastdeploy_cache.adapters.vllm.connector_metrics import (
     ConnectorCounters,
     ConnectorStats,
@@ -34,7 +35,6 @@ from fastdeploy_cache.adapters.vllm.log import show_log
 from fastdeploy_cache.adapters.vllm.scheduler import SchedulerHalf
 from fastdeploy_cache.adapters.vllm.settings import is_layerwise, settings_of
 from fastdeploy_cache.adapters.vllm.step import StepPlan, WorkerKV
-from fastdeploy_cache.adapters.vllm.version import check_version
 from fastdeploy_cache.adapters.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class FastDeployCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """
         super().__init__(vllm_config, role, kv_cache_config)
         show_log()
-        check_version(vllm.__version__)
+        VLLM.check(vllm.__version__)
         settings = settings_of(vllm_config, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
