@@ -108,15 +108,21 @@ class HostPool:
     ) -> None:
         self.layout, self.dtype, self.page_size, self.layer_num = layout, dtype, page_size, num_layers
         self.head_num, self.head_dim, self.start_layer, self.end_layer = 2, 6, 0, num_layers
+        self.size = num_pages * page_size
         layer_first = (2, num_layers, num_pages * page_size, token_bytes)
         page_first = (2, num_pages * page_size, num_layers, token_bytes)
         self.memory = np.zeros(layer_first if layout == "layer_first" else page_first, np.uint8)
 
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
-        """Addresses and sizes: by page keys and values, in `layer_first` of each layer."""
-        pages = [self.pieces(start) for start in indices.tolist()[:: self.page_size]]
-        pieces = [piece for page in pages for piece in page]
-        return [piece.__array_interface__["data"][0] for piece in pieces], [piece.nbytes for piece in pieces]
+        """Addresses and sizes: by page keys and values, in `layer_first` of each layer. As SGLang it computes them from
+        the first page's, whether they lie in the pool or not."""
+        first, stride = self.pieces(0), self.memory.strides[-2 if self.layout == "layer_first" else -3]
+        addresses = [
+            piece.__array_interface__["data"][0] + start * stride
+            for start in indices.tolist()[:: self.page_size]
+            for piece in first
+        ]
+        return addresses, [piece.nbytes for piece in first] * (len(indices) // self.page_size)
 
     def pieces(self, start: int) -> list[np.ndarray]:
         """The pieces of the page that begins at this place, each one run of memory."""

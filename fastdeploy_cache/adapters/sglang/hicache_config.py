@@ -9,12 +9,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.runtime_context import get_model, get_spec
 
 from fastdeploy_cache.errors import ConfigError
-from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+from fastdeploy_cache.transfer_manager.storage.config import StorageConfig, slot_bytes_of
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
 if TYPE_CHECKING:
@@ -47,13 +48,22 @@ class BackendSettings:
     by_index: bool
 
 
-def settings_of(config: HiCacheStorageConfig) -> BackendSettings:
+def settings_of(config: HiCacheStorageConfig | None) -> BackendSettings:
     """The settings in `--hicache-storage-backend-extra-config`: ours lie beside SGLang's own.
 
     Raises:
-        ConfigError: an unknown option, no weights id, or a parallelism that the store cannot serve.
+        ConfigError: no options by name, an unknown one, no weights id, or a parallelism that the store cannot serve.
         LayoutError: an impossible setting of the store.
     """
+    if config is None:
+        raise ConfigError(
+            "storage_config is None; give SGLang's HiCacheStorageConfig, with our options in extra_config"
+        )
+    if not isinstance(config.extra_config or {}, Mapping):
+        raise ConfigError(
+            f"extra_config is {config.extra_config!r}, a {type(config.extra_config).__name__}; give a mapping of "
+            "options, as --hicache-storage-backend-extra-config is in JSON"
+        )
     given = dict(config.extra_config or {})
     by_index = bool(given.get("interface_v1", False))
     ours = {name: value for name, value in given.items() if name not in _SGLANG_OPTIONS}
@@ -70,6 +80,33 @@ def settings_of(config: HiCacheStorageConfig) -> BackendSettings:
             "store serves one process: use kind 'valkey' or 'mooncake'"
         )
     return BackendSettings(storage, by_index)
+
+
+def check_pool(config: HiCacheStorageConfig, pool: Any, name: str) -> None:
+    """Refuse a pool that would never be found: each rank has a part of its pages, and SGLang, which takes the ranks of
+    an MLA model for replicas, has only the first one write.
+
+    Raises:
+        ConfigError: it is such a pool.
+    """
+    if config.is_mla_model and config.tp_size > 1 and name != _STATE_POOL and not _is_replicated(config, pool, name):
+        raise ConfigError(
+            f"the pool {name!r} ({type(pool).__name__}) beside an MLA model has heads of its own on each of "
+            f"{config.tp_size} tensor-parallel ranks, and SGLang writes those of the first one only, so that no prompt "
+            "would be found. Use a draft model with MLA, or one rank for each replica (--enable-dp-attention with "
+            "--dp-size as --tp-size), or run without the draft model or without this storage backend"
+        )
+
+
+def store_of(storage: StorageConfig, name: str, page_bytes: int, kv_page_bytes: int) -> StorageConfig:
+    """The store of one pool. Of files, a pool beside the keys and values has a folder of its own, with room for as many
+    pages: in one folder the first to fill it would leave the others nothing."""
+    if storage.kind != "file" or name == KV_POOL:
+        return storage
+    capacity_bytes = storage.capacity_bytes * slot_bytes_of(page_bytes) // slot_bytes_of(kv_page_bytes)
+    return dataclasses.replace(
+        storage, folder=str(Path(str(storage.folder), f"pool-{name}")), capacity_bytes=max(1, capacity_bytes)
+    )
 
 
 def _check_names(given: Mapping[str, Any]) -> None:

@@ -16,7 +16,15 @@ try:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
     from sglang.srt.observability.metrics_collector import StorageMetrics
 
-    from fastdeploy_cache.adapters.sglang.hicache_config import KV_POOL, hash_of, is_writer, settings_of, space_of
+    from fastdeploy_cache.adapters.sglang.hicache_config import (
+        KV_POOL,
+        check_pool,
+        hash_of,
+        is_writer,
+        settings_of,
+        space_of,
+        store_of,
+    )
 except ImportError:
     SGLANG.check(installed_version(SGLANG.package))  # names that an older one does not have
     raise
@@ -79,11 +87,20 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
             raise
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """A pool beside it. One whose pages cannot be served is never found in the store."""
+        """A pool beside it. One whose pages cannot be served is never found in the store.
+
+        Raises:
+            ConfigError: SGLang does not write what it would look for, so that nothing would ever be found.
+        """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         if name in self._pools:
             return
+        try:
+            check_pool(self._config, host_pool, name)
+        except ConfigError:
+            self.close()
+            raise
         try:
             self._open(name, host_pool)
         except Exception as error:
@@ -95,8 +112,11 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
         if not sum(piece_bytes):
             raise ConfigError(f"the pool {name!r} ({type(host).__name__}) has no pages in memory that could be stored")
         image = "pieces" if by_index else "flat"
-        space = space_of(self._config, self._settings.storage, host, name=name, piece_bytes=piece_bytes, image=image)
-        pages = StoredPages(self._settings.storage, space, piece_bytes)
+        kv = self._pools.get(KV_POOL)
+        kv_bytes = sum(piece_bytes if kv is None else kv.pages.piece_bytes)
+        storage = store_of(self._settings.storage, name, sum(piece_bytes), kv_bytes)
+        space = space_of(self._config, storage, host, name=name, piece_bytes=piece_bytes, image=image)
+        pages = StoredPages(storage, space, piece_bytes)
         pages.start()
         self._pools[name] = _Pool(host, pages, is_writer(self._config, name))
         logger.info("event=hicache_pool_open pool=%s page_bytes=%d space=%s", name, space.object_bytes, space.digest)

@@ -21,11 +21,17 @@ def addresses_of_pages(host: Any, num_pages: int, host_indices: Any, piece_bytes
     """Addresses of the pieces, page by page. `host_indices` has the places of all tokens of these pages.
 
     Raises:
-        ValueError: there are more or fewer places, or the pieces have other sizes.
+        ValueError: there are more or fewer places, a page lies outside the pool, or the pieces have other sizes.
     """
-    num_places = 0 if host_indices is None else len(host_indices)
-    if num_places != num_pages * _page_size(host):
-        raise ValueError(f"{num_pages} pages of {_page_size(host)} tokens have {num_places} places in the host pool")
+    page_size, num_places = _page_size(host), 0 if host_indices is None else len(host_indices)
+    if num_places != num_pages * page_size:
+        raise ValueError(f"{num_pages} pages of {page_size} tokens have {num_places} places in the host pool")
+    num_tokens = host.size // host.page_size * page_size
+    for start in host_indices[::page_size].tolist():  # SGLang computes addresses from these, and looks at no bounds
+        if not 0 <= start <= num_tokens - page_size:
+            raise ValueError(
+                f"a page of {page_size} tokens begins at place {start} of a host pool of {num_tokens}; none is moved"
+            )
     addresses, sizes = host.get_page_buffer_meta(host_indices)
     if list(sizes) != list(piece_bytes) * num_pages or len(addresses) != len(sizes):
         raise ValueError(f"the host pool names other pieces than before: {len(sizes)} for {num_pages} pages")

@@ -159,6 +159,62 @@ def test_replicas_of_mla_meet(new_rank: NewRank, tmp_path: Path) -> None:
     assert second.backend.batch_set_v1(keys_of(4, "other"), indices_of(range(4))) == [False] * 4
 
 
+def test_draft_models_beside_mla(new_rank: NewRank, tmp_path: Path) -> None:
+    """Heads of a draft model lie on every rank, and SGLang has the first one write: refused by name, on each rank, with
+    no process left. Latents, states, and heads on a single rank are served."""
+    shared = {"kind": "tests.rigs.shared_folder:SharedFolder", "options": {"path": str(tmp_path)}, "folder": None}
+
+    def new(rank: int, size: int) -> Rank:
+        mla = {"is_mla_model": True, "tp_rank": rank, "tp_size": size}
+        return new_rank(MLATokenToKVPoolHost(), config=mla, **shared)
+
+    for rank in (new(0, 2), new(1, 2)):
+        rank.backend.register_mem_host_pool_v2(MLATokenToKVPoolHost(), "draft")
+        rank.backend.register_mem_host_pool_v2(MambaPoolHost(), "mamba")
+        with pytest.raises(ConfigError, match=r"'draft_swa' \(MHATokenToKVPoolHost\) .* each of 2 tensor-parallel"):
+            rank.backend.register_mem_host_pool_v2(MHATokenToKVPoolHost(), "draft_swa")
+        assert not rank.backend.exists("any") and not rank.pages._client.available
+    alone = new(0, 1)
+    alone.backend.register_mem_host_pool_v2(MHATokenToKVPoolHost(), "draft")
+    assert set(alone.backend._pools) == {"kv", "draft"}
+
+
+def test_latents_of_a_draft_model_come_back_on_all_ranks(new_rank: NewRank, tmp_path: Path) -> None:
+    """The first rank writes them as it writes the model's own, and the others read them."""
+    shared = {"kind": "tests.rigs.shared_folder:SharedFolder", "options": {"path": str(tmp_path)}, "folder": None}
+    ranks, drafts = [], [MLATokenToKVPoolHost(token_bytes=8) for _ in range(2)]
+    for number, draft in enumerate(drafts):
+        mla = {"is_mla_model": True, "tp_rank": number, "tp_size": 2}
+        ranks.append(new_rank(MLATokenToKVPoolHost(), config=mla, **shared))
+        ranks[-1].backend.register_mem_host_pool_v2(draft, "draft")
+        assert ranks[-1].backend._pools["draft"].pages._client.wait_ready(30.0)
+    ranks[0].put(keys_of(3))
+    pages = drafts[0].fill(starts_of(range(3)))
+    transfer = PoolTransfer("draft", indices_of(range(3)), keys_of(3))
+    assert ranks[0].backend.batch_set_v2([transfer]) == {"draft": [True] * 3}
+    assert ranks[1].backend.batch_exists_v2(keys_of(3), [transfer]).kv_hit_pages == 3
+    assert ranks[1].backend.batch_get_v2([transfer]) == {"draft": [True] * 3}
+    assert [drafts[1].page(start) for start in starts_of(range(3))] == pages
+
+
+def test_a_full_store_has_room_for_every_pool(new_rank: NewRank) -> None:
+    """A pool that comes when the keys and values have filled their capacity holds as many pages as they do."""
+    rank = new_rank(capacity_bytes=2**15, slab_bytes=2**12)
+    for prompt in range(8):
+        rank.put(keys_of(16, f"prompt {prompt}"))
+    newest = [keys_of(16, f"prompt {prompt}") for prompt in (7, 0)]
+    assert [rank.backend.batch_exists(keys) for keys in newest] == [16, 0]  # it is full
+    side = MHATokenToKVPoolHost(token_bytes=8)
+    rank.backend.register_mem_host_pool_v2(side, "indexer")
+    assert rank.backend._pools["indexer"].pages._client.wait_ready(30.0)
+    pages = side.fill(starts_of(range(16)))
+    transfer = PoolTransfer("indexer", indices_of(range(16)), newest[0])
+    assert rank.backend.batch_set_v2([transfer]) == {"indexer": [True] * 16}
+    assert rank.backend.batch_exists_v2(newest[0], [transfer]).kv_hit_pages == 16
+    assert rank.backend.batch_get_v2([PoolTransfer("indexer", indices_of(range(16, 32)), newest[0])])["indexer"][-1]
+    assert [side.page(start) for start in starts_of(range(16, 32))] == pages
+
+
 def test_states_and_windows_have_pages_of_their_own(new_rank: NewRank) -> None:
     """A prefix can be restored up to where every pool has what it needs: all pages, or the last one."""
     rank, keys = new_rank(), keys_of(6)
@@ -236,6 +292,15 @@ def test_impossible_options_are_refused(options: dict[str, Any], said: str) -> N
     """Before anything is started, with what to change."""
     with pytest.raises((ConfigError, LayoutError), match=said):
         BACKEND.FastDeployCacheStorage(HiCacheStorageConfig(extra_config=options), {})
+
+
+@pytest.mark.parametrize("options", ["{}", "[1]", [1]], ids=repr)
+def test_options_that_are_no_mapping_are_refused(options: Any) -> None:
+    """JSON that was not parsed, or a list: it is said what is needed, and so it is where there is no configuration."""
+    with pytest.raises(ConfigError, match=r"extra_config is .* give a mapping of options"):
+        BACKEND.FastDeployCacheStorage(HiCacheStorageConfig(extra_config=options), {})
+    with pytest.raises(ConfigError, match="storage_config is None; give SGLang's HiCacheStorageConfig"):
+        BACKEND.FastDeployCacheStorage(None, {})
 
 
 def test_replicas_need_a_store_that_several_can_open() -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.rigs.sglang_storage import Rank, indices_of, keys_of, starts_of
@@ -177,6 +178,23 @@ def test_what_is_no_page_is_a_miss(new_rank: NewRank, tmp_path: Path, monkeypatc
     assert [rank.pool.page(start) for start in starts_of([0, 1])] == before
     assert rank.backend.batch_exists([]) == 0 and rank.backend.batch_get_v1([], indices_of([])) == []
     assert rank.backend.batch_exists([1]) == 0  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+@pytest.mark.parametrize("start", [4 * 64, 4 * 64 - 3, -4, -1, 10**9, -(10**9)])
+def test_a_place_outside_the_pool_is_a_miss(
+    new_rank: NewRank, tmp_path: Path, caplog: pytest.LogCaptureFixture, layout: str, start: int
+) -> None:
+    """SGLang computes addresses of any place: what is not in its pool is neither read nor written, and is said."""
+    rank = new_rank({"folder": str(tmp_path), "capacity_bytes": 2**24}, MHATokenToKVPoolHost(layout=layout))
+    rank.put(keys_of(2), first=62)  # the last pages are in it
+    places = np.concatenate([indices_of([1]), np.arange(start, start + 4)])
+    before = rank.pool.memory.copy()
+    assert rank.backend.batch_get_v1(keys_of(2), places) == [False] * 2
+    assert rank.backend.batch_set_v1(keys_of(2, "other"), places) == [False] * 2
+    assert rank.backend.batch_exists(keys_of(2, "other")) == 0
+    assert (rank.pool.memory == before).all()
+    assert f"begins at place {start} of a host pool of 256" in caplog.text
 
 
 def test_a_store_that_wants_tokens_is_not_used(new_rank: NewRank, trouble: Trouble) -> None:
