@@ -85,57 +85,49 @@ def test_nothing_happens_where_the_manager_is_never_imported(tmp_path: Path) -> 
     assert (done.returncode, done.stdout, done.stderr) == (0, "nothing False\n", "")
 
 
-# What a module can see of how it was started; what is computed in a child goes by the module's own name.
+# What a module can see of how it was started, and what a function of its own sees in its children.
 _TELLTALE = """
-import atexit, multiprocessing, sys
-from pathlib import Path
-PART
+import multiprocessing, sys
+IMPORTS
 
-def double(number):
-    return 2 * number
-
-def name_of_main():
-    return sys.modules["__main__"].__spec__.name if sys.modules["__main__"].__spec__ else None
+def of_child(method):
+    print(method, __name__, sys.modules["__main__"].__spec__.name, flush=True)
 
 if __name__ == "__main__":
     print(__name__, __package__, __file__, __cached__, __doc__, type(__loader__).__name__)
     print(__spec__.name, __spec__.parent, __spec__.origin, globals() is vars(sys.modules["__main__"]))
-    print(sys.path[0], sys.argv, VALUE)
+    print(sys.path[0], sys.argv, VALUE, flush=True)
     for method in ("spawn", "forkserver"):
-        with multiprocessing.get_context(method).Pool(1) as pool:
-            print(method, pool.apply(CALL), pool.apply(name_of_main) if HAS_MAIN else None)
+        child = multiprocessing.get_context(method).Process(target=TARGET, args=(method,))
+        child.start()
+        child.join(60)
     sys.exit(3)
 """
+_OTHER = "VALUE = 1\ndef tell(method): print(method, __name__, flush=True)\n"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["pack", "pack.inner", "single"])
 def test_a_module_runs_as_by_python_itself(tmp_path: Path, name: str) -> None:
-    """A package with a `__main__`, a module inside a package, and one outside: each sees what `python -m` shows it,
-    its children by `spawn` and by a fork server, too; its exit status is the same."""
-    inner = {"PART": "from pack.other import VALUE\nfrom . import other", "CALL": "other.double, (2,)", "HAS_MAIN": "0"}
-    single = {"PART": "VALUE = 1", "CALL": "double, (2,)", "HAS_MAIN": "1"}
+    """A package with a `__main__`, a module inside a package, and one outside: each sees what `python -m` shows it, and
+    so do its children by `spawn` and by a fork server; its exit status is the same."""
     texts = {
         "pack/__init__.py": "",
-        "pack/other.py": "VALUE = 1\ndef double(number): return 2 * number\ndef name_of_main(): pass\n",
-        "pack/__main__.py": _filled(inner),
-        "pack/inner.py": _filled({**single, "PART": "from .other import VALUE"}),
-        "single.py": _filled(single),
+        "pack/other.py": _OTHER,
+        "pack/__main__.py": _telltale("from .other import VALUE, tell", "tell"),
+        "pack/inner.py": _telltale("from .other import VALUE", "of_child"),
+        "single.py": _telltale("VALUE = 1", "of_child"),
     }
     for path, text in texts.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
-    runs = [_python(tmp_path, "-m", *start, name, "a", "--settings") for start in ([], [DOOR])]
-    assert runs[0].stdout.count("\n") == 5 and runs[0].returncode == 3, runs[0].stderr
-    for run in runs:
-        assert (run.stdout, run.returncode, run.stderr) == (runs[0].stdout, 3, "")
+    alone, by_door = (_python(tmp_path, "-m", *start, name, "a", "--settings") for start in ([], [DOOR]))
+    assert (alone.returncode, alone.stdout.count("\n"), alone.stderr) == (3, 5, "")
+    assert (by_door.returncode, by_door.stdout, by_door.stderr) == (3, alone.stdout, "")
 
 
-def _filled(parts: dict[str, str]) -> str:
-    text = _TELLTALE
-    for name, part in parts.items():
-        text = text.replace(name, part)
-    return text
+def _telltale(imports: str, target: str) -> str:
+    return _TELLTALE.replace("IMPORTS", imports).replace("TARGET", target)
 
 
 @pytest.mark.processes

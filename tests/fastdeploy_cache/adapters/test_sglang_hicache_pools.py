@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ pytest.importorskip("torch", reason="needs SGLang with PyTorch")
 
 import torch
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLAHostAllocation, MLATokenToKVPoolHost
 
@@ -76,3 +79,30 @@ def test_pages_of_every_layout(new_pool: Any, layout: str, tmp_path: Path, monke
     moved = dict(zip([11, 9, 14, 8], [1, 6, 2, 5], strict=True))
     for page in range(16):
         assert torch.equal(pool.get_data_page(PAGE_SIZE * page), before[moved.get(page, page)])
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize("new_pool", [mha_pool, mla_pool])
+def test_the_last_page_is_the_last(new_pool: Any, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own pool says how long it is: its last page can be stored, and there is none behind it."""
+    monkeypatch.setattr("sglang.srt.mem_cache.pool_host.base.host_memory_budget_bytes", lambda *_, **__: 2**40)
+    pool = new_pool(layout)
+    num_pages = pool.size // PAGE_SIZE
+    rank, keys = Rank({**SMALL, "folder": str(tmp_path)}, pool), keys_of(1)
+    try:
+        for page, is_there in ((num_pages - 1, True), (num_pages, False), (-1, False)):
+            assert rank.backend.batch_set_v1(keys, torch.from_numpy(indices_of([page]))) == [is_there]
+            assert rank.backend.batch_get_v1(keys, torch.from_numpy(indices_of([page]))) == [is_there]
+    finally:
+        rank.backend.close()
+
+
+def test_sglang_has_the_first_rank_alone_write_draft_heads() -> None:
+    """Beside an MLA model SGLang skips them on other ranks for every backend but Mooncake's own, and never skips
+    states: why `check_pool` refuses the first, and takes the second."""
+    other_rank = SimpleNamespace(backup_skip=True, storage_backend_type="dynamic")
+    written = [
+        HybridCacheController.should_backup(other_rank, PoolTransfer(name=name))
+        for name in (PoolName.DRAFT, PoolName.DRAFT_SWA, PoolName.MAMBA)
+    ]
+    assert written == [False, False, True]
