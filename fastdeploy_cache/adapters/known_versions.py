@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class KnownVersions:
-    """From the oldest version that an adapter works with to the newest one that it was written for.
+    """The versions that an adapter is for: from the oldest one that it works with to the newest one that was tried.
 
     `oldest` and `newest` are the first numbers of a version, such as (0, 29); what follows them is not looked at.
     """
