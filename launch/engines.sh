@@ -14,6 +14,25 @@ case "$1" in vllm | sglang) ;; *) refuse "'$1' is not known here; the engine's n
 ENGINE="$1"
 shift
 
+ARGUMENTS=("$@") # of fastdeploy-cache, which is not installed yet: they are looked at here, before minutes of set-up
+while [ $# -gt 0 ]; do
+    case "$ENGINE $1" in
+    "vllm --only-answers") shift ;;
+    *" --json")
+        [ -n "${2:-}" ] && [ "${2#--}" = "$2" ] || refuse "--json needs the name of a file"
+        [ "$2" = - ] || { [ -d "$(dirname "$2")" ] && [ ! -d "$2" ]; } ||
+            refuse "--json $2: the folder does not exist, or this is a folder"
+        shift 2
+        ;;
+    *) refuse "'$1' is not known here; --help shows what $ENGINE takes" ;;
+    esac
+done
+
+# refuse_unless_version NAME: a variable's value becomes part of a path that is removed
+refuse_unless_version() {
+    [[ "${!1}" =~ ^[0-9][0-9A-Za-z.]*$ ]] || refuse "$1='${!1}' is no version; give one such as 1.2.3"
+}
+
 # CI fails where an engine cannot be installed; elsewhere that is a reason to leave it out
 cannot() {
     [ -z "${CI:-}" ] || die "$1"

@@ -1,9 +1,9 @@
 # Sourced by engines.sh: SGLang, without what it asks for to run on a GPU; launch/engines/without_cuda stands in for
 # what it imports all the same.
 SGLANG_VERSION="${SGLANG_VERSION:-0.5.23}"
+refuse_unless_version SGLANG_VERSION
 VENV="$ROOT/.engines/sglang-$SGLANG_VERSION"
 PYTHON="$VENV/bin/python"
-ARGUMENTS=("$@")
 FOR_GPUS="torch torchaudio torchcodec torchvision torch_memory_saver cuda-python nvidia-cutlass-dsl nvidia-mathdx
     nvidia-ml-py nvshmem4py-cu13 sglang-kernel sgl-deep-ep sgl-deep-gemm sgl-flash-mla flash-attn-4 flashinfer_python
     humming-kernels quack-kernels tilelang kernels numba timm av decord2 soundfile mistral_common datasets modelscope

@@ -1,8 +1,8 @@
 # Sourced by engines.sh: vLLM's build for CPUs, and LMCache to run beside it.
 VLLM_VERSION="${VLLM_VERSION:-0.32.0}"
+refuse_unless_version VLLM_VERSION
 VENV="$ROOT/.engines/vllm-$VLLM_VERSION"
 PYTHON="$VENV/bin/python"
-ARGUMENTS=("$@")
 
 if [ ! -e "$VENV/.complete" ]; then
     new_environment "vLLM $VLLM_VERSION"
@@ -16,7 +16,7 @@ fi
 
 # LMCache's dependencies are for CUDA: these are what it needs on a CPU
 LMCACHE="$ROOT/.engines/lmcache-0.5.6"
-if [[ " $* " != *" --only-answers "* ]]; then
+if [[ " ${ARGUMENTS[*]} " != *" --only-answers "* ]]; then
     if [ ! -e "$LMCACHE/.complete" ]; then
         rm -rf "$LMCACHE"
         "$PYTHON" -m pip --quiet --disable-pip-version-check install --no-deps --target "$LMCACHE" lmcache==0.5.6 \
