@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.engines.servers import free_port, running
+from fastdeploy_cache.launch.engines.servers import free_port, running, words_of
 from fastdeploy_cache.launch.engines.stages import python_path
 
 _READY = b"cache server is running"
@@ -42,8 +42,7 @@ def lmcache_server(folder: Path, log: Path, *, chunk_tokens: int) -> Iterator[LM
     environment = {"PYTHONPATH": python_path(folder), "LMCACHE_TRACK_USAGE": "false"}
     port = free_port()
     options = {"--port": port, "--chunk-size": chunk_tokens, "--l1-size-gb": 2, "--eviction-policy": "LRU"}
-    words = [str(word) for pair in options.items() for word in pair]
-    command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", *words]
+    command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", *words_of(options)]
     command += ["--supported-transfer-mode", "auto", "--disable-observability"]
     with running(command, ready=_READY, log=log, environment=environment, start_seconds=_START_SECONDS) as pid:
         yield LMCacheServer(pid, port, environment)

@@ -24,6 +24,7 @@ class Line:
     longest_seconds: float  # to the first token of the longest prompt
     cpu_seconds: float  # of a pass
     num_restarts: int = 0  # of the cache's ranks
+    num_stored_tokens: int | None = None  # that were on disk before it; None: not counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,9 @@ def print_lines(console: Console, lines: Sequence[Line]) -> None:
     columns = ("equal", "prompt", "cached", "gpu", "cpu", "storage", "median s", "longest s", "cpu s", "restarts")
     table = table_of(("run", *columns), words=("run",))
     for line in lines:
-        counts = (line.num_prompt_tokens, line.num_cached_tokens, *line.hit_tokens)
+        counts: list[int | str] = [line.num_prompt_tokens, line.num_cached_tokens, *line.hit_tokens]
+        if line.num_stored_tokens is not None:
+            counts[-1] = f"{counts[-1]} of {line.num_stored_tokens}"
         seconds = (f"{line.median_seconds:.3f}", f"{line.longest_seconds:.3f}", f"{line.cpu_seconds:.1f}")
         equal = f"{line.num_equal} of {line.num_requests}"
         table.add_row(line.run, equal, *map(str, counts), *seconds, str(line.num_restarts))

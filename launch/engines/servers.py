@@ -9,11 +9,12 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.engines.stages import end_group, tail
+from fastdeploy_cache.launch.shm_files import engine_files_removed
 
 _STOP_SECONDS = 30.0
 
@@ -32,29 +33,35 @@ def running(
     Raises:
         LaunchError: it has not come up in time, or has ended; the end of its log is in the message.
     """
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, **environment},
-        start_new_session=True,
-    )
-    came: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    drain = threading.Thread(target=_drain, args=(process, ready, log, came), name=f"log of {command[0]}", daemon=True)
-    drain.start()
-    try:
-        if not _is_up(came, start_seconds):
-            raise LaunchError(f"{log.stem} has not come up in {start_seconds:.0f} s, or has ended:\n{tail(log)}")
-        yield process.pid
-    finally:
-        process.send_signal(signal.SIGTERM)
+    with engine_files_removed():
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        came: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        given = (process, ready, log, came)
+        drain = threading.Thread(target=_drain, args=given, name=f"log of {command[0]}", daemon=True)
+        drain.start()
         try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
+            if not _is_up(came, start_seconds):
+                raise LaunchError(f"{log.stem} has not come up in {start_seconds:.0f} s, or has ended:\n{tail(log)}")
+            yield process.pid
         finally:
-            end_group(process)
-        drain.join(_STOP_SECONDS)
+            process.send_signal(signal.SIGTERM)
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_STOP_SECONDS)
+            finally:
+                end_group(process)
+            drain.join(_STOP_SECONDS)
+
+
+def words_of(options: Mapping[str, object]) -> list[str]:
+    """Options and their values as a command's arguments."""
+    return [str(word) for pair in options.items() for word in pair]
 
 
 def _is_up(came: queue.SimpleQueue[bool], seconds: float) -> bool:

@@ -1,18 +1,22 @@
-"""Runs a stage of an engine in a process of its own, with a deadline."""
+"""Runs a stage of an engine in a process of its own, with a deadline, and leaves nothing of it behind."""
 
 from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.shm_files import engine_files_removed
 
 _TIMEOUT_SECONDS = 400.0
+_END_SECONDS = 30.0
 
 
 def run_stage(
@@ -30,7 +34,7 @@ def run_stage(
         LaunchError: it failed, or took too long; the end of its log is in the message.
     """
     log = result.with_suffix(".log")
-    with log.open("wb") as out:
+    with engine_files_removed(), log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", module, plan],
             stdout=out,
@@ -68,9 +72,32 @@ def tail(log: Path) -> str:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of a process' group: an engine's workers may outlive it."""
+    """Kill what is left of a process' group: an engine's workers may outlive it. They have ended when this returns."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         return
     process.wait()
+    deadline = time.monotonic() + _END_SECONDS
+    for pid in _living_members(process.pid):
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+        finally:
+            os.close(handle)
+
+
+def _living_members(group: int) -> list[int]:
+    """A killed process holds its files for a moment longer. One that is only not yet reaped (Z) holds none."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, its_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+        except OSError:  # it has ended
+            continue
+        if int(its_group) == group and state != "Z":
+            found.append(int(folder.name))
+    return found

@@ -26,11 +26,11 @@ class _Live:
 
 @dataclass(eq=False)
 class VLLMLoop:
-    """One for an engine (`vllm.LLM`). `before_request` is called with the number of each request, from 1 on."""
+    """One for an engine (`vllm.LLM`). `kill_ranks` is called as often as a pass wants."""
 
     engine: Any
     plan: StagePlan
-    before_request: Callable[[int], None]
+    kill_ranks: Callable[[], None]
     _num_requests: int = 0
     _live: dict[str, _Live] = field(default_factory=dict)
 
@@ -43,6 +43,8 @@ class VLLMLoop:
         while time.monotonic() < deadline:  # steps are no measure: with workers of their own, some come back at once
             while waiting and len(self._live) < wanted.num_concurrent:
                 number, visit = waiting.popleft()
+                if wanted.kill_every and (number + 1) % wanted.kill_every == 0:
+                    self.kill_ranks()
                 numbers[self._add(visit, prompts[visit.prompt])] = number
             if not self._live:
                 return tuple(answers[number] for number in sorted(answers))
@@ -55,7 +57,6 @@ class VLLMLoop:
         from vllm.lora.request import LoRARequest
 
         self._num_requests += 1
-        self.before_request(self._num_requests)
         sampling = SamplingParams(
             temperature=0, max_tokens=self.plan.num_output_tokens, ignore_eos=True, detokenize=False
         )

@@ -42,6 +42,7 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     visits: tuple[Visit, ...]
     num_concurrent: int = 1
     is_reset: bool = False  # vLLM is told to forget everything before, the connector's cache included
+    kill_every: int = 0  # requests between two kills of all ranks; 0: none, and it begins when all ranks are up
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +62,6 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     tp_size: int = 1
     gpu_memory_utilization: float | None = None  # of a GPU; None: vLLM's own
-    kill_every: int = 0  # requests between two kills of all ranks
     is_poisoned: bool = False  # before the last pass the bytes of the CPU tier are changed
     is_killed: bool = False  # the process kills itself behind its last answer
     beside_pid: int = 0  # a process whose processor time counts, too
@@ -77,7 +77,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: tuple[int, ...]
     num_cached_tokens: int
-    first_token_seconds: float
+    first_token_seconds: float = 0.0  # 0: not measured
     num_preemptions: int = 0
 
 
@@ -86,7 +86,7 @@ class Passed(msgspec.Struct, frozen=True, kw_only=True):
 
     served: tuple[Served, ...]
     hit_tokens: tuple[int, ...]
-    cpu_seconds: float  # of this process and its children
+    cpu_seconds: float = 0.0  # of this process and its children; 0: not measured
 
 
 class StageResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,12 +98,10 @@ class StageResult(msgspec.Struct, frozen=True, kw_only=True):
     num_restarts: int = 0
 
 
-def pass_over(
-    num_prompts: int, *, salt: str | None = None, adapter: str | None = None, num_concurrent: int = 1
-) -> Pass:
+def pass_over(num_prompts: int, *, salt: str | None = None, adapter: str | None = None, kill_every: int = 0) -> Pass:
     """Every prompt once, in order."""
     visits = tuple(Visit(prompt=number, salt=salt, adapter=adapter) for number in range(num_prompts))
-    return Pass(visits=visits, num_concurrent=num_concurrent)
+    return Pass(visits=visits, kill_every=kill_every)
 
 
 def answers(passes: Sequence[Passed]) -> list[tuple[int, ...]]:

@@ -9,32 +9,26 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdeploy_cache.launch.engines.servers import free_port, running
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.engines.servers import free_port, running, words_of
 from fastdeploy_cache.launch.engines.stages import python_path
-from fastdeploy_cache.launch.engines.vllm_plan import CONNECTOR, ENVIRONMENT, StagePlan
+from fastdeploy_cache.launch.engines.vllm_plan import CONNECTOR, ENVIRONMENT, Passed, Served, StagePlan
 
 _START_SECONDS, _ANSWER_SECONDS = 240.0, 120.0
 _NUM_CLIENTS = 3
+_COUNTERS = "vllm:fastdeploy_cache"
 
 
-@dataclass(frozen=True, kw_only=True)
-class HTTPPass:
-    """Every prompt once, over HTTP. `hit_tokens` by tier: gpu, cpu, storage, from vLLM's own page of metrics."""
-
-    tokens: tuple[tuple[int, ...], ...]
-    num_cached_tokens: int
-    hit_tokens: tuple[int, ...]
-
-
-def serve_passes(plan: StagePlan, log: Path, num_passes: int) -> list[HTTPPass]:
+def serve_passes(plan: StagePlan, log: Path, num_passes: int) -> list[Passed]:
     """Start `vllm serve`, send all prompts so many times, three at a time, and end it at once with SIGTERM.
 
+    Hits in the CPU tier and in storage are those of vLLM's own page of metrics. Times are not measured.
+
     Raises:
-        LaunchError: the server has not come up.
+        LaunchError: the server has not come up, or does not count hits.
         OSError: a request has failed (`requests.RequestException`).
     """
     with _server(plan, log) as url, _new_session() as session:
@@ -55,8 +49,7 @@ def _server(plan: StagePlan, log: Path) -> Iterator[str]:
         "--port": port,
         "--kv-transfer-config": json.dumps({**CONNECTOR, "kv_connector_extra_config": plan.cache}),
     }
-    words = [str(word) for pair in options.items() for word in pair]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", plan.model, *words]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", plan.model, *words_of(options)]
     command += ["--enforce-eager", "--enable-prompt-tokens-details"]
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= _as_vllm(log.parent)
@@ -65,39 +58,47 @@ def _server(plan: StagePlan, log: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def _pass(session: Any, url: str, plan: StagePlan) -> HTTPPass:
+def _pass(session: Any, url: str, plan: StagePlan) -> Passed:
     before = _hits(session, url)
     with ThreadPoolExecutor(_NUM_CLIENTS) as clients:
-        answers = list(
+        served = tuple(
             clients.map(lambda prompt: _complete(session, url, prompt, plan.num_output_tokens), plan.prompts())
         )
-    cached = sum((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0 for answer in answers)
+    cached = sum(answer.num_cached_tokens for answer in served)
     cpu, storage = (now - then for now, then in zip(_hits(session, url), before, strict=True))
-    return HTTPPass(
-        tokens=tuple(tuple(answer["choices"][0]["token_ids"]) for answer in answers),
-        num_cached_tokens=cached,
-        hit_tokens=(cached - cpu - storage, cpu, storage),
-    )
+    return Passed(served=served, hit_tokens=(cached - cpu - storage, cpu, storage))
 
 
-def _complete(session: Any, url: str, prompt: Sequence[int], num_tokens: int) -> Any:
+def _complete(session: Any, url: str, prompt: Sequence[int], num_tokens: int) -> Served:
     wanted = {
         "model": "model", "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True,
     }  # fmt: skip
-    answer = session.post(f"{url}/v1/completions", json=wanted, timeout=_ANSWER_SECONDS)
-    answer.raise_for_status()
-    return answer.json()
+    response = session.post(f"{url}/v1/completions", json=wanted, timeout=_ANSWER_SECONDS)
+    response.raise_for_status()
+    answer = response.json()
+    details = answer["usage"]["prompt_tokens_details"] or {}
+    return Served(tokens=tuple(answer["choices"][0]["token_ids"]), num_cached_tokens=details.get("cached_tokens") or 0)
 
 
 def _hits(session: Any, url: str) -> tuple[int, int]:
     """Tokens from the CPU tier and from storage so far."""
     text = session.get(f"{url}/metrics", timeout=_ANSWER_SECONDS).text
-    cpu, storage = (
-        re.findall(rf"^vllm:fastdeploy_cache_{tier}_hit_tokens_total{{.*}} (\S+)$", text, re.MULTILINE)
-        for tier in ("cpu", "storage")
+    return counter_of(text, f"{_COUNTERS}_cpu_hit_tokens_total"), counter_of(
+        text, f"{_COUNTERS}_storage_hit_tokens_total"
     )
-    return int(sum(map(float, cpu))), int(sum(map(float, storage)))
+
+
+def counter_of(page: str, name: str) -> int:
+    """The sum of a counter over all its labels, on a page of metrics.
+
+    Raises:
+        LaunchError: the page has no such counter.
+    """
+    values = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)
+    if not values:
+        raise LaunchError(f"vLLM's page of metrics has no {name}; was the connector loaded?")
+    return int(sum(map(float, values)))
 
 
 def _new_session() -> Any:

@@ -24,7 +24,7 @@ from fastdeploy_cache.launch.engines.vllm_plan import (
     to_json,
 )
 
-_FLUSH_SECONDS = 60.0
+_FLUSH_SECONDS, _READY_SECONDS = 60.0, 60.0
 _CONNECTORS: dict[str, Mapping[str, str]] = {
     "fastdeploy": CONNECTOR,
     "lmcache": {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"},
@@ -51,7 +51,7 @@ class Stage:
     def run(self) -> None:
         """Serve all passes, write the result, end the engine."""
         plan = self._plan
-        loop = VLLMLoop(self._engine, plan, self._before_request)
+        loop = VLLMLoop(self._engine, plan, self._kill_ranks)
         for number, wanted in enumerate(plan.passes, 1):
             if plan.is_poisoned and number == len(plan.passes):
                 self._poison()
@@ -69,6 +69,10 @@ class Stage:
             is_reset = self._engine.reset_prefix_cache(reset_connector=True)
             if not is_reset:
                 raise RuntimeError("vLLM could not reset its caches while nothing was running")
+        if self._has_manager and not wanted.kill_every:
+            is_up = manager_of(self._engine).ranks.wait_ready(_READY_SECONDS)
+            if not is_up:
+                raise RuntimeError(f"the ranks have not come up in {_READY_SECONDS:.0f} s")
         before, cpu_before = self._hit_tokens(), _cpu_seconds(self._plan.beside_pid)
         served = loop.serve(wanted)
         cpu_seconds = _cpu_seconds(self._plan.beside_pid) - cpu_before
@@ -78,11 +82,10 @@ class Stage:
     def _hit_tokens(self) -> tuple[int, ...]:
         return tuple(manager_of(self._engine).metrics.token_counts()[1]) if self._has_manager else (0, 0, 0)
 
-    def _before_request(self, number: int) -> None:
-        if self._plan.kill_every and number % self._plan.kill_every == 0:
-            for status in manager_of(self._engine).stats().ranks:
-                if status.pid is not None:
-                    os.kill(status.pid, signal.SIGKILL)
+    def _kill_ranks(self) -> None:
+        for status in manager_of(self._engine).stats().ranks:
+            if status.pid is not None:
+                os.kill(status.pid, signal.SIGKILL)
 
     def _poison(self) -> None:
         """Turn every byte of the CPU tier over: who compares answers must see it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
@@ -11,7 +10,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -20,6 +18,7 @@ from fastdeploy_cache.launch.bench.cuda_transfer import cuda_config
 from fastdeploy_cache.launch.gpu.arrays import PlainArrays
 from fastdeploy_cache.launch.gpu.gpu_memory import Bytes, expect_equal, noise
 from fastdeploy_cache.launch.gpu.notes import GpuOptions, Notes
+from fastdeploy_cache.launch.shm_files import is_held, other_processes, shm_names
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
@@ -29,14 +28,13 @@ _NUM_RANKS = 2
 _BLOCKS_PER_TASK, _NUM_TASKS = 8, 32
 _NUM_BLOCKS = _BLOCKS_PER_TASK * _NUM_TASKS  # in either tier; each task has blocks of its own
 _WAIT_SECONDS, _SECOND_LOOK_SECONDS = 40.0, 2.0
-_SHM = Path("/dev/shm")  # noqa: S108
 _CUDA_NAMES = ("cuda.shm", "nvidia")  # files of the driver's own, which it keeps as long as any process uses it
 
 
 def run(notes: Notes, options: GpuOptions) -> None:
     """Kill the ranks in turn, in both directions; then see what is left behind."""
     num_rounds, block_kib = (1, 16) if options.is_quick else (4, 512)
-    before, cuda = _shm_names(), Cuda(0)
+    before, cuda = shm_names(), Cuda(0)
     free_before = int(cuda.call("cuMemGetInfo")[0])
     notes.check("kills", partial(_kill_all, num_rounds, block_kib))
     notes.check("files of shared memory", partial(_expect_no_files, before))
@@ -161,16 +159,12 @@ class _Load:
         return self.client.cpu_segments()[rank].view(np.uint8, (_NUM_BLOCKS, self._block_bytes))
 
 
-def _shm_names() -> set[str]:
-    return {path.name for path in _SHM.iterdir()} if _SHM.is_dir() else set()
-
-
 def _expect_no_files(before: set[str]) -> str:
-    left = _shm_names() - before
+    left = shm_names() - before
     ours = _ours_among(left)
     if ours:  # other programs make files and remove them at once, semaphores above all: look again, a little later
         threading.Event().wait(_SECOND_LOOK_SECONDS)
-        ours = _ours_among(ours & _shm_names()) & _shm_names()
+        ours = _ours_among(ours & shm_names()) & shm_names()
     if ours:
         raise LaunchError(f"left in /dev/shm: {', '.join(sorted(ours))}")
     return f"nothing is left; of the driver and of other programs: {', '.join(sorted(left)) or 'none'}"
@@ -181,16 +175,10 @@ def _ours_among(names: set[str]) -> set[str]:
 
 
 def _is_of_others(name: str) -> bool:
-    """Whether another living process has the file mapped, or its name ends with the number of one.
+    """Whether another living process holds the file, or its name ends with the number of one.
 
     The ranks have ended by then, so that every other process is another program's.
     """
-    processes = [path for path in Path("/proc").glob("[0-9]*") if path.name != str(os.getpid())]
     number = re.search(r"\d+$", name)
-    if number is not None and any(process.name == number[0] for process in processes):
-        return True
-    for process in processes:
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            if f"{_SHM / name}\n" in (process / "maps").read_text():
-                return True
-    return False
+    by_name = number is not None and any(process.name == number[0] for process in other_processes())
+    return by_name or is_held(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ LENGTHS = (96, 192, 200, 384, 400, 480, 64, 127, 320, 352, 500, 33)  # with 32 t
 _CACHE: dict[str, Any] = {"num_cpu_blocks": 200, "min_prefetch_tokens": 32}
 _MEMORY_SHARE = 0.5
 # The second pass has hits before its kill; behind it a GPU may serve the rest before the rank is back.
-_KILL_EVERY, _LEAST_HITS = len(LENGTHS) + 8, 0.25
+_KILL_EVERY, _LEAST_HITS = 8, 0.25
 
 
 def run(notes: Notes, options: GpuOptions) -> None:  # noqa: ARG001
@@ -42,18 +43,19 @@ def _write_model(folder: Path) -> str:
 
 
 def _compare(notes: Notes, folder: Path) -> str:
-    alone = _run_stage(folder, "alone", num_passes=1)
+    alone = _run_stage(folder, "alone", kills=(0,))
     notes.note("vLLM alone", f"version {alone.vllm}, up after {alone.up_seconds:.0f} s")
-    options: dict[str, Any] = {"connector": "fastdeploy", "cache": _CACHE, "kill_every": _KILL_EVERY}
-    return judge(alone, _run_stage(folder, "cache", num_passes=2, **options))
+    cached = _run_stage(folder, "cache", kills=(0, _KILL_EVERY), connector="fastdeploy", cache=_CACHE)
+    return judge(alone, cached)
 
 
-def _run_stage(folder: Path, name: str, num_passes: int, **options: Any) -> StageResult:
+def _run_stage(folder: Path, name: str, kills: Sequence[int], **options: Any) -> StageResult:
+    """One pass for each of `kills`: the number of requests between two kills of the ranks in it."""
     result = folder / f"{name}.json"
     plan = StagePlan(
         model=str(folder / "model"),
         result=str(result),
-        passes=(pass_over(len(LENGTHS)),) * num_passes,
+        passes=tuple(pass_over(len(LENGTHS), kill_every=each) for each in kills),
         lengths=LENGTHS,
         vocabulary=SMALL.vocab_size,  # of the smaller of the two models
         gpu_memory_utilization=_MEMORY_SHARE,

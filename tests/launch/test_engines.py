@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.engines import vllm_lane
+from fastdeploy_cache.launch.engines import vllm_cases, vllm_lane
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
 from fastdeploy_cache.launch.engines.made_up_model import write_adapter, write_made_up_model
 from fastdeploy_cache.launch.engines.report import Line
 from fastdeploy_cache.launch.engines.servers import running
 from fastdeploy_cache.launch.engines.stages import run_stage
-from fastdeploy_cache.launch.engines.vllm_cases import run_cases
-from fastdeploy_cache.launch.engines.vllm_plan import Pass, Passed, Served, StageResult
+from fastdeploy_cache.launch.engines.vllm_cases import http_cases, run_cases
+from fastdeploy_cache.launch.engines.vllm_loop import VLLMLoop
+from fastdeploy_cache.launch.engines.vllm_plan import Pass, Passed, Served, StagePlan, StageResult, pass_over
+from fastdeploy_cache.launch.engines.vllm_server import counter_of
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, ModelSpec
+from tests.rigs.file_rig import Rig, space_of
 
 SPEC = ModelSpec(
     num_layers=1,
@@ -95,32 +100,109 @@ def _line(run: str, **changed: Any) -> Line:
     return Line(run=run, median_seconds=0.1, longest_seconds=0.2, cpu_seconds=1.0, **given)
 
 
-RUNS = ("with this cache, pass 2", "ranks killed, pass 2", "after a restart, from disk")
+RUNS = {
+    "with this cache, pass 2": {},
+    "ranks killed, pass 2": {"num_cached_tokens": 0, "hit_tokens": (0, 0, 0)},
+    "ranks back again, pass 2": {},
+    "after a restart, from disk": {"hit_tokens": (0, 0, 90)},
+    "after a sudden end, from disk": {"num_cached_tokens": 40, "hit_tokens": (0, 0, 40), "num_stored_tokens": 80},
+}
 
 
 @pytest.mark.parametrize(
     ("run", "changed", "finding"),
     [
-        (RUNS[0], {}, None),
-        (RUNS[1], {"num_equal": 3}, "ranks killed, pass 2: 1 answers differ"),
-        (
-            RUNS[0],
-            {"num_cached_tokens": 79, "hit_tokens": (4, 75, 0)},
-            "with this cache, pass 2: only 79 tokens came from the cache",
-        ),
-        (RUNS[0], {"hit_tokens": (0, 89, 0)}, "with this cache, pass 2: vLLM counts 90 cached tokens, we (0, 89, 0)"),
-        (
-            RUNS[2],
-            {"num_cached_tokens": 0, "hit_tokens": (0, 0, 0)},
-            "after a restart, from disk: only 0 tokens came from the cache",
-        ),
-        (RUNS[1], {"num_restarts": 0}, "ranks killed: no rank was restarted"),
+        ("ranks killed, pass 2", {}, None),
+        ("ranks killed, pass 2", {"num_equal": 3}, "1 answers differ"),
+        ("with this cache, pass 2", {"hit_tokens": (4, 75, 0), "num_cached_tokens": 79}, "only 79 tokens came from"),
+        ("with this cache, pass 2", {"hit_tokens": (0, 89, 0)}, "vLLM counts 90 cached tokens, we (0, 89, 0)"),
+        ("after a restart, from disk", {"hit_tokens": (0, 0, 0), "num_cached_tokens": 0}, "only 0 tokens came from"),
+        ("ranks killed, pass 2", {"num_restarts": 0}, "no rank was restarted"),
+        ("ranks back again, pass 2", {"hit_tokens": (0, 49, 0)}, "only 49 tokens came from the cache"),
+        ("after a sudden end, from disk", {"hit_tokens": (0, 30, 39)}, "only 39 tokens came from disk, of 80"),
+        ("after a sudden end, from disk", {"num_stored_tokens": 0}, "nothing was on disk"),
     ],
 )
 def test_what_the_lane_finds_fault_with(run: str, changed: dict[str, Any], finding: str | None) -> None:
-    """An answer that differs, a cache that is not hit, counts that differ, and a kill that reached nobody are named."""
-    lines = [_line(each, **(changed if each == run else {})) for each in RUNS]
-    assert vllm_lane._findings(lines) == ([finding] if finding else [])
+    """An answer that differs, a cache that is not hit, also after kills and a sudden end, counts that differ, and a
+    kill that reached nobody are named."""
+    lines = [_line(each, **{**given, **(changed if each == run else {})}) for each, given in RUNS.items()]
+    found = vllm_lane._findings(lines)
+    assert len(found) == (finding is not None)
+    assert not found or (found[0].startswith(run.partition(",")[0]) and finding in found[0])
+
+
+def test_the_blocks_on_disk_are_counted(tmp_path: Path) -> None:
+    """What a store of files holds durably, as the engine that ended has left it."""
+    with Rig(tmp_path, space=space_of("lane"), num_slots=10) as rig:
+        rig.write(1, 2, 3)
+    assert vllm_lane._num_blocks_on_disk(str(tmp_path)) == 3
+
+
+def test_a_counter_of_a_page_of_metrics() -> None:
+    """All its lines together; one that is not there is named, and taken for 0 by nobody."""
+    page = 'vllm:a_total{engine="0"} 3.0\nvllm:a_total{engine="1"} 4.0\nvllm:ab_total 9.0\nvllm:c_total 0.0\n'
+    assert (counter_of(page, "vllm:a_total"), counter_of(page, "vllm:c_total")) == (7, 0)
+    with pytest.raises(LaunchError, match="has no vllm:b_total"):
+        counter_of(page, "vllm:b_total")
+
+
+def _http_pass(hits: int, answer: int = 0) -> Passed:
+    served = tuple(Served(tokens=(number, answer), num_cached_tokens=0) for number in range(8))
+    return Passed(served=served, hit_tokens=(0, hits, 0))
+
+
+@pytest.mark.parametrize(
+    ("passes", "case", "failed"),
+    [
+        ((_http_pass(0), _http_pass(1700), _http_pass(1700)), None, ""),
+        ((_http_pass(0, 1), _http_pass(1700), _http_pass(1700)), "over HTTP, first pass", "8 answers differ"),
+        ((_http_pass(0), _http_pass(100), _http_pass(1700)), "over HTTP, second pass", "only 100 tokens were hit"),
+        ((_http_pass(0), _http_pass(1700), _http_pass(0)), "over HTTP, restarted", "only 0 tokens were hit"),
+    ],
+)
+def test_what_is_asked_over_http(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, passes: tuple[Passed, ...], case: str | None, failed: str
+) -> None:
+    """Answers as those of vLLM alone, and hits in the second pass and behind a restart."""
+    coming = iter(passes)
+    monkeypatch.setattr(vllm_cases, "serve_passes", lambda *given: [next(coming) for _ in range(given[-1])])
+
+    class Alone(Told):
+        def run(self, name: str, **plan: Any) -> StageResult:
+            return StageResult(vllm="0", passes=(_http_pass(0),), up_seconds=1.0)
+
+    found = {each.name: each.failed for each in http_cases(Alone(tmp_path, {}), "model") if each.failed}
+    assert list(found) == ([case] if case else [])
+    assert not case or found[case].startswith(failed)
+
+
+class _Engine:
+    """Answers every request in the next step."""
+
+    def __init__(self) -> None:
+        self.llm_engine = self
+        self._names: list[str] = []
+
+    def add_request(self, name: str, *_: Any, **__: Any) -> None:
+        self._names.append(name)
+
+    def step(self) -> list[Any]:
+        names, self._names = self._names, []
+        output = SimpleNamespace(token_ids=[1])
+        return [SimpleNamespace(request_id=n, outputs=[output], finished=True, num_cached_tokens=0) for n in names]
+
+
+def test_ranks_are_killed_as_often_as_a_pass_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before every fifth request of that pass, and in no other one."""
+    for name, class_name in (("vllm", "SamplingParams"), ("vllm.lora.request", "LoRARequest")):
+        module = ModuleType(name)
+        vars(module)[class_name] = SimpleNamespace
+        monkeypatch.setitem(sys.modules, name, module)
+    killed, plan = [], StagePlan(model="", result="", passes=(), lengths=(4,) * 12)
+    loop = VLLMLoop(_Engine(), plan, lambda: killed.append(loop._num_requests + 1))
+    served = [loop.serve(pass_over(12, kill_every=each)) for each in (0, 5, 0)]
+    assert killed == [17, 22] and [len(each) for each in served] == [12, 12, 12]
 
 
 class Told:
@@ -162,6 +244,8 @@ class Told:
         ({"cases 9": {"hits": 64}}, "after a reset", "64 tokens were hit that are others'"),
         ({"cases 1": {"hits": 0}}, "second pass", "only 0 tokens were hit"),
         ({"two ranks 1": {"answer": 1}}, "two ranks", "8 answers differ from those of vLLM alone"),
+        ({"layer by layer 1": {"answer": 1}}, "layer by layer", "8 answers differ from those of vLLM alone"),
+        ({"layer by layer 1": {"hits": 0}}, "layer by layer", "only 0 tokens were hit"),
         ({"preempted": False}, "preemption", "nobody was preempted"),
         ({"blind": True}, "bytes of the CPU tier turned over", "wrong KV gives the same answers"),
     ],
@@ -198,6 +282,30 @@ def test_a_stage_ends_by_its_deadline(
         return
     with pytest.raises(LaunchError, match=failure):
         run_stage("a_stage", str(result), result, timeout_seconds=2.0)
+
+
+@pytest.mark.processes
+def test_a_stage_that_is_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its children, which have ended when it is over, nor the files that they had mapped in /dev/shm."""
+    name = f"psm_stage_{os.getpid()}"
+    code = f"""
+        import mmap, os, sys, time
+        from multiprocessing.shared_memory import SharedMemory
+
+        memory = SharedMemory({name!r}, create=True, size=1 << 20)
+        child = os.fork()
+        if child:
+            open(sys.argv[1], "w").write(str(child))
+            os.kill(os.getpid(), 9)
+        time.sleep(60)
+    """
+    (tmp_path / "a_stage.py").write_text(textwrap.dedent(code))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = tmp_path / "result.json"
+    child = run_stage("a_stage", str(result), result, may_kill_itself=True).decode()
+    assert not (Path("/dev/shm") / name).exists()
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 @pytest.mark.processes
