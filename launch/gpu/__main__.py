@@ -23,15 +23,29 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("gpu_report.json"), help="where the report goes for programs")
     parser.add_argument("--markdown", type=Path, help="also write here what is printed")
     parser.add_argument("--section", action="append", choices=names, metavar="NAME", help=f"only: {', '.join(names)}")
-    parser.add_argument("--packages", type=Path, help="folder to install missing packages into; without it, none are")
-    parser.add_argument("--wheels", type=Path, help="install the wheels of this folder, not those of a registry")
+    parser.add_argument(
+        "--packages",
+        type=Path,
+        help="packages that this Python has not are installed into a folder for its version in here, if there is a "
+        "driver; gpu.sh gives run/gpu-packages; without it nothing is installed",
+    )
+    parser.add_argument(
+        "--wheels",
+        type=Path,
+        help="where packages are missing, install all wheels of this folder instead, without asking a registry and "
+        "without their dependencies",
+    )
     parser.add_argument("--quick", action="store_true", help="little of everything: a test of this command itself")
     given = parser.parse_args()
     for file in (given.json, given.markdown):
         if file is not None and not file.absolute().parent.is_dir():
             parser.error(f"cannot write {file}: its folder does not exist")
+        if file is not None and file.is_dir():
+            parser.error(f"cannot write {file}: it is a folder")
     if given.wheels is not None and not given.wheels.is_dir():
         parser.error(f"--wheels {given.wheels}: there is no such folder")
+    if given.wheels is not None and given.packages is None:
+        parser.error(f"--wheels {given.wheels}: --packages has to say where they are installed")
     wanted = GpuRun(
         json_file=given.json,
         markdown_file=given.markdown,

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.launch.gpu.notes import SKIPPED, WRONG, Found, GpuOptions
-from fastdeploy_cache.launch.gpu.packages import install_packages, is_here, missing_packages
+from fastdeploy_cache.launch.gpu.packages import has_driver, install_packages, is_here, missing_packages
 from fastdeploy_cache.launch.gpu.report import SectionReport, as_markdown
 from fastdeploy_cache.launch.gpu.sections import DEVICE_NEEDS, SECTIONS, Section
 
 _RUNNER = "fastdeploy_cache.launch.gpu.sections"
-_ALL_SECONDS = 460.0  # of all sections; what is left when it is over is skipped
+# The deadlines of the sections are there for those that hang, and add up to more than this: what is left when it is
+# over is skipped.
+_ALL_SECONDS, _LEAST_SECONDS = 460.0, 5.0
 _END_SECONDS, _REAP_SECONDS = 3.0, 5.0
 _TAIL_LINES = 25
 NO_GPU = 3
@@ -43,9 +45,14 @@ class GpuRun:
 
 
 def run_gpu(wanted: GpuRun) -> int:
-    """Run it, print the report, write it. 0: all that could run was right; 1: not so; 3: there is no GPU to use."""
+    """Run it, print the report, write it. 0: all that could run was right; 1: not so; 3: there is no GPU to use.
+
+    It ends in less than 8 minutes. Sections for which no time is left are named.
+    """
     started = time.monotonic()
-    _provide(wanted)
+    is_worth_it = _provide(wanted)
+    if not is_worth_it:
+        return NO_GPU
     reports: list[SectionReport] = []
     for section in SECTIONS:
         if wanted.names and section.name not in wanted.names and section.name != "environment":
@@ -59,19 +66,24 @@ def run_gpu(wanted: GpuRun) -> int:
             return NO_GPU
     text = as_markdown(reports)
     print(text)
+    if late := [report.name for report in reports if report.is_late]:
+        _say(f"no time was left for all of: {', '.join(late)}; --section NAME runs one alone")
     if wanted.markdown_file is not None:
         wanted.markdown_file.write_text(text + "\n")
     return 1 if any(report.is_fault for report in reports) else 0
 
 
-def _provide(wanted: GpuRun) -> None:
-    """Install what is missing, where that is wanted, and let the sections find it."""
+def _provide(wanted: GpuRun) -> bool:
+    """Install what is missing, where that is wanted, and let the sections find it. False: there is no driver."""
     if wanted.packages is None:
-        return
+        return True
     paths = [str(wanted.packages)]
     if wanted.packages.is_dir():
         sys.path[:0] = paths
     missing = missing_packages()
+    if missing and not has_driver():
+        _say("no GPU to run on: there is neither libcuda.so.1 nor nvidia-smi; nothing was installed")
+        return False
     if missing:
         _say(f"this Python has no {', '.join(missing)}; installing into {wanted.packages}")
         failure = install_packages(missing, wanted.packages, wanted.wheels)
@@ -82,6 +94,7 @@ def _provide(wanted: GpuRun) -> None:
     if wanted.packages.is_dir():
         before = os.environ.get("PYTHONPATH", "")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (before, *paths)))
+    return True
 
 
 def _run_section(section: Section, options: GpuOptions, seconds_left: float) -> SectionReport:
@@ -90,9 +103,11 @@ def _run_section(section: Section, options: GpuOptions, seconds_left: float) -> 
     lacking = [module for module in section.needs if not is_here(module)]
     if lacking:
         return SectionReport.skipped(section, f"this Python has no {', '.join(lacking)}", is_fault=True)
-    if seconds_left < 5:
-        return SectionReport.skipped(section, f"the {_ALL_SECONDS:.0f} s of all sections are over", is_fault=True)
+    over = f"the {_ALL_SECONDS:.0f} s of all sections are over"
+    if seconds_left < _LEAST_SECONDS:
+        return SectionReport.skipped(section, over, is_fault=True, is_late=True)
     deadline = min(section.deadline_seconds, seconds_left)
+    is_short = deadline < section.deadline_seconds
     with tempfile.TemporaryDirectory(prefix="fastdeploy-gpu-") as name:
         notes, log = Path(name) / "notes", Path(name) / "log"
         started = time.monotonic()
@@ -102,7 +117,8 @@ def _run_section(section: Section, options: GpuOptions, seconds_left: float) -> 
         tail = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
     outcomes = {line["outcome"] for line in found.lines}
     if status is None:
-        reason = f"it was killed after {deadline:.0f} s; what it had found until then stands here"
+        why = f" of its {section.deadline_seconds:.0f}, as {over}" if is_short else ""
+        reason = f"it was killed after {deadline:.0f} s{why}; what it had found until then stands here"
     elif status:
         reason = f"it ended with status {status}; the end of its output: {tail[-1] if tail else 'nothing'}"
     else:
@@ -118,6 +134,7 @@ def _run_section(section: Section, options: GpuOptions, seconds_left: float) -> 
         facts=found.facts,
         log_tail=tail if outcome == "failed" else [],
         is_fault=outcome == "failed",
+        is_late=status is None and is_short,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import resource
@@ -15,6 +14,7 @@ from typing import Any
 from fastdeploy_cache.errors import DeviceError
 from fastdeploy_cache.launch.bench.gpu_machine import GpuFacts, describe_gpus, read_link, short_bus_id
 from fastdeploy_cache.launch.gpu.notes import OK, SKIPPED, GpuOptions, Notes
+from fastdeploy_cache.launch.gpu.packages import has_libcuda
 
 _DISTRIBUTIONS = (
     *("numpy", "msgspec", "pyzmq", "xxhash", "prometheus-client", "rich", "typer", "cuda-bindings"),
@@ -56,7 +56,7 @@ def run(notes: Notes, options: GpuOptions) -> None:  # noqa: ARG001 (one signatu
         notes.skip("nvidia-smi", "it is missing, or lists no GPU")
     notes.fact("num_gpus", 0)
     notes.fact("is_simulated", False)
-    notes.fact("has_libcuda", _has_libcuda())
+    notes.fact("has_libcuda", has_libcuda())
     notes.check("driver", partial(_note_driver, notes, {gpu.bus_id: gpu for gpu in listed}, versions))
 
 
@@ -99,7 +99,7 @@ def _note_driver(notes: Notes, listed: dict[str, GpuFacts], versions: dict[str, 
     try:
         from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
     except ImportError as error:
-        driver = "an NVIDIA driver is here" if _has_libcuda() else "there is no NVIDIA driver, either"
+        driver = "an NVIDIA driver is here" if has_libcuda() else "there is no NVIDIA driver, either"
         raise DeviceError(f"the device cannot be loaded ({error}); {driver}") from error
     cuda = Cuda(0)
     num_gpus = int(cuda.call("cuDeviceGetCount"))
@@ -113,15 +113,6 @@ def _note_driver(notes: Notes, listed: dict[str, GpuFacts], versions: dict[str, 
     what = "SIMULATED: nothing here ran on a GPU; " if is_simulated else ""
     batch = "has" if cuda.has_batch else "has no"
     return f"{what}CUDA {version // 1000}.{version % 1000 // 10}, {num_gpus} GPUs; it {batch} cuMemcpyBatchAsync"
-
-
-def _has_libcuda() -> bool:
-    """Whether the driver's library is here, asked without any package."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 def _note_bindings(notes: Notes, versions: dict[str, str], *, is_simulated: bool) -> None:

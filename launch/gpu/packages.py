@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -34,6 +36,20 @@ def missing_packages() -> list[str]:
     return [module for module in PACKAGES if not is_here(module)]
 
 
+def has_libcuda() -> bool:
+    """Whether the driver's library is here, asked without any package."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def has_driver() -> bool:
+    """Whether there is any sign of NVIDIA's driver."""
+    return has_libcuda() or shutil.which("nvidia-smi") is not None
+
+
 def install_packages(modules: Sequence[str], folder: Path, wheels: Path | None) -> str | None:
     """Install what these modules come from into `folder`, from wheels or from pip's registry; why it failed, if so.
 
@@ -46,7 +62,9 @@ def install_packages(modules: Sequence[str], folder: Path, wheels: Path | None) 
             return f"{wheels} holds no wheels"
         command = [*pip, "--no-index", "--no-deps", "--upgrade", *files]
     else:
-        command = [*pip, "--retries", "0", "--timeout", "5", *(PACKAGES[module] for module in modules)]
+        # to build one would take long, and what pip has started for it would outlive pip's own deadline
+        command = [*pip, "--only-binary=:all:", "--retries", "0", "--timeout", "5"]
+        command += [PACKAGES[module] for module in modules]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -17,7 +17,8 @@ _SIMULATED = (
 
 @dataclass(frozen=True, kw_only=True)
 class SectionReport:
-    """What became of a section: `ok`, `failed` or `skipped`. `is_fault`: the run as a whole is not right by it."""
+    """What became of a section: `ok`, `failed` or `skipped`. `is_fault`: the run as a whole is not right by it.
+    `is_late`: the time of the whole was over before it had its own."""
 
     name: str
     title: str
@@ -28,11 +29,13 @@ class SectionReport:
     facts: dict[str, Any] = field(default_factory=dict)
     log_tail: list[str] = field(default_factory=list)
     is_fault: bool = False
+    is_late: bool = False
 
     @classmethod
-    def skipped(cls, section: Section, reason: str, *, is_fault: bool = False) -> SectionReport:
+    def skipped(cls, section: Section, reason: str, *, is_fault: bool = False, is_late: bool = False) -> SectionReport:
         """A section that was not begun."""
-        return cls(name=section.name, title=section.title, outcome=SKIPPED, reason=reason, is_fault=is_fault)
+        name, title = section.name, section.title
+        return cls(name=name, title=title, outcome=SKIPPED, reason=reason, is_fault=is_fault, is_late=is_late)
 
     @property
     def counts(self) -> str:

@@ -71,15 +71,41 @@ def test_a_section_that_hangs_is_killed_with_what_it_started(monkeypatch: pytest
 
 @pytest.mark.processes
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A framework that is not there is no fault; a package of ours is one, and so is time that has run out."""
+    """A framework that is not there is no fault; a package of ours is one."""
     framework = section("right", framework="no_such_framework")
     status, found = run(monkeypatch, tmp_path, framework)
     assert status == 0 and found["right"]["reason"] == "no_such_framework is not installed"
     status, found = run(monkeypatch, tmp_path, section("right", needs=("json", "no_such.package")))
     assert status == 1 and found["right"]["reason"] == "this Python has no no_such.package"
+
+
+@pytest.mark.processes
+def test_sections_that_have_no_time_left_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One is cut short by the end of the whole, before its own deadline, and one is not begun."""
     monkeypatch.setattr(command, "_ALL_SECONDS", 8.0)
-    status, found = run(monkeypatch, tmp_path, section("hang", deadline_seconds=4.0), section("right"))
-    assert status == 1 and "are over" in found["right"]["reason"]
+    status, found = run(monkeypatch, tmp_path, section("right"), section("hang"), section("crash"))
+    assert status == 1 and [found[name]["is_late"] for name in ("right", "hang", "crash")] == [False, True, True]
+    assert "s of its 60, as the 8 s of all sections are over; what it had" in found["hang"]["reason"]
+    assert (found["crash"]["outcome"], found["crash"]["reason"]) == ("skipped", "the 8 s of all sections are over")
+    assert "no time was left for all of: hang, crash; --section" in capsys.readouterr().err
+
+
+def test_without_a_driver_nothing_is_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Packages are missing, and there is no GPU to use them on: said at once. With a driver pip is asked."""
+    asked: list[Path] = []
+    monkeypatch.setattr(command, "missing_packages", lambda: ["no_such_module"])
+    monkeypatch.setattr(command, "install_packages", lambda _, folder, __: asked.append(folder))
+    monkeypatch.setattr(command, "has_driver", lambda: False)
+    wanted = GpuRun(json_file=None, packages=tmp_path / "packages")
+    assert run_gpu(wanted) == NO_GPU and not asked
+    assert "there is neither libcuda.so.1 nor nvidia-smi; nothing was installed" in capsys.readouterr().err
+    monkeypatch.setattr(command, "has_driver", lambda: True)
+    monkeypatch.setattr(command, "SECTIONS", ())
+    assert run_gpu(wanted) == 0 and asked == [tmp_path / "packages"]
 
 
 @pytest.mark.processes
@@ -126,7 +152,18 @@ def test_notes_that_are_cut_off_are_read_up_to_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("arguments", [["--section", "nothing"], ["--json", "/no/such/folder/x.json"], ["words"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--section", "nothing"],
+        ["--json", "/no/such/folder/x.json"],
+        ["--json", "/"],
+        ["--markdown", "/"],
+        ["--wheels", "/no/such/folder"],
+        ["--wheels", "/"],
+        ["words"],
+    ],
+)
 def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
     """Status 2, the argument is named, and no section has begun."""
     done = subprocess.run(

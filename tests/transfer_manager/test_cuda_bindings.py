@@ -120,15 +120,22 @@ def test_a_code_that_the_bindings_do_not_know(monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_bindings_that_raise_for_such_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVIDIA's make an enumeration of the code before they return it: their ValueError is a DeviceError of ours."""
+    """NVIDIA's make an enumeration of the code before they return it: their ValueError is a DeviceError of ours. Only
+    one about a code that the driver has returned says that the GPU is lost; one about an argument does not."""
     driver = FakeDriver()
     install(monkeypatch, driver)
     cuda = Cuda(0)
+    said = ""
 
     def raises(*_: object) -> None:
-        raise ValueError("4242 is not a valid CUresult")
+        raise ValueError(said)
 
     monkeypatch.setattr(driver, "cuMemGetInfo", raises)
+    said = "9 is not a valid CUmemLocationType"
+    with pytest.raises(DeviceError, match="cuMemGetInfo failed in cuda-bindings: 9 is not a valid CUmemLocationType"):
+        cuda.call("cuMemGetInfo")
+    assert not cuda.is_lost
+    said = "4242 is not a valid CUresult"
     with pytest.raises(DeviceError, match="cuMemGetInfo failed: 4242 is not a valid CUresult; newer cuda-bindings"):
         cuda.call("cuMemGetInfo")
     assert cuda.is_lost

@@ -53,7 +53,7 @@ class Cuda:
             from cuda.bindings import driver
         except ImportError as error:
             raise DeviceError(
-                f"device 'cuda' needs NVIDIA's cuda-bindings ({error}); run: pip install 'fastdeploy-cache[gpu]'"
+                f"device 'cuda' needs NVIDIA's cuda-bindings ({error}); run: pip install 'cuda-bindings>=12.9.1'"
             ) from error
         self.driver = driver
         self.is_lost = False
@@ -78,8 +78,10 @@ class Cuda:
         """Call the driver: its outputs, none or one or a tuple. Raises `DeviceError` with the driver's own name."""
         try:
             result, *outputs = getattr(self.driver, name)(*arguments)
-        except ValueError as error:  # a code that is newer than the bindings: what it means for the rest is unknown
-            self.is_lost = True
+        except ValueError as error:
+            if "is not a valid CUresult" not in str(error):  # about an argument, or about what was read: no failure
+                raise DeviceError(f"{name} failed in cuda-bindings: {error}") from error
+            self.is_lost = True  # a code that is newer than the bindings: what it means for the rest is unknown
             raise DeviceError(f"{name} failed: {error}; newer cuda-bindings may know it") from error
         if int(result) != 0:
             raise self._failure(name, int(result))
