@@ -33,6 +33,7 @@ setup(
     ],
     extras_require={
         "paddle": ["paddlepaddle>=3.0,<4"],
+        "cuda": ["cuda-bindings>=12.9.1"],
         "gpu": ["paddlepaddle-gpu", "cuda-bindings>=12.9.1"],
         "torch": ["torch>=2.4"],
         "serve": ["aiohttp>=3.14.4,<4"],
