@@ -1,29 +1,31 @@
-"""The tables of an engine's lane."""
+"""The tables of a real engine's runs."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 
+from fastdeploy_cache.launch.engines.results import Passed
 from fastdeploy_cache.launch.findings import table_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of the table: a pass of a run, or of several runs of one kind."""
+    """One line of the table: a pass of a run, or of several runs of one kind. `seconds`: see `Served`."""
 
     run: str
     num_requests: int
     num_equal: int  # answers that are those of the engine alone, token for token
     num_prompt_tokens: int
     num_cached_tokens: int  # as the engine counts
-    hit_tokens: tuple[int, ...]  # by tier: gpu, cpu, storage, as the cache counts
-    median_seconds: float  # to the first token
-    longest_seconds: float  # to the first token of the longest prompt
+    hit_tokens: tuple[int, ...]  # by tier: gpu, cpu, storage
+    median_seconds: float
+    longest_seconds: float  # of the longest prompt
     cpu_seconds: float  # of a pass
-    num_restarts: int = 0  # of the cache's ranks
+    num_kills: int = 0  # of the cache's processes, in the whole run
     num_stored_tokens: int | None = None  # that were on disk before it; None: not counted
 
 
@@ -39,17 +41,41 @@ class CaseResult:
     note: str = ""
 
 
+def line_of(
+    run: str, passes: Sequence[Passed], expected: Sequence[tuple[int, ...]], lengths: Sequence[int], **more: int
+) -> Line:
+    """The line of passes of one kind: `expected` are the answers of the engine alone, `more` goes into the line."""
+    longest = lengths.index(max(lengths))
+    served = [answer for passed in passes for answer in passed.served]
+    return Line(
+        run=run,
+        num_requests=len(served),
+        num_equal=sum(answer.tokens == expected[i % len(expected)] for i, answer in enumerate(served)),
+        num_prompt_tokens=sum(lengths) * len(passes),
+        num_cached_tokens=sum(answer.num_cached_tokens for answer in served),
+        hit_tokens=tuple(sum(tier) for tier in zip(*(passed.hit_tokens for passed in passes), strict=True)),
+        median_seconds=statistics.median(answer.seconds for answer in served),
+        longest_seconds=statistics.median(passed.served[longest].seconds for passed in passes),
+        cpu_seconds=statistics.median(passed.cpu_seconds for passed in passes),
+        **more,
+    )
+
+
 def print_lines(console: Console, lines: Sequence[Line]) -> None:
     """Print the table."""
-    columns = ("equal", "prompt", "cached", "gpu", "cpu", "storage", "median s", "longest s", "cpu s", "restarts")
+    columns = ("equal", "prompt", "cached", "gpu", "cpu", "storage", "median s", "longest s", "cpu s", "kills")
     table = table_of(("run", *columns), words=("run",))
     for line in lines:
         counts: list[int | str] = [line.num_prompt_tokens, line.num_cached_tokens, *line.hit_tokens]
         if line.num_stored_tokens is not None:
             counts[-1] = f"{counts[-1]} of {line.num_stored_tokens}"
-        seconds = (f"{line.median_seconds:.3f}", f"{line.longest_seconds:.3f}", f"{line.cpu_seconds:.1f}")
+        seconds = (
+            f"{line.median_seconds:.3f}",
+            f"{line.longest_seconds:.3f}",
+            f"{line.cpu_seconds:.1f}" if line.cpu_seconds else "-",
+        )
         equal = f"{line.num_equal} of {line.num_requests}"
-        table.add_row(line.run, equal, *map(str, counts), *seconds, str(line.num_restarts))
+        table.add_row(line.run, equal, *map(str, counts), *seconds, str(line.num_kills))
     console.print(table)
 
 

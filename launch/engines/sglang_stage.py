@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastdeploy_cache.launch.engines.results import Passed, Served, StageResult, to_json
 from fastdeploy_cache.launch.engines.stages import made_up_prompts
 
 _OUTPUT_TOKENS, _VOCABULARY = 8, 49_000
@@ -36,26 +37,6 @@ class EngineRun:
     seed: int = 1
 
 
-@dataclass(frozen=True)
-class Generated:
-    """One request; of the cached tokens, where SGLang says they came from."""
-
-    tokens: list[int]
-    num_cached_tokens: int
-    num_storage_tokens: int
-    seconds: float  # of the whole answer
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineFindings:
-    """What a run found; `num_kills` are of storage processes."""
-
-    sglang: str
-    served: list[list[Generated]]  # by pass
-    up_seconds: float
-    num_kills: int = 0
-
-
 def main() -> None:
     """Run what the first argument says."""
     settings = EngineRun(**json.loads(sys.argv[1]))
@@ -64,10 +45,10 @@ def main() -> None:
         os.environ[f"{_INJECTOR}DELAY"] = str(settings.random_delay_seconds)
     if settings.failure_probability:
         os.environ[f"{_INJECTOR}FAILURE"] = str(settings.failure_probability)
-    Path(settings.result).write_text(json.dumps(asdict(run(settings))))
+    Path(settings.result).write_text(to_json(run(settings)))
 
 
-def run(settings: EngineRun) -> EngineFindings:
+def run(settings: EngineRun) -> StageResult:
     """Serve all prompts, one after the other, pass by pass."""
     import sglang
 
@@ -89,19 +70,22 @@ def run(settings: EngineRun) -> EngineFindings:
         **_hicache(settings),
     )
     up_seconds = time.monotonic() - started
-    served: list[list[Generated]] = []
+    passes: list[Passed] = []
     num_kills = num_requests = 0
     for _ in range(settings.num_passes):
-        served.append([])
+        served, hits = [], []
         for prompt in made_up_prompts(settings.lengths, _VOCABULARY, settings.seed):
             num_requests += 1
             if settings.kill_every and num_requests % settings.kill_every == 0:
                 num_kills += _kill_storage()
-            served[-1].append(_serve(engine, prompt))
+            answer, by_tier = _serve(engine, prompt)
+            served.append(answer)
+            hits.append(by_tier)
+        passes.append(Passed(served=tuple(served), hit_tokens=tuple(map(sum, zip(*hits, strict=True)))))
     if settings.storage is not None:  # in order: what is written is on the disk then
         engine.loop.run_until_complete(engine.tokenizer_manager.detach_hicache_storage())
     engine.shutdown()
-    return EngineFindings(sglang=sglang.__version__, served=served, up_seconds=up_seconds, num_kills=num_kills)
+    return StageResult(version=sglang.__version__, passes=tuple(passes), up_seconds=up_seconds, num_kills=num_kills)
 
 
 def _hicache(settings: EngineRun) -> dict[str, Any]:
@@ -128,14 +112,17 @@ def _hicache(settings: EngineRun) -> dict[str, Any]:
     }
 
 
-def _serve(engine: Any, prompt: list[int]) -> Generated:
+def _serve(engine: Any, prompt: list[int]) -> tuple[Served, list[int]]:
+    """The answer, and where SGLang says that its cached tokens came from: its device, its host pool, our storage."""
     sampling = {"temperature": 0, "max_new_tokens": _OUTPUT_TOKENS, "ignore_eos": True}
     started = time.monotonic()
     answer = engine.generate(input_ids=prompt, sampling_params=sampling)
     seconds = time.monotonic() - started
     found = answer["meta_info"]
     by_source = found.get("cached_tokens_details") or {}
-    return Generated(answer["output_ids"], found.get("cached_tokens") or 0, by_source.get("storage") or 0, seconds)
+    cached = found.get("cached_tokens") or 0
+    served = Served(tokens=tuple(answer["output_ids"]), num_cached_tokens=cached, seconds=seconds)
+    return served, [by_source.get(source) or 0 for source in ("device", "host", "storage")]
 
 
 def _kill_storage() -> int:

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from fastdeploy_cache.launch.engines.made_up_model import SMALL, write_adapter, write_made_up_model
 from fastdeploy_cache.launch.engines.report import CaseResult
-from fastdeploy_cache.launch.engines.vllm_plan import Pass, Passed, StagePlan, StageResult, Visit, answers, pass_over
+from fastdeploy_cache.launch.engines.results import Passed, StageResult, answers
+from fastdeploy_cache.launch.engines.vllm_plan import Pass, StagePlan, Visit, pass_over
 from fastdeploy_cache.launch.engines.vllm_server import serve_passes
 
 _LENGTHS = (96, 192, 200, 384, 64, 127, 320, 352)

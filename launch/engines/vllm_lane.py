@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,11 @@ from fastdeploy_cache import StorageConfig
 from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
 from fastdeploy_cache.launch.engines.lmcache import lmcache_server
-from fastdeploy_cache.launch.engines.report import CaseResult, Line, print_cases, print_lines
+from fastdeploy_cache.launch.engines.report import CaseResult, Line, line_of, print_cases, print_lines
+from fastdeploy_cache.launch.engines.results import Passed, StageResult, answers, result_of, to_json
 from fastdeploy_cache.launch.engines.stages import run_stage
 from fastdeploy_cache.launch.engines.vllm_cases import http_cases, run_cases
-from fastdeploy_cache.launch.engines.vllm_plan import (
-    Passed,
-    StagePlan,
-    StageResult,
-    answers,
-    pass_over,
-    result_of,
-    to_json,
-)
+from fastdeploy_cache.launch.engines.vllm_plan import StagePlan, pass_over
 from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
 from fastdeploy_cache.transfer_manager.storage.admin import open_admin
 
@@ -64,7 +56,7 @@ class VLLMLane:
         is_killed = bool(plan.get("is_killed"))
         found = run_stage(_STAGE, wanted, result, environment=environment, may_kill_itself=is_killed)
         done = result_of(found)
-        self.vllm = done.vllm
+        self.vllm = done.version
         return done
 
 
@@ -125,7 +117,7 @@ def _served(lane: VLLMLane, lengths: tuple[int, ...], num_rounds: int) -> list[L
             for index, passed in enumerate(result.passes, 1):
                 found.setdefault(f"{name}, pass {index}", []).append(passed)
     expected = answers(found["vLLM alone, pass 1"][:1])
-    lines = [_line(name, passed, expected, lengths) for name, passed in found.items()]
+    lines = [line_of(name, passed, expected, lengths) for name, passed in found.items()]
     return [*lines, *_killed(lane, ours, expected), *_restarted(lane, ours, expected)]
 
 
@@ -136,8 +128,10 @@ def _killed(lane: VLLMLane, ours: dict[str, Any], expected: Sequence[tuple[int, 
     killed = pass_over(len(expected), kill_every=_KILL_EVERY)
     found = lane.run("ranks killed", **{**ours, "passes": (killed, killed, whole, whole)})
     names = (f"{_KILLED}, pass 1", f"{_KILLED}, pass 2", f"{_BACK}, pass 1", f"{_BACK}, pass 2")
-    lines = [_line(name, [each], expected, lengths) for name, each in zip(names, found.passes, strict=True)]
-    return [replace(line, num_restarts=found.num_restarts) for line in lines]
+    return [
+        line_of(name, [each], expected, lengths, num_kills=found.num_kills)
+        for name, each in zip(names, found.passes, strict=True)
+    ]
 
 
 def _restarted(lane: VLLMLane, ours: dict[str, Any], expected: Sequence[tuple[int, ...]]) -> list[Line]:
@@ -149,30 +143,14 @@ def _restarted(lane: VLLMLane, ours: dict[str, Any], expected: Sequence[tuple[in
         once = {**ours, "cache": {**_CACHE, "storage": storage}, "passes": (pass_over(len(expected)),)}
         lane.run(f"before: {run}", **once, is_killed=is_killed)
         stored = _num_blocks_on_disk(folder) * _BLOCK_TOKENS
-        line = _line(run, lane.run(run, **once).passes, expected, ours["lengths"])
-        lines.append(replace(line, num_stored_tokens=stored))
+        passes = lane.run(run, **once).passes
+        lines.append(line_of(run, passes, expected, ours["lengths"], num_stored_tokens=stored))
     return lines
 
 
 def _num_blocks_on_disk(folder: str) -> int:
     config = StorageConfig(kind="file", folder=folder, weights_id="lane")
     return sum(space.num_objects for space in open_admin("file", config.store_options(tp_size=1)).spaces())
-
-
-def _line(run: str, passes: Sequence[Passed], expected: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> Line:
-    longest = lengths.index(max(lengths))
-    served = [answer for passed in passes for answer in passed.served]
-    return Line(
-        run=run,
-        num_requests=len(served),
-        num_equal=sum(answer.tokens == expected[i % len(expected)] for i, answer in enumerate(served)),
-        num_prompt_tokens=sum(lengths) * len(passes),
-        num_cached_tokens=sum(answer.num_cached_tokens for answer in served),
-        hit_tokens=tuple(sum(tier) for tier in zip(*(passed.hit_tokens for passed in passes), strict=True)),
-        median_seconds=statistics.median(answer.first_token_seconds for answer in served),
-        longest_seconds=statistics.median(passed.served[longest].first_token_seconds for passed in passes),
-        cpu_seconds=statistics.median(passed.cpu_seconds for passed in passes),
-    )
 
 
 def _findings(lines: Sequence[Line]) -> list[str]:
@@ -187,8 +165,8 @@ def _findings(lines: Sequence[Line]) -> list[str]:
         line = by_run[name]
         if sum(line.hit_tokens) != line.num_cached_tokens:
             findings.append(f"{name}: vLLM counts {line.num_cached_tokens} cached tokens, we {line.hit_tokens}")
-    if not by_run[f"{_KILLED}, pass 2"].num_restarts:
-        findings.append(f"{_KILLED}: no rank was restarted")
+    if not by_run[f"{_KILLED}, pass 2"].num_kills:
+        findings.append(f"{_KILLED}: no rank was")
     return findings + _findings_of_storage(by_run[_SUDDEN])
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastdeploy_cache.launch.engines.vllm_plan import Pass, Served, StagePlan, Visit
+from fastdeploy_cache.launch.engines.results import Served
+from fastdeploy_cache.launch.engines.vllm_plan import Pass, StagePlan, Visit
 
 _PASS_SECONDS = 300.0
 _IDLE_SECONDS = 0.005
@@ -109,7 +110,7 @@ class VLLMLoop:
         return Served(
             tokens=tuple(live.output.outputs[0].token_ids),
             num_cached_tokens=live.output.num_cached_tokens or 0,
-            first_token_seconds=live.first_token_seconds,
+            seconds=live.first_token_seconds,
             num_preemptions=live.num_preemptions,
         )
 

@@ -1,8 +1,8 @@
-"""What one run of a real vLLM is asked, and what it answers; both travel as JSON."""
+"""What one run of a real vLLM is asked, which travels as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -72,53 +72,12 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
         return made_up_prompts(self.lengths, self.vocabulary, self.seed)
 
 
-class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer. `num_cached_tokens` is vLLM's count, its own hits and the connector's together."""
-
-    tokens: tuple[int, ...]
-    num_cached_tokens: int
-    first_token_seconds: float = 0.0  # 0: not measured
-    num_preemptions: int = 0
-
-
-class Passed(msgspec.Struct, frozen=True, kw_only=True):
-    """One pass; aborted requests have no answer. `hit_tokens` by tier: gpu, cpu, storage, as our manager counts."""
-
-    served: tuple[Served, ...]
-    hit_tokens: tuple[int, ...]
-    cpu_seconds: float = 0.0  # of this process and its children; 0: not measured
-
-
-class StageResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run has found; `num_restarts` are of our ranks."""
-
-    vllm: str
-    passes: tuple[Passed, ...]
-    up_seconds: float
-    num_restarts: int = 0
-
-
 def pass_over(num_prompts: int, *, salt: str | None = None, adapter: str | None = None, kill_every: int = 0) -> Pass:
     """Every prompt once, in order."""
     visits = tuple(Visit(prompt=number, salt=salt, adapter=adapter) for number in range(num_prompts))
     return Pass(visits=visits, kill_every=kill_every)
 
 
-def answers(passes: Sequence[Passed]) -> list[tuple[int, ...]]:
-    """The tokens of every answer, in order."""
-    return [served.tokens for each in passes for served in each.served]
-
-
-def to_json(plan: StagePlan | StageResult) -> str:
-    """What travels between the lane and a stage."""
-    return msgspec.json.encode(plan).decode()
-
-
 def plan_of(text: str) -> StagePlan:
     """The reverse of `to_json`."""
     return msgspec.json.decode(text, type=StagePlan)
-
-
-def result_of(text: str | bytes) -> StageResult:
-    """The reverse of `to_json`."""
-    return msgspec.json.decode(text, type=StageResult)

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.engines.results import Passed, Served
 from fastdeploy_cache.launch.engines.servers import free_port, running, words_of
 from fastdeploy_cache.launch.engines.stages import python_path
-from fastdeploy_cache.launch.engines.vllm_plan import CONNECTOR, ENVIRONMENT, Passed, Served, StagePlan
+from fastdeploy_cache.launch.engines.vllm_plan import CONNECTOR, ENVIRONMENT, StagePlan
 
 _START_SECONDS, _ANSWER_SECONDS = 240.0, 120.0
 _NUM_CLIENTS = 3

@@ -12,17 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from fastdeploy_cache.launch.engines.results import Passed, StageResult, to_json
 from fastdeploy_cache.launch.engines.vllm_loop import VLLMLoop, manager_of
-from fastdeploy_cache.launch.engines.vllm_plan import (
-    CONNECTOR,
-    ENVIRONMENT,
-    Pass,
-    Passed,
-    StagePlan,
-    StageResult,
-    plan_of,
-    to_json,
-)
+from fastdeploy_cache.launch.engines.vllm_plan import CONNECTOR, ENVIRONMENT, Pass, StagePlan, plan_of
 
 _FLUSH_SECONDS, _READY_SECONDS = 60.0, 60.0
 _CONNECTORS: dict[str, Mapping[str, str]] = {
@@ -47,6 +39,7 @@ class Stage:
         self._up_seconds = time.monotonic() - started
         self._has_manager = plan.connector == "fastdeploy"
         self._passed: list[Passed] = []
+        self._num_kills = 0
 
     def run(self) -> None:
         """Serve all passes, write the result, end the engine."""
@@ -86,6 +79,7 @@ class Stage:
         for status in manager_of(self._engine).stats().ranks:
             if status.pid is not None:
                 os.kill(status.pid, signal.SIGKILL)
+                self._num_kills += 1
 
     def _poison(self) -> None:
         """Turn every byte of the CPU tier over: who compares answers must see it."""
@@ -98,11 +92,11 @@ class Stage:
     def _write(self) -> None:
         import vllm
 
-        restarts = 0
-        if self._has_manager:
-            restarts = sum(status.num_restarts for status in manager_of(self._engine).stats().ranks)
         result = StageResult(
-            vllm=vllm.__version__, passes=tuple(self._passed), up_seconds=self._up_seconds, num_restarts=restarts
+            version=vllm.__version__,
+            passes=tuple(self._passed),
+            up_seconds=self._up_seconds,
+            num_kills=self._num_kills,
         )
         Path(self._plan.result).write_text(to_json(result))
 

@@ -11,8 +11,9 @@ from typing import Any
 from fastdeploy_cache.errors import LaunchError, ModelLoadError
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
 from fastdeploy_cache.launch.engines.made_up_model import SMALL, write_made_up_model
+from fastdeploy_cache.launch.engines.results import StageResult, answers, result_of, to_json
 from fastdeploy_cache.launch.engines.stages import run_stage
-from fastdeploy_cache.launch.engines.vllm_plan import StagePlan, StageResult, answers, pass_over, result_of, to_json
+from fastdeploy_cache.launch.engines.vllm_plan import StagePlan, pass_over
 from fastdeploy_cache.launch.gpu.notes import GpuOptions, Notes
 from fastdeploy_cache.launch.reference_engine.weights import load_model_files
 
@@ -44,7 +45,7 @@ def _write_model(folder: Path) -> str:
 
 def _compare(notes: Notes, folder: Path) -> str:
     alone = _run_stage(folder, "alone", kills=(0,))
-    notes.note("vLLM alone", f"version {alone.vllm}, up after {alone.up_seconds:.0f} s")
+    notes.note("vLLM alone", f"version {alone.version}, up after {alone.up_seconds:.0f} s")
     cached = _run_stage(folder, "cache", kills=(0, _KILL_EVERY), connector="fastdeploy", cache=_CACHE)
     return judge(alone, cached)
 
@@ -72,7 +73,7 @@ def judge(alone: StageResult, cached: StageResult) -> str:
     hits = [sum(served.num_cached_tokens for served in each.served) for each in cached.passes]
     text = (
         f"{len(wanted)} prompts of {sum(LENGTHS)} tokens in each pass; answers that differ from vLLM alone: {wrong}; "
-        f"cached tokens: {hits}; ranks restarted {cached.num_restarts} times"
+        f"cached tokens: {hits}; ranks killed {cached.num_kills} times"
     )
     if any(wrong) or hits[-1] < _LEAST_HITS * sum(LENGTHS):
         raise LaunchError(text)

@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.engines import vllm_cases, vllm_lane
+from fastdeploy_cache.launch.engines import sglang_lane, vllm_cases, vllm_lane
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
 from fastdeploy_cache.launch.engines.made_up_model import write_adapter, write_made_up_model
-from fastdeploy_cache.launch.engines.report import Line
+from fastdeploy_cache.launch.engines.report import Line, line_of
+from fastdeploy_cache.launch.engines.results import Passed, Served, StageResult
 from fastdeploy_cache.launch.engines.servers import running
 from fastdeploy_cache.launch.engines.stages import run_stage
 from fastdeploy_cache.launch.engines.vllm_cases import http_cases, run_cases
 from fastdeploy_cache.launch.engines.vllm_loop import VLLMLoop
-from fastdeploy_cache.launch.engines.vllm_plan import Pass, Passed, Served, StagePlan, StageResult, pass_over
+from fastdeploy_cache.launch.engines.vllm_plan import Pass, StagePlan, pass_over
 from fastdeploy_cache.launch.engines.vllm_server import counter_of
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, ModelSpec
 from tests.rigs.file_rig import Rig, space_of
@@ -95,7 +96,7 @@ def test_a_made_up_model_and_its_adapter_are_folders_for_vllm(tmp_path: Path) ->
 def _line(run: str, **changed: Any) -> Line:
     given = {
         "num_requests": 4, "num_equal": 4, "num_prompt_tokens": 100, "num_cached_tokens": 90, "hit_tokens": (0, 90, 0),
-        "num_restarts": 1, **changed,
+        "num_kills": 1, **changed,
     }  # fmt: skip
     return Line(run=run, median_seconds=0.1, longest_seconds=0.2, cpu_seconds=1.0, **given)
 
@@ -117,7 +118,7 @@ RUNS = {
         ("with this cache, pass 2", {"hit_tokens": (4, 75, 0), "num_cached_tokens": 79}, "only 79 tokens came from"),
         ("with this cache, pass 2", {"hit_tokens": (0, 89, 0)}, "vLLM counts 90 cached tokens, we (0, 89, 0)"),
         ("after a restart, from disk", {"hit_tokens": (0, 0, 0), "num_cached_tokens": 0}, "only 0 tokens came from"),
-        ("ranks killed, pass 2", {"num_restarts": 0}, "no rank was restarted"),
+        ("ranks killed, pass 2", {"num_kills": 0}, "no rank was"),
         ("ranks back again, pass 2", {"hit_tokens": (0, 49, 0)}, "only 49 tokens came from the cache"),
         ("after a sudden end, from disk", {"hit_tokens": (0, 30, 39)}, "only 39 tokens came from disk, of 80"),
         ("after a sudden end, from disk", {"num_stored_tokens": 0}, "nothing was on disk"),
@@ -130,6 +131,50 @@ def test_what_the_lane_finds_fault_with(run: str, changed: dict[str, Any], findi
     found = vllm_lane._findings(lines)
     assert len(found) == (finding is not None)
     assert not found or (found[0].startswith(run.partition(",")[0]) and finding in found[0])
+
+
+SGLANG_RUNS = {
+    "with HiCache over our files, pass 2": {"hit_tokens": (0, 40, 50)},
+    "after a restart, from disk": {"hit_tokens": (0, 0, 80)},
+    "storage process killed, pass 2": {"num_cached_tokens": 0, "hit_tokens": (0, 0, 0)},
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "changed", "finding"),
+    [
+        ("after a restart, from disk", {}, None),
+        ("after a restart, from disk", {"num_equal": 2}, "2 answers differ"),
+        ("after a restart, from disk", {"hit_tokens": (0, 11, 79)}, "only 79 tokens came from storage"),
+        ("with HiCache over our files, pass 2", {"hit_tokens": (0, 41, 49)}, "only 49 tokens came from storage"),
+        ("storage process killed, pass 2", {"num_kills": 0}, "none was"),
+    ],
+)
+def test_what_sglang_s_lane_finds_fault_with(run: str, changed: dict[str, Any], finding: str | None) -> None:
+    """An answer that differs, storage that is not hit, and a kill that reached nobody are named."""
+    lines = [_line(each, **{**given, **(changed if each == run else {})}) for each, given in SGLANG_RUNS.items()]
+    found = sglang_lane._findings(lines)
+    assert len(found) == (finding is not None)
+    assert not found or (found[0].startswith(run.partition(",")[0]) and finding in found[0])
+
+
+def test_a_line_of_several_passes() -> None:
+    """Counts are sums over the passes, seconds are medians, and each answer is compared with that of the engine."""
+    passes = [
+        Passed(
+            served=(
+                Served(tokens=(1,), num_cached_tokens=3, seconds=seconds),
+                Served(tokens=(last,), num_cached_tokens=4, seconds=5 * seconds),
+            ),
+            hit_tokens=(1, 2, 4),
+            cpu_seconds=seconds,
+        )
+        for last, seconds in ((2, 1.0), (9, 3.0))
+    ]
+    line = line_of("a run", passes, [(1,), (2,)], (10, 20), num_kills=2)
+    assert (line.num_requests, line.num_equal, line.num_prompt_tokens, line.num_cached_tokens) == (4, 3, 60, 14)
+    assert (line.hit_tokens, line.num_kills) == ((2, 4, 8), 2)
+    assert (line.median_seconds, line.longest_seconds, line.cpu_seconds) == (4.0, 10.0, 2.0)
 
 
 def test_the_blocks_on_disk_are_counted(tmp_path: Path) -> None:
@@ -170,7 +215,7 @@ def test_what_is_asked_over_http(
 
     class Alone(Told):
         def run(self, name: str, **plan: Any) -> StageResult:
-            return StageResult(vllm="0", passes=(_http_pass(0),), up_seconds=1.0)
+            return StageResult(version="0", passes=(_http_pass(0),), up_seconds=1.0)
 
     found = {each.name: each.failed for each in http_cases(Alone(tmp_path, {}), "model") if each.failed}
     assert list(found) == ([case] if case else [])
@@ -213,7 +258,7 @@ class Told:
 
     def run(self, name: str, **plan: Any) -> StageResult:
         passes = [self._pass(name, index, wanted, plan) for index, wanted in enumerate(plan["passes"])]
-        return StageResult(vllm="0", passes=tuple(passes), up_seconds=1.0)
+        return StageResult(version="0", passes=tuple(passes), up_seconds=1.0)
 
     def _pass(self, name: str, index: int, wanted: Pass, plan: dict[str, Any]) -> Passed:
         """An answer follows from prompt, adapter and, where KV is wrong, from that."""
@@ -224,7 +269,7 @@ class Told:
             Served(
                 tokens=(visit.prompt, str(visit.adapter).count("2"), noise, visit.adapter is not None),
                 num_cached_tokens=0,
-                first_token_seconds=0.1,
+                seconds=0.1,
                 num_preemptions=int(wanted.num_concurrent > 1 and "preempted" not in self._wrong),
             )
             for visit in wanted.visits

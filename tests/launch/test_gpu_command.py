@@ -14,7 +14,7 @@ import pytest
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.bench.gpu_machine import parse_gpus, read_link
-from fastdeploy_cache.launch.engines.vllm_plan import Passed, Served, StageResult
+from fastdeploy_cache.launch.engines.results import Passed, Served, StageResult
 from fastdeploy_cache.launch.gpu import command
 from fastdeploy_cache.launch.gpu.command import NO_GPU, GpuRun, run_gpu
 from fastdeploy_cache.launch.gpu.notes import Found, Notes
@@ -219,20 +219,20 @@ def test_gpus_as_nvidia_smi_lists_them(tmp_path: Path) -> None:
     assert read_link(device.name, tmp_path) == (4, 8) and read_link("other", tmp_path) == (0, 0)
 
 
-def _result(equal: bool, cached: int, restarts: int) -> StageResult:
+def _result(equal: bool, cached: int, kills: int) -> StageResult:
     tokens = (1, 2) if equal else (1, 3)
-    served = tuple(Served(tokens=tokens, num_cached_tokens=cached, first_token_seconds=0.1) for _ in LENGTHS)
+    served = tuple(Served(tokens=tokens, num_cached_tokens=cached, seconds=0.1) for _ in LENGTHS)
     passed = Passed(served=served, hit_tokens=(0, 0, 0), cpu_seconds=1.0)
-    return StageResult(vllm="1", passes=(passed,), up_seconds=1.0, num_restarts=restarts)
+    return StageResult(version="1", passes=(passed,), up_seconds=1.0, num_kills=kills)
 
 
 @pytest.mark.parametrize(
-    ("equal", "cached", "restarts", "is_right"),
+    ("equal", "cached", "kills", "is_right"),
     [(True, 200, 1, True), (False, 200, 1, False), (True, 10, 1, False)],
 )
-def test_what_is_asked_of_vllm(equal: bool, cached: int, restarts: int, is_right: bool) -> None:
+def test_what_is_asked_of_vllm(equal: bool, cached: int, kills: int, is_right: bool) -> None:
     """Equal answers, and prompts from the cache: both, or it is wrong."""
-    alone, found = _result(True, 0, 0), _result(equal, cached, restarts)
+    alone, found = _result(True, 0, 0), _result(equal, cached, kills)
     if is_right:
         assert "differ from vLLM alone: [0]" in judge(alone, found)
     else:
