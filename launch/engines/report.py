@@ -21,7 +21,7 @@ class Line:
     num_equal: int  # answers that are those of the engine alone, token for token
     num_prompt_tokens: int
     num_cached_tokens: int  # as the engine counts
-    hit_tokens: tuple[int, ...]  # by tier: gpu, cpu, storage
+    hit_tokens: tuple[int, ...]  # by tier: gpu, cpu, storage; (): this cache was not there to count
     median_seconds: float
     longest_seconds: float  # of the longest prompt
     cpu_seconds: float  # of a pass
@@ -66,7 +66,7 @@ def print_lines(console: Console, lines: Sequence[Line]) -> None:
     columns = ("equal", "prompt", "cached", "gpu", "cpu", "storage", "median s", "longest s", "cpu s", "kills")
     table = table_of(("run", *columns), words=("run",))
     for line in lines:
-        counts: list[int | str] = [line.num_prompt_tokens, line.num_cached_tokens, *line.hit_tokens]
+        counts: list[int | str] = [line.num_prompt_tokens, line.num_cached_tokens, *(line.hit_tokens or ("-",) * 3)]
         if line.num_stored_tokens is not None:
             counts[-1] = f"{counts[-1]} of {line.num_stored_tokens}"
         seconds = (

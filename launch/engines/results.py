@@ -17,7 +17,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Passed(msgspec.Struct, frozen=True, kw_only=True):
-    """One pass; aborted requests have no answer. `hit_tokens` by tier: gpu, cpu, storage."""
+    """One pass; aborted requests have no answer. `hit_tokens` by tier: gpu, cpu, storage; () without this cache."""
 
     served: tuple[Served, ...]
     hit_tokens: tuple[int, ...]

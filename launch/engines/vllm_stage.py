@@ -73,7 +73,7 @@ class Stage:
         self._passed.append(Passed(served=served, hit_tokens=hits, cpu_seconds=cpu_seconds))
 
     def _hit_tokens(self) -> tuple[int, ...]:
-        return tuple(manager_of(self._engine).metrics.token_counts()[1]) if self._has_manager else (0, 0, 0)
+        return tuple(manager_of(self._engine).metrics.token_counts()[1]) if self._has_manager else ()
 
     def _kill_ranks(self) -> None:
         for status in manager_of(self._engine).stats().ranks:
