@@ -18,11 +18,15 @@ def shm_names() -> set[str]:
 
 
 def is_held(name: str) -> bool:
-    """Whether a living process, other than this one, has the file open or mapped.
+    """Whether the file is there and a living process, other than this one, has it open or mapped.
 
     Processes of other users that this one may not look into count as not having it.
     """
-    return any(_holds(process, SHM / name) for process in other_processes())
+    try:
+        found = (SHM / name).stat()
+    except FileNotFoundError:
+        return False
+    return any(_holds(process, found) for process in other_processes())
 
 
 def other_processes() -> list[Path]:
@@ -30,13 +34,15 @@ def other_processes() -> list[Path]:
     return [path for path in Path("/proc").glob("[0-9]*") if path.name != str(os.getpid())]
 
 
-def _holds(process: Path, file: Path) -> bool:
+def _holds(process: Path, file: os.stat_result) -> bool:
+    """By device and inode: a semaphore is mapped under another name by who has made it."""
+    mapped = [f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}", str(file.st_ino)]
     with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-        if f"{file}\n" in (process / "maps").read_text():
+        if any(line.split()[3:5] == mapped for line in (process / "maps").read_text().splitlines()):
             return True
         for descriptor in (process / "fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                if descriptor.readlink() == file:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.path.samestat(descriptor.stat(), file):
                     return True
     return False
 

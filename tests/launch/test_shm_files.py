@@ -14,8 +14,8 @@ from fastdeploy_cache.launch import shm_files
 from fastdeploy_cache.launch.shm_files import SHM, engine_files_removed, is_held
 
 _HAVE = {
-    "opened": "f = open(sys.argv[1], 'rb')",
-    "mapped": "f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); f.close(); del f",
+    "opened": "pass",
+    "mapped": "m = mmap.mmap(f.fileno(), 0); f.close()",
 }
 _PREFIX = f"psm_{os.getpid()}_"
 
@@ -57,12 +57,36 @@ def test_files_of_another_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("how", list(_HAVE))
 def test_a_file_that_a_living_process_has_stays(how: str) -> None:
     """Whether it has it open or mapped; once it has ended the file is in nobody's hands."""
-    code = f"import mmap, sys; {_HAVE[how]}; print('up', flush=True); input()"
+    file = SHM / f"{_PREFIX}{how}"
     with engine_files_removed():
-        file = _new(f"{_PREFIX}{how}")
-        command = [sys.executable, "-c", code, str(file)]
-        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert other.stdout is not None and other.stdout.readline() == "up\n"
+        other = _start(f"f = open({str(file)!r}, 'w+b'); f.truncate(4096); {_HAVE[how]}; print('up', flush=True)")
+        assert _answer(other) == "up"
     assert file.exists() and is_held(file.name)
-    other.communicate("\n", timeout=30)
+    _end(other)
     assert not is_held(file.name)
+
+
+@pytest.mark.processes
+def test_a_semaphore_of_a_living_process_stays() -> None:
+    """Who makes one has it mapped under a name that is gone, and others will look for it by the one that is there."""
+    code = "from multiprocessing import get_context; lock = get_context('spawn').Lock()"
+    with engine_files_removed():
+        other = _start(f"{code}; print(lock._semlock.name, flush=True)")
+        file = SHM / f"sem.{_answer(other).lstrip('/')}"
+    assert file.exists() and is_held(file.name)
+    _end(other)
+
+
+def _start(code: str) -> subprocess.Popen[str]:
+    """A process that runs this, and then waits for a line."""
+    command = [sys.executable, "-c", f"import mmap; {code}; input()"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.communicate("\n", timeout=30)
