@@ -35,7 +35,7 @@ def other_processes() -> list[Path]:
 
 
 def _holds(process: Path, file: os.stat_result) -> bool:
-    """By device and inode: a semaphore is mapped under another name by who has made it."""
+    """Whether it has this file, known by its inode: who makes a semaphore has it mapped under another name."""
     mapped = [f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}", str(file.st_ino)]
     with contextlib.suppress(OSError):  # it has ended, or is somebody else's
         if any(line.split()[3:5] == mapped for line in (process / "maps").read_text().splitlines()):
