@@ -63,10 +63,19 @@ class CommitError(RequestError):
 class OutOfBlocksError(CacheError):
     """An allocation that cannot be had now; nothing was changed."""
 
-    def __init__(self, missing: int, coming: int) -> None:
-        """`missing` are short when all evictable ones are taken; `coming` are held only by copies in flight."""
-        remedy = f"wait for the copies in flight, which hold {coming}, or " if coming else ""
-        super().__init__(f"{missing} blocks are missing; {remedy}release a request, then allocate again")
+    def __init__(self, missing: int, coming: int, *, num_all: int | None = None) -> None:
+        """`missing` are short when all evictable ones are taken; `coming` are held only by copies in flight.
+
+        `num_all`: the blocks of the whole pool, where one caller would have more than these.
+        """
+        remedy = "release a request, then allocate again"
+        if num_all is not None:
+            remedy = f"the whole pool has {num_all}, so no wait can help: make it larger, or end this request"
+        elif coming >= missing:
+            remedy = f"wait for the copies in flight, which hold {coming} (`wait_seconds`), or {remedy}"
+        elif coming:
+            remedy = f"copies in flight hold {coming} of them; {remedy}"
+        super().__init__(f"{missing} blocks are missing; {remedy}")
         self.missing = missing
         self.coming = coming
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import time
 from array import array
@@ -132,7 +133,13 @@ class PrefixCacheManager:
                 requests.abandon(active)
             raise
 
-    def allocate(self, request: Request, num_blocks: int, *, ahead_of_loads: bool = False) -> list[int]:
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold so many tokens."""
+        return -(-num_tokens // self.config.block_size)
+
+    def allocate(
+        self, request: Request, num_blocks: int, *, ahead_of_loads: bool = False, wait_seconds: float = 0.0
+    ) -> list[int]:
         """Give the request `num_blocks` more GPU blocks behind those that it has; evicts what the policy names.
 
         A match that still waits for loads is cut to what the caller saw of it last (by `match`, `poll` or `wait`), so
@@ -143,9 +150,15 @@ class PrefixCacheManager:
         `block_ids`, its `coming_block_ids` and what this returns. The worker waits for each layer of the coming ones
         (`LayerProgress.wait_layer`) before it computes that layer; after the step ask `confirm`.
 
+        `wait_seconds`, for an engine that has nothing else to run: wait so long for blocks that only copies in flight
+        hold. Where none is on its way, or the cache is paused, it waits for nothing.
+
         Raises:
             OutOfBlocksError: not that many can be had now; nothing was changed.
         """
+        if wait_seconds:
+            try_once = functools.partial(self.allocate, request, num_blocks, ahead_of_loads=ahead_of_loads)
+            return self._movement.mover.when_room(try_once, wait_seconds)
         if type(num_blocks) is not int:
             num_blocks = operator.index(num_blocks)
         with self._books:

@@ -55,7 +55,7 @@ ROOMS = {
         "stats": {"books", "policies"},
         "books": {"errors", "policies"},
         "policies": {"books", "errors"},  # beside the books: state in, choice out
-        "movement": {"books", "config", "policies"},
+        "movement": {"books", "config", "errors", "policies"},
         "storage": {"movement", "books", "config", "errors", "policies", "request", "stats"},
         "requests": {"storage", "movement", "books", "config", "errors", "match", "policies", "request", "tokens"},
         "peers": {"requests", "storage", "movement", "books", "config", "errors", "request"},

@@ -84,7 +84,9 @@ class CallerBlocks:
             self._books.check_awake()
             missing = num_blocks - self._books.residency.num_available(tier)
             if missing > 0:
-                raise OutOfBlocksError(missing, self._requests.num_coming() if tier is GPU else 0)
+                num_all = self._books.pools[tier].num_blocks
+                num_coming = self._requests.num_coming() if tier is GPU else 0
+                raise OutOfBlocksError(missing, num_coming, num_all=num_all if num_blocks > num_all else None)
             ids = self._books.take(num_blocks, tier, CALLER)
             self._own.note_taken(ids, tier)
             if tier is GPU:

@@ -13,6 +13,7 @@ from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
 from fastdeploy_cache.books.transfer import segments_of
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
+from fastdeploy_cache.movement.burst_losses import BurstLosses
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
 MIN_STORE_BLOCKS = 64  # a task for each block that a decoding request fills would cost more than its commit
@@ -25,9 +26,10 @@ _MAX_STARTED = 64  # copies that one look starts
 class CopyDown:
     """`write_through` copies what is committed; `write_through_selective` what has been used often enough.
 
-    `write_back` copies ahead of eviction: of the runs whose ends would be evicted next (the cold zone: as many blocks
-    as are to be free or copied) what has no copy. A copy takes free CPU blocks or those of something colder than its
-    source, never the copy of what is in the cold zone itself: so copying comes to rest, and trades no copy for another.
+    `write_back` copies at once as long as the CPU tier has free blocks, so that a burst loses nothing that fits. Then
+    it copies ahead of eviction: of the runs whose ends would be evicted next (the cold zone: as many blocks as are to
+    be free or copied) what has no copy. Such a copy takes free CPU blocks or those of something colder than its source,
+    never the copy of what is in the cold zone itself: so copying comes to rest, and trades no copy for another.
     """
 
     def __init__(self, config: CacheConfig, books: Books, mover: BlockMover) -> None:
@@ -50,6 +52,7 @@ class CopyDown:
         self._num_moved = 0  # blocks that came or went since the cold zone was looked at
         self._has_more = False
         self._num_started = 0  # blocks that were on their way after the last look
+        self._losses = BurstLosses(self._tree.residency)
         books.listen(TaskEnded, self._on_task_ended)
         books.listen(LetGo, lambda gone: self.moved(max(0, gone.num_held - gone.run.num_held)))
 
@@ -68,12 +71,18 @@ class CopyDown:
         """A run has grown: much that is new is copied at once, for a long answer."""
         if self._through and _num_uncopied(run) >= MIN_STORE_BLOCKS:
             self.store((run,), MIN_STORE_BLOCKS)
+        elif self._back and self._pool.num_free and _num_uncopied(run) >= MIN_STORE_BLOCKS:
+            self.store((run,), MIN_STORE_BLOCKS, into_free=True)
 
     def released(self, path: Sequence[Run]) -> int:
         """A path was used and is still pinned. Returns how many blocks should have been copied and could not be."""
         if self._selective and not self._through:
             path = [run for run in path if run.usage.num_uses >= self._min_uses]
-        return self.store(path) if self._through or self._selective else 0
+        if self._through or self._selective:
+            return self.store(path)
+        if self._back and self._pool.num_free:
+            self.store(path, into_free=True)
+        return 0
 
     def moved(self, num_blocks: int) -> None:
         """So many GPU blocks were taken, or may be evicted from now on."""
@@ -81,6 +90,7 @@ class CopyDown:
             self._num_moved += num_blocks
             if self._num_moved >= self._look_after or (self._has_more and not self._mover.num_storing):
                 self.look_ahead()
+                self._losses.look()
 
     def _on_task_ended(self, ended: TaskEnded) -> None:
         """A copy has ended: go on with what was left for want of room in flight, once half of that has ended: each look
@@ -95,13 +105,16 @@ class CopyDown:
     # -- write through
 
     @contained("copy_down", 0)
-    def store(self, path: Sequence[Run], min_blocks: int = 1, *, unstored: bool = False) -> int:
+    def store(
+        self, path: Sequence[Run], min_blocks: int = 1, *, unstored: bool = False, into_free: bool = False
+    ) -> int:
         """Start copying down what of a path is neither copied nor on its way, if it is `min_blocks` or more.
 
         With `unstored` only what storage has not been given yet.
 
         Of each run it begins where the copies end, not at the newest blocks: what an earlier store failed to bring is
-        copied again, or its gap would keep out every later copy of the run. Evicts older copies where there is no room.
+        copied again, or its gap would keep out every later copy of the run. Evicts older copies where there is no room;
+        with `into_free` none.
         Returns how many blocks should have been copied and could not be.
         """
         firsts = [(run, run.num_stored if unstored else 0) for run in path if _num_uncopied(run) > 0]
@@ -115,7 +128,7 @@ class CopyDown:
         whole = Pin(last, last.num_blocks)  # or the eviction would take the copies that these are to continue
         self._tree.pin(whole)
         try:
-            num_blocks = min(wanted, residency.num_available(CPU))
+            num_blocks = min(wanted, self._pool.num_free if into_free else residency.num_available(CPU))
             if num_blocks:
                 residency.evict(CPU, max(0, num_blocks - self._pool.num_free))
                 self._mover.store(_pieces(parts, num_blocks))
@@ -153,6 +166,7 @@ class CopyDown:
                 break
             num_blocks = self._make_room(min(length, num_room, self._piece_blocks), run, zone)
             if not num_blocks:
+                self._losses.num_declined += length
                 break
             # the end is evicted first, so it is copied first, but for what goes on where copies end
             is_next = _continues(run, first)

@@ -107,7 +107,9 @@ class Requests:
         if num_blocks > pool.num_free:
             missing = num_blocks - self.books.residency.num_available(GPU)
             if missing > 0:
-                raise OutOfBlocksError(missing, self.num_coming())
+                num_all = max(len(active.block_ids), active.num_matched_blocks) + num_blocks
+                is_more = num_all > pool.num_blocks
+                raise OutOfBlocksError(missing, self.num_coming(), num_all=pool.num_blocks if is_more else None)
         if active.phase is WAITING:
             if ahead_of_loads:
                 self.ahead.begin(active)

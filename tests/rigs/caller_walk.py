@@ -155,10 +155,10 @@ class Caller:
     def load(self) -> None:
         request = self.request()
         ahead = self.choose.random() < 0.5
+        first = len(self.model.cache.blocks.lookup(request, touch=False).block_ids)  # may raise: nothing is held yet
         load = self.model.cache.blocks.copies.load(request, ahead=ahead)
         self.num_moved["load"] += load.num_blocks if load is not None else 0
         if load is not None and ahead:
-            first = len(self.model.cache.blocks.lookup(request, touch=False).block_ids)
             contents = self.prefixes(request)[first : first + load.num_blocks]
             self.loads.append((load, contents, self.model.epoch))
 

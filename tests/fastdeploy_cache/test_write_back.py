@@ -1,0 +1,258 @@
+"""`write_back`, the default: copies at once while the CPU tier has room, then ahead of eviction."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fastdeploy_cache import KVLayout, Request
+from fastdeploy_cache.movement import copy_down
+from fastdeploy_cache.movement.copy_down import MIN_STORE_BLOCKS
+from fastdeploy_cache.policies import EVICTION_POLICIES
+from fastdeploy_cache.transfer_manager.task import TaskKind
+from tests.rigs.cache_model import CacheModel
+from tests.rigs.write_policies import A, B, C, D, copied, in_cold_zone, look_ahead, no_copies, traffic, write_back
+
+
+def coldest_first(policy: str, *prompts: list[int]) -> list[list[int]]:
+    """In the order in which to serve them, so that the first one is the coldest."""
+    return list(prompts[::-1] if policy in {"mru", "filo"} else prompts)
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_a_burst_keeps_what_fits(policy: str) -> None:
+    """Ten prompts, one after the other without a pause, over a pool that holds two: as long as the CPU tier has free
+    blocks all are copied at once, an allocation waits for room rather than dropping what has no copy, and all hit."""
+    model = write_back(policy, num_cpu=200)
+    prompts = [[1000 * number + i for i in range(20)] for number in range(10)]
+    for tokens in prompts:
+        live = model.must_match(tokens)
+        while not model.allocate(live, 20):
+            model.client.land()
+        model.compute(live, 20)
+        model.release(live)
+    assert model.cache.stats().gpu.num_evicted_by_kind[1] == 0
+    model.client.land_all()
+    for tokens in prompts:
+        assert model.cache.blocks.lookup(Request(request_id="", prompt_token_ids=tokens)).num_blocks == 20
+    model.finish()
+
+
+def test_a_full_tier_is_not_copied_into_at_release() -> None:
+    """Nothing is evicted for a copy at release: what the tier holds may be worth more than what is released."""
+    model = write_back(num_cpu=20)
+    model.serve_and_copy(A[:20])
+    model.serve(B[:9], stays=False, patient=True)
+    assert not model.client.tasks and {token for token, _ in copied(model)} == {A[0]}
+    model.finish()
+
+
+def test_what_a_burst_loses_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Each time that the number of blocks that were evicted before they were copied has doubled; with the remedy."""
+    model = write_back()
+    with no_copies(model):
+        for start in range(0, 4000, 100):
+            model.serve([start + i for i in range(20)], stays=False, patient=True)
+    lines = [record.getMessage() for record in caplog.records if "event=blocks_lost" in record.getMessage()]
+    assert 3 <= len(lines) <= 8 and all("cpu_write_policy" in line for line in lines)
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_write_back_looks_ahead_when_the_reserve_is_short(policy: str) -> None:
+    """Nothing as long as the reserve, a quarter of the pool, is free; then the coldest prompt, whole: its end is worth
+    nothing without its beginning."""
+    model = write_back(policy)
+    with no_copies(model):
+        for tokens in coldest_first(policy, A[:20], B[:10]):
+            model.serve(tokens, stays=False, patient=True)
+    look_ahead(model)
+    assert (model.cache.stats().gpu.num_free, len(model.client.tasks)) == (10, 0)
+    live = model.must_match(C[:4])
+    assert model.allocate(live, 4)
+    model.client.land_all()
+    assert copied(model) == {(A[0], block) for block in range(20)}
+    model.finish()
+
+
+@pytest.mark.parametrize("num_gpu", [60, 90, 100])
+def test_prompts_larger_than_the_reserve_are_copied_whole_and_hit(num_gpu: int) -> None:
+    """Twelve prompts in turn, each larger than the reserve: in the second round every one hits the CPU tier."""
+    model = CacheModel(1, num_gpu, 400, write_policy="write_back")
+    prompts = [[1000 * number + i for i in range(30)] for number in range(12)]
+    for _ in range(2):
+        before = model.num_loaded_tokens
+        for tokens in prompts:
+            model.serve_and_copy(tokens)
+    assert model.num_loaded_tokens - before >= 29 * 11
+    model.finish()
+
+
+def test_write_back_copies_no_more_than_the_reserve_is_short_of() -> None:
+    """A second look while the first one's blocks are on their way finds no more: the next prompt stays uncopied."""
+    model = write_back()
+    with no_copies(model):
+        for tokens in (A[:20], B[:10], C[:4]):
+            model.serve(tokens, stays=False, patient=True)
+    for _ in range(2):
+        look_ahead(model)
+    model.client.land_all()
+    assert {token for token, _ in copied(model)} == {A[0]}
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_write_back_copies_the_coldest_ends_ahead(policy: str) -> None:
+    """A burst as large as the reserve then drops clean blocks only, and they hit later, with their content."""
+    model = write_back(policy)
+    model.serve_and_copy(*coldest_first(policy, A[:20], B[:20]))
+    assert {(A[0], block) for block in range(10, 20)} <= copied(model)
+    burst = model.must_match(C[:10])
+    assert model.allocate(burst, 10)
+    assert model.cache.stats().gpu.num_evicted_by_kind == (10, 0)
+    model.client.land_all()
+    model.release(burst)
+    again = model.must_match(A[:21])
+    assert (again.match.num_gpu_tokens, again.match.num_coming_tokens) == (10, 10)
+    model.client.land_all()
+    assert len(model.settle(again)) == 20
+    model.finish()
+
+
+def test_a_parent_that_is_warmer_than_other_leaves_is_not_copied_before_them() -> None:
+    """The beginning of the coldest prompt was used again alone: the next coldest prompt is copied instead of it."""
+    model = write_back(num_gpu=80)
+    model.serve_and_copy(A[:20], B[:20], A[:10], C[:20])
+    live = model.must_match(D[:36])
+    for num_blocks in (10, 6, 16):
+        assert model.allocate(live, num_blocks)
+        model.client.land_all()
+    assert model.cache.stats().gpu.num_evicted_by_kind[1] == 0
+
+
+def test_what_was_not_copied_in_time_is_dropped_and_counted() -> None:
+    """The ranks' queue is full: the burst drops blocks without a copy, in the books and in the metrics."""
+    model = write_back()
+    model.client.max_tasks[TaskKind.SWAP_OUT] = 0
+    model.serve_and_copy(A[:20], B[:20])
+    live = model.must_match(C[:10])
+    assert model.allocate(live, 10)
+    stats = model.cache.stats()
+    assert stats.gpu.num_evicted_by_kind == (0, 10)
+    assert stats.num_refused_transfers["swap_out"] > 0
+    samples = {
+        (sample.labels["tier"], sample.labels["kind"]): sample.value
+        for family in model.cache.metrics.collect()
+        for sample in family.samples
+        if sample.name == "fastdeploy_cache_evicted_blocks_total"
+    }
+    assert samples == {("gpu", "dropped"): 10, ("gpu", "copy_kept"): 0, ("cpu", "dropped"): 0, ("cpu", "copy_kept"): 0}
+    assert model.must_match(A[:21]).match.num_tokens == 10
+    model.finish()
+
+
+def test_the_copy_of_a_block_that_is_back_on_the_gpu_is_kept() -> None:
+    """Its next eviction needs no copying."""
+    model = write_back()
+    model.serve_and_copy(A[:20], B[:20], C[:10])
+    ends = {(A[0], block) for block in range(10, 20)}
+    model.serve_and_copy(A[:21])
+    assert model.cache.stats().num_swapped_in_blocks == 10
+    assert copied(model) >= ends
+    model.serve_and_copy(B[:10], C[:9])
+    before = model.cache.stats()
+    burst = model.must_match(D[:15])
+    assert model.allocate(burst, 15)
+    after = model.cache.stats()
+    assert after.gpu.num_evicted_by_kind[0] - before.gpu.num_evicted_by_kind[0] == 15
+    assert copied(model) >= ends
+    model.finish()
+
+
+def test_a_copy_goes_when_its_room_is_needed_for_something_warmer() -> None:
+    """A small CPU tier: the copies of the first prompt make way for those of what was used after it."""
+    model = write_back(num_cpu=10)
+    model.serve_and_copy(A[:20], B[:20], C[:10])
+    assert copied(model) == {(A[0], block) for block in range(10)}
+    for tokens in (A[:21], B[:30], C[:30], D[:30], B[:30]):
+        model.serve_and_copy(tokens)
+    assert len(copied(model)) == 10
+    assert not any(block[0] == A[0] for block in copied(model))
+    model.finish()
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+@pytest.mark.parametrize(("seed", "num_requests"), [(1, 60), (2, 60), (3, 60), (4, 900)])
+def test_copying_comes_to_rest_and_trades_no_copy_for_another(policy: str, seed: int, num_requests: int) -> None:
+    """A full CPU tier and nothing to do: each store only adds copies to the cold zone, and there is a last one."""
+    model = write_back(policy, num_cpu=12)
+    traffic(model, random.Random(seed), num_requests)
+    num_tasks, num_idle = 0, 0
+    while num_idle < 3:
+        num_idle = 0 if model.client.tasks else num_idle + 1
+        if not model.client.tasks:
+            look_ahead(model)
+            continue
+        before = copied(model) & in_cold_zone(model)
+        model.client.land()
+        assert before <= copied(model), "a copy of the cold zone was evicted"
+        num_tasks += 1
+        assert num_tasks <= 2 * model.num_gpu, "copying goes on and on"
+    assert model.cache.stats().cpu.num_free == 0 or not in_cold_zone(model) - copied(model)
+    model.finish()
+
+
+def test_the_copy_of_a_cold_block_is_not_evicted_for_its_neighbour() -> None:
+    """A tier of 4 blocks holds the 4 coldest, and that is all: no look ahead starts another task."""
+    model = write_back(num_cpu=4)
+    model.serve_and_copy(A[:20], B[:20])
+    for _ in range(5):
+        look_ahead(model)
+        assert not model.client.tasks
+    assert copied(model) == {(A[0], block) for block in range(4)}
+    model.finish()
+
+
+def test_bytes_in_flight_are_capped() -> None:
+    """Blocks of 64 MiB: four at a time, though the reserve is ten; the others follow as these land."""
+    layout = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+    model = CacheModel(512, 40, 100, write_policy="write_back", layout=layout)
+    assert model.cache.config.block_bytes() == 64 * 2**20
+    with no_copies(model):
+        for i in range(4):
+            model.serve([i] * 5120, stays=False, patient=False)
+    look_ahead(model)
+    most = 0
+    while model.client.tasks:
+        most = max(most, sum(len(task.source_ids) for task in model.client.tasks))
+        model.client.land()
+    assert most == 4
+    assert model.cache.stats().cpu.num_cached >= 10
+    model.finish()
+
+
+def test_a_long_run_is_copied_end_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks of 64 blocks, if blocks are large, from the end on: its copies are always one piece that ends with it, and
+    hit whole."""
+    monkeypatch.setattr(copy_down, "_PIECE_TOKENS", 0)
+    model = write_back(num_gpu=320, num_cpu=400, cpu_write_high_water=0.0)
+    with no_copies(model):
+        model.serve(A[:300], stays=False, patient=False)
+    look_ahead(model)
+    starts = []
+    while model.client.tasks:
+        assert len(model.client.tasks[0].source_ids) <= MIN_STORE_BLOCKS
+        model.client.land()
+        (run,) = model.cache._books.tree.runs()
+        assert run.cpu_end == 300
+        starts.append(run.cpu_start)
+    assert starts == sorted(starts, reverse=True)
+    assert starts[0] == 300 - MIN_STORE_BLOCKS
+    live = model.must_match(B[:250])
+    assert model.allocate(live, 250)
+    assert model.cache.stats().gpu.num_evicted_by_kind == (230, 0)
+    model.release(live)
+    again = model.must_match(A[:301])
+    assert (again.match.num_tokens, again.match.num_coming_tokens) == (70, 230)
+    model.client.land_all()
+    assert len(model.settle(again)) == 300
+    model.finish()
