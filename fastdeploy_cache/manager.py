@@ -198,7 +198,7 @@ class PrefixCacheManager:
         ahead of loads publishes nothing before `confirm`. When blocks are copied down is the write policy's.
 
         Raises:
-            CommitError: more tokens than the request has or its blocks hold; nothing was changed.
+            CommitError: fewer tokens than before, or more than the request has or its blocks hold; nothing was changed.
         """
         if type(num_computed_tokens) is not int:
             num_computed_tokens = operator.index(num_computed_tokens)
@@ -208,7 +208,7 @@ class PrefixCacheManager:
             if active.phase is WAITING:
                 requests.matcher.settle(active)
             num_held = len(active.block_ids) * self.config.block_size
-            if not 0 <= num_computed_tokens <= min(request.num_tokens, num_held):
+            if not active.num_computed_tokens <= num_computed_tokens <= min(request.num_tokens, num_held):
                 active.refuse_commit(num_computed_tokens, num_held)
             requests.commit(active, num_computed_tokens, time.monotonic())
 
@@ -220,11 +220,11 @@ class PrefixCacheManager:
         sampled is not among the computed ones, as its KV comes with the next step: what is computed is mostly
         `request.num_tokens` from before this call. A piece of a prompt is (request, [], computed). For each the answer
         has its new block ids, behind those that it has, or the error for which nothing of its step was done; the others
-        go on. Fewer computed tokens than before change nothing. A match that is not settled is settled first.
+        go on. A match that is not settled is settled first.
 
         The errors, which are answered and not raised:
             OutOfBlocksError: its tokens do not fit; release another request, and give it again.
-            CommitError: more computed tokens than it has, or than the blocks hold that it had before.
+            CommitError: fewer computed tokens than before, more than it has, or than its blocks held before.
             RequestError: no token ids from 0 to 2**31 - 1, the same request twice, or one that ran ahead of blocks that
                 did not come.
             UnknownRequestError: not matched, or released already.

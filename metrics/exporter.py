@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from fastdeploy_cache.errors import PortInUseError
+from fastdeploy_cache.errors import MetricsError, PortInUseError
 
 __all__ = ["Collector", "MetricsExporter"]
 
@@ -41,11 +42,14 @@ class MetricsExporter:
 
         Raises:
             PortInUseError: the address cannot be listened on.
+            MetricsError: the host is not known.
         """
         registry = CollectorRegistry()
         registry.register(Together(collectors))
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        except socket.gaierror as error:
+            raise MetricsError(f"metrics cannot listen on {host}:{port}: {error}; use another host") from error
         except (OSError, OverflowError) as error:
             raise PortInUseError(f"metrics cannot listen on {host}:{port}: {error}; use another port") from error
         self.url = f"http://{host}:{self._server.server_port}/metrics"

@@ -140,6 +140,11 @@ class ActiveRequest:
     def refuse_commit(self, num_computed_tokens: int, num_held_tokens: int) -> NoReturn:
         """Say why so many tokens cannot be committed, where the request's blocks hold `num_held_tokens`."""
         request = self.request
+        if num_computed_tokens < self.num_computed_tokens:
+            raise CommitError(
+                f"commit of {num_computed_tokens} tokens for request {request.request_id!r}, of which "
+                f"{self.num_computed_tokens} are committed; commit the same or more, and only what is accepted"
+            )
         if not 0 <= num_computed_tokens <= request.num_tokens:
             raise CommitError(
                 f"commit of {num_computed_tokens} tokens for request {request.request_id!r} of {request.num_tokens}; "

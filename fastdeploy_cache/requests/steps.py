@@ -63,10 +63,11 @@ class Steps:
             requests.matcher.settle(active)
         num_before = request.num_tokens
         num_tokens, num_room = num_before + len(tokens) // TOKEN_BYTES, len(active.block_ids) * self._size
-        if not 0 <= num_computed_tokens <= num_room or num_computed_tokens > num_tokens:
+        least, most = active.num_computed_tokens, min(num_tokens, num_room)
+        if not least <= num_computed_tokens <= most:
             raise CommitError(
-                f"step of request {request.request_id!r} with {num_computed_tokens} computed tokens; it has "
-                f"{num_tokens} tokens, and its blocks hold {num_room}: give 0 to {min(num_tokens, num_room)}"
+                f"step of request {request.request_id!r} with {num_computed_tokens} computed tokens; {least} are "
+                f"committed, it has {num_tokens}, and its blocks hold {num_room}: give {least} to {most}"
             )
         new_ids, began = list[int](), active.stepped_at
         if num_tokens > num_room:

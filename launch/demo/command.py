@@ -7,13 +7,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
 from fastdeploy_cache import CacheConfig, StorageConfig, TransferConfig
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.demo.conversations import CONVERSATIONS
-from fastdeploy_cache.launch.demo.report import BLOCK_TOKENS, facts, show
-from fastdeploy_cache.launch.demo.scenario import Played, play, play_again
+from fastdeploy_cache.launch.demo.report import BLOCK_TOKENS, course_of, facts, show
+from fastdeploy_cache.launch.demo.scenario import Played, play, play_again, prompt_of, warm_up
 from fastdeploy_cache.launch.findings import check_target, console_beside, progress_on, write_json
 from fastdeploy_cache.launch.reference_engine.serving import layout_of
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
@@ -24,6 +25,13 @@ _PROMPT_BLOCKS, _TURNS = 32, 2
 _NUM_CPU_BLOCKS = 256
 _STORAGE_BYTES, _SLAB_BYTES = 1536 * 2**20, 64 * 2**20
 _MIN_PREFETCH_TOKENS = 32  # the prompts here are short
+
+
+_NEXT = """
+What next?
+  ./launch/start.sh           a server with OpenAI's API and this cache, at 127.0.0.1:8000
+  ./launch/engines.sh vllm    a real vLLM with this cache, and without it; docs/engines.md
+  less docs/engine.md         the cache in an engine of your own"""
 
 
 def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: Path | None, kill: bool) -> bool:
@@ -40,10 +48,12 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
         config = _config(files, num_ranks, num_gpu_blocks, log_dir, folder)
         cached, again, plain = _run(console, files, config, max_new_tokens, num_ranks - 1 if kill else None)
     found = facts(cached, again, plain)
+    found["conversation"] = course_of(CONVERSATIONS[0], cached, again, ChatTokenizer(files))
     show(console, found)
     write_json(json_file, found)
     if json_file is not None:
         console.print(f"Facts written to {json_file}")
+    console.print(_NEXT)
     return all(found["checks"].values())
 
 
@@ -53,6 +63,7 @@ def _run(
     """Play the turns with the cache, the last ones again after a restart, and all of them with the cache off."""
     num_turns, tokenizer = len(CONVERSATIONS[0].turns), ChatTokenizer(files)
     plain_config = dataclasses.replace(config, enable_prefix_caching=False, num_cpu_blocks=None, storage=None)
+    warm_up(files, plain_config, prompt_of(tokenizer, CONVERSATIONS[0], 0, np.empty(0, np.int32)))
     with progress_on(console) as progress:
 
         def bar(title: str, num_turns: int) -> Callable[[], None]:

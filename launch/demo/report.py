@@ -6,9 +6,13 @@ import statistics
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from fastdeploy_cache.launch.demo.conversations import Conversation
 from fastdeploy_cache.launch.demo.scenario import Answer, Played
 from fastdeploy_cache.launch.findings import table_of
+from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 
 BLOCK_TOKENS = 16
 KINDS = ("cold", "GPU hit", "CPU hit", "storage hit")
@@ -49,6 +53,24 @@ def facts(cached: Played, again: Played, plain: Played) -> dict[str, Any]:
     }
 
 
+def course_of(
+    conversation: Conversation, cached: Played, again: Played, tokenizer: ChatTokenizer
+) -> list[dict[str, Any]]:
+    """The first conversation as it went: what was asked and answered, and where each prompt's tokens came from."""
+    answers = [answer for answer in (*cached.answers, *again.answers) if answer.conversation == 0]
+    return [
+        {
+            "question": conversation.turns[answer.turn],
+            "answer": tokenizer.decode(answer.token_ids).strip(),
+            "after_restart": answer.after_restart,
+            "prompt_tokens": answer.num_prompt_tokens,
+            "tokens": {"gpu": answer.num_gpu_tokens, "cpu": answer.num_cpu_tokens, "disk": answer.num_storage_tokens},
+            "seconds_to_first_token": answer.seconds_to_first_token,
+        }
+        for answer in answers
+    ]
+
+
 def _checks(cached: Played, again: Played, kinds: dict[str, Any], different: list[dict[str, int]]) -> dict[str, bool]:
     checks = {
         "answers are token for token those computed with the cache off": not different,
@@ -77,6 +99,10 @@ def show(console: Console, found: dict[str, Any]) -> None:
         )
         table.add_row(kind, str(row["requests"]), str(row["prompt_tokens"]), str(row["tokens_reused"]), *cells)
     console.print(table)
+    console.print(
+        'A "cold" prompt was never seen: it is computed as with the cache off, so 1.0x is what to expect of it.'
+    )
+    _show_course(console, found["conversation"])
     rates = found["hit_rates"]
     console.print(
         f"Hit rates: {rates['request']:.0%} of requests, {rates['token']:.0%} of prompt tokens "
@@ -98,6 +124,20 @@ def show(console: Console, found: dict[str, Any]) -> None:
         console.print(f"[green]ok[/green]      {check}" if held else f"[red]FAILED[/red]  {check}")
     for answer in found["different_answers"]:
         console.print(f"        differs: conversation {answer['conversation']}, turn {answer['turn']}")
+
+
+def _show_course(console: Console, course: list[dict[str, Any]]) -> None:
+    lines = Table.grid(padding=(0, 2))
+    for turn in course:
+        sources = [f"{num} from {tier}" for tier, num in turn["tokens"].items() if num]
+        num_computed = turn["prompt_tokens"] - sum(turn["tokens"].values())
+        came = f"{turn['prompt_tokens']} tokens of prompt: {', '.join([*sources, f'{num_computed} computed'])}"
+        if turn["after_restart"]:
+            lines.add_row("", Text("(the engine is started again, and asked the same)"))
+        lines.add_row(" user", Text(turn["question"]))
+        lines.add_row(" answer", Text(turn["answer"]))
+        lines.add_row("", Text(f"{came}; first token after {_milliseconds(turn['seconds_to_first_token'])}"))
+    console.print("\nOne of the conversations as it went:", lines, "", sep="\n")
 
 
 def _median(answers: list[Answer]) -> float | None:

@@ -68,6 +68,12 @@ class Played:
     flushed: bool = False  # storage had everything when the engine ended
 
 
+def warm_up(files: ModelFiles, config: CacheConfig, prompt: np.ndarray) -> None:
+    """Compute once what nobody times: the first run of a model in a process takes longer than all later ones."""
+    with running_engine(files, config, max_running=1) as engine:
+        _answer_all(engine, [prompt], 2, lambda: None)
+
+
 def play(
     files: ModelFiles,
     tokenizer: ChatTokenizer,

@@ -140,6 +140,12 @@ def test_the_demo_holds_what_it_promises(tmp_path: Path) -> None:
     assert facts["different_answers"] == []
     assert facts["num_answers"] == sum(kind["requests"] for kind in facts["kinds"].values()) == 20
     assert facts["rank_restarts"] == [0, 0, 1]
+    assert [turn["after_restart"] for turn in facts["conversation"]] == [False, False, False, True]
+    first, *others = facts["conversation"]
+    assert not any(first["tokens"].values()) and others[-1]["tokens"]["disk"]
+    assert others[-1]["answer"] == others[-2]["answer"]
+    assert others[-1]["answer"] in " ".join(result.stdout.split())
+    assert "What next?" in result.stdout
 
 
 @pytest.mark.parametrize(("found", "words"), [("", "aiohttp is not installed"), ("3.14.3", "aiohttp is 3.14.3")])
