@@ -46,7 +46,7 @@ class Inserted(NamedTuple):
 
     num_blocks: int  # of the sequence, cached now; those before `first_block` where nothing of the caller's was
     duplicate_ids: list[int]  # still the caller's: these had a copy on the GPU, or are not cached (no memory)
-    pinned: PinnedPrefix | None
+    pinned: PinnedPrefix | None  # None, too, where there was no memory for it
 
 
 class CallerBlocks:
@@ -237,7 +237,7 @@ class CallerBlocks:
             # whatever becomes of the count, the blocks are cached
             count = functools.partial(self._count_use, request, run, end, asked)
             path = self._tree.mishaps.ask("policy", count, run.path())
-            pinned = self._books.pin_prefix(path, num_blocks) if pin else None
+            pinned = self._pin(path, num_blocks) if pin else None
         return Inserted(num_blocks, ids.tolist(), pinned)
 
     def note_use(self, request: Request, *, num_found_blocks: int) -> int:
@@ -254,6 +254,13 @@ class CallerBlocks:
                 asked = Asked(max(1, request.num_prompt_tokens // self._config.block_size), num_found_blocks)
                 self._tree.mishaps.ask("policy", functools.partial(self._count_use, request, run, end, asked), path)
             return num_blocks
+
+    def _pin(self, path: list[Run], num_blocks: int) -> PinnedPrefix | None:
+        """None for want of memory: what is cached has its owners already, and the caller must hear whose each is."""
+        try:
+            return self._books.pin_prefix(path, num_blocks)
+        except MemoryError:
+            return None
 
     def _insert(self, at: tuple[Run, int], keys: BlockKeys, first_block: int, ids: array[int]) -> Insertion:
         """What the tree did not want is the caller's still."""

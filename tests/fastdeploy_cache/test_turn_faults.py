@@ -15,6 +15,7 @@ from fastdeploy_cache.storage.tier import StorageTier
 from tests.rigs.cache_model import CacheModel
 from tests.rigs.simulated_storage import SimulatedStorage
 from tests.rigs.storage_rig import STORE, A, Rig
+from tests.rigs.write_policies import no_copies
 
 TEXT = list(range(41))
 
@@ -72,7 +73,8 @@ def test_a_release_makes_room_for_copies_down_with_a_store_as_without(has_store:
     assert rig.model.allocate(live, 11)
     rig.model.compute(live, 41)
     copy_down.moved = lambda num_blocks: (num_moved.append(num_blocks), moved(num_blocks))[0]  # type: ignore[assignment,func-returns-value,method-assign]
-    rig.model.release(live)
+    with no_copies(rig.model):
+        rig.model.release(live)
     del copy_down.moved
     assert num_moved == [10]
     rig.finish()

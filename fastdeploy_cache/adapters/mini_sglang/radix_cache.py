@@ -159,7 +159,8 @@ class RadixPrefixCache:
             return InsertResult(handle.cached_len, handle)
         own = page_ids[num_known:]
         inserted = self.manager.blocks.insert(request, own, first_block=num_known, pin=True, used=not lock)
-        assert inserted.pinned is not None
+        if inserted.pinned is None:
+            raise MemoryError("the pages are cached; there was no memory to lock them")
         handle = self._handle(request, inserted.pinned.block_ids)
         if lock and handle.request is not None:
             self._locks[handle] = [inserted.pinned]
