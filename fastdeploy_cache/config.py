@@ -18,6 +18,7 @@ from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES, 
 from fastdeploy_cache.transfer_manager.config import TransferConfig, check_integers
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
+from fastdeploy_cache.transfer_manager.sizes import with_sizes
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
@@ -278,7 +279,8 @@ class CacheConfig:
         """Build from a TOML file, then environment variables, then arguments; the later wins, key by key.
 
         Environment names are upper case behind `FASTDEPLOY_CACHE_`, tables joined by two underscores:
-        `FASTDEPLOY_CACHE_TRANSFER__TP_SIZE=3`. Table arguments are mappings: `transfer={"tp_size": 3}`.
+        `FASTDEPLOY_CACHE_TRANSFER__TP_SIZE=3`. Table arguments are mappings: `transfer={"tp_size": 3}`. Sizes in bytes
+        may be texts: `cpu_memory_bytes="10GB"`.
 
         Raises:
             ConfigError: an unreadable file, an unknown key (with the nearest right one), a value of the wrong type.
@@ -292,6 +294,9 @@ class CacheConfig:
         _merge(settings, from_environment)
         _merge(settings, {key: _as_settings(value) for key, value in overrides.items()})
         check_keys(settings)
+        settings = with_sizes(settings) | {
+            name: with_sizes(settings[name], f"{name}.") for name in _TABLES if name in settings
+        }
         try:
             config: CacheConfig = msgspec.convert(settings, cls, strict=False)
         except (msgspec.ValidationError, LayoutError) as error:

@@ -80,6 +80,7 @@ class StorageTierStats:
     num_evicted_objects: int  # by the stores themselves, of all ranks; these three since a rank's process began
     num_declined_objects: int  # kept out by admission, or for want of room
     num_damaged_objects: int  # whose bytes were not those that were written: never served, and removed
+    num_full_disks: int  # ranks whose store writes less than it should now, as its disk has no room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,4 +156,10 @@ class CacheStats:
             "declined": tier.num_declined_objects,
             "damaged": tier.num_damaged_objects,
         }
-        return StorageCounts(tier.is_available, {"read": int(tier.reading), "write": int(tier.writing)}, fates, losses)
+        return StorageCounts(
+            is_up=tier.is_available,
+            breakers={"read": int(tier.reading), "write": int(tier.writing)},
+            blocks=fates,
+            objects=losses,
+            num_full_disks=tier.num_full_disks,
+        )

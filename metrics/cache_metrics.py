@@ -40,13 +40,15 @@ FailureCounts = tuple[Mapping[str, int], int]  # by step, failures; quarantined 
 class StorageCounts(NamedTuple):
     """What is known of the attached store.
 
-    The breaker's state by operation, blocks by what became of them here, objects by how it lost them.
+    The breaker's state by operation, blocks by what became of them here, objects by how it lost them, and how many
+    ranks' disks are full.
     """
 
     is_up: bool = False
     breakers: Mapping[str, int] = MappingProxyType({})
     blocks: Mapping[str, int] = MappingProxyType({})
     objects: Mapping[str, int] = MappingProxyType({})
+    num_full_disks: int = 0
 
 
 @dataclass(slots=True)
@@ -296,8 +298,10 @@ class CacheMetrics:
         )
 
     def _storage_families(self) -> Iterator[Metric]:
-        is_up, breakers, blocks, objects = self._storage()
+        is_up, breakers, blocks, objects, num_full_disks = self._storage()
         yield self._gauge("storage_up", "1 while every rank has the store open", (), {(): int(is_up)})
+        text = "Ranks whose store writes less than it should, as its disk has no room"
+        yield self._gauge("storage_disk_full", text, (), {(): num_full_disks})
         text = "0: storage is used, 1: it is being probed, 2: it has failed too often and is left alone"
         states: dict[tuple[str, ...], float] = {(name,): breakers.get(name, 0) for name in STORAGE_OPERATIONS}
         yield self._gauge("storage_breaker_state", text, ("operation",), states)

@@ -24,6 +24,7 @@ ALLOWED = {
 PARENT_SIDE = {
     "client",
     "config",
+    "sizes",
     "task",
     "kv.memory",
     "kv.layout",
@@ -85,6 +86,7 @@ ROOMS = {
     },
     "transfer_manager": {
         "task": set(),
+        "sizes": set(),
         "config": set(),
         "client": {"task"},
         "crew": set(),

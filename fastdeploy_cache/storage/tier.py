@@ -193,4 +193,5 @@ class StorageTier:
             num_evicted_objects=total("num_evicted"),
             num_declined_objects=total("num_declined"),
             num_damaged_objects=total("num_damaged"),
+            num_full_disks=total("num_full_disks"),
         )

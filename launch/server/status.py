@@ -30,9 +30,14 @@ def status_of(cache: PrefixCacheManager) -> dict[str, Any]:
 def _storage_status(stats: CacheStats) -> dict[str, Any] | None:
     if stats.storage is None:
         return None
-    is_up, breakers, blocks, lost = stats.storage_counts()
-    names = {operation: BreakerState(state).name.lower() for operation, state in breakers.items()}
-    return {"available": is_up, "breakers": names, "blocks": dict(blocks), "lost_objects": dict(lost)}
+    counts = stats.storage_counts()
+    return {
+        "available": counts.is_up,
+        "breakers": {operation: BreakerState(state).name.lower() for operation, state in counts.breakers.items()},
+        "blocks": dict(counts.blocks),
+        "lost_objects": dict(counts.objects),
+        "full_disks": counts.num_full_disks,
+    }
 
 
 def _peer_status(cache: PrefixCacheManager) -> list[dict[str, Any]]:

@@ -91,6 +91,20 @@ def test_a_later_source_may_give_a_size_in_another_way(tmp_path: Path) -> None:
     assert config.pool_sizes() == (4, 7)
 
 
+def test_sizes_may_have_units(tmp_path: Path) -> None:
+    """In a file, in the environment and as arguments, in tables and outside; what is no size is named with its key."""
+    path = tmp_path / "cache.toml"
+    path.write_text('gpu_memory_bytes = "1MiB"\n[storage]\nfolder = "/kv"\nweights_id = "w"\ncapacity_bytes = "10GB"')
+    environment = {"FASTDEPLOY_CACHE_CPU_MEMORY_BYTES": "2M", "FASTDEPLOY_CACHE_STORAGE__SLAB_BYTES": "64 MiB"}
+    config = CacheConfig.load(path, environment=environment, layout=LAYOUT, storage={"staging_bytes": "3Ki"})
+    assert config.storage is not None
+    assert (config.gpu_memory_bytes, config.cpu_memory_bytes) == (2**20, 2 * 10**6)
+    assert (config.storage.capacity_bytes, config.storage.slab_bytes) == (10**10, 2**26)
+    assert config.storage.staging_bytes == 3072
+    with pytest.raises(ConfigError, match=r"storage\.slab_bytes is '64 pages'; give a number of bytes"):
+        CacheConfig.load(path, environment={"FASTDEPLOY_CACHE_STORAGE__SLAB_BYTES": "64 pages"}, layout=LAYOUT)
+
+
 def test_bytes_are_per_rank() -> None:
     """Two ranks share the heads, so the same bytes per rank hold twice the blocks."""
     config = CacheConfig(

@@ -54,7 +54,8 @@ def fill(disk: Path) -> Path:
 
 
 def test_a_full_disk(new_disk: Callable[[str], Path], eventually: Eventually) -> None:
-    """Writes cease, and the breaker tells; what is stored is found; with room again, the store takes new blocks."""
+    """Writes cease, and breaker and gauge tell; what is stored is found; with room again, the store takes new
+    blocks."""
     disk = new_disk("disk")
     storage = dataclasses.replace(file_storage(disk / "store"), slab_bytes=2**14, breaker_seconds=0.05)
     config = storage_config(1, storage)
@@ -67,8 +68,10 @@ def test_a_full_disk(new_disk: Callable[[str], Path], eventually: Eventually) ->
         assert trouble.finds(prompt(12))
         trouble.goes_on()
         assert metric(cache, "storage_blocks_total", fate="skipped") > 0
+        trouble.serve_until(lambda: metric(cache, "storage_disk_full") == 1)
         filler.unlink()
         trouble.comes_back()
+        trouble.serve_until(lambda: metric(cache, "storage_disk_full") == 0)
 
 
 @pytest.mark.parametrize(("error", "tp_size"), [(errno.EROFS, 1), (errno.EIO, 1), (errno.EROFS, 2)])

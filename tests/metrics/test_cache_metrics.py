@@ -50,7 +50,8 @@ def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]
     keys |= {key("failed_steps_total", step=s) for s in STEPS} | {key("quarantined_blocks")}
     keys |= {key("storage_breaker_state", operation=o) for o in STORAGE_OPERATIONS}
     keys |= {key("storage_blocks_total", fate=f) for f in STORAGE_FATES}
-    keys |= {key("storage_lost_objects_total", reason=r) for r in STORAGE_LOSSES} | {key("storage_up")}
+    keys |= {key("storage_lost_objects_total", reason=r) for r in STORAGE_LOSSES}
+    keys |= {key("storage_up"), key("storage_disk_full")}
     for name in ("peer_transfers_total", "peer_bytes_total", "peer_seconds_total"):
         keys |= {key(name, kind=d, peer="") for d in PEER_KINDS}
     keys |= {key("peer_failures_total", kind=d, peer="", reason=r) for d in PEER_KINDS for r in PEER_REASONS}
@@ -77,7 +78,7 @@ def test_no_series_appears_later() -> None:
 
     def storage() -> StorageCounts:
         counts = (dict.fromkeys(names, 1) for names in (STORAGE_OPERATIONS, STORAGE_FATES, STORAGE_LOSSES))
-        return StorageCounts(True, *counts)
+        return StorageCounts(True, *counts, num_full_disks=1)
 
     for kind, reason in product(PEER_KINDS, PEER_REASONS):
         metrics.record_peer(kind, "", 1, 1.0, reason)

@@ -42,7 +42,7 @@ class StorageConfig:
 
         folder: (file) where it lives; made where it is missing.
         capacity_bytes: (file) of all ranks together.
-        slab_bytes: (file) size of its files; at most an eighth of what a rank may fill.
+        slab_bytes: (file) size that its files grow to; at most an eighth of what a rank may fill.
         admission: (file) which blocks are written: `second_use` those that are offered again, `priority` those of
             requests with at least `min_priority`, or `all`.
         min_priority: (file) see there.

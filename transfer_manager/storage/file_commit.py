@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fastdeploy_cache.errors import StorageError, StorageGoneError
 from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
+from fastdeploy_cache.transfer_manager.storage.file_full import FullDisk
 from fastdeploy_cache.transfer_manager.storage.file_index import Index
 from fastdeploy_cache.transfer_manager.storage.file_journal import Journal, Put
 from fastdeploy_cache.transfer_manager.storage.file_slabs import Slabs
@@ -27,7 +28,15 @@ class Commits:
     """Commits of one open store. `commit` and `commit_removals` raise OSError and `StorageGoneError`."""
 
     def __init__(
-        self, disk: Disk, *, lock_path: Path, lock_fd: int, journal: Journal, slabs: Slabs, index: Index
+        self,
+        disk: Disk,
+        *,
+        lock_path: Path,
+        lock_fd: int,
+        journal: Journal,
+        slabs: Slabs,
+        index: Index,
+        full: FullDisk,
     ) -> None:
         self._disk = disk
         self._lock_path = lock_path
@@ -35,6 +44,7 @@ class Commits:
         self._journal = journal
         self._slabs = slabs
         self._index = index
+        self._full = full
         self._turn = threading.Lock()  # one frame at a time
         self._work = threading.Condition()
         self._pending_bytes = -1  # -1: there is nothing to commit
@@ -103,18 +113,20 @@ class Commits:
     def commit(self) -> None:
         """Make everything durable. One thread at a time: ours, or after `stop` another."""
         fresh = self._index.fresh()
-        try:
-            self._slabs.sync(put.slot for put in fresh)
-        except OSError:
-            # Linux reports a lost write once and then takes the page for clean: what of this is on the disk, nobody
-            # knows any more.
-            self._index.drop(fresh)
-            raise
-        self._commit(fresh)
+        with self._full.watching("commit"):
+            try:
+                self._slabs.sync(put.slot for put in fresh)
+            except OSError:
+                # Linux reports a lost write once and then takes the page for clean: what of this is on the disk, nobody
+                # knows any more.
+                self._index.drop(fresh)
+                raise
+            self._commit(fresh)
 
     def commit_removals(self) -> None:
         """Free the retired slots. Does not wait for slabs."""
-        self._commit(())
+        with self._full.watching("commit"):
+            self._commit(())
 
     def _commit(self, synced: Sequence[Put]) -> None:
         with self._turn:

@@ -1,4 +1,4 @@
-"""The file store's slabs: files of whole slots, made when they are needed, and the way of bytes into them and out."""
+"""The file store's slabs: files of whole slots that grow as they are needed, and the way of bytes into them and out."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from fastdeploy_cache.transfer_manager.storage.file_space import SLAB_GLOB, slab
 _INLINE_BYTES = 256 * 2**10  # so little is moved faster than handed to a thread
 _PIECE_BYTES = 2**19  # of one call, so that the checksum finds it in the processor's cache
 _PART_BYTES = 2**20  # of small objects that a thread takes at a time
+# Room is taken on the disk before it is written to, so that a full disk refuses a growth and never an object. It is
+# taken in steps: a large step would hold room that a small store never fills, a small one would be taken too often.
+_LEAST_GROWTH_BYTES = 32 * 2**20
+_GROWTH_SHARE = 2  # a store grows by half of what it has
 _T = TypeVar("_T")
 
 
@@ -64,13 +68,15 @@ class Slabs:
         return sum(self._sizes)
 
     def grow(self, has_room: Callable[[int], bool]) -> range:
-        """Make the next slab, or the missing end of a short one, if there is room; returns its slots: none, when all
-        are there or `has_room` (which gets the bytes more) says no. Raises OSError, of a full disk too."""
+        """Take room for some more slots, at the end of a slab or in a new one; returns them: none, when all are there
+        or `has_room` (which gets the bytes more) says no. Raises OSError, of a full disk too."""
         slab = next((i for i, size in enumerate(self._sizes) if size < self._target(i)), len(self._fds))
         first = slab * self._geometry.slots_per_slab
         if first >= self._num_slots:
             return range(0)
-        old, new = self._sizes[slab] if slab < len(self._fds) else 0, self._target(slab)
+        step = max(_LEAST_GROWTH_BYTES // self._geometry.slot_bytes, self.num_slots // _GROWTH_SHARE, 1)
+        old = self._sizes[slab] if slab < len(self._fds) else 0
+        new = min(self._target(slab), old + step)
         if not has_room((new - old) * self._geometry.slot_bytes):
             return range(0)
         path = slab_path(self._path, slab)
@@ -81,7 +87,8 @@ class Slabs:
             if not has_room(0):
                 self._shrink(slab, fd, old)
                 return range(0)
-            self._disk.sync_folder(self._path)
+            if slab == len(self._fds):
+                self._disk.sync_folder(self._path)
         except OSError:
             self._shrink(slab, fd, old)
             raise

@@ -1,8 +1,8 @@
-"""The embedded file store: a rank's blocks in preallocated files of a folder, on a disk of this machine.
+"""The embedded file store: a rank's blocks in files of a folder, on a disk of this machine.
 
 `file_space` has the folder and its lock, `file_slabs` the files and the threads that move bytes, `file_index` knows
 what is where, `file_journal` and `file_commit` bring that through a crash, `file_admission` keeps out what is not worth
-a write, `file_disk` is the operating system.
+a write, `file_full` tells of a full disk, `file_disk` is the operating system.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fastdeploy_cache.transfer_manager.storage.config import slot_bytes_of
 from fastdeploy_cache.transfer_manager.storage.file_admission import Admission
 from fastdeploy_cache.transfer_manager.storage.file_commit import Commits
 from fastdeploy_cache.transfer_manager.storage.file_disk import Disk, storage_error
+from fastdeploy_cache.transfer_manager.storage.file_full import NO_ROOM, FullDisk
 from fastdeploy_cache.transfer_manager.storage.file_index import Index
 from fastdeploy_cache.transfer_manager.storage.file_journal import (
     JOURNAL_NAME,
@@ -73,6 +74,7 @@ class FileStorage:
         self._num_evicted = self._num_damaged = 0
         self._is_full = self._is_closed = False
         self._num_until_growth = 0  # writes until a full disk is tried again
+        self._full = FullDisk(self._folder)
         self._index = Index()
         if segment.shape[1] != space.object_bytes:
             raise StorageRefusedError(f"memory has {segment.shape[1]} bytes per block, the space {space.object_bytes}")
@@ -121,6 +123,7 @@ class FileStorage:
                 journal=journal,
                 slabs=self._slabs,
                 index=self._index,
+                full=self._full,
             )
         except OSError:
             journal.close()
@@ -161,7 +164,8 @@ class FileStorage:
                 del missing[len(slots) :]
                 names = [hashes[i] for i in missing]
                 try:
-                    puts = self._writer.write(names, slots, [blocks.buffers[i] for i in missing])
+                    with self._full.watching("write"):
+                        puts = self._writer.write(names, slots, [blocks.buffers[i] for i in missing])
                 except OSError:
                     self._index.add_slots(slots)
                     raise
@@ -188,15 +192,18 @@ class FileStorage:
         return self._index.take(num)
 
     def _grow(self) -> None:
+        def has_room(num_bytes: int) -> bool:
+            return make_room(self._disk, self._path, self._space.rank, self._capacity_bytes, num_bytes)
+
         try:
-            slots = self._slabs.grow(
-                lambda more: make_room(self._disk, self._path, self._space.rank, self._capacity_bytes, more)
-            )
+            with self._full.watching("grow"):
+                slots = self._slabs.grow(has_room)
         except OSError as error:
             if not self._slabs.num_slots:
                 raise
             slots, self._num_until_growth = range(0), _WRITES_BEFORE_GROWTH  # go on within what there is
-            logger.warning("event=disk_full folder=%s error=%r", self._folder, error)
+            if error.errno not in NO_ROOM:
+                logger.warning("event=growth_failed folder=%s error=%r", self._folder, error)
         if not slots and not self._slabs.num_slots:
             raise StorageError(
                 f"{self._folder} has no room for a slab within capacity_bytes {self._capacity_bytes}: spaces that "
@@ -236,6 +243,7 @@ class FileStorage:
             num_evicted=self._num_evicted,
             num_declined=self._admission.num_declined,
             num_damaged=self._num_damaged,
+            num_full_disks=int(self._full.is_full),
         )
 
     def close(self) -> None:

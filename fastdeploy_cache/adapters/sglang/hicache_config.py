@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.runtime_context import get_model, get_spec
 
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.transfer_manager.sizes import with_sizes
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig, slot_bytes_of
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
@@ -73,7 +74,7 @@ def settings_of(config: HiCacheStorageConfig | None) -> BackendSettings:
             "weights_id is missing in --hicache-storage-backend-extra-config; name the weights (a revision, or "
             "weights_id_of(files)), since weights of the same name may differ, and new weights need a new id"
         )
-    storage = StorageConfig(**{"admission": "all", **ours})
+    storage = StorageConfig(**{"admission": "all", **with_sizes(ours)})
     if storage.kind == "file" and config.is_mla_model and config.tp_size > 1:
         raise ConfigError(
             f"kind is 'file' and tp_size {config.tp_size} with an MLA model; its ranks share their pages, and a file "

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fastdeploy_cache.transfer_manager.storage import file_slabs
 from fastdeploy_cache.transfer_manager.storage.file_journal import JOURNAL_NAME, Journal
 from fastdeploy_cache.transfer_manager.storage.file_slabs import Slabs
 from tests.rigs.file_rig import (
@@ -44,8 +45,8 @@ lives = st.lists(st.tuples(st.lists(verbs, max_size=12), st.integers(0, 60), st.
 class Machine:
     """Lives of a store on a lossy disk, each ended by the loss of power, and what has to be there after."""
 
-    def __init__(self, folder: Path, object_bytes: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, object_bytes: int, slots_per_slab: int = 2) -> None:
+        self.folder, self.slots_per_slab = folder, slots_per_slab
         self.space = space_of(object_bytes=object_bytes)
         self.disk = LossyDisk()
         self.durable: set[int] = set()
@@ -55,7 +56,12 @@ class Machine:
 
     def open(self, num_slots: int = 6) -> Rig:
         self.rig = Rig(
-            self.folder, space=self.space, num_slots=num_slots, slots_per_slab=2, disk=self.disk, num_io_threads=1
+            self.folder,
+            space=self.space,
+            num_slots=num_slots,
+            slots_per_slab=self.slots_per_slab,
+            disk=self.disk,
+            num_io_threads=1,
         )
         return self.rig
 
@@ -116,6 +122,7 @@ class Machine:
     seed=st.integers(0, 2**32),
     max_records=st.sampled_from([5, 1000]),
     num_slots=st.sampled_from([6, 5, 3]),
+    slots_per_slab=st.sampled_from([2, 4]),
 )
 def test_objects_are_whole_or_absent(
     lives: list[tuple[list[tuple[str, list[int]]], int, bool]],
@@ -123,6 +130,7 @@ def test_objects_are_whole_or_absent(
     seed: int,
     max_records: int,
     num_slots: int,
+    slots_per_slab: int,
 ) -> None:
     """Whatever of the unsynced is lost or torn, whenever: what was committed is there, all that is there is whole."""
     chance = random.Random(seed)
@@ -133,8 +141,9 @@ def test_objects_are_whole_or_absent(
     with (
         tempfile.TemporaryDirectory() as folder,
         unittest.mock.patch.object(Journal, "wants_rewrite", wants_rewrite),
+        unittest.mock.patch.object(file_slabs, "_LEAST_GROWTH_BYTES", 1),  # slabs of four grow one by one
     ):
-        machine = Machine(Path(folder) / "store", object_bytes)
+        machine = Machine(Path(folder) / "store", object_bytes, slots_per_slab)
         for verbs, num_changes, loses_power in lives:
             machine.live(verbs, num_changes, 6)
             if not loses_power:
