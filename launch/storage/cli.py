@@ -27,7 +27,10 @@ WHERE: dict[str, Any] = {
     "metrics_url": Annotated[str | None, typer.Option(help="The master's metrics server, if not http://HOST:9003.")],
     "config": Annotated[Path | None, typer.Option(help="The store: an engine's configuration, a TOML file.")],
 }
-WeightsId = Annotated[str | None, typer.Option(help="These weights only. A Mooncake cluster knows no ids: name them.")]
+WeightsId = Annotated[
+    str | None, typer.Option(help="These weights only; the id's beginning is enough, but not with Mooncake.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and change nothing.")]
 Json = Annotated[Path | None, typer.Option(help="Also write the findings to this file; - is standard output.")]
 
 
@@ -76,30 +79,54 @@ def stat(place: Place, *, weights_id: WeightsId = None, json: Json = None) -> bo
 
 @storage_app.command()
 @with_place
-def verify(place: Place, *, weights_id: WeightsId = None, json: Json = None) -> bool:
-    """Read every object and check it; changes nothing. Status 1: one is damaged."""
+def verify(
+    place: Place,
+    *,
+    weights_id: WeightsId = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove what is damaged.")] = False,
+    json: Json = None,
+) -> bool:
+    """Read every object, and name those that are not what was written. Status 1: one is damaged, and still there."""
     from fastdeploy_cache.launch.storage.command import verify as run
 
-    return run(place, weights_id, json)
+    return run(place, weights_id, remove, json)
 
 
 @storage_app.command()
 @with_place
 def clear(
-    place: Place, *, weights_id: Annotated[str, typer.Option(help="The weights whose objects go.")], json: Json = None
+    place: Place,
+    *,
+    weights_id: Annotated[str, typer.Option(help="The weights whose objects go; the id's beginning is enough.")],
+    dry_run: DryRun = False,
+    json: Json = None,
 ) -> bool:
     """Remove all objects of some weights. Status 1: some stay, as an engine has them open."""
     from fastdeploy_cache.launch.storage.command import clear as run
 
-    return run(place, weights_id, json)
+    return run(place, weights_id, dry_run, json)
+
+
+def _size(text: str) -> int:
+    from fastdeploy_cache.errors import ConfigError
+    from fastdeploy_cache.transfer_manager.sizes import parse_size
+
+    try:
+        return parse_size(text, "--capacity-bytes")
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @storage_app.command()
 @with_place
 def gc(
-    place: Place, *, capacity_bytes: Annotated[int, typer.Option(min=0, help="What may stay.")], json: Json = None
+    place: Place,
+    *,
+    capacity_bytes: Annotated[int, typer.Option(parser=_size, metavar="SIZE", help="What may stay, such as 10GB.")],
+    dry_run: DryRun = False,
+    json: Json = None,
 ) -> bool:
     """Remove what crashes left in a folder, and its oldest spaces until it fits. Status 1: engines hold too much."""
     from fastdeploy_cache.launch.storage.command import collect
 
-    return collect(place, capacity_bytes, json)
+    return collect(place, capacity_bytes, dry_run, json)

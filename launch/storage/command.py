@@ -6,7 +6,7 @@ All may raise LaunchError, ConfigError and TransferError.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -14,14 +14,15 @@ from rich.console import Console
 from rich.text import Text
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
+from fastdeploy_cache.launch.findings import check_target, console_beside, progress_on, write_json
 from fastdeploy_cache.launch.storage import report
 from fastdeploy_cache.launch.storage.place import Place, open_place
 from fastdeploy_cache.launch.storage.report import Facts
-from fastdeploy_cache.transfer_manager.storage.admin import Cleared, StorageAdmin
+from fastdeploy_cache.transfer_manager.storage.admin import Checked, Cleared, StorageAdmin
 
 _WIDTH = 100
 _NUM_NAMED = 5  # of the weights that are there, in a message
+_NUM_SHOWN = 20  # of a space's damaged objects
 Names = Mapping[str, str]
 
 
@@ -29,74 +30,94 @@ def list_weights(place: Place, weights_id: str | None, json_file: Path | None) -
     """What is in a store, by weights."""
     console = _console(json_file)
     admin, names = open_place(place, weights_id)
+    weights_id = _whole_id(console, admin, weights_id)
     rows = report.by_weights(_summaries(admin, names, weights_id))
     if rows:
         console.print(report.weights_table(rows))
     else:
         _say(console, f"nothing is in {admin.where}")
-    write_json(json_file, {"store": admin.where, "weights": rows, "damaged": _damaged(console, admin)})
+    write_json(json_file, _facts(console, admin) | {"weights": rows, "damaged": _damaged(console, admin)})
 
 
 def describe_spaces(place: Place, weights_id: str | None, json_file: Path | None) -> None:
     """All that is known of each space."""
     console = _console(json_file)
     admin, names = open_place(place, weights_id)
+    weights_id = _whole_id(console, admin, weights_id)
     rows = _summaries(admin, names, weights_id)
     for row in rows:
         _say(console, "\n".join(report.details(row)))
     if not rows:
         _say(console, f"nothing is in {admin.where}")
-    write_json(json_file, {"store": admin.where, "spaces": rows, "damaged": _damaged(console, admin)})
+    write_json(json_file, _facts(console, admin) | {"spaces": rows, "damaged": _damaged(console, admin)})
 
 
-def verify(place: Place, weights_id: str | None, json_file: Path | None) -> bool:
-    """Read every object; returns whether nothing is damaged."""
+def verify(place: Place, weights_id: str | None, remove: bool, json_file: Path | None) -> bool:
+    """Read every object; returns whether nothing damaged is there any more."""
     console = _console(json_file)
     admin, names = open_place(place, weights_id)
-    rows = report.in_order(report.checked_facts(checked, names) for checked in admin.verify(weights_id))
-    if weights_id is not None and not rows:
+    weights_id = _whole_id(console, admin, weights_id)
+    found = _checked(console, admin, weights_id, remove)
+    if weights_id is not None and not found:
         raise LaunchError(_absence(admin, names, weights_id))
+    rows = report.in_order(report.checked_facts(checked, names) for checked in found)
     if rows:
         console.print(report.checked_table(rows))
         for row in rows:
-            if not row["listed"]:
-                _say(console, f"its journal is damaged, objects are lost: {report.title(row)}")
+            for line in report.damage(row, _NUM_SHOWN, was_to_go=remove):
+                _say(console, line)
     else:
         _say(console, f"nothing is in {admin.where}")
     damaged = _damaged(console, admin)
     write_json(json_file, {"store": admin.where, "spaces": rows, "damaged": damaged})
-    return not damaged and not any(row["damaged"] or not row["listed"] for row in rows)
+    return not damaged and all(checked.is_well for checked in found)
 
 
-def clear(place: Place, weights_id: str, json_file: Path | None) -> bool:
+def _checked(console: Console, admin: StorageAdmin, weights_id: str | None, remove: bool) -> list[Checked]:
+    """What came of it; a terminal shows how far it is."""
+    if not console.is_terminal:
+        return admin.verify(weights_id, remove=remove)
+    chosen = [each for each in admin.spaces() if weights_id in (None, each.space.weights_id)]
+    with progress_on(console, is_transient=True) as progress:
+        bar = progress.add_task("objects", total=sum(each.num_objects for each in chosen) or None)
+        return admin.verify(weights_id, remove=remove, on_object=lambda: progress.advance(bar))
+
+
+def clear(place: Place, weights_id: str, dry_run: bool, json_file: Path | None) -> bool:
     """Remove the weights' objects; returns whether none were kept."""
     console = _console(json_file)
     admin, names = open_place(place, weights_id)
-    cleared = admin.clear(weights_id)
+    weights_id = _whole_id(console, admin, weights_id) or ""
+    cleared = admin.clear(weights_id, dry_run=dry_run)
     if cleared.num_objects or cleared.removed or cleared.kept:
-        _say(console, f"{cleared.num_objects:,} objects of weights {weights_id!r} are gone from {admin.where}")
+        fate = f"would be removed from {admin.where}" if dry_run else f"are gone from {admin.where}"
+        _say(console, f"{cleared.num_objects:,} objects of weights {weights_id!r} {fate}")
     else:
         _say(console, _absence(admin, names, weights_id))
-    return _kept_none(console, admin, names, cleared, json_file)
+    return _kept_none(console, admin, names, cleared, dry_run, json_file)
 
 
-def collect(place: Place, capacity_bytes: int, json_file: Path | None) -> bool:
+def collect(place: Place, capacity_bytes: int, dry_run: bool, json_file: Path | None) -> bool:
     """Make a folder fit; returns whether it does."""
     console = _console(json_file)
     admin, names = open_place(place, None)
-    cleared = admin.gc(capacity_bytes)
+    cleared = admin.gc(capacity_bytes, dry_run=dry_run)
     for row in (report.space_facts(space, names) for space in cleared.removed):
-        _say(console, f"removed: {report.title(row)}")
-    _say(console, f"{report.size(cleared.freed_bytes)} are free again in {admin.where}")
-    return _kept_none(console, admin, names, cleared, json_file)
+        _say(console, f"{'would be removed' if dry_run else 'removed'}: {report.title(row)}")
+    fate = "would be free" if dry_run else "are free again"
+    _say(console, f"{report.size(cleared.freed_bytes)} {fate} in {admin.where}")
+    return _kept_none(console, admin, names, cleared, dry_run, json_file)
 
 
-def _kept_none(console: Console, admin: StorageAdmin, names: Names, cleared: Cleared, json_file: Path | None) -> bool:
+def _kept_none(
+    console: Console, admin: StorageAdmin, names: Names, cleared: Cleared, dry_run: bool, json_file: Path | None
+) -> bool:
     kept = [report.space_facts(space, names) for space in cleared.kept]
     for row in kept:
         _say(console, f"kept, as an engine has it open: {report.title(row)}")
     found = {
         "store": admin.where,
+        "dry_run": dry_run,
         "objects": cleared.num_objects,
         "freed_bytes": cleared.freed_bytes,
         "removed": [report.space_facts(space, names) for space in cleared.removed],
@@ -104,6 +125,30 @@ def _kept_none(console: Console, admin: StorageAdmin, names: Names, cleared: Cle
     }
     write_json(json_file, found)
     return not kept
+
+
+def _whole_id(console: Console, admin: StorageAdmin, given: str | None) -> str | None:
+    """The id that is meant: the one given, or the only one that begins so.
+
+    Raises:
+        LaunchError: several begin so.
+    """
+    known = admin.weights_ids() if given else set()
+    found = sorted(each for each in known if given and each.startswith(given))
+    if given in known or not found:
+        return given
+    if len(found) > 1:
+        raise LaunchError(f"several weights' ids begin with {given!r}: {_listing(found)}; give more of the id")
+    _say(console, f"{given!r} stands for {found[0]!r}")
+    return found[0]
+
+
+def _facts(console: Console, admin: StorageAdmin) -> Facts:
+    """The store, and what its file system has free, which is said, too."""
+    free_bytes = admin.free_bytes()
+    if free_bytes is not None:
+        _say(console, f"{report.size(free_bytes)} are free on the file system of {admin.where}")
+    return {"store": admin.where, "free_bytes": free_bytes}
 
 
 def _damaged(console: Console, admin: StorageAdmin) -> list[str]:
@@ -141,8 +186,9 @@ def _absence(admin: StorageAdmin, names: Names, weights_id: str) -> str:
     """What to say of weights that are not there: which are."""
     rows = report.by_weights(report.summary_facts(summary, names) for summary in admin.spaces())
     there = [report.weights(row) for row in rows]
-    more = f" and {len(there) - _NUM_NAMED} more" if len(there) > _NUM_NAMED else ""
-    return (
-        f"nothing of weights {weights_id!r} is in {admin.where}; "
-        f"there is: {', '.join(there[:_NUM_NAMED]) or 'nothing'}{more}"
-    )
+    return f"nothing of weights {weights_id!r} is in {admin.where}; there is: {_listing(there) or 'nothing'}"
+
+
+def _listing(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return f"{', '.join(map(report.shown, names[:_NUM_NAMED]))}{more}"

@@ -52,6 +52,10 @@ def checked_facts(checked: Checked, names: Mapping[str, str]) -> Facts:
         "damaged": checked.num_damaged,
         "gone": checked.num_gone,
         "listed": checked.is_listed,
+        "mended": checked.is_mended,
+        "damaged_objects": [
+            {"where": each.where, "hash": each.block_hash, "reason": each.reason} for each in checked.damage
+        ],
     }
 
 
@@ -77,6 +81,7 @@ def _sum(spaces: Sequence[Facts]) -> Facts:
         "spaces": len(spaces),
         "objects": sum(row["objects"] for row in spaces),
         "bytes": _total(row["bytes"] for row in spaces),
+        "allocated_bytes": _total(row["allocated_bytes"] for row in spaces),
         "open_spaces": _total(row["open"] for row in spaces),
     }
 
@@ -121,10 +126,12 @@ def size(num_bytes: float | None) -> str:
 
 def weights_table(rows: Sequence[Facts]) -> Table:
     """A line for each weights."""
-    table = table_of(("weights", "ranks", "spaces", "objects", "bytes", "open"), words=("weights", "ranks"))
+    columns = ("weights", "ranks", "spaces", "objects", "bytes", "on the disk", "open")
+    table = table_of(columns, words=("weights", "ranks"))
     for row in rows:
         ranks = ", ".join(f"{len(group['ranks'])} of {group['tp_size']}" for group in row["ranks"])
-        counts = (str(row["spaces"]), f"{row['objects']:,}", size(row["bytes"]), _open(row))
+        sizes = (size(row["bytes"]), size(row["allocated_bytes"]))
+        counts = (str(row["spaces"]), f"{row['objects']:,}", *sizes, _open(row))
         table.add_row(Text(weights(row)), ranks or _UNKNOWN, *counts)
     return table
 
@@ -142,6 +149,21 @@ def checked_table(rows: Sequence[Facts]) -> Table:
     for row in rows:
         table.add_row(Text(weights(row)), rank(row), *(f"{row[name]:,}" for name in ("objects", "damaged", "gone")))
     return table
+
+
+def damage(row: Facts, num_shown: int, *, was_to_go: bool) -> list[str]:
+    """What is wrong with a space, and what has become of that, a line each; of its objects the first ones."""
+    objects = row["damaged_objects"]
+    lines = [f"damaged: {each['where']}: {each['reason']} (block {each['hash']})" for each in objects[:num_shown]]
+    if len(objects) > num_shown:
+        lines.append(f"damaged: {len(objects) - num_shown:,} more; --json FILE has all")
+    if not row["listed"]:
+        lines.append(f"its journal is damaged, objects are lost: {title(row)}")
+    if lines and row["mended"]:
+        lines.append(f"removed what is damaged: {title(row)}")
+    elif lines and was_to_go:
+        lines.append(f"kept, as an engine has it open, which drops what is damaged when it reads it: {title(row)}")
+    return lines
 
 
 def details(row: Facts) -> list[str]:

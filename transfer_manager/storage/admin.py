@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -17,6 +17,7 @@ _CLASSES = {
     "valkey": "fastdeploy_cache.transfer_manager.storage.valkey_admin:ValkeyAdmin",
 }
 Outcome = Literal["whole", "damaged", "gone"]
+WRONG_BYTES = "its bytes are not those that were written"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,36 +61,64 @@ class SpaceSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Damage:
+    """An object that is not what was written.
+
+    Attributes:
+        where: the slot and its file, or the key.
+        block_hash: of the block, in hexadecimal digits.
+        reason: why that is thought.
+    """
+
+    where: str
+    block_hash: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checked:
     """What came of reading every object of a space.
 
     Attributes:
         num_objects: that there were when it began.
-        num_damaged: of them, whose bytes are not those that were written. They are left where they are.
+        damage: of them, those that are not what was written.
         num_gone: of them, that could not be looked at: evicted meanwhile, or their memory's owner does not answer.
         is_listed: the list of objects was whole; else there were more, and nobody can tell which.
+        is_mended: what was damaged has been removed, and the list is whole again.
     """
 
     space: Space
     num_objects: int
-    num_damaged: int
+    damage: tuple[Damage, ...]
     num_gone: int
     is_listed: bool = True
+    is_mended: bool = False
 
     @classmethod
-    def of(cls, space: Space, outcomes: Counter[Outcome]) -> Checked:
+    def of(cls, space: Space, outcomes: Counter[Outcome], damage: Sequence[Damage], *, is_mended: bool) -> Checked:
         """The sums of what came of each object."""
         return cls(
             space=space,
             num_objects=outcomes.total(),
-            num_damaged=outcomes["damaged"],
+            damage=tuple(damage),
             num_gone=outcomes["gone"],
+            is_mended=is_mended and bool(damage),
         )
+
+    @property
+    def num_damaged(self) -> int:
+        """How many objects are not what was written."""
+        return len(self.damage)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing damaged is there any more."""
+        return self.is_mended or (self.is_listed and not self.damage)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cleared:
-    """What was removed.
+    """What was removed, or would be.
 
     Attributes:
         removed: spaces that are gone, as far as the store knew them.
@@ -101,6 +130,10 @@ class Cleared:
     removed: tuple[Space, ...] = ()
     kept: tuple[Space, ...] = ()
     freed_bytes: int | None = None
+
+
+def unheard() -> None:
+    """What is called of each object where nobody listens."""
 
 
 class StorageAdmin(Protocol):
@@ -115,22 +148,35 @@ class StorageAdmin(Protocol):
         """Every space."""
         ...
 
+    def weights_ids(self) -> set[str]:
+        """The ids of all weights of which there are spaces, as far as the store knows them. Cheap."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """What the store's file system has free for this user; None: it has no files."""
+        ...
+
     def damaged(self) -> list[str]:
         """What has a space's objects and does not say any more what they are for: no space is counted for it. The
         engine that it belongs to names it anew when it starts."""
         ...
 
-    def verify(self, weights_id: str | None = None) -> list[Checked]:
-        """Read every object of these weights, or of all, and compare it with its checksum. Changes nothing."""
+    def verify(
+        self, weights_id: str | None = None, *, remove: bool = False, on_object: Callable[[], object] = unheard
+    ) -> list[Checked]:
+        """Read every object of these weights, or of all, and compare it with its checksum. Calls `on_object` after
+        each. With `remove` what is damaged is removed, but for what an engine has open; else nothing changes."""
         ...
 
-    def clear(self, weights_id: str) -> Cleared:
-        """Remove all objects of these weights that no engine is known to have open."""
+    def clear(self, weights_id: str, *, dry_run: bool = False) -> Cleared:
+        """Remove all objects of these weights that no engine is known to have open. A dry run changes nothing, and says
+        what would be removed."""
         ...
 
-    def gc(self, capacity_bytes: int) -> Cleared:
+    def gc(self, capacity_bytes: int, *, dry_run: bool = False) -> Cleared:
         """Remove what crashes left, then whole spaces that no engine has open until the rest takes no more than this,
-        those first that were written to the longest time ago. Servers evict by themselves and refuse."""
+        those first that were written to the longest time ago. Servers evict by themselves and refuse. A dry run as
+        for `clear`."""
         ...
 
 

@@ -1,6 +1,6 @@
 """What an operator does to a folder of file stores, also while engines have them open: list, verify, remove.
 
-Nothing here opens a space for writing: what a living engine has is read only. Only real folders that are named as
+What a living engine has is only read. Only real folders that are named as
 spaces are looked at: what else lies in the folder, and what links lead to, is not the store's.
 """
 
@@ -9,24 +9,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.errors import StorageRefusedError
-from fastdeploy_cache.transfer_manager.storage.admin import Checked, Cleared, Space, SpaceSummary
-from fastdeploy_cache.transfer_manager.storage.base import seal
+from fastdeploy_cache.transfer_manager.storage.admin import Checked, Cleared, Space, SpaceSummary, unheard
+from fastdeploy_cache.transfer_manager.storage.file_check import SpaceCheck
 from fastdeploy_cache.transfer_manager.storage.file_disk import Disk, storage_error
-from fastdeploy_cache.transfer_manager.storage.file_journal import (
-    JOURNAL_NAME,
-    TEMPORARY_SUFFIX,
-    Geometry,
-    JournalReplay,
-    Put,
-    read_journal,
-)
+from fastdeploy_cache.transfer_manager.storage.file_journal import JOURNAL_NAME, TEMPORARY_SUFFIX, read_journal
 from fastdeploy_cache.transfer_manager.storage.file_space import (
     SLAB_GLOB,
     SPACE_NAME,
@@ -35,7 +28,6 @@ from fastdeploy_cache.transfer_manager.storage.file_space import (
     read_space,
     remove_space,
     slab_bytes,
-    slab_path,
     space_folders,
 )
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
@@ -77,28 +69,40 @@ class FileAdmin:
         is_made = (path / SPACE_NAME).exists() or not is_locked(self._disk, path)
         return is_made and self._is_nameless(path)
 
-    def verify(self, weights_id: str | None = None) -> list[Checked]:
+    def weights_ids(self) -> set[str]:
+        """See `StorageAdmin`."""
+        with self._failures():
+            return {key_space.weights_id for _, key_space in self._spaces()}
+
+    def free_bytes(self) -> int:
+        """See `StorageAdmin`."""
+        with self._failures():
+            return shutil.disk_usage(self._folder).free
+
+    def verify(
+        self, weights_id: str | None = None, *, remove: bool = False, on_object: Callable[[], object] = unheard
+    ) -> list[Checked]:
         """See `StorageAdmin`."""
         with self._failures():
             return [
-                self._verify(path, key_space)
+                self._verify(path, key_space, remove, on_object)
                 for path, key_space in self._spaces()
                 if weights_id is None or key_space.weights_id == weights_id
             ]
 
-    def clear(self, weights_id: str) -> Cleared:
+    def clear(self, weights_id: str, *, dry_run: bool = False) -> Cleared:
         """See `StorageAdmin`."""
         with self._failures():
-            return self._remove(
-                [summary for summary in self.spaces() if summary.space.weights_id == weights_id], surplus_bytes=math.inf
-            )
+            chosen = [summary for summary in self.spaces() if summary.space.weights_id == weights_id]
+            return self._remove(chosen, surplus_bytes=math.inf, dry_run=dry_run)
 
-    def gc(self, capacity_bytes: int) -> Cleared:
+    def gc(self, capacity_bytes: int, *, dry_run: bool = False) -> Cleared:
         """See `StorageAdmin`. The size of the slabs counts."""
         with self._failures():
-            nameless_bytes = sum(map(self._remove_nameless, space_folders(self._folder)))
-            surplus_bytes = sum(map(slab_bytes, space_folders(self._folder))) - capacity_bytes
-            cleared = self._remove(self.spaces(), surplus_bytes)
+            folders = space_folders(self._folder)
+            surplus_bytes = sum(map(slab_bytes, folders)) - capacity_bytes
+            nameless_bytes = sum(self._remove_nameless(path, dry_run) for path in folders)
+            cleared = self._remove(self.spaces(), surplus_bytes - nameless_bytes, dry_run)
             return dataclasses.replace(cleared, freed_bytes=nameless_bytes + (cleared.freed_bytes or 0))
 
     @contextmanager
@@ -124,7 +128,7 @@ class FileAdmin:
         return not is_named and bool(_files_by_pattern(path) or (path / JOURNAL_NAME).is_file())
 
     def _summary(self, path: Path, key_space: KeySpace) -> SpaceSummary:
-        replay = self._replay(path)
+        replay = read_journal(self._disk, path / JOURNAL_NAME)
         num_objects = len(replay.live) if replay else 0
         return SpaceSummary(
             space=_space(path, key_space),
@@ -135,66 +139,21 @@ class FileAdmin:
             is_open=is_locked(self._disk, path),
         )
 
-    def _replay(self, path: Path) -> JournalReplay | None:
-        return read_journal(self._disk, path / JOURNAL_NAME)
-
-    def _objects(self, path: Path) -> tuple[Geometry, list[Put]]:
-        replay = self._replay(path)
-        return (replay.geometry, replay.puts()) if replay else (Geometry(1, 1), [])
-
-    def _verify(self, path: Path, key_space: KeySpace) -> Checked:
-        """An engine journals the end of an object before it writes to its slot: what was bad and is in the journal no
-        more has been overwritten. If it is there, it may have been written anew, in full, since we read its bytes; so
-        look again."""
-        geometry, puts = self._objects(path)
-        num_objects, num_gone = len(puts), 0
-        for _ in range(_NUM_LOOKS):
-            if not puts:
-                break
-            doubtful = self._mismatched(path, geometry, key_space.object_bytes, puts)
-            geometry, named = self._objects(path)
-            puts = sorted(doubtful.intersection(named))
-            num_gone += len(doubtful) - len(puts)
+    def _verify(self, path: Path, key_space: KeySpace, remove: bool, on_object: Callable[[], object]) -> Checked:
+        check = SpaceCheck(self._disk, path, key_space.object_bytes)
+        check.look(on_object)
+        damage = check.damage()
         return Checked(
             space=_space(path, key_space),
-            num_objects=num_objects,
-            num_damaged=len(puts),
-            num_gone=num_gone,
-            is_listed=self._is_listed(path),
+            num_objects=check.num_objects,
+            damage=damage,
+            num_gone=check.num_gone,
+            is_listed=check.is_listed,
+            is_mended=remove and (bool(damage) or not check.is_listed) and check.remove(),
         )
 
-    def _is_listed(self, path: Path) -> bool:
-        """Whether the journal can be read to its end; an engine that has it may be in the middle of a line."""
-        if is_locked(self._disk, path) or _size(path / JOURNAL_NAME) == 0:
-            return True
-        replay = self._replay(path)
-        return replay is not None and replay.is_whole
-
-    def _mismatched(self, path: Path, geometry: Geometry, object_bytes: int, puts: list[Put]) -> set[Put]:
-        """Those of the objects that are not what was written. There may be more slabs than descriptors."""
-        bad: set[Put] = set()
-        buffer = memoryview(bytearray(object_bytes))
-        for slab, of_slab in groupby(sorted(puts), key=lambda put: put.slot // geometry.slots_per_slab):
-            try:
-                fd = self._disk.open_to_read(slab_path(path, slab))
-            except FileNotFoundError:
-                bad.update(of_slab)
-                continue
-            try:
-                bad.update(put for put in of_slab if not self._is_whole(fd, put, geometry, buffer))
-            finally:
-                self._disk.close(fd)
-        return bad
-
-    def _is_whole(self, fd: int, put: Put, geometry: Geometry, buffer: memoryview) -> bool:
-        try:
-            self._disk.read(fd, [buffer], put.slot % geometry.slots_per_slab * geometry.slot_bytes)
-        except OSError:  # the slab is cut short, or a bad spot of the disk
-            return False
-        return seal(put.block_hash, buffer) == put.seal
-
-    def _remove(self, chosen: list[SpaceSummary], surplus_bytes: float) -> Cleared:
-        """Remove one after the other until the surplus is gone."""
+    def _remove(self, chosen: list[SpaceSummary], surplus_bytes: float, dry_run: bool) -> Cleared:
+        """Remove one after the other until the surplus is gone; a dry run finds out which these would be."""
         num_objects = freed_bytes = 0
         removed, kept = list[Space](), list[Space]()
         for summary in chosen:
@@ -202,7 +161,7 @@ class FileAdmin:
                 break
             path = Path(summary.space.where)
             num_bytes = slab_bytes(path)
-            if self._is_removed(path):
+            if self._is_removable(path) if dry_run else self._is_removed(path):
                 removed.append(summary.space)
                 num_objects += summary.num_objects
                 freed_bytes += num_bytes
@@ -224,20 +183,28 @@ class FileAdmin:
                 break
         return False
 
-    def _remove_nameless(self, path: Path) -> int:
+    def _remove_nameless(self, path: Path, dry_run: bool) -> int:
         """Remove what is left of a space that got no name, or lost it; returns the size of its slabs. An engine that
         makes a new one has nothing in it before it has the lock."""
         if not self._is_nameless(path):
             return 0
         num_bytes = slab_bytes(path)
-        return num_bytes if not is_locked(self._disk, path) and self._remove_space(path) else 0
+        return num_bytes if self._is_removable(path) and (dry_run or self._remove_space(path)) else 0
+
+    def _is_removable(self, path: Path) -> bool:
+        self._refuse_foreign_files(path)
+        return not is_locked(self._disk, path)
 
     def _remove_space(self, path: Path) -> bool:
-        """Remove a space as `remove_space` does, which takes every file that is called so for the store's."""
+        self._refuse_foreign_files(path)
+        return remove_space(self._disk, path)
+
+    def _refuse_foreign_files(self, path: Path) -> None:
+        """Raise `StorageRefusedError` where `remove_space`, which goes by patterns, would take others' for the
+        store's."""
         for file in _files_by_pattern(path):
             if file.name not in _TEMPORARIES and not _SLAB.fullmatch(file.name):
                 raise StorageRefusedError(f"{str(file)!r} is not the store's; move it away, and try again")
-        return remove_space(self._disk, path)
 
 
 def _files_by_pattern(path: Path) -> list[Path]:
@@ -254,10 +221,3 @@ def _allocated_bytes(path: Path) -> int:
         with suppress(FileNotFoundError):  # an engine has put another in its place
             total += file.lstat().st_blocks * 512
     return total
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

@@ -98,7 +98,7 @@ def open_space(disk: Disk, folder: Path, space: KeySpace) -> tuple[Path, int]:
             disk.sync_folder(folder.parent)
     disk.make_folder(path)
     disk.check_folder(path)
-    fd = _lock(disk, path)
+    fd = take_space(disk, path)
     if fd is None:
         if is_locked(disk, path):
             raise StorageRefusedError(f"{path} is in use by another engine; give each engine a folder of its own")
@@ -131,7 +131,8 @@ def _describe(disk: Disk, path: Path, space: KeySpace) -> None:
     disk.sync_folder(path)
 
 
-def _lock(disk: Disk, path: Path) -> int | None:
+def take_space(disk: Disk, path: Path) -> int | None:
+    """A descriptor that holds a space's lock; None while somebody has it. Raises OSError."""
     fd = disk.open(path / LOCK_NAME, create=True)
     try:
         # A: opens the file. B: holds its lock, removes the space and with it the file, lets go. A: gets the lock of a
@@ -163,7 +164,7 @@ def remove_space(disk: Disk, path: Path) -> bool:
     The journal goes first and the name last: a crash leaves a space without objects that still is found and removed.
     """
     try:
-        fd = _lock(disk, path)
+        fd = take_space(disk, path)
     except FileNotFoundError:  # someone else has removed it
         return False
     if fd is None:

@@ -6,7 +6,7 @@ import io
 import mmap
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPException
 from typing import Any
@@ -18,7 +18,16 @@ import msgspec
 import numpy as np
 
 from fastdeploy_cache.errors import StorageError, StorageRefusedError
-from fastdeploy_cache.transfer_manager.storage.admin import Checked, Cleared, Outcome, Space, SpaceSummary
+from fastdeploy_cache.transfer_manager.storage.admin import (
+    WRONG_BYTES,
+    Checked,
+    Cleared,
+    Damage,
+    Outcome,
+    Space,
+    SpaceSummary,
+    unheard,
+)
 from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES, Segment, seal
 from fastdeploy_cache.transfer_manager.storage.keys import ObjectKey, weights_digest_of
 from fastdeploy_cache.transfer_manager.storage.mooncake import answered, connect, register, remove_weights
@@ -79,23 +88,46 @@ class MooncakeAdmin:
         """See `StorageAdmin`: the keys themselves say what they are for."""
         return []
 
-    def verify(self, weights_id: str | None = None) -> list[Checked]:
+    def weights_ids(self) -> set[str]:
+        """See `StorageAdmin`: the keys have digests alone."""
+        return set()
+
+    def free_bytes(self) -> None:
+        """See `StorageAdmin`."""
+
+    def verify(
+        self, weights_id: str | None = None, *, remove: bool = False, on_object: Callable[[], object] = unheard
+    ) -> list[Checked]:
         """See `StorageAdmin`. Mooncake takes these reads for use; it waits 30 s for an owner that hangs."""
-        outcomes: dict[Space, Counter[Outcome]] = defaultdict(Counter)
+        outcomes = defaultdict[Space, Counter[Outcome]](Counter)
+        damage = defaultdict[Space, list[Damage]](list)
         keys = self._keys(weights_id)
         with _client(self._options) as client, _reader(client) as reader:
             for name, key in keys:
-                outcomes[_space(name)][_outcome(reader, name, key)] += 1
-        return [Checked.of(space, outcomes[space]) for space in sorted(outcomes, key=lambda space: space.where)]
+                space, outcome = _space(name), _outcome(reader, name, key)
+                outcomes[space][outcome] += 1
+                if outcome == "damaged":
+                    damage[space].append(
+                        Damage(where=f"key {key}", block_hash=name.block_hash.hex(), reason=WRONG_BYTES)
+                    )
+                    if remove:
+                        answered("batch_remove", client.batch_remove([key], True))
+                on_object()
+        return [
+            Checked.of(space, outcomes[space], damage[space], is_mended=remove)
+            for space in sorted(outcomes, key=lambda space: space.where)
+        ]
 
-    def clear(self, weights_id: str) -> Cleared:
+    def clear(self, weights_id: str, *, dry_run: bool = False) -> Cleared:
         """See `StorageAdmin`."""
+        if dry_run:
+            return Cleared(num_objects=sum(1 for _ in self._keys(weights_id)))
         with _client(self._options) as client:
             return Cleared(num_objects=remove_weights(client, weights_id))
 
-    def gc(self, capacity_bytes: int) -> Cleared:
+    def gc(self, capacity_bytes: int, *, dry_run: bool = False) -> Cleared:
         """See `StorageAdmin`."""
-        del capacity_bytes  # of folders
+        del capacity_bytes, dry_run  # of folders
         raise StorageRefusedError(f"{self.where} evicts by itself; gc is for folders")
 
     def _keys(self, weights_id: str | None = None) -> Iterator[tuple[ObjectKey, str]]:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from fastdeploy_cache.errors import StorageError, StorageRefusedError
-from fastdeploy_cache.transfer_manager.storage.admin import Checked, Cleared, Outcome, Space, SpaceSummary
+from fastdeploy_cache.transfer_manager.storage.admin import (
+    WRONG_BYTES,
+    Checked,
+    Cleared,
+    Damage,
+    Outcome,
+    Space,
+    SpaceSummary,
+    unheard,
+)
 from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES, seal
 from fastdeploy_cache.transfer_manager.storage.keys import KEY_VERSION, KeySpace, ObjectKey, weights_prefix
 from fastdeploy_cache.transfer_manager.storage.valkey import (
@@ -62,7 +71,17 @@ class ValkeyAdmin:
         """See `StorageAdmin`: the keys themselves say what they are for."""
         return []
 
-    def verify(self, weights_id: str | None = None) -> list[Checked]:
+    def weights_ids(self) -> set[str]:
+        """See `StorageAdmin`."""
+        with self._server() as client:
+            return {key_space.weights_id for key_space in _listed(client).values()}
+
+    def free_bytes(self) -> None:
+        """See `StorageAdmin`."""
+
+    def verify(
+        self, weights_id: str | None = None, *, remove: bool = False, on_object: Callable[[], object] = unheard
+    ) -> list[Checked]:
         """See `StorageAdmin`. The server is asked not to take these reads for use."""
         prefix = f"fdc{KEY_VERSION}:" if weights_id is None else weights_prefix(weights_id)
         with self._server() as client:
@@ -72,26 +91,41 @@ class ValkeyAdmin:
                 for key_space in listed.values()
                 if weights_id in (None, key_space.weights_id)
             }
+            damage = defaultdict[Space, list[Damage]](list)
             with suppress(importlib.import_module("valkey").exceptions.ResponseError):  # Valkey and Redis 7.2 know it
                 client.client_no_touch("ON")
             for name, key in _keys(client, prefix):
                 space = _space(name, listed)
-                outcomes.setdefault(space, Counter())[_outcome(space, name, client.get(key))] += 1
-        return [Checked.of(space, outcomes[space]) for space in sorted(outcomes, key=lambda space: space.where)]
+                outcome = _outcome(space, name, client.get(key))
+                outcomes.setdefault(space, Counter())[outcome] += 1
+                if outcome == "damaged":
+                    where = f"key {name.prefix}{name.block_hash.hex()}"
+                    damage[space].append(Damage(where=where, block_hash=name.block_hash.hex(), reason=WRONG_BYTES))
+                    if remove:
+                        client.unlink(key)
+                on_object()
+        return [
+            Checked.of(space, outcomes[space], damage[space], is_mended=remove)
+            for space in sorted(outcomes, key=lambda space: space.where)
+        ]
 
-    def clear(self, weights_id: str) -> Cleared:
+    def clear(self, weights_id: str, *, dry_run: bool = False) -> Cleared:
         """See `StorageAdmin`. Also takes their spaces from the list."""
+        prefix = weights_prefix(weights_id)
         with self._server() as client:
             gone = [key_space for key_space in _listed(client).values() if key_space.weights_id == weights_id]
+            removed = tuple(map(_space_of, gone))
+            if dry_run:
+                return Cleared(
+                    num_objects=sum(1 for _ in client.scan_iter(f"{prefix}*", _NUM_SCANNED)), removed=removed
+                )
             if gone:
                 client.hdel(SPACES_KEY, *(key_space.digest for key_space in gone))
-            return Cleared(
-                num_objects=unlink_all(client, weights_prefix(weights_id)), removed=tuple(map(_space_of, gone))
-            )
+            return Cleared(num_objects=unlink_all(client, prefix), removed=removed)
 
-    def gc(self, capacity_bytes: int) -> Cleared:
+    def gc(self, capacity_bytes: int, *, dry_run: bool = False) -> Cleared:
         """See `StorageAdmin`."""
-        del capacity_bytes  # of folders
+        del capacity_bytes, dry_run  # of folders
         raise StorageRefusedError(f"{self.where} evicts by itself (its maxmemory); gc is for folders")
 
     @contextmanager

@@ -118,6 +118,35 @@ def test_verify(store: tuple[Place, StorageAdmin]) -> None:
     admin.clear(place.weights_id)
 
 
+def test_verify_removes_what_is_damaged(store: tuple[Place, StorageAdmin]) -> None:
+    """Each damaged object is named by its block and a place, and is gone after the removal; the others stay."""
+    place, admin = store
+    space, heard = place.space(), []
+    prompt = fill(place, space)
+    place.change("flip", space, prompt, 3)
+    (found,) = admin.verify(place.weights_id, on_object=lambda: heard.append(1))
+    assert [each.block_hash for each in found.damage] == [prompt.hashes[3].hex()]
+    assert ("slab-00000" if place.kind == "file" else prompt.hashes[3].hex()) in found.damage[0].where
+    assert (found.is_well, len(heard)) == (False, NUM_BLOCKS)
+    (found,) = admin.verify(place.weights_id, remove=True)
+    assert found.is_well and found.num_damaged == 1
+    (found,) = admin.verify(place.weights_id)
+    assert (found.num_objects, found.num_damaged, found.is_well) == (NUM_BLOCKS - 1, 0, True)
+    admin.clear(place.weights_id)
+
+
+def test_a_dry_run_removes_nothing(store: tuple[Place, StorageAdmin]) -> None:
+    """It says as much as the real one; ids are known where the store has them, free bytes where it has files."""
+    place, admin = store
+    fill(place, place.space())
+    assert (place.weights_id in admin.weights_ids()) == (place.kind != "mooncake")
+    assert (admin.free_bytes() is not None) == (place.kind == "file")
+    dry = admin.clear(place.weights_id, dry_run=True)
+    assert counts(admin, place.space()) == [(NUM_BLOCKS, NUM_BLOCKS * 1000)]
+    assert admin.clear(place.weights_id) == dry and dry.num_objects == NUM_BLOCKS
+    assert counts(admin, place.space()) == []
+
+
 def test_clear(store: tuple[Place, StorageAdmin]) -> None:
     """All ranks' objects of the weights go, and no others; weights that are not there are none."""
     place, admin = store

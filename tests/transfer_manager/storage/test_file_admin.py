@@ -14,6 +14,7 @@ from fastdeploy_cache.errors import StorageError, StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage import file_admin
 from fastdeploy_cache.transfer_manager.storage.admin import Cleared
 from fastdeploy_cache.transfer_manager.storage.file_admin import FileAdmin
+from fastdeploy_cache.transfer_manager.storage.file_check import SpaceCheck
 from tests.rigs.file_rig import Rig, space_of
 
 
@@ -179,15 +180,15 @@ def test_verify_beside_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with Rig(tmp_path, num_slots=2) as rig:
         rig.write(1, 2)
         rig.commit()
-        objects = FileAdmin._objects
+        objects = SpaceCheck._objects
 
         def evict_after(*args: object) -> object:
             found = objects(*args)  # type: ignore[arg-type]
-            monkeypatch.setattr(FileAdmin, "_objects", objects)
+            monkeypatch.setattr(SpaceCheck, "_objects", objects)
             rig.write(3, 4)
             return found
 
-        monkeypatch.setattr(FileAdmin, "_objects", evict_after)
+        monkeypatch.setattr(SpaceCheck, "_objects", evict_after)
         (found,) = admin_of(tmp_path).verify()
         assert (found.num_objects, found.num_damaged, found.num_gone) == (2, 0, 2)
 
@@ -198,7 +199,7 @@ def test_verify_beside_one_who_writes_the_same_again(tmp_path: Path, monkeypatch
         rig.write(1)
         rig.commit()
         rig.spoil(1)
-        mismatched = FileAdmin._mismatched
+        mismatched = SpaceCheck._mismatched
 
         def mend_after(*args: object) -> object:
             found = mismatched(*args)  # type: ignore[arg-type]
@@ -207,7 +208,7 @@ def test_verify_beside_one_who_writes_the_same_again(tmp_path: Path, monkeypatch
             rig.commit()
             return found
 
-        monkeypatch.setattr(FileAdmin, "_mismatched", mend_after)
+        monkeypatch.setattr(SpaceCheck, "_mismatched", mend_after)
         assert admin_of(tmp_path).verify()[0].num_damaged == 0
 
 
