@@ -15,6 +15,7 @@ from fastdeploy_cache.config import ROLES, WRITE_POLICIES, CacheConfig, check_ke
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
+from fastdeploy_cache.transfer_manager.sizes import with_sizes
 from fastdeploy_cache.transfer_manager.storage.config import STORES, StorageConfig
 
 DOOR_SETTINGS = "FDCACHE_DOOR_SETTINGS"  # environment: settings of ours as JSON, see `run`
@@ -102,7 +103,7 @@ def cache_config(
     check_keys({"storage": settings} if settings is not None else {})
     storage, peers = _storage(theirs, settings), extra.pop("peer", None)
     check_keys({key: value for key, value in extra.items() if key != "layout"} | {"transfer": transfer})
-    ours |= extra | {"transfer": TransferConfig(**transfer)}
+    ours |= with_sizes(extra) | {"transfer": TransferConfig(**transfer)}
     if not launched:
         ours |= {"num_cpu_blocks": 0, "transfer_client": "inline", "layout": None}
     else:
@@ -212,7 +213,7 @@ def _storage(theirs: Any, settings: Any) -> StorageConfig | None:
     if backend is not None and backend not in STORES and ":" not in backend:
         known = f"{', '.join(STORES)}, or module:Class of your own"
         raise ConfigError(f"kvcache_storage_backend is {backend!r}; known: {known}")
-    ours: dict[str, Any] = {"kind": backend or "file", **settings}
+    ours: dict[str, Any] = {"kind": backend or "file", **with_sizes(settings, "storage.")}
     if ours["kind"] == "file":
         ours.setdefault("admission", "all")  # what they call write_through
     return StorageConfig(**ours)

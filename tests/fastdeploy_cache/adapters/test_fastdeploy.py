@@ -249,7 +249,7 @@ def test_swap_tasks_move_the_callers_blocks() -> None:
 @pytest.mark.processes
 def test_storage_brings_back_what_another_engine_wrote(tmp_path: Path) -> None:
     """write_cache_to_storage before release; a new engine matches it from storage, and reads tasks by token ids."""
-    store = {"kind": "file", "folder": str(tmp_path), "weights_id": "w", "admission": "all", "capacity_bytes": 10**7}
+    store = {"kind": "file", "folder": str(tmp_path), "weights_id": "w", "admission": "all", "capacity_bytes": "10MB"}
 
     def start() -> PrefixCacheManager:
         made = PrefixCacheManager(new_config(16, 16, kvcache_storage_backend="file", storage=store), 1)

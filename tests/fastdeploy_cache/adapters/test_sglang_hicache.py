@@ -23,7 +23,7 @@ from tests.rigs.stand_in_sglang import (
 )
 
 NewRank = Callable[..., Rank]
-SMALL = {"capacity_bytes": 2**24, "slab_bytes": 2**20, "staging_bytes": 2**16}
+SMALL = {"capacity_bytes": "16MiB", "slab_bytes": "1MiB", "staging_bytes": 2**16}
 
 
 @pytest.fixture
@@ -286,6 +286,10 @@ def test_it_says_what_it_moved(new_rank: NewRank) -> None:
         ({"weights_id": "w", "foldr": "/x"}, "did you mean 'folder'"),
         ({"weights_id": "w"}, "storage.folder is missing"),
         ({"weights_id": "w", "folder": "/x", "admission": "some"}, "storage.admission is 'some'"),
+        (
+            {"weights_id": "w", "folder": "/x", "capacity_bytes": "10 GBit"},
+            "capacity_bytes is '10 GBit'; give a number",
+        ),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], said: str) -> None:
