@@ -32,7 +32,7 @@ def load_or_compute(folder: Path) -> dict[str, float]:
         block_size=_BLOCK_SIZE,
         num_gpu_blocks=blocks,
         num_cpu_blocks=2 * blocks,
-        storage=StorageConfig(folder=str(folder), weights_id=files.digest, admission="all", slab_bytes=2**26),
+        storage=StorageConfig(folder=str(folder), weights_id=files.digest, admission="all"),
     )
     plain = dataclasses.replace(config, storage=None, enable_prefix_caching=False)
     prompt = np.random.default_rng(1).integers(10, 10000, _NUM_TOKENS).astype(np.int32)

@@ -23,7 +23,7 @@ from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, load_mo
 # Two answers at a time fit; all conversations together need twice the room, so the rest waits in the CPU tier.
 _PROMPT_BLOCKS, _TURNS = 32, 2
 _NUM_CPU_BLOCKS = 256
-_STORAGE_BYTES, _SLAB_BYTES = 1536 * 2**20, 64 * 2**20
+_STORAGE_BYTES = 1536 * 2**20
 _MIN_PREFETCH_TOKENS = 32  # the prompts here are short
 
 
@@ -111,6 +111,5 @@ def _config(files: ModelFiles, num_ranks: int, num_gpu_blocks: int, log_dir: Pat
             weights_id=files.digest,
             admission="all",
             capacity_bytes=_STORAGE_BYTES,
-            slab_bytes=_SLAB_BYTES,
         ),
     )

@@ -38,6 +38,7 @@ class SpaceCheck:
         self.num_objects = self.num_gone = 0
         self.damaged: dict[Put, str] = {}
         self.is_listed = True
+        self._geometry = Geometry(1, 1)
 
     def look(self, on_object: Callable[[], object]) -> None:
         """Read every object, with a call after each.
@@ -46,13 +47,13 @@ class SpaceCheck:
         has been overwritten. If it is there, it may have been written anew, in full, since we read its bytes; so look
         again.
         """
-        geometry, puts = self._objects()
+        self._geometry, puts = self._objects()
         self.num_objects = len(puts)
         for number in range(_NUM_LOOKS):
             if not puts:
                 break
-            doubtful = self._mismatched(geometry, puts, on_object if number == 0 else unheard)
-            geometry, named = self._objects()
+            doubtful = self._mismatched(self._geometry, puts, on_object if number == 0 else unheard)
+            self._geometry, named = self._objects()
             self.damaged = {put: doubtful[put] for put in sorted(doubtful.keys() & set(named))}
             self.num_gone += len(doubtful) - len(self.damaged)
             puts = list(self.damaged)
@@ -86,7 +87,7 @@ class SpaceCheck:
 
     def damage(self) -> tuple[Damage, ...]:
         """What is damaged, for people."""
-        slots_per_slab = self._objects()[0].slots_per_slab
+        slots_per_slab = self._geometry.slots_per_slab
         return tuple(
             Damage(
                 where=f"slot {put.slot % slots_per_slab} of {slab_path(self._path, put.slot // slots_per_slab)}",
