@@ -294,11 +294,8 @@ class CacheConfig:
         _merge(settings, from_environment)
         _merge(settings, {key: _as_settings(value) for key, value in overrides.items()})
         check_keys(settings)
-        settings = with_sizes(settings) | {
-            name: with_sizes(settings[name], f"{name}.") for name in _TABLES if name in settings
-        }
         try:
-            config: CacheConfig = msgspec.convert(settings, cls, strict=False)
+            config: CacheConfig = msgspec.convert(with_sizes(settings), cls, strict=False)
         except (msgspec.ValidationError, LayoutError) as error:
             raise ConfigError(str(error)) from error
         return config

@@ -85,11 +85,8 @@ ROOMS = {
         },
     },
     "transfer_manager": {
-        "task": set(),
-        "sizes": set(),
-        "config": set(),
+        **{room: set[str]() for room in ("task", "sizes", "config", "crew")},
         "client": {"task"},
-        "crew": set(),
         "process": {"task", "config", "client"},
         "kv": {"config"},
         "device": {"task", "kv", "crew"},

@@ -43,12 +43,19 @@ def parse_size(text: str, name: str) -> int:
 
 
 def with_sizes(settings: Mapping[str, Any], table: str = "") -> dict[str, Any]:
-    """The settings of a table, with each text of a key that ends in `_bytes` as the bytes that it means.
+    """The settings, with each text of a key that ends in `_bytes` as the bytes that it means; in their tables, too.
+
+    Args:
+        settings: of everything, with tables as mappings; or of one table.
+        table: the table's name with a dot, for messages. What lies inside a table is left alone.
 
     Raises:
-        ConfigError: one of these texts is no size; the key is named, and the table before it.
+        ConfigError: one of these texts is no size; the key is named.
     """
-    return {
-        key: parse_size(value, f"{table}{key}") if key.endswith("_bytes") and isinstance(value, str) else value
-        for key, value in settings.items()
-    }
+    return {key: _with_size(table, key, value) for key, value in settings.items()}
+
+
+def _with_size(table: str, key: str, value: Any) -> Any:
+    if isinstance(value, str) and key.endswith("_bytes"):
+        return parse_size(value, f"{table}{key}")
+    return with_sizes(value, f"{key}.") if isinstance(value, Mapping) and not table else value

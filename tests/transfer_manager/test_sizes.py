@@ -45,8 +45,15 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_only_texts_that_are_sizes_are_read() -> None:
-    """Numbers stay as they are, and so do texts of other keys and what lies deeper."""
-    settings = {"a_bytes": "1K", "b_bytes": 7, "folder": "1K", "options": {"a_bytes": "1K"}}
-    assert with_sizes(settings) == settings | {"a_bytes": 1000}
-    with pytest.raises(ConfigError, match=r"storage\.a_bytes is 'much'"):
-        with_sizes({"a_bytes": "much"}, "storage.")
+    """Numbers stay as they are, and so do texts of other keys and what lies inside a table."""
+    table = {"a_bytes": "1K", "b_bytes": 7, "folder": "1K", "options": {"a_bytes": "1K"}}
+    read = table | {"a_bytes": 1000}
+    assert with_sizes(table, "storage.") == read
+    assert with_sizes({"c_bytes": "1KiB", "storage": table, "peer": None}) == {
+        "c_bytes": 1024,
+        "storage": read,
+        "peer": None,
+    }
+    for settings, prefix in (({"storage": {"a_bytes": "much"}}, ""), ({"a_bytes": "much"}, "storage.")):
+        with pytest.raises(ConfigError, match=r"storage\.a_bytes is 'much'"):
+            with_sizes(settings, prefix)

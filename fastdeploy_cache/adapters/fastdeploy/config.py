@@ -196,7 +196,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         if "peer" in settings and "weights_id" in storage:
             given["peer"] = {"weights_id": storage["weights_id"], **settings["peer"]}
     try:
-        msgspec.convert(given, CacheConfig)
+        msgspec.convert(with_sizes(given), CacheConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from error
 

@@ -74,7 +74,7 @@ def settings_of(config: HiCacheStorageConfig | None) -> BackendSettings:
             "weights_id is missing in --hicache-storage-backend-extra-config; name the weights (a revision, or "
             "weights_id_of(files)), since weights of the same name may differ, and new weights need a new id"
         )
-    storage = StorageConfig(**{"admission": "all", **with_sizes(ours)})
+    storage = StorageConfig(**{"admission": "all", **with_sizes(ours, "storage.")})
     if storage.kind == "file" and config.is_mla_model and config.tp_size > 1:
         raise ConfigError(
             f"kind is 'file' and tp_size {config.tp_size} with an MLA model; its ranks share their pages, and a file "

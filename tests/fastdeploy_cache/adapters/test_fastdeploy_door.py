@@ -181,6 +181,7 @@ def test_help_says_how_it_is_called(tmp_path: Path) -> None:
         {"transfer": {"device": "cuda", "kv_owner": "worker", "device_ids": [0, 1]}},
         {"storage": {"weights_id": "w"}},  # the kind may be FastDeploy's to say
         {"storage": {"weights_id": "w", "folder": "/kv", "capacity_bytes": 2**30}},
+        {"storage": {"weights_id": "w", "folder": "/kv", "capacity_bytes": "1GiB"}},
         {"peer": {"link": "nixl"}, "storage": {"weights_id": "w"}},  # whose weights are the peer's, too
     ],
     ids=str,
@@ -196,7 +197,7 @@ def test_settings_that_may_be_right_pass(settings: dict[str, Any]) -> None:
         ({"transfer": 3}, "transfer is 3; it is a table"),
         ({"peer": {"lnk": "shm"}}, "unknown key 'peer.lnk'; did you mean 'peer.link'"),
         ({"storage": {"weights_id": "w", "folder": 5}}, r"Expected `str \| null`, got `int` - at `\$.storage.folder`"),
-        ({"storage": {"weights_id": "w", "folder": "/kv", "capacity_bytes": "5"}}, "Expected `int`, got `str`"),
+        ({"storage": {"weights_id": "w", "folder": "/kv", "capacity_bytes": "5 racks"}}, "capacity_bytes is '5 racks'"),
         ({"storage": {"folder": "/kv"}}, "required field `weights_id`"),
         ({"peer": {}}, "required field `weights_id` - at `\\$.peer`"),
         ({"load_policy": "often"}, "Invalid enum value 'often'"),
