@@ -73,7 +73,7 @@ class FileStorage:
         self._capacity_bytes = int(options["capacity_bytes"])
         self._num_evicted = self._num_damaged = 0
         self._is_full = self._is_closed = False
-        self._num_until_growth = 0  # writes until a full disk is tried again
+        self._num_until_growth = 0  # writes until a growth that was refused is tried again
         self._full = FullDisk(self._folder)
         self._index = Index()
         if segment.shape[1] != space.object_bytes:
@@ -201,7 +201,7 @@ class FileStorage:
         except OSError as error:
             if not self._slabs.num_slots:
                 raise
-            slots, self._num_until_growth = range(0), _WRITES_BEFORE_GROWTH  # go on within what there is
+            slots = range(0)  # go on within what there is
             if error.errno not in NO_ROOM:
                 logger.warning("event=growth_failed folder=%s error=%r", self._folder, error)
         if not slots and not self._slabs.num_slots:
@@ -209,7 +209,8 @@ class FileStorage:
                 f"{self._folder} has no room for a slab within capacity_bytes {self._capacity_bytes}: spaces that "
                 "other engines have open fill it; give each engine a folder of its own"
             )
-        self._is_full = not slots
+        if not slots:
+            self._is_full, self._num_until_growth = True, _WRITES_BEFORE_GROWTH
         self._index.add_slots(slots)
 
     def remove(self, hashes: Sequence[bytes]) -> int:

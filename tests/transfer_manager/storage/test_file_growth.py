@@ -92,6 +92,18 @@ def test_a_disk_that_is_full_in_the_middle_of_a_slab(tmp_path: Path) -> None:
         assert rig.read(1, 2, 3, 4, 5) == 5
 
 
+def test_room_that_another_engine_leaves_is_taken(tmp_path: Path) -> None:
+    """A store that is short beside another engine's grows once that has ended, without being opened anew."""
+    with Rig(tmp_path, num_slots=8) as rig:
+        with Rig(tmp_path, space=space_of("old@1"), num_slots=8) as old:
+            old.write(*range(4))
+            assert rig.write(*range(8))[0] == 4
+        for _ in range(17):
+            rig.write(*range(8))
+        assert not old.path.exists()
+        assert rig.read(*range(8)) == 8
+
+
 @pytest.fixture
 def full_disk() -> Iterator[FailingDisk]:
     disk = FailingDisk()
