@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,16 +11,17 @@ from typing import Any, Literal
 
 import msgspec
 
+from fastdeploy_cache.config_sources import Sources, from_arguments, from_environment, from_file
 from fastdeploy_cache.errors import ConfigError, LayoutError
 from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES, MIN_HISTORY_BYTES
-from fastdeploy_cache.transfer_manager.config import TransferConfig, check_integers
+from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
+from fastdeploy_cache.transfer_manager.settings import check_integers, names_checked, nearest
 from fastdeploy_cache.transfer_manager.sizes import with_sizes
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
-ENVIRONMENT_PREFIX = "FASTDEPLOY_CACHE_"
 _ALTERNATIVES = (("num_gpu_blocks", "gpu_memory_bytes"), ("num_cpu_blocks", "cpu_memory_bytes", "cpu_to_gpu_ratio"))
 _TABLES: dict[str, type] = {
     "layout": KVLayout,
@@ -36,6 +35,7 @@ PREFETCH_POLICIES = ("timeout", "best_effort", "wait_complete")
 LOAD_POLICIES = ("auto", "always", "never")
 
 
+@names_checked
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """What the cache is made of. Every name is the same in Python, TOML, environment and `--set`.
@@ -285,19 +285,15 @@ class CacheConfig:
         Raises:
             ConfigError: an unreadable file, an unknown key (with the nearest right one), a value of the wrong type.
         """
-        settings = _read_toml(Path(path)) if path is not None else {}
-        from_environment = _from_environment(os.environ if environment is None else environment)
+        sources = from_file(Path(path)) if path is not None else Sources()
+        sources.merge(from_environment(os.environ if environment is None else environment), _ALTERNATIVES)
+        arguments = {key: _as_settings(value) for key, value in overrides.items()}
+        sources.merge(from_arguments(arguments), _ALTERNATIVES)
         try:
-            check_keys(from_environment)
-        except ConfigError as error:
-            raise ConfigError(f"an environment variable {ENVIRONMENT_PREFIX}...: {error}") from error
-        _merge(settings, from_environment)
-        _merge(settings, {key: _as_settings(value) for key, value in overrides.items()})
-        check_keys(settings)
-        try:
-            config: CacheConfig = msgspec.convert(with_sizes(settings), cls, strict=False)
-        except (msgspec.ValidationError, LayoutError) as error:
-            raise ConfigError(str(error)) from error
+            check_keys(sources.settings)
+            config: CacheConfig = msgspec.convert(with_sizes(sources.settings), cls, strict=False)
+        except (msgspec.ValidationError, ConfigError, LayoutError) as error:
+            raise sources.blame(error, {"": cls, **_TABLES}) from error
         return config
 
 
@@ -315,8 +311,7 @@ def _check_table(prefix: str, settings: Mapping[str, Any], table: Any) -> None:
     known = [f.name for f in dataclasses.fields(table)]
     for key in settings:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise ConfigError(f"unknown key {prefix + key!r}; did you mean {prefix + near[0]!r}?")
+            raise ConfigError(f"unknown key {prefix + key!r}; did you mean {prefix + nearest(key, known)!r}?")
 
 
 def _one_of(config: CacheConfig, names: tuple[str, ...], required: bool) -> None:
@@ -326,35 +321,6 @@ def _one_of(config: CacheConfig, names: tuple[str, ...], required: bool) -> None
         raise ConfigError(f"give {'one' if required else 'at most one'} of {', '.join(names)}; found {found}")
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read configuration {path}: {error}") from error
-
-
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for name, value in environment.items():
-        if name.startswith(ENVIRONMENT_PREFIX):
-            table, _, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().rpartition("__")
-            parsed = [part for part in value.split(",") if part] if key == "device_ids" else value
-            (settings.setdefault(table, {}) if table else settings)[key] = parsed
-    return settings
-
-
 def _as_settings(value: Any) -> Any:
-    return dataclasses.asdict(value) if isinstance(value, (KVLayout, TransferConfig, StorageConfig)) else value
-
-
-def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
-    """A later source wins, key by key; a size given in another way replaces the earlier way."""
-    for group in _ALTERNATIVES:
-        if any(name in other for name in group):
-            for name in group:
-                into.pop(name, None)
-    for key, value in other.items():
-        if isinstance(value, Mapping) and isinstance(into.get(key), Mapping):
-            into[key] = {**into[key], **value}
-        else:
-            into[key] = value
+    is_table = isinstance(value, (KVLayout, TransferConfig, StorageConfig, PeerConfig))
+    return dataclasses.asdict(value) if is_table else value

@@ -302,8 +302,7 @@ class PrefixCacheManager:
         which alone this cache reads and writes from then on.
 
         Raises:
-            ConfigError: `weights_id` without a store or peers.
-            LayoutError: an impossible `weights_id`; nothing was changed.
+            ConfigError: `weights_id` without a store or peers, or an impossible one; nothing was changed.
             StorageRefusedError: it cannot be opened again; the cache goes on without, and the next call tries again.
         """
         self.life.reset(weights_id=weights_id)

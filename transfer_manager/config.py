@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.transfer_manager.settings import check_integers, names_checked
 
 DEVICES = ("cpu", "cuda")
 KV_OWNERS = ("engine", "worker", "transfer")
 MAX_TASKS_IN_FLIGHT = 256  # each direction; progress words are kept for twice as many
 
 
-def check_integers(config: Any, error: type[Exception], prefix: str = "") -> None:
-    """Raise `error` for a dataclass field that is declared as an integer and holds something else."""
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if item.type in ("int", "int | None") and value is not None and type(value) is not int:
-            raise error(f"{prefix}{item.name} is {value!r}; give a whole number")
-
-
+@names_checked
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig:
     """Ranks, where they run, and every deadline they are held to.
@@ -61,40 +54,40 @@ class TransferConfig:
     restart_backoff_seconds: float = 0.1
 
     def __post_init__(self) -> None:
-        check_integers(self, LayoutError, prefix="transfer.")
+        check_integers(self, ConfigError, prefix="transfer.")
         self._check_choices()
         for name in ("tp_size", "max_tasks_in_flight"):
             if getattr(self, name) < 1:
-                raise LayoutError(f"transfer.{name} is {getattr(self, name)}; it must be at least 1")
+                raise ConfigError(f"transfer.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("data_parallel_id", "max_restarts", "restart_backoff_seconds"):
             if getattr(self, name) < 0:
-                raise LayoutError(f"transfer.{name} is {getattr(self, name)}; it must not be negative")
+                raise ConfigError(f"transfer.{name} is {getattr(self, name)}; it must not be negative")
         for name in (n for n in self.__dataclass_fields__ if n.endswith("_seconds")):
             may_be_zero = name == "restart_backoff_seconds"
             if not (0 < getattr(self, name) < 86400 or (may_be_zero and getattr(self, name) == 0)):
-                raise LayoutError(f"transfer.{name} is {getattr(self, name)}; it must be above 0 and below a day")
+                raise ConfigError(f"transfer.{name} is {getattr(self, name)}; it must be above 0 and below a day")
         if self.heartbeat_seconds < 0.25 or self.heartbeat_timeout_seconds < 4 * self.heartbeat_seconds:
-            raise LayoutError(
+            raise ConfigError(
                 f"transfer.heartbeat_seconds is {self.heartbeat_seconds} and heartbeat_timeout_seconds "
                 f"{self.heartbeat_timeout_seconds}; use at least 0.25 and at least four beats"
             )
         if self.device_ids and len(self.device_ids) != self.tp_size:
-            raise LayoutError(
+            raise ConfigError(
                 f"transfer.device_ids has {len(self.device_ids)} entries for tp_size {self.tp_size}; give one per rank"
             )
 
     def _check_choices(self) -> None:
         if self.device not in DEVICES:
-            raise LayoutError(f"transfer.device is {self.device!r}; known: {', '.join(DEVICES)}")
+            raise ConfigError(f"transfer.device is {self.device!r}; known: {', '.join(DEVICES)}")
         if self.kv_owner is not None and self.kv_owner not in KV_OWNERS:
-            raise LayoutError(f"transfer.kv_owner is {self.kv_owner!r}; use one of {', '.join(KV_OWNERS)}")
+            raise ConfigError(f"transfer.kv_owner is {self.kv_owner!r}; use one of {', '.join(KV_OWNERS)}")
         if self.device == "cuda" and self.kv_owner == "engine":
-            raise LayoutError(
+            raise ConfigError(
                 "transfer.kv_owner is 'engine'; on a GPU the worker or the rank ('transfer') owns the arrays"
             )
 
         if self.max_tasks_in_flight > MAX_TASKS_IN_FLIGHT:
-            raise LayoutError(
+            raise ConfigError(
                 f"transfer.max_tasks_in_flight is {self.max_tasks_in_flight}; it must be at most {MAX_TASKS_IN_FLIGHT}"
             )
 

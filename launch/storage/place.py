@@ -28,7 +28,7 @@ def open_place(place: Place, weights_id: str | None) -> tuple[StorageAdmin, dict
 
     Raises:
         LaunchError: none or several of the options that say which store it is, or one that does not go with it.
-        ConfigError, LayoutError, StorageRefusedError: what they say cannot be.
+        ConfigError, StorageRefusedError: what they say cannot be.
     """
     _check(place)
     config = _storage_config(place)

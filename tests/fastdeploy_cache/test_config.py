@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, StorageConfig, TransferConfig
-from fastdeploy_cache.errors import ConfigError, LayoutError, NotEnoughMemoryError
+from fastdeploy_cache.errors import ConfigError, NotEnoughMemoryError
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, dtype="float16")
 BLOCK_BYTES = 2 * 2 * 16 * 4 * 8 * 2  # layers, key and value, tokens, heads, head_dim, float16
@@ -35,7 +35,7 @@ def test_a_number_that_cannot_be_is_named(name: str, value: float) -> None:
 @pytest.mark.parametrize("name", sorted({*numbers_of(StorageConfig)} - {"min_priority"}))
 def test_a_number_of_storage_that_cannot_be_is_named(name: str, value: float) -> None:
     """Before any process starts. A priority may be any number."""
-    with pytest.raises(LayoutError, match=f"^storage.{name} is {value}"):
+    with pytest.raises(ConfigError, match=f"^storage.{name} is {value}"):
         StorageConfig(**{"weights_id": "w1", "folder": "/kv", name: value})  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from fastdeploy_cache import KVLayout, PeerConfig, Request, StorageConfig, TransferConfig
-from fastdeploy_cache.errors import LayoutError, PeerRefusedError, PromptTooLongError, RequestError
+from fastdeploy_cache.errors import ConfigError, PeerRefusedError, PromptTooLongError, RequestError
 from fastdeploy_cache.peers.receives import PeerReceives
 from fastdeploy_cache.transfer_manager.peer.offer import Offer, prompt_digest
 from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, make_secret
@@ -332,7 +332,7 @@ def test_no_offer_at_all(pair: Pair, offer: Any) -> None:
 def test_names_of_weights_are_checked_before_anything_changes(pair: Pair, weights_id: Any) -> None:
     """Without a store, too."""
     pair.a.serve(TEXT, stays=False, patient=True)
-    with pytest.raises(LayoutError):
+    with pytest.raises(ConfigError):
         pair.a.cache.reset(weights_id=weights_id)
     assert pair.a.cache.blocks.lookup(Request(request_id="x", prompt_token_ids=TEXT)).num_blocks == 11
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager, StorageConfig
-from fastdeploy_cache.errors import ConfigError, LayoutError, PeerRefusedError
+from fastdeploy_cache.errors import ConfigError, PeerRefusedError
 from fastdeploy_cache.ipc.peer_channel import make_keys
 from tests.rigs.instance import BLOCK_SIZE, LAYOUT, Instance, new_config
 from tests.rigs.needs import need_mooncake, need_nixl
@@ -97,9 +97,9 @@ def test_over_tcp_with_keys(rig: Rig, tmp_path: Path) -> None:
 
 def test_what_would_be_open_to_all_is_refused(tmp_path: Path) -> None:
     """TCP without keys, an address that names no host, keys that are not there."""
-    with pytest.raises(LayoutError, match="keys_folder"):
+    with pytest.raises(ConfigError, match="keys_folder"):
         new_config(listen="tcp://127.0.0.1:1234")
-    with pytest.raises(LayoutError, match="name the address"):
+    with pytest.raises(ConfigError, match="name the address"):
         new_config(listen="tcp://0.0.0.0:1234", keys_folder=str(tmp_path))
     config = new_config(listen=f"tcp://127.0.0.1:{free_port()}", keys_folder=str(tmp_path))
     with pytest.raises(PeerRefusedError, match="peer-keys"):

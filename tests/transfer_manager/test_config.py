@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 
 
@@ -28,13 +28,13 @@ from fastdeploy_cache.transfer_manager.config import TransferConfig
 )
 def test_impossible_values_are_refused(name: str, value: object) -> None:
     """The message names the field and the value seen."""
-    with pytest.raises(LayoutError, match=rf"transfer\.{name} is '?{value}"):
+    with pytest.raises(ConfigError, match=rf"transfer\.{name} is '?{value}"):
         TransferConfig(**{name: value})  # type: ignore[arg-type]
 
 
 def test_a_heartbeat_time_out_leaves_room_for_four_beats() -> None:
     """One late beat is no death; the smallest allowed pair is accepted."""
-    with pytest.raises(LayoutError, match=r"0\.99"):
+    with pytest.raises(ConfigError, match=r"0\.99"):
         TransferConfig(heartbeat_seconds=0.25, heartbeat_timeout_seconds=0.99)
     TransferConfig(heartbeat_seconds=0.25, heartbeat_timeout_seconds=1.0)
 
@@ -49,7 +49,7 @@ def test_device_ids_count_up_or_are_given() -> None:
     """One device for each rank: its own number unless told otherwise; a list of another length is refused."""
     assert [TransferConfig(tp_size=3).device_id(rank) for rank in range(3)] == [0, 1, 2]
     assert [TransferConfig(tp_size=2, device_ids=(5, 3)).device_id(rank) for rank in range(2)] == [5, 3]
-    with pytest.raises(LayoutError, match="1 entries for tp_size 2"):
+    with pytest.raises(ConfigError, match="1 entries for tp_size 2"):
         TransferConfig(tp_size=2, device_ids=(1,))
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fastdeploy_cache.errors import LayoutError
-from fastdeploy_cache.transfer_manager.config import check_integers
+from fastdeploy_cache.transfer_manager.settings import check_integers, names_checked
 
 # name -> NumPy dtype of its storage; what NumPy has no type for is stored as an unsigned integer
 STORAGE_DTYPES: dict[str, str] = {
@@ -27,6 +27,7 @@ _PER_STORED: dict[str, int] = {"int4": 2}
 MAX_LAYERS = 4000  # a layer's number shares a 32-bit progress word with its task's
 
 
+@names_checked
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
     """The model's keys and values, before they are shared out to ranks.

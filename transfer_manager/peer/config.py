@@ -7,14 +7,15 @@ import socket
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fastdeploy_cache.errors import LayoutError
-from fastdeploy_cache.transfer_manager.config import check_integers
+from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.transfer_manager.settings import check_integers, names_checked
 
 LINKS = ("shm", "nixl", "mooncake", "storage")
 _MAX_TRANSFERS = 120  # with an update of each at a time, below the tasks that a rank may have in flight
 _MAX_NAME = 64
 
 
+@names_checked
 @dataclass(frozen=True, kw_only=True)
 class PeerConfig:
     """Other instances that blocks are sent to and received from.
@@ -56,41 +57,41 @@ class PeerConfig:
     mooncake_device_name: str = ""
 
     def __post_init__(self) -> None:
-        check_integers(self, LayoutError, prefix="peer.")
+        check_integers(self, ConfigError, prefix="peer.")
         if not isinstance(self.weights_id, str) or not self.weights_id.strip():
-            raise LayoutError(
+            raise ConfigError(
                 f"peer.weights_id is {self.weights_id!r}; name the weights (a revision, or weights_id_of(files)): "
                 "what other weights have computed must never be received"
             )
         if self.link not in LINKS:
-            raise LayoutError(f"peer.link is {self.link!r}; use one of {', '.join(LINKS)}")
+            raise ConfigError(f"peer.link is {self.link!r}; use one of {', '.join(LINKS)}")
         if not isinstance(self.name, str) or len(self.name) > _MAX_NAME:
-            raise LayoutError(f"peer.name is {self.name!r}; give a text of at most {_MAX_NAME} characters")
+            raise ConfigError(f"peer.name is {self.name!r}; give a text of at most {_MAX_NAME} characters")
         self._check_listen()
         if self.secret_file is not None and (not isinstance(self.secret_file, str) or not self.secret_file.strip()):
-            raise LayoutError(f"peer.secret_file is {self.secret_file!r}; name a file, or leave it out")
+            raise ConfigError(f"peer.secret_file is {self.secret_file!r}; name a file, or leave it out")
         for name in ("offer_timeout_seconds", "receive_timeout_seconds", "silence_timeout_seconds"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 1 <= value < 86400:
-                raise LayoutError(f"peer.{name} is {value!r}; use 1 second or more, and less than a day")
+                raise ConfigError(f"peer.{name} is {value!r}; use 1 second or more, and less than a day")
         if not 1 <= self.max_transfers <= _MAX_TRANSFERS:
-            raise LayoutError(f"peer.max_transfers is {self.max_transfers}; use 1 to {_MAX_TRANSFERS}")
+            raise ConfigError(f"peer.max_transfers is {self.max_transfers}; use 1 to {_MAX_TRANSFERS}")
 
     def _check_listen(self) -> None:
         if not self.listen:
             return
         if self.link == "storage":
-            raise LayoutError(f"peer.listen is {self.listen!r}; with peer.link 'storage' nothing listens")
+            raise ConfigError(f"peer.listen is {self.listen!r}; with peer.link 'storage' nothing listens")
         address = self.listen.removeprefix("tcp://")
         host, colon, port = address.rpartition(":")
         if address == self.listen or not host or not colon or not port.isdigit() or not 0 < int(port) < 65536:
-            raise LayoutError(f"peer.listen is {self.listen!r}; use tcp://ADDRESS:PORT")
+            raise ConfigError(f"peer.listen is {self.listen!r}; use tcp://ADDRESS:PORT")
         if ":" in host and not (host.startswith("[") and host.endswith("]")):
-            raise LayoutError(f"peer.listen is {self.listen!r}; put an IPv6 address in brackets: tcp://[{host}]:{port}")
+            raise ConfigError(f"peer.listen is {self.listen!r}; put an IPv6 address in brackets: tcp://[{host}]:{port}")
         if host == "*" or _is_any(host):
-            raise LayoutError(f"peer.listen is {self.listen!r}; name the address by which others reach this host")
+            raise ConfigError(f"peer.listen is {self.listen!r}; name the address by which others reach this host")
         if self.keys_folder is None:
-            raise LayoutError(f"peer.listen is {self.listen!r} without peer.keys_folder; nobody unknown may connect")
+            raise ConfigError(f"peer.listen is {self.listen!r} without peer.keys_folder; nobody unknown may connect")
 
     @property
     def port(self) -> int | None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fastdeploy_cache.errors import LayoutError
-from fastdeploy_cache.transfer_manager.config import check_integers
+from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.transfer_manager.settings import check_integers, names_checked
 
 STORES = ("file", "mooncake", "valkey")
 ADMISSIONS = ("second_use", "all", "priority")
@@ -24,6 +24,7 @@ _OF_STORE = {
 }  # fmt: skip
 
 
+@names_checked
 @dataclass(frozen=True, kw_only=True)
 class StorageConfig:
     """A store below the CPU tier.
@@ -84,29 +85,29 @@ class StorageConfig:
     time_to_live_seconds: int = 0
 
     def __post_init__(self) -> None:
-        check_integers(self, LayoutError, prefix="storage.")
+        check_integers(self, ConfigError, prefix="storage.")
         self._check_texts()
         if self.kind not in STORES and ":" not in self.kind:
-            raise LayoutError(f"storage.kind is {self.kind!r}; use one of {', '.join(STORES)}, or module:Class")
+            raise ConfigError(f"storage.kind is {self.kind!r}; use one of {', '.join(STORES)}, or module:Class")
         if not isinstance(self.weights_id, str) or not self.weights_id.strip():
-            raise LayoutError(
+            raise ConfigError(
                 f"storage.weights_id is {self.weights_id!r}; name the weights (a revision, or weights_id_of(files)): "
                 "what other weights have computed must never be found"
             )
         if "\0" in (self.folder or ""):
-            raise LayoutError(f"storage.folder is {self.folder!r}; no folder has such a name")
+            raise ConfigError(f"storage.folder is {self.folder!r}; no folder has such a name")
         if self.kind == "file" and not self.folder:
-            raise LayoutError("storage.folder is missing; a store of kind 'file' needs a folder of its own")
+            raise ConfigError("storage.folder is missing; a store of kind 'file' needs a folder of its own")
         if self.kind != "file" and self.folder is not None:
-            raise LayoutError(
+            raise ConfigError(
                 f"storage.folder is {self.folder!r}, and storage.kind {self.kind!r} uses none; leave it out"
             )
         if self.options and not self.is_own_store:
-            raise LayoutError(f"storage.options are for a store of your own; storage.kind is {self.kind!r}")
+            raise ConfigError(f"storage.options are for a store of your own; storage.kind is {self.kind!r}")
         if not all(isinstance(text, str) for item in self.options.items() for text in item):
-            raise LayoutError(f"storage.options is {dict(self.options)!r}; give texts by name")
+            raise ConfigError(f"storage.options is {dict(self.options)!r}; give texts by name")
         if self.admission not in ADMISSIONS:
-            raise LayoutError(f"storage.admission is {self.admission!r}; use one of {', '.join(ADMISSIONS)}")
+            raise ConfigError(f"storage.admission is {self.admission!r}; use one of {', '.join(ADMISSIONS)}")
         self._check_numbers()
 
     def _check_texts(self) -> None:
@@ -115,29 +116,29 @@ class StorageConfig:
             try:
                 str(text).encode()
             except UnicodeEncodeError as error:
-                raise LayoutError(f"storage.{name} is {text!r}, which is no UTF-8 text: {error}") from error
+                raise ConfigError(f"storage.{name} is {text!r}, which is no UTF-8 text: {error}") from error
 
     def _check_numbers(self) -> None:
         for name in ("capacity_bytes", "slab_bytes", "staging_bytes", "breaker_failures", "num_io_threads"):
             if getattr(self, name) < 1:
-                raise LayoutError(f"storage.{name} is {getattr(self, name)}; it must be at least 1")
+                raise ConfigError(f"storage.{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_io_threads > _MAX_IO_THREADS:
-            raise LayoutError(f"storage.num_io_threads is {self.num_io_threads}; use at most {_MAX_IO_THREADS}")
+            raise ConfigError(f"storage.num_io_threads is {self.num_io_threads}; use at most {_MAX_IO_THREADS}")
         for name in ("start_timeout_seconds", "task_timeout_seconds", "breaker_seconds", "min_priority"):
             if type(getattr(self, name)) not in (int, float):
-                raise LayoutError(f"storage.{name} is {getattr(self, name)!r}; give a number")
+                raise ConfigError(f"storage.{name} is {getattr(self, name)!r}; give a number")
         for name in ("start_timeout_seconds", "task_timeout_seconds", "breaker_seconds"):
             if not 0 < getattr(self, name) < 86400:
-                raise LayoutError(f"storage.{name} is {getattr(self, name)}; it must be above 0 and below a day")
+                raise ConfigError(f"storage.{name} is {getattr(self, name)}; it must be above 0 and below a day")
         for name in ("segment_bytes", "time_to_live_seconds"):
             if getattr(self, name) < 0:
-                raise LayoutError(f"storage.{name} is {getattr(self, name)}; it must not be negative")
+                raise ConfigError(f"storage.{name} is {getattr(self, name)}; it must not be negative")
 
     def check_capacity(self, object_bytes: int, tp_size: int) -> None:
-        """Raise `LayoutError` where a rank's share of a file store holds no object of this size."""
+        """Raise `ConfigError` where a rank's share of a file store holds no object of this size."""
         share, slot_bytes = self.capacity_bytes // tp_size, slot_bytes_of(object_bytes)
         if self.kind == "file" and share < slot_bytes:
-            raise LayoutError(
+            raise ConfigError(
                 f"storage.capacity_bytes is {self.capacity_bytes}, {share} for each of {tp_size} ranks, and one block "
                 f"takes {slot_bytes}; use at least {tp_size * slot_bytes}"
             )

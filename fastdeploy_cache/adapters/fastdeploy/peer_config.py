@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fastdeploy_cache.config import check_keys
-from fastdeploy_cache.errors import ConfigError, LayoutError
+from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 
 _LINKS = {"ipc": ("shm",), "rdma": ("nixl", "mooncake")}  # what moves the bytes, by `cache_transfer_protocol`
@@ -51,10 +51,7 @@ def peer_config(
             )
         if ours["link"] == "mooncake":
             ours.setdefault("mooncake_hostname", pod_ip)
-    try:
-        return PeerConfig(**ours)
-    except LayoutError as error:
-        raise ConfigError(str(error)) from error
+    return PeerConfig(**ours)
 
 
 def _link_of(theirs: Any, given: str | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 
 
@@ -55,7 +55,7 @@ def test_addresses_that_others_can_reach(listen: str) -> None:
 )
 def test_what_cannot_be_is_refused(fields: dict[str, object], message: str) -> None:
     """By its name."""
-    with pytest.raises(LayoutError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         PeerConfig(**({"weights_id": "w", "keys_folder": "/keys"} | fields))  # type: ignore[arg-type]
     assert f"peer.{next(iter(fields))}" in str(caught.value)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 
 FILE = {"weights_id": "w1", "folder": "/var/lib/kv"}
@@ -32,7 +32,7 @@ FILE = {"weights_id": "w1", "folder": "/var/lib/kv"}
 )
 def test_what_cannot_be_meant_is_refused(settings: dict[str, object], words: str) -> None:
     """Missing, of the wrong type, out of range, or for another kind of store."""
-    with pytest.raises((LayoutError, TypeError), match=words):
+    with pytest.raises(ConfigError, match=words):
         StorageConfig(**settings)  # type: ignore[arg-type]
 
 

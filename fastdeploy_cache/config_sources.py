@@ -1,0 +1,132 @@
+"""Where settings come from: a TOML file, environment variables, arguments; and errors about them in our own words."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastdeploy_cache.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "FASTDEPLOY_CACHE_"
+_EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "array": "a list"}
+_AT = re.compile(r"(?P<text>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Settings, each with where it was said: `origins` has `transfer.tp_size` for the key in a table."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def merge(self, other: Sources, alternatives: Sequence[Sequence[str]]) -> None:
+        """A later source wins, key by key; of a group of `alternatives` it replaces all."""
+        for group in alternatives:
+            if any(name in other.settings for name in group):
+                for name in group:
+                    self.settings.pop(name, None)
+                    self.origins.pop(name, None)
+        for key, value in other.settings.items():
+            mine = self.settings.get(key)
+            both = isinstance(value, Mapping) and isinstance(mine, Mapping)
+            self.settings[key] = {**mine, **value} if both and mine is not None else value
+        self.origins.update(other.origins)
+
+    def blame(self, error: Exception, kinds: Mapping[str, Any]) -> ConfigError:
+        """The error about one of these settings, with where that was said.
+
+        Args:
+            error: of a conversion, or of our own that begins with the setting's name.
+            kinds: the class of the whole, under "", and those of tables by name.
+        """
+        text, path = str(error), ""
+        if (found := _AT.fullmatch(text)) is not None:
+            text, path = _plain(found["text"], found["path"], self._value(found["path"]), kinds)
+        is_unknown = (unknown := re.match(r"unknown key '([^']*)'", text)) is not None
+        path = unknown[1] if unknown is not None else path or text.partition(" ")[0]
+        origin = self.origins.get(path, "")
+        if is_unknown and origin.startswith("environment"):
+            text += " Unset the variable if it is not meant for this cache."
+        return ConfigError(f"{origin}: {text}" if origin else text)
+
+    def _value(self, path: str) -> Any:
+        value: Any = self.settings
+        for part in path.split(".") if path else []:
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+
+def from_file(path: Path) -> Sources:
+    """What a TOML file says, by line.
+
+    Raises:
+        ConfigError: it cannot be read, or is no TOML.
+    """
+    try:
+        text = path.read_text()
+        settings = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read configuration {path}: {error}") from error
+    lines = _lines_of(text)
+    return Sources(settings, {key: f"{path}, line {lines.get(key, 1)}" for key in _keys(settings)})
+
+
+def from_environment(environment: Mapping[str, str]) -> Sources:
+    """What variables say whose names begin with the prefix: tables are joined by two underscores."""
+    found = Sources()
+    for name, value in environment.items():
+        if name.startswith(ENVIRONMENT_PREFIX):
+            table, _, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().rpartition("__")
+            parsed = [part for part in value.split(",") if part] if key == "device_ids" else value
+            (found.settings.setdefault(table, {}) if table else found.settings)[key] = parsed
+            found.origins[f"{table}.{key}" if table else key] = f"environment variable {name}"
+    return found
+
+
+def from_arguments(arguments: Mapping[str, Any]) -> Sources:
+    """What a caller says."""
+    return Sources(dict(arguments), dict.fromkeys(_keys(arguments), "argument"))
+
+
+def _keys(settings: Mapping[str, Any]) -> list[str]:
+    """Each key, those in tables with the table's name; tables, too."""
+    inner = [f"{key}.{name}" for key, value in settings.items() if isinstance(value, Mapping) for name in value]
+    return [*settings, *inner]
+
+
+def _lines_of(text: str) -> dict[str, int]:
+    lines: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if (header := re.fullmatch(r"\s*\[\s*([\w.-]+)\s*\]\s*(?:#.*)?", line)) is not None:
+            table = header[1]
+            lines.setdefault(table, number)
+        elif (key := re.match(r"\s*([\w.-]+)\s*=", line)) is not None:
+            lines.setdefault(f"{table}.{key[1]}" if table else key[1], number)
+    return lines
+
+
+def _plain(text: str, path: str, value: Any, kinds: Mapping[str, Any]) -> tuple[str, str]:
+    """A converter's complaint in our words, and the setting that it is about."""
+    if (missing := re.fullmatch(r"Object missing required field `(\w+)`", text)) is not None:
+        whole = f"{path}.{missing[1]}" if path else missing[1]
+        return f"{whole} is missing; give it", path
+    if (wrong := re.fullmatch(r"Expected `([^`]*)`, got .*", text)) is not None:
+        names = [name for name in wrong[1].split(" | ") if name != "null"]
+        return f"{path} is {value!r}; give {' or '.join(_EXPECTED.get(name, 'a table') for name in names)}", path
+    if text.startswith("Invalid enum value"):
+        table, _, name = path.rpartition(".")
+        choices = [str(choice) for choice in _choices(typing.get_type_hints(kinds[table])[name])]
+        return f"{path} is {value!r}; use one of {', '.join(choices)}", path
+    return text, path
+
+
+def _choices(hint: Any) -> list[Any]:
+    """What a `Literal`, alone or beside None, allows."""
+    parts = typing.get_args(hint)
+    return list(parts) if typing.get_origin(hint) is typing.Literal else [c for part in parts for c in _choices(part)]

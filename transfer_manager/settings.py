@@ -1,0 +1,52 @@
+"""What all classes of settings share: integers are integers, and a misspelt name is told with the nearest right one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from fastdeploy_cache.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def check_integers(config: Any, error: type[Exception], prefix: str = "") -> None:
+    """Raise `error` for a dataclass field that is declared as an integer and holds something else."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if item.type in ("int", "int | None") and value is not None and type(value) is not int:
+            raise error(f"{prefix}{item.name} is {value!r}; give a whole number")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The one of the known names that this one is most like; there is one."""
+    return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
+
+
+def names_checked(cls: type[T]) -> type[T]:
+    """Decorates a dataclass with keyword-only fields: a call with a name that it does not have, or without one that it
+    needs, is a `ConfigError` of ours, where Python's own `TypeError` says nothing of what to do."""
+    fields: dict[str, Any] = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    needed = [
+        name
+        for name, item in fields.items()
+        if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+    ]
+    make: Any = vars(cls)["__init__"]
+
+    @functools.wraps(make)
+    def init(self: T, **given: Any) -> None:
+        unknown = next((name for name in given if name not in fields), None)
+        if unknown is not None:
+            raise ConfigError(f"{cls.__name__} has no {unknown!r}; did you mean {nearest(unknown, fields)!r}?")
+        missing = [name for name in needed if name not in given]
+        if missing:
+            them = "it" if len(missing) == 1 else "them"
+            raise ConfigError(f"{cls.__name__} is made without {', '.join(missing)}; give {them}")
+        make(self, **given)
+
+    setattr(cls, "__init__", init)  # noqa: B010 (a checker forbids the assignment)
+    return cls
