@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE
 
 ENVIRONMENT_PREFIX = "FASTDEPLOY_CACHE_"
 _EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "array": "a list"}
@@ -77,10 +78,13 @@ def from_file(path: Path) -> Sources:
 
 
 def from_environment(environment: Mapping[str, str]) -> Sources:
-    """What variables say whose names begin with the prefix: tables are joined by two underscores."""
+    """What variables say whose names begin with the prefix: tables are joined by two underscores.
+
+    Those of the log are left out: they are for processes without a configuration, too.
+    """
     found = Sources()
     for name, value in environment.items():
-        if name.startswith(ENVIRONMENT_PREFIX):
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in (LEVEL_VARIABLE, FORMAT_VARIABLE):
             table, _, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().rpartition("__")
             parsed = [part for part in value.split(",") if part] if key == "device_ids" else value
             (found.settings.setdefault(table, {}) if table else found.settings)[key] = parsed

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE, set_up_log
 from fastdeploy_cache.launch.server.library import check_library
 from fastdeploy_cache.launch.storage.cli import storage_app
 
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
 app.add_typer(config_app, name="config")
@@ -22,6 +21,12 @@ engines_app = typer.Typer(no_args_is_help=True, help="Run real engines with this
 app.add_typer(engines_app, name="engines")
 
 Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer process each: 1 or 3.")]
+LogLevel = Annotated[
+    str | None, typer.Option(help=f"debug, info, warning or error, of all processes; otherwise {LEVEL_VARIABLE}.")
+]
+LogFormat = Annotated[
+    str | None, typer.Option(help=f"text, or json for an object in each line; otherwise {FORMAT_VARIABLE}.")
+]
 LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank.")]
 
 
@@ -83,8 +88,10 @@ def serve(
         str, typer.Option(help="Where offered blocks do not come: recompute the prompt, or fail the request.")
     ] = "recompute",
     log_dir: LogDir = None,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
 ) -> None:
-    """Serve SmolLM2 over HTTP (POST /v1/chat/completions) until SIGTERM or Ctrl-C."""
+    """Serve SmolLM2 over HTTP (POST /v1/chat/completions, /v1/completions) until SIGTERM or Ctrl-C."""
     check_library()
     from fastdeploy_cache.launch.server.serve import serve as run
     from fastdeploy_cache.launch.server.settings import device_settings
@@ -93,9 +100,8 @@ def serve(
         raise typer.BadParameter(f"--role {role}; use mixed, prefill or decode")
     if on_receive_failure not in ("recompute", "fail"):
         raise typer.BadParameter(f"--on-receive-failure {on_receive_failure}; use recompute or fail")
-    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
-    given = list(settings or [])
-    given += [f"transfer.tp_size={ranks}"] if ranks is not None else []
+    set_up_log(log_level, log_format)
+    given = [*(settings or []), *([f"transfer.tp_size={ranks}"] if ranks is not None else [])]
     given += [f"transfer.log_dir={log_dir}"] if log_dir is not None else []
     given += device_settings(device, given)
     run(
@@ -123,12 +129,14 @@ def route(
     max_open_prefills: Annotated[
         int, typer.Option(min=0, help="Chats of one client that prefill instances compute at a time; decode the rest.")
     ] = 32,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
 ) -> None:
     """Answer chats with prefill and decode instances (`serve --role ...`) until SIGTERM or Ctrl-C."""
     check_library()
     from fastdeploy_cache.launch.server.route import route as run
 
-    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+    set_up_log(log_level, log_format)
     run(
         prefill or [],
         decode,

@@ -22,7 +22,7 @@ nohup "$VENV/bin/fastdeploy-cache" serve --log-dir "$LOG_DIR" --control-socket "
 pid=$!
 printf '%s\n' "$pid" >"$PID_FILE"
 for _ in $(seq 240); do
-    if url="$(field url)" && [ -n "$url" ] && get "$url/health" >/dev/null 2>&1; then
+    if url="$(field url)" && [ -n "$url" ] && get "$url/ready" >/dev/null 2>&1; then
         say "ready: pid $pid, API $url/v1/chat/completions, metrics $(field metrics)"
         exit 0
     fi

@@ -60,12 +60,15 @@ show_status() {
             all=4
             continue
         fi
-        code="$(http_status "$url/health")"
+        code="$(http_status "$url/ready")"
         if [ "$code" = 200 ]; then
             metrics="$(field metrics "$LOG_DIR/$name.log")" || metrics=""
             say "$name: up, API $url${metrics:+, metrics $metrics}"
         elif [ "$name $code" = "router 503" ]; then
-            say "$name: up, no decode instance healthy, API $url"
+            say "$name: up, no decode instance ready, API $url"
+            all=4
+        elif [ "$code" = 503 ]; then
+            say "$name: up, not ready: paused or asleep, API $url"
             all=4
         else
             say "$name: DOES NOT ANSWER at $url; its log is $LOG_DIR/$name.log"
@@ -143,7 +146,7 @@ start_missing() {
 wait_ready() { # wait_ready NAME: sets URL
     local name="$1" log="$LOG_DIR/$1.log"
     for _ in $(seq 240); do
-        if URL="$(field url "$log")" && [ -n "$URL" ] && get "$URL/health" >/dev/null 2>&1; then return; fi
+        if URL="$(field url "$log")" && [ -n "$URL" ] && get "$URL/ready" >/dev/null 2>&1; then return; fi
         if ! kill -0 "$(cat "$GROUP_DIR/$name.pid")" 2>/dev/null; then
             tail -n 5 "$log" >&2
             die "$name ended while starting; its log is $log"
@@ -179,6 +182,12 @@ while [ $# -gt 0 ]; do
         shift
         ;;
     --host=* | --port=*) router+=("$1") ;;
+    --log-level | --log-format)
+        [ $# -gt 1 ] || die "$1 needs a value"
+        router+=("$1" "$2") serve+=("$1" "$2")
+        shift
+        ;;
+    --log-level=* | --log-format=*) router+=("$1") serve+=("$1") ;;
     --role | --role=* | role=* | --set=role=*) refuse_shared "$1" "use --prefill N and --decode N" ;;
     --control-socket | --control-socket=*) refuse_shared "$1" "all would take one socket; start them one by one" ;;
     --metrics-port | --metrics-port=*) refuse_shared "$1" "each member takes a free port, which --status shows" ;;

@@ -60,7 +60,7 @@ class EngineSettings:
 
 
 class Engine:
-    """Continuous batching with greedy sampling: match, allocate, run, commit per step, release.
+    """Continuous batching: match, allocate, run, sample and commit per step, release.
 
     `step` and `run` may be called by one thread, `pause`, `preempt_all` and `resume` by another one, `stop` and what
     `intake` has by any.
@@ -166,7 +166,7 @@ class Engine:
         for generation in [g for g in (*self._running, *self._line.snapshot()) if g.cancelled]:
             self._withdraw(generation)
             (self._running if generation in self._running else self._line).remove(generation)
-            generation.finish("cancelled")
+            generation.finish(generation.cancel_reason)
 
     def _withdraw(self, generation: Generation) -> None:
         """Give back what it has of the cache, wherever it is."""
@@ -315,7 +315,8 @@ class Engine:
                 continue
             generation.num_computed_tokens += num_tokens
             is_sampled = generation.num_computed_tokens == generation.request.num_tokens and not generation.is_prefilled
-            computed.append((generation, int(scores.argmax()) if is_sampled else None))
+            token_id = generation.sampling.choose(scores, len(generation.output)) if is_sampled else None
+            computed.append((generation, token_id))
         self._end_step(computed)
 
     def _end_step(self, computed: list[tuple[Generation, int | None]]) -> None:

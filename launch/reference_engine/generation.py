@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from fastdeploy_cache import Match, Request
 from fastdeploy_cache.errors import CacheError
+from fastdeploy_cache.launch.reference_engine.sampling import Sampling
 from fastdeploy_cache.peers.transfers import Receive, Send
 
 
@@ -39,15 +40,18 @@ class Generation:
 
     request: Request
     max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
     output: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop" (end token), "length", "sent" (a prefill), "cancelled" or "error"
+    finish_reason: str | None = None  # "stop", "length", "sent" (a prefill), "cancelled" or "error"
     queued: float = field(default_factory=time.monotonic)
     cancelled: bool = False  # see `Intake.cancel`
+    cancel_reason: str = "cancelled"  # how it finishes then
     error: str | None = None
     # of its first admission
     num_gpu_tokens: int = 0
     num_cpu_tokens: int = 0
     num_storage_tokens: int = 0
+    num_peer_tokens: int = 0  # received of another instance; the match then finds them on the GPU
     matched: float | None = None
     first_token: float | None = None
     # of the engine

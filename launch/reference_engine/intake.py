@@ -10,7 +10,10 @@ import numpy as np
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.errors import PeerRefusedError
 from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationError, GenerationRefusedError
+from fastdeploy_cache.launch.reference_engine.sampling import Sampling
 from fastdeploy_cache.launch.reference_engine.waiting_line import WaitingLine
+
+_NAME = "request"
 
 
 class Intake:
@@ -27,11 +30,14 @@ class Intake:
         max_new_tokens: int,
         offer: bytes | None = None,
         *,
+        sampling: Sampling | None = None,
         namespace: str = "",
+        name: str = _NAME,
     ) -> Generation:
         """Queue a prompt. With an `offer` (`Send.offer` of another instance) its blocks are received first.
 
-        Its blocks are found in its `namespace` alone.
+        Its blocks are found in its `namespace` alone. The cache knows it by its `name` and a number behind that.
+        Without `sampling` each token is the likeliest.
 
         Raises:
             RequestError: an empty prompt or an impossible token.
@@ -45,16 +51,21 @@ class Intake:
                 f"{len(prompt_token_ids)} prompt tokens and {max_new_tokens} new ones; together they must be at most "
                 f"{limit}, and at least one new"
             )
-        request = self._new_request(prompt_token_ids, namespace)
+        request = self._new_request(prompt_token_ids, namespace, name)
         if offer is not None:
             try:
                 self._cache.peers.check_offer(request, offer)
             except PeerRefusedError as error:
                 raise GenerationRefusedError(f"kv_offer: {error}") from error
-        return self._enqueue(Generation(request, max_new_tokens, offer=offer))
+        return self._enqueue(Generation(request, max_new_tokens, sampling or Sampling(), offer=offer))
 
     def submit_prefill(
-        self, prompt_token_ids: np.ndarray[Any, Any], max_new_tokens: int = 0, *, namespace: str = ""
+        self,
+        prompt_token_ids: np.ndarray[Any, Any],
+        max_new_tokens: int = 0,
+        *,
+        namespace: str = "",
+        name: str = _NAME,
     ) -> Generation:
         """Queue a prompt whose full blocks are computed for another instance; see `Generation.wait_send`.
 
@@ -71,12 +82,13 @@ class Intake:
             with_new = f" before {max_new_tokens} new ones" if max_new_tokens else ""
             raise GenerationRefusedError(f"{num_tokens} prompt tokens{with_new}; give {size} to {limit}")
         num_offered_tokens = num_tokens // size * size  # what is behind them is the other instance's
-        request = self._new_request(prompt_token_ids, namespace)
+        request = self._new_request(prompt_token_ids, namespace, name)
         return self._enqueue(Generation(request, 0, num_offered_tokens=num_offered_tokens))
 
-    def cancel(self, generation: Generation) -> None:
-        """Nobody wants it any more: it ends, and what is sent of it, with the next step."""
-        generation.cancelled = True
+    def cancel(self, generation: Generation, reason: str = "cancelled") -> None:
+        """Nobody wants more of it: it ends, and what is sent of it, with the next step, and finishes with this."""
+        if not generation.cancelled:
+            generation.cancel_reason, generation.cancelled = reason, True
         if generation.send is not None:
             self._cache.peers.cancel_send(generation.send)
         self._line.ring()
@@ -87,10 +99,10 @@ class Intake:
         config = self._cache.config
         return min(self._context_length, config.pool_sizes()[0] * config.block_size)
 
-    def _new_request(self, prompt_token_ids: np.ndarray[Any, Any], namespace: str) -> Request:
+    def _new_request(self, prompt_token_ids: np.ndarray[Any, Any], namespace: str, name: str) -> Request:
         self._line.check_open()
-        name = f"request-{next(self._numbers)}"
-        return Request(request_id=name, prompt_token_ids=prompt_token_ids, namespace=namespace)
+        request_id = f"{name}-{next(self._numbers)}"  # a name that came from outside may come twice
+        return Request(request_id=request_id, prompt_token_ids=prompt_token_ids, namespace=namespace)
 
     def _enqueue(self, generation: Generation) -> Generation:
         if generation.offer is None:  # else its blocks need not be anywhere here

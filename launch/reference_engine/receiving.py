@@ -61,7 +61,9 @@ class Receives:
         if generation.receive is not None:
             receive = generation.receive
             self.forget(generation)
-            if not receive.succeeded:
+            if receive.succeeded:
+                generation.num_peer_tokens = receive.num_blocks * self._cache.config.block_size
+            else:
                 generation.receive_error = f"{receive.reason}: {receive.error}"
         if generation.receive_error is not None:
             self._do_without(generation)

@@ -39,6 +39,7 @@ class ChatTokenizer:
         self._text, self._markup = _build(files, control)
         self._token_bytes = _token_bytes(files.vocab, frozenset(control))
         self.max_token_bytes = max(map(len, self._token_bytes))
+        self._max_markup_bytes = max(self.max_token_bytes, *(len(token.encode()) for token in control))
         self._newline = self._plain("\n")
 
     def encode(self, text: str) -> TokenArray:
@@ -54,6 +55,16 @@ class ChatTokenizer:
         size = self.max_token_bytes
         texts = (_turn_text(message["role"], message["content"]) for message in messages)
         return sum(_TURN_MARKUP + math.ceil(len(text.encode(errors="surrogatepass")) / size) for text in texts)
+
+    def min_text_tokens(self, text: str) -> int:
+        """`encode` gives no fewer than this: see `min_tokens`. A control token stands for the bytes that it is
+        written with."""
+        return math.ceil(len(text.encode(errors="surrogatepass")) / self._max_markup_bytes)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many token ids there are, from 0 on."""
+        return len(self._token_bytes)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> TokenArray:
         """Token ids of a conversation, up to and with the header of the assistant's next reply.

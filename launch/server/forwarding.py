@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from fastdeploy_cache.launch.server.answers import failure
-from fastdeploy_cache.launch.server.http_server import LOGGED_STATUS
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.limits import ClientGoneError
+from fastdeploy_cache.launch.server.request_log import FACTS, LOGGED_STATUS
 from fastdeploy_cache.launch.server.streams import StreamedAnswer
 from fastdeploy_cache.launch.server.upstream import Place, Question, Upstream, WholeAnswer
 
@@ -46,6 +46,7 @@ class Forwarding:
             ClientGoneError: there is nobody to answer.
         """
         for place in places:
+            request[FACTS]["decode"] = "{}:{}".format(*place)
             try:
                 async with self._decode.asked(self._upstream, place, self._question) as answer:
                     await self._pass_on(request, answer)
@@ -75,6 +76,7 @@ class Forwarding:
         for name in _OF_A_CONNECTION:
             headers.popall(name, None)
         request[LOGGED_STATUS] = "forwarded"
+        request[FACTS]["decode_status"] = answer.response.status
         self._answer = StreamedAnswer(request, answer.response.status, headers, answer.response.reason)
         # a stream begins before the offer is asked for, other answers after that
         self.has_taken_offer = answer.is_good and not self._is_stream

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.ipc.log_lines import in_request
 from fastdeploy_cache.launch.server.answers import failure
 from fastdeploy_cache.launch.server.client_counts import ClientCounts
 from fastdeploy_cache.launch.server.limits import ClientGoneError, Connection, Limits, connection_of
-
-logger = logging.getLogger(__name__)
-
-LOGGED_STATUS = web.RequestKey("logged_status", str)  # what an answer is called in the log, instead of its status
+from fastdeploy_cache.launch.server.request_log import FACTS, ID_HEADER, REQUEST_ID, log_request, request_id_of
 
 _BACKLOG = 128  # who comes with many others is not made to try again a second later
 _GRACE_SECONDS = 3.0  # for answers that are being given when the server ends
@@ -72,23 +70,38 @@ class HttpServer:
 async def answering(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Around every route: a request that could be read in two ways is refused, and all are logged."""
+    """Around every route: what it logs names the request, and so does the answer; a line says how it went."""
+    request_id, begun = request_id_of(request), time.monotonic()
+    request[REQUEST_ID], request[FACTS] = request_id, {}
+    with in_request(request_id):
+        try:
+            response = await _answer(request, handler)
+        except (asyncio.CancelledError, ClientGoneError):
+            log_request(request, "client_gone", begun)
+            raise
+        except BaseException:
+            log_request(request, 500, begun)
+            raise
+        if not response.prepared:  # a stream has said it
+            response.headers[ID_HEADER] = request_id
+        log_request(request, response.status, begun)
+        return response
+
+
+async def _answer(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """A request that could be read in two ways is refused."""
     connection = connection_of(request)
     connection.is_asked = True  # the answer before it may have cleared that
     try:
         response = _refusal(request) or await handler(request)
     except web.HTTPException as error:  # aiohttp's own, such as for a path that is none
         response = failure(error.status, error.reason)
-    except (asyncio.CancelledError, ClientGoneError):
-        logger.info("event=client_gone")
-        raise
     finally:
         connection.is_asked = False
     if connection.has_ended or (request.method != "POST" and request.body_exists):
         response.force_close()  # nobody sends more, or nobody reads that body
-    line = f"{request.method} {request.path_qs} HTTP/{request.version.major}.{request.version.minor}"
-    status = request.get(LOGGED_STATUS, response.status)
-    logger.info('event=http "%s" %s -', line.encode("unicode_escape").decode(), status)
     return response
 
 

@@ -1,4 +1,4 @@
-"""What an instance answers: chats, prompts for other instances, its health and state."""
+"""What an instance answers: chats, completions, prompts for other instances, its health and state."""
 
 from __future__ import annotations
 
@@ -18,22 +18,30 @@ from fastdeploy_cache.launch.reference_engine.generation import (
     GenerationError,
     GenerationRefusedError,
 )
-from fastdeploy_cache.launch.server.answers import failure, success
-from fastdeploy_cache.launch.server.chat import MODEL_NAME, ChatApi
-from fastdeploy_cache.launch.server.chat_request import ChatRequest
+from fastdeploy_cache.launch.server.answer_forms import MODEL_NAME
+from fastdeploy_cache.launch.server.answers import error_of, failure, success
+from fastdeploy_cache.launch.server.api_fields import RefusedFieldError
+from fastdeploy_cache.launch.server.api_requests import ApiRequest, ChatRequest, CompletionRequest, decode_request
+from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.http_server import answering, route_of_the_rest
 from fastdeploy_cache.launch.server.limits import connection_of, read_body
+from fastdeploy_cache.launch.server.request_log import FACTS, GENERATION, REQUEST_ID
 from fastdeploy_cache.launch.server.status import status_of
 from fastdeploy_cache.launch.server.streams import StreamedAnswer
+from fastdeploy_cache.life_cycle import LifeCycleStatus
 
-_CHAT, _PREFILL = "/v1/chat/completions", "/v1/prefill"
+_CHAT, _COMPLETION, _PREFILL = "/v1/chat/completions", "/v1/completions", "/v1/prefill"
+_KINDS: dict[str, type[ApiRequest]] = {_CHAT: ChatRequest, _COMPLETION: CompletionRequest}  # and /v1/prefill takes both
 _NOT_SERVED = {  # by role and path
-    ("prefill", _CHAT): f"the role of this instance is prefill: use {_PREFILL}, or ask a decode instance",
+    **{
+        ("prefill", path): f"the role of this instance is prefill: use {_PREFILL}, or ask a decode instance"
+        for path in _KINDS
+    },
     ("decode", _PREFILL): "the role of this instance is decode: ask a prefill instance",
 }
 _NOT_HERE = {
-    "GET": f"no page {{path}}; there are {_CHAT}, /v1/models, /health and /status",
-    "POST": f"nothing is posted to {{path}}; use {_CHAT}",
+    "GET": f"no page {{path}}; there are {_CHAT}, {_COMPLETION}, /v1/models, /health, /ready and /status",
+    "POST": f"nothing is posted to {{path}}; use {_CHAT} or {_COMPLETION}",
     "DELETE": f"nothing is deleted at {{path}}; use {_PREFILL}/OFFER_ID",
 }
 _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -51,9 +59,11 @@ class InstanceApp:
         app.add_routes(
             [
                 web.get("/health", self._health, allow_head=False),
+                web.get("/ready", self._ready, allow_head=False),
                 web.get("/status", self._status, allow_head=False),
                 web.get("/v1/models", self._models, allow_head=False),
-                web.post(_CHAT, self._chat),
+                web.post(_CHAT, self._ask),
+                web.post(_COMPLETION, self._ask),
                 web.post(_PREFILL, self._prefill),
                 web.delete(_PREFILL + "/{offer_id:.*}", self._give_up),
                 route_of_the_rest(_NOT_HERE),
@@ -62,39 +72,48 @@ class InstanceApp:
         return app
 
     async def _health(self, _: web.Request) -> web.StreamResponse:
+        """Whether this process lives; it says nothing of what it does."""
         return success({"status": "ok"})
+
+    async def _ready(self, _: web.Request) -> web.StreamResponse:
+        """Whether what is asked now is answered now."""
+        status = self._cache.life.status
+        if status is LifeCycleStatus.RUNNING:
+            return success({"status": "ready"})
+        return failure(503, f"not ready: this instance is {status.value}; requests wait", code=status.value)
 
     async def _status(self, _: web.Request) -> web.StreamResponse:
         return success(await asyncio.to_thread(status_of, self._cache))  # it takes the cache's lock
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
-        return success({"object": "list", "data": [{"id": MODEL_NAME, "object": "model"}]})
+        model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "HuggingFaceTB"}
+        return success({"object": "list", "data": [model]})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _ask(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, self._answer)
 
     async def _prefill(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, self._compute)
 
     async def _serve(
-        self, request: web.Request, serve: Callable[[web.Request, ChatRequest], Awaitable[web.StreamResponse]]
+        self, request: web.Request, serve: Callable[[web.Request, ApiRequest], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         try:
             body = await read_body(request)
         except LaunchError as error:
             return failure(400, str(error), ends=True)
         try:
-            chat = msgspec.json.decode(body, type=ChatRequest)
+            asked = decode_request(body, _KINDS.get(request.path))
+            _check_model(asked)
             self._check_served(request.path)
-            return await serve(request, chat)
+            return await serve(request, asked)
         except RecursionError:
             return failure(400, "the body is nested too deeply")
-        except (msgspec.DecodeError, LaunchError, RequestError, GenerationRefusedError, ValueError) as error:
-            return failure(400, str(error))
-        except GenerationBusyError as error:
-            return failure(429, str(error))
-        except GenerationError as error:
-            return failure(503, str(error))
+        except RefusedFieldError as error:
+            request[FACTS]["refused"] = ascii(error.field)
+            return failure(error.status, str(error), field=error.field, code=error.code)
+        except (LaunchError, RequestError, GenerationError, ValueError) as error:
+            return failure(_status_of(error), str(error))
 
     def _check_served(self, path: str) -> None:
         config = self._cache.config
@@ -104,23 +123,26 @@ class InstanceApp:
         if refusal is not None:
             raise LaunchError(refusal)
 
-    async def _compute(self, request: web.Request, chat: ChatRequest) -> web.StreamResponse:
-        prefill = await self._api.prefills.compute(chat, request.remote or "")
-        if prefill.generation is not None and connection_of(request).has_ended:
-            self._api.cancel(prefill.generation)  # else its blocks would wait for somebody who may never come
+    async def _compute(self, request: web.Request, asked: ApiRequest) -> web.StreamResponse:
+        prefill = await self._api.prefills.compute(asked, request.remote or "", name=request[REQUEST_ID])
+        if prefill.generation is not None:
+            request[GENERATION] = prefill.generation
+            if connection_of(request).has_ended:
+                self._api.cancel(prefill.generation)  # else its blocks would wait for somebody who may never come
         return success(prefill.answer)
 
-    async def _answer(self, request: web.Request, chat: ChatRequest) -> web.StreamResponse:
-        generation = await self._api.submit(chat)
-        if chat.stream:
-            return await self._stream(request, generation, chat.wants_usage)
-        return success(await self._api.complete(generation))
+    async def _answer(self, request: web.Request, asked: ApiRequest) -> web.StreamResponse:
+        generation = await self._api.submit(asked, name=request[REQUEST_ID])
+        request[GENERATION] = generation
+        if asked.stream:
+            return await self._stream(request, asked, generation)
+        return success(await self._api.complete(asked, generation))
 
-    async def _stream(self, request: web.Request, generation: Generation, wants_usage: bool) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, asked: ApiRequest, generation: Generation) -> web.StreamResponse:
         """Server-sent events. HTTP's chunks tell a client an end from a death in the middle."""
         answer = StreamedAnswer(request, 200, _STREAM_HEADERS)
         try:
-            async with aclosing(_events(self._api.stream(generation, wants_usage))) as events:
+            async with aclosing(_events(self._api.stream(asked, generation))) as events:
                 await answer.begin()
                 async for event in events:
                     await answer.write(b"data: " + event + b"\n\n")
@@ -137,10 +159,24 @@ class InstanceApp:
         return failure(404, f"no open offer has the id {offer_id!r}; it was read, or given up, already")
 
 
+def _status_of(error: Exception) -> int:
+    if isinstance(error, GenerationBusyError):
+        return 429
+    is_lasting = isinstance(error, GenerationRefusedError) or not isinstance(error, GenerationError)
+    return 400 if is_lasting else 503
+
+
+def _check_model(asked: ApiRequest) -> None:
+    """Status 404 as OpenAI's own API answers, so that its clients raise what they raise there."""
+    if asked.model not in (None, MODEL_NAME):
+        text = f"the model {asked.model!r} is not here; use {MODEL_NAME!r}, or leave model out"
+        raise RefusedFieldError("model", text, status=404, code="model_not_found")
+
+
 async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
     try:
         async for chunk in chunks:
             yield msgspec.json.encode(chunk)
         yield b"[DONE]"
     except GenerationError as error:  # the status is out: say it in the stream
-        yield msgspec.json.encode({"error": {"message": str(error)}})
+        yield msgspec.json.encode(error_of(503, str(error)))

@@ -17,8 +17,8 @@ from fastdeploy_cache.launch.reference_engine.generation import (
     GenerationError,
     GenerationTimeoutError,
 )
+from fastdeploy_cache.launch.server.api_requests import ApiRequest
 from fastdeploy_cache.launch.server.arrivals import Arrivals
-from fastdeploy_cache.launch.server.chat_request import ChatRequest
 from fastdeploy_cache.launch.server.client_counts import ClientCounts
 from fastdeploy_cache.peers.transfers import Send
 
@@ -36,7 +36,7 @@ class Prefill(NamedTuple):
 class Prefills:
     """Computes prompts, and remembers what is offered of them. Its coroutines are for one event loop."""
 
-    def __init__(self, engine: Engine, tokens_of: Callable[[ChatRequest], Any]) -> None:
+    def __init__(self, engine: Engine, tokens_of: Callable[[ApiRequest], Any]) -> None:
         self._engine, self._tokens_of = engine, tokens_of
         peer = engine.cache.config.peer
         # half of them, so that one client leaves the others room; the router is one client, whomever it asks for
@@ -44,11 +44,11 @@ class Prefills:
         self._lock = threading.Lock()  # a send ends on the cache's thread
         self._offered: dict[str, Generation] = {}  # by offer id, while their sends are open
 
-    async def compute(self, request: ChatRequest, client: str = "") -> Prefill:
+    async def compute(self, request: ApiRequest, client: str = "", *, name: str = "request") -> Prefill:
         """Have the prompt computed for another instance; returns once its blocks can be asked for.
 
-        With the link `storage` that is when they are in the store, with all others as soon as it has begun. It counts
-        as one of the `client`'s until its blocks have been read or given up.
+        With the link `storage` that is when they are in the store, with all others as soon as it has begun. The cache
+        knows it by its `name`. It counts as one of the `client`'s until its blocks have been read or given up.
 
         Raises:
             GenerationBusyError: that client has as many as it may.
@@ -60,16 +60,18 @@ class Prefills:
             raise GenerationBusyError(f"{text}: ask again when one of them is over")
         with ExitStack() as stack:
             stack.callback(self._open.leave, client)
-            prefill = await self._compute(request)
+            prefill = await self._compute(request, name)
             if prefill.generation is not None and prefill.generation.send is not None:
                 prefill.generation.send.on_done(stack.pop_all().close)
             return prefill
 
-    async def _compute(self, request: ChatRequest) -> Prefill:
+    async def _compute(self, request: ApiRequest, name: str) -> Prefill:
         config, prompt = self._engine.cache.config, await asyncio.to_thread(self._tokens_of, request)
         if len(prompt) < config.block_size:
             return Prefill(None, {"offer": None, "offer_id": None, "num_blocks": 0})
-        generation = self._engine.intake.submit_prefill(prompt, request.max_new_tokens, namespace=request.namespace)
+        generation = self._engine.intake.submit_prefill(
+            prompt, request.max_new_tokens, namespace=request.namespace, name=name
+        )
         arrivals = Arrivals(self._engine, generation)
         send = await arrivals.take(generation.wait_send, _OFFER_TIMEOUT_SECONDS)
         if config.peer is not None and config.peer.link == "storage":

@@ -1,4 +1,4 @@
-"""Chats answered by two instances each: one computes the prompt, the other receives its blocks and answers."""
+"""Requests answered by two instances each: one computes the prompt, the other receives its blocks and answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from fastdeploy_cache.launch.server.forwarding import Forwarding, HungError
 from fastdeploy_cache.launch.server.http_server import answering, route_of_the_rest
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.limits import read_body
-from fastdeploy_cache.launch.server.upstream import Place, Question, Upstream
+from fastdeploy_cache.launch.server.request_log import FACTS
+from fastdeploy_cache.launch.server.upstream import READINESS, Place, Question, Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +27,10 @@ _SHORT_SECONDS = 2.0
 _PROBE_SECONDS = 5.0  # without a word of a decode instance
 MAX_BODY_BYTES = 3 * 2**20  # with an offer it is still no more than instances take
 MAX_OPEN_PREFILLS = 32  # of one client
-_CHAT, _PREFILL = "/v1/chat/completions", "/v1/prefill"
+_CHAT, _COMPLETION, _PREFILL = "/v1/chat/completions", "/v1/completions", "/v1/prefill"
 _NOT_HERE = {
-    "GET": f"no page {{path}}; there are {_CHAT}, /v1/models and /health",
-    "POST": f"nothing is posted to {{path}}; use {_CHAT}",
+    "GET": f"no page {{path}}; there are {_CHAT}, {_COMPLETION}, /v1/models, /health and /ready",
+    "POST": f"nothing is posted to {{path}}; use {_CHAT} or {_COMPLETION}",
 }
 _UPSTREAM = web.AppKey("upstream", Upstream)
 
@@ -66,26 +67,33 @@ class Router:
         app.add_routes(
             [
                 web.get("/health", self._health, allow_head=False),
+                web.get("/ready", self._ready, allow_head=False),
                 web.get("/v1/models", self._models, allow_head=False),
-                web.post(_CHAT, self._chat),
+                web.post(_CHAT, self._ask),
+                web.post(_COMPLETION, self._ask),
                 route_of_the_rest(_NOT_HERE),
             ]
         )
         return app
 
-    async def _health(self, request: web.Request) -> web.StreamResponse:
+    async def _health(self, _: web.Request) -> web.StreamResponse:
+        """Whether this process lives; it says nothing of the instances."""
+        return success({"status": "ok"})
+
+    async def _ready(self, request: web.Request) -> web.StreamResponse:
+        """Whether there is a decode instance that answers now."""
         for place in self._decode.in_order():
-            if await request.app[_UPSTREAM].is_healthy(place):
-                return success({"status": "ok"})
-            logger.warning("event=decode_unhealthy at=%s:%d", *place)
-        return failure(503, "no decode instance is healthy")
+            if await request.app[_UPSTREAM].is_healthy(place, READINESS):
+                return success({"status": "ready"})
+            logger.warning("event=decode_not_ready at=%s:%d", *place)
+        return failure(503, "no decode instance is ready")
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         question = Question("GET", request.path, None, _SHORT_SECONDS)
         forwarding = Forwarding(request.app[_UPSTREAM], self._decode, question)
         return await forwarding.run(request, self._decode.in_order())
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _ask(self, request: web.Request) -> web.StreamResponse:
         try:
             chat = json.loads(await read_body(request))
             if not isinstance(chat, dict):
@@ -117,8 +125,9 @@ class Router:
         offer = await self._compute_prefill(upstream, body) if may_prefill else None
         try:
             if offer is not None:
+                request[FACTS]["prefill"] = "{}:{}".format(*offer.place)
                 body = _encode(chat | {"kv_offer": offer.offer})
-            question = Question("POST", _CHAT, body, _ANSWER_SECONDS, self._probe_seconds)
+            question = Question("POST", request.path, body, _ANSWER_SECONDS, self._probe_seconds)
             forwarding = Forwarding(upstream, self._decode, question, is_stream=bool(chat.get("stream")))
             return await forwarding.run(request, self._decode.in_turn())
         finally:  # refused, nobody there, or the client has gone: blocks would wait for a reader until their deadline

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from fastdeploy_cache.launch.server.limits import ClientGoneError, connection_of
+from fastdeploy_cache.launch.server.request_log import ID_HEADER, REQUEST_ID
 
 _RESET = struct.pack("ii", 1, 0)  # linger for no time: socket(7)
 
@@ -25,6 +26,7 @@ class StreamedAnswer:
     ) -> None:
         self._request, self._connection = request, connection_of(request)
         self._response = web.StreamResponse(status=status, reason=reason, headers=headers)
+        self._response.headers[ID_HEADER] = request[REQUEST_ID]
         self._response.force_close()
 
     async def begin(self) -> None:

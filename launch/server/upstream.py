@@ -11,8 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 
+from fastdeploy_cache.ipc.log_lines import current_request
+from fastdeploy_cache.launch.server.request_log import ID_HEADER
+
 _CONNECT_SECONDS = 5.0
-_HEADERS = {"Content-Type": "application/json", "Connection": "close"}
 
 T = TypeVar("T")
 Place = tuple[str, int]  # host and port
@@ -48,6 +50,7 @@ class Question(NamedTuple):
 
 
 HEALTH = Question("GET", "/health", None, 2.0)
+READINESS = Question("GET", "/ready", None, 2.0)
 
 
 class WholeAnswer(NamedTuple):
@@ -119,10 +122,10 @@ class Upstream:
         finally:
             response.close()
 
-    async def is_healthy(self, place: Place) -> bool:
-        """Whether it answers for its health."""
+    async def is_healthy(self, place: Place, question: Question = HEALTH) -> bool:
+        """Whether it answers for its health, or for its readiness."""
         try:
-            async with self.ask(place, HEALTH) as answer:
+            async with self.ask(place, question) as answer:
                 await answer.body()
                 return answer.response.status == 200
         except OSError:
@@ -135,7 +138,7 @@ class Upstream:
             question.method,
             f"http://{host}:{place[1]}{question.path}",
             data=question.body,
-            headers=_HEADERS,
+            headers=_headers(),
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(total=None, connect=seconds, sock_connect=seconds),
             trace_request_ctx=SimpleNamespace(connected=connected),
@@ -161,6 +164,13 @@ class Upstream:
         finally:
             if task.cancel():
                 await asyncio.wait({task})
+
+
+def _headers() -> dict[str, str]:
+    """The instance is to call the request as it is called here."""
+    request_id = current_request()
+    named = {} if request_id is None else {ID_HEADER: request_id}
+    return {"Content-Type": "application/json", "Connection": "close", **named}
 
 
 async def _first(task: asyncio.Future[Any], connected: asyncio.Event) -> None:

@@ -18,8 +18,8 @@ from fastdeploy_cache.launch.reference_engine.generation import (
 )
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.server import chat, prefills
+from fastdeploy_cache.launch.server.api_requests import ChatRequest, Message, TextPart
 from fastdeploy_cache.launch.server.chat import ChatApi
-from fastdeploy_cache.launch.server.chat_request import ChatRequest, Message, TextPart
 from fastdeploy_cache.launch.server.prefills import Prefill
 from tests.rigs.integer_instance import PROMPT, SECONDS, Instance, instances, prefill
 
@@ -40,16 +40,16 @@ class Numbers(ChatTokenizer):
     def encode_chat(self, messages: Any) -> np.ndarray[Any, Any]:
         return np.array(PROMPT)
 
-    def decode(self, token_ids: Any) -> str:
-        return " ".join(map(str, token_ids))
+    def token_bytes(self, token_id: int) -> bytes:
+        return f"{token_id} ".encode()
 
 
 async def complete(api: ChatApi, request: ChatRequest = CHAT) -> dict[str, Any]:
-    return await api.complete(await api.submit(request))
+    return await api.complete(request, await api.submit(request))
 
 
 async def stream(api: ChatApi) -> None:
-    async for _ in api.stream(await api.submit(CHAT), False):
+    async for _ in api.stream(CHAT, await api.submit(CHAT)):
         pass
 
 

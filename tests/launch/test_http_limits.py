@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from fastdeploy_cache import Request
+from fastdeploy_cache.launch.reference_engine.generation import Generation
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
 from fastdeploy_cache.launch.server.limits import Connection, Limits
 from fastdeploy_cache.launch.server.prefills import Prefill
@@ -37,10 +39,11 @@ class Api:
         self.is_asked, self.is_cancelled, self._piece = threading.Event(), threading.Event(), piece
         self.may_answer = asyncio.Event()
 
-    async def submit(self, request: Any) -> Any:
+    async def submit(self, request: Any, *, name: str) -> Any:
         self.is_asked.set()
+        return Generation(Request(request_id=name, prompt_token_ids=[1]), 1)
 
-    async def complete(self, generation: Any) -> dict[str, Any]:
+    async def complete(self, request: Any, generation: Any) -> dict[str, Any]:
         try:
             async with asyncio.timeout(SECONDS):
                 await self.may_answer.wait()
@@ -49,7 +52,7 @@ class Api:
             raise
         return {"text": "all"}
 
-    async def stream(self, generation: Any, usage: bool) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, request: Any, generation: Any) -> AsyncIterator[dict[str, Any]]:
         for _ in range(10_000):
             yield {"text": self._piece}
             await asyncio.sleep(0)
@@ -117,7 +120,7 @@ def test_a_fault_of_ours_in_the_middle_is_logged(caplog: pytest.LogCaptureFixtur
         yield {"text": "first"}
         raise LookupError("a fault of ours")
 
-    async def submit(_: Any) -> Any:
+    async def submit(_: Any, *, name: str) -> Any:
         raise LookupError("a fault of ours")
 
     with chats(api, Limits()) as port:
@@ -138,9 +141,9 @@ def test_blocks_are_not_kept_for_who_may_have_gone(monkeypatch: pytest.MonkeyPat
         ended.set()
         return eof_received(connection)
 
-    async def compute(*_: Any) -> Prefill:
+    async def compute(*_: Any, name: str) -> Prefill:
         await ended.wait()
-        return Prefill(object(), {"offer_id": "a"})  # type: ignore[arg-type]
+        return Prefill(Generation(Request(request_id=name, prompt_token_ids=[1]), 0), {"offer_id": "a"})
 
     monkeypatch.setattr(Connection, "eof_received", note)
     api.prefills = SimpleNamespace(compute=compute)

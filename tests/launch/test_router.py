@@ -55,7 +55,7 @@ def test_looking_takes_no_turn() -> None:
     with routed([], [*everyone]) as router:
         for _ in range(2):
             assert ask(router)[0] == 200
-            assert ask(router, method="GET", path="/health")[0] == 200
+            assert ask(router, method="GET", path="/ready")[0] == 200
             assert ask(router, method="GET", path="/v1/models")[0] == 200
             assert ask(router, method="GET", path="/v1/models")[0] == 200
     assert [len(each.asked) for each in everyone] == [1, 1]
@@ -110,20 +110,21 @@ def test_the_next_decode_instance_is_asked(nobody: str, fault: Callable[[_Handle
 
 
 def test_no_decode_instance(nobody: str) -> None:
-    """Status 503, for chats, health and models alike."""
+    """Status 503, for chats, readiness and models alike; the router itself lives."""
     with routed([], [nobody]) as router:
-        for method, path in (("POST", "/v1/chat/completions"), ("GET", "/health"), ("GET", "/v1/models")):
+        for method, path in (("POST", "/v1/chat/completions"), ("GET", "/ready"), ("GET", "/v1/models")):
             status, answer = ask(router, CHAT, method, path)
             assert (status, answer["error"]["type"]) == (503, "server_error")
+        assert ask(router, method="GET", path="/health") == (200, {"status": "ok"})
 
 
 def test_what_decode_says_is_said(nobody: str) -> None:
-    """Its refusals are passed on, and its models; one healthy instance is enough."""
+    """Its refusals are passed on, and its models; one instance that is ready is enough."""
     decode = Instance(refuses)
     with routed([], [nobody, decode]) as router:
         assert ask(router) == (503, {"error": {"message": "not now"}})
         assert ask(router, method="GET", path="/v1/models") == (200, {"path": "/v1/models"})
-        assert ask(router, method="GET", path="/health") == (200, {"status": "ok"})
+        assert ask(router, method="GET", path="/ready") == (200, {"status": "ready"})
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,13 @@ from tests.rigs.integer_instance import SECONDS, Instance, instances
 
 pytestmark = pytest.mark.processes
 
-CHAT, PREFILL = "/v1/chat/completions", "/v1/prefill"
-ROUTES = {
-    "server": [("GET", "/health"), ("GET", "/status"), ("GET", "/v1/models"), ("POST", CHAT), ("POST", PREFILL)],
-    "router": [("GET", "/health"), ("GET", "/v1/models"), ("POST", CHAT)],
+CHAT, COMPLETION, PREFILL = "/v1/chat/completions", "/v1/completions", "/v1/prefill"
+ROUTES: dict[str, list[tuple[str, str]]] = {
+    "server": [("GET", "/status"), ("POST", PREFILL)],
+    "router": [],
 }
+for routes in ROUTES.values():
+    routes += [("GET", "/health"), ("GET", "/ready"), ("GET", "/v1/models"), ("POST", CHAT), ("POST", COMPLETION)]
 ROUTES["server"].append(("DELETE", f"{PREFILL}/"))
 BIG = 5 * 2**20
 FITS = 2**20  # a body that is taken, with a text that can never fit

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fastdeploy_cache.launch.reference_engine.generation import GenerationBusyError
+from fastdeploy_cache import Request
+from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationBusyError
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
 from tests.rigs.http_rig import SECONDS, said, served
 
@@ -27,11 +28,11 @@ class Api:
         self.may_begin, self.is_cancelled = threading.Event(), threading.Event()
         self.may_begin.set()
 
-    async def submit(self, request: Any) -> Any:
+    async def submit(self, request: Any, *, name: str) -> Any:
         assert self.may_begin.wait(SECONDS)  # all that comes meanwhile waits, too
-        return SimpleNamespace(request=SimpleNamespace(request_id="a"))
+        return Generation(Request(request_id=name, prompt_token_ids=[1]), 1)
 
-    async def stream(self, generation: Any, usage: bool) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, request: Any, generation: Any) -> AsyncIterator[dict[str, Any]]:
         yield {"text": "\u4e2d"}
         yield {"text": "b"}
 
@@ -136,7 +137,7 @@ def test_a_client_with_too_much_open_is_told_so(server: Server) -> None:
     """Status 429 with the reason; who is counted is the address that has connected, whatever its headers say."""
     asked_for = []
 
-    async def compute(request: Any, client: str) -> Any:
+    async def compute(request: Any, client: str, *, name: str) -> Any:
         asked_for.append(client)
         raise GenerationBusyError("2 prompts are open")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from fastdeploy_cache.errors import IPCError, PeerRefusedError, StorageRefusedError, TransferError
+from fastdeploy_cache.ipc.log_lines import set_up_log
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.process.setup import ProcessSetup, read_setup
 from fastdeploy_cache.transfer_manager.process.wire import EXIT_ENGINE_GONE, EXIT_REFUSED
@@ -37,11 +38,11 @@ def serve_process(setup_type: type[S], open_server: Callable[[S, RankSignal], Pr
     `open_server` gets the set-up and the process's signal words.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides when ranks end
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     lifeline = sys.stdin.fileno()
     setup = read_setup(lifeline, setup_type)
-    end_with_engine(setup.engine_pid, lifeline)
     try:
+        set_up_log()
+        end_with_engine(setup.engine_pid, lifeline)
         signal_words = RankSignal(SharedArray(setup.signal_fd, RankSignal.NUM_BYTES))
         server = open_server(setup, signal_words)
     except (TransferError, IPCError) as error:  # what is missing, for the engine's message: no traceback

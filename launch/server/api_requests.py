@@ -1,0 +1,133 @@
+"""The bodies of /v1/chat/completions, /v1/completions and /v1/prefill."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from fastdeploy_cache.launch.reference_engine.sampling import Sampling
+from fastdeploy_cache.launch.server.api_fields import RefusedFieldError, asked_fields, refusal_of
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+
+
+class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """A part of a message; the model reads text alone."""
+
+    text: str
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """One message of a chat. What clients send back of an answer may be there, and is null or empty."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None  # the model's chat format has no place for it
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+    annotations: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
+
+    def text(self) -> str:
+        """The whole content."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What a stream shall have beside the text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # changes nothing here
+
+
+class _Asked(msgspec.Struct, kw_only=True):
+    """What a chat and a completion have in common.
+
+    `cache_salt`: who uses another one, or none, shares no cached block with this request.
+    `kv_offer`: what /v1/prefill of another instance has answered for the same prompt.
+    """
+
+    model: str | None = None
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.0
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: _StopText | Annotated[list[_StopText], msgspec.Meta(max_length=4)] = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    kv_offer: bytes | None = None  # base64 in JSON
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """Where the answer ends, whichever comes first."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its tokens are chosen: another draw for each call where no seed is given."""
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return Sampling(self.temperature, self.top_p, seed)
+
+    @property
+    def namespace(self) -> str:
+        """The namespace in which its blocks are cached."""
+        return self.cache_salt or ""
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the end of its stream shall have the counts of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatRequest(_Asked):
+    """The body of POST /v1/chat/completions; /v1/prefill takes it, too."""
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most tokens that the answer may have."""
+        return self.max_completion_tokens or self.max_tokens or 64
+
+
+class CompletionRequest(_Asked):
+    """The body of POST /v1/completions; /v1/prefill takes it, too. Control tokens are recognised in a text."""
+
+    prompt: Annotated[str, msgspec.Meta(min_length=1)] | Annotated[list[int], msgspec.Meta(min_length=1)]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most tokens that the answer may have."""
+        return self.max_completion_tokens or self.max_tokens or 16
+
+
+ApiRequest = ChatRequest | CompletionRequest
+
+
+def decode_request(body: bytes, kind: type[ApiRequest] | None = None) -> ApiRequest:
+    """The request in a body; without a `kind` it has a prompt, or else is a chat.
+
+    Raises:
+        RefusedFieldError: not JSON, or a field that is not known, not done or not what it may be.
+        RecursionError: nested too deeply.
+    """
+    try:
+        content = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RefusedFieldError(None, f"the body is no JSON: {error}") from error
+    if kind is None:
+        kind = CompletionRequest if isinstance(content, dict) and "prompt" in content else ChatRequest
+    known = kind.__struct_fields__
+    fields = asked_fields(content, known)
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise refusal_of(error, {*known, *Message.__struct_fields__, *StreamOptions.__struct_fields__}) from error
