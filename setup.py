@@ -46,6 +46,7 @@ setup(
             "cuda-bindings>=12.9.1",
             "matplotlib>=3.8",
             "mooncake-transfer-engine-non-cuda>=0.3.13",
+            "openai>=2",
             "pytest>=8",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",

@@ -32,7 +32,7 @@ def request_id_of(request: web.BaseRequest) -> str:
 
 def log_request(request: web.Request, status: object, begun: float) -> None:
     """The line of a request that began at this time of `time.monotonic` and is over."""
-    facts = {
+    facts: dict[str, Any] = {
         "event": "request",
         "method": request.method.encode("unicode_escape").decode(),
         "path": request.path_qs.encode("unicode_escape").decode(),
@@ -41,6 +41,7 @@ def log_request(request: web.Request, status: object, begun: float) -> None:
         **request.get(FACTS, {}),
         **(_facts_of(request[GENERATION]) if GENERATION in request else {}),
     }
+    facts = {name: value for name, value in facts.items() if value is not None}
     level = logging.DEBUG if request.path in _PROBES else logging.INFO
     logger.log(level, " ".join(f"{name}=%s" for name in facts), *facts.values())
 

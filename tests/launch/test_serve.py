@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from tests.rigs.command_line import CLI
 from tests.rigs.reference_model import needs_model
 from tests.rigs.server_process import CHAT, Server
 
+ROOT = Path(__file__).parent.parent.parent
 pytestmark = [pytest.mark.processes, needs_model]
 
 
@@ -66,7 +69,8 @@ def test_a_stream_says_the_same_as_a_whole_answer(server: Server) -> None:
         ({**CHAT, "cache_salt": {"a": 1}}, "cache_salt"),
         ({**CHAT, "cache_salt": True}, "cache_salt"),
         ({**CHAT, "messages": [{"role": "user", "content": "x" * 3_000_000}]}, "3000000 characters in 1 messages"),
-        ({**CHAT, "n": 2}, "<= 1"),
+        ({**CHAT, "n": 2}, "n is 2, which is not done here"),
+        ({**CHAT, "temprature": 1}, "did you mean 'temperature'?"),
         ({"messages": [{"role": "alien", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ({**CHAT, "max_tokens": 10**6}, "at most 8192"),
@@ -77,6 +81,16 @@ def test_bad_requests_are_refused_with_a_reason(server: Server, body: Any, words
     status, answer = server.post(body)
     assert status == 400
     assert words in json.loads(answer)["error"]["message"]
+
+
+def test_the_first_question_of_the_pages_has_a_sensible_answer(server: Server) -> None:
+    """What a reader types first is answered with Paris, as it is written there."""
+    pages = [ROOT / "README.md", ROOT / "docs" / "quickstart.md", ROOT / "docs" / "server.md"]
+    found = [body for page in pages for body in re.findall(r"/chat/completions -d '(.*)'", page.read_text())]
+    assert found
+    for body in dict.fromkeys(found):
+        status, answer = server.post(body.encode())
+        assert status == 200 and "Paris" in json.loads(answer)["choices"][0]["message"]["content"]
 
 
 def test_a_salt_keeps_chats_apart(server: Server) -> None:
@@ -111,6 +125,25 @@ def test_the_end_of_the_server_is_the_end_of_its_ranks(tmp_path: Path, number: i
     ended, _, _ = select.select([handle], [], [], 3)
     os.close(handle)
     assert ended, "the rank outlived its engine by 3 seconds"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_normal_end_is_no_alarm(tmp_path: Path, number: int) -> None:
+    """In the midst of a stream, with a store: the logs of all processes are lines of JSON, and none is a warning."""
+    arguments = ["--ranks", "1", "--log-format", "json", "--log-dir", str(tmp_path / "log")]
+    for setting in ("num_gpu_blocks=64", "num_cpu_blocks=64", "storage.capacity_bytes=300000000"):
+        arguments += ["--set", setting]
+    arguments += ["--set", "storage.slab_bytes=67108864", "--storage", str(tmp_path / "store")]
+    server = Server(tmp_path / "out", *arguments)
+    body = json.dumps({"prompt": "Once upon a time", "max_tokens": 900, "stream": True}).encode()
+    with urllib.request.urlopen(f"{server.url}/v1/completions", body, timeout=60) as answer:
+        assert answer.readline().startswith(b"data: ")
+        assert server.end(number) == 0, server.rest
+        assert b"the engine has stopped" in answer.read()
+    logs = [server.rest, *(path.read_text() for path in (tmp_path / "log").iterdir())]
+    lines = [json.loads(line) for log in logs for line in log.splitlines()]
+    assert len(logs) == 3 and {line["event"] for line in lines} >= {"stopping", "stopped", "request", "storage_flushed"}
+    assert {line["level"] for line in lines} == {"info"}
 
 
 def test_what_was_asked_before_a_restart_hits_from_disk(tmp_path: Path) -> None:
