@@ -125,15 +125,11 @@ HOMES = {
         "launch/simulator/trace.py",
     },
     "aiohttp": {
-        "launch/server/answers.py",
-        "launch/server/forwarding.py",
-        "launch/server/http_server.py",
-        "launch/server/instance_app.py",
-        "launch/server/limits.py",
-        "launch/server/request_log.py",
-        "launch/server/router.py",
-        "launch/server/streams.py",
-        "launch/server/upstream.py",
+        f"launch/server/{module}.py"
+        for module in (
+            *("answers", "forwarding", "http_server", "instance_app", "limits"),
+            *("request_log", "router", "streams", "upstream"),
+        )
     },
     "prometheus_client": {
         "fastdeploy_cache/adapters/vllm/connector_metrics.py",
