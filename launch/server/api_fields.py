@@ -107,7 +107,7 @@ def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 
 def _unknown(field: str, name: str, known: Collection[str]) -> RefusedFieldError:
-    near = difflib.get_close_matches(name, sorted({*known, *_IDLE, *_NOT_DONE}), n=1)
+    near = difflib.get_close_matches(name[:_MAX_VALUE_CHARS], sorted({*known, *_IDLE, *_NOT_DONE}), n=1)
     advice = f"did you mean {near[0]!r}?" if near else f"taken are {', '.join(sorted(known))}"
     return RefusedFieldError(field, f"unknown field {_short(field)}; {advice}", code="unknown_field")
 

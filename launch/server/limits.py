@@ -9,8 +9,10 @@ from typing import NamedTuple
 from aiohttp import http_exceptions, web
 
 from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.ipc.log_lines import in_request
 from fastdeploy_cache.launch.server.answers import failure
 from fastdeploy_cache.launch.server.client_counts import ClientCounts
+from fastdeploy_cache.launch.server.request_log import ID_HEADER, REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +104,21 @@ class Connection(web.RequestHandler):
         if isinstance(exc, ClientGoneError):
             raise exc
         if status >= 500:
-            logger.error("event=http_failed client=%s", self._client, exc_info=exc)
-            if request.writer.output_size > 0:
-                raise ClientGoneError("too late for an answer; the connection ends") from exc
-            return failure(status, "the server has failed; its log says why", ends=True)
+            return self._fail(request, status, exc)
         logger.info("event=http_refused client=%s reason=%r", self._client, message)
         reason = (message or "no HTTP").partition("\n")[0].rstrip(":")
         return failure(_status_of(exc), f"the request cannot be read: {reason}", ends=True)
+
+    def _fail(self, request: web.BaseRequest, status: int, exc: BaseException | None) -> web.StreamResponse:
+        """A fault of ours; what named the request is left by now."""
+        request_id = request.get(REQUEST_ID, "")
+        with in_request(request_id):
+            logger.error("event=http_failed client=%s", self._client, exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ClientGoneError("too late for an answer; the connection ends") from exc
+        response = failure(status, "the server has failed; its log says why", ends=True)
+        response.headers[ID_HEADER] = request_id
+        return response
 
 
 def _status_of(error: BaseException | None) -> int:

@@ -105,6 +105,14 @@ def test_sizes_may_have_units(tmp_path: Path) -> None:
         CacheConfig.load(path, environment={"FASTDEPLOY_CACHE_STORAGE__SLAB_BYTES": "64 pages"}, layout=LAYOUT)
 
 
+def test_variables_of_the_log_are_no_keys() -> None:
+    """They are for processes without a configuration, too; one that is nearly one of them is unknown."""
+    environment = {"FASTDEPLOY_CACHE_LOG_LEVEL": "debug", "FASTDEPLOY_CACHE_LOG_FORMAT": "json"}
+    assert CacheConfig.load(environment=environment, layout=LAYOUT, num_gpu_blocks=4).pool_sizes() == (4, 0)
+    with pytest.raises(ConfigError, match="log_levels"):
+        CacheConfig.load(environment={"FASTDEPLOY_CACHE_LOG_LEVELS": "debug"}, num_gpu_blocks=4)
+
+
 def test_bytes_are_per_rank() -> None:
     """Two ranks share the heads, so the same bytes per rank hold twice the blocks."""
     config = CacheConfig(

@@ -183,6 +183,13 @@ def test_a_rank_that_dies_at_start_fails_it_with_its_log(
         assert part in str(failure.value)
 
 
+def test_a_log_level_that_is_none_fails_the_start(new_client: NewClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has it from the engine's environment: the start says which variable, and what it may be."""
+    monkeypatch.setenv("FASTDEPLOY_CACHE_LOG_LEVEL", "loud")
+    with pytest.raises(RankStartError, match="'loud' by FASTDEPLOY_CACHE_LOG_LEVEL; use debug, info, warning or error"):
+        new_client(tp_size=1)
+
+
 def test_a_rank_that_never_gets_ready_is_killed_at_the_deadline(
     new_client: NewClient, rank_code: Callable[[str], None]
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import Request
+from fastdeploy_cache.ipc.log_lines import current_request
 from fastdeploy_cache.launch.reference_engine.generation import Generation
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
 from fastdeploy_cache.launch.server.limits import Connection, Limits
@@ -112,9 +115,19 @@ def test_who_may_have_gone_is_not_computed_for() -> None:
         assert api.is_asked.is_set() and api.is_cancelled.wait(SECONDS)
 
 
-def test_a_fault_of_ours_in_the_middle_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """The stream ends without its last chunk, and the log has the traceback; before it begins it is status 500."""
+def test_a_fault_of_ours_in_the_middle_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream ends without its last chunk, and the log has the traceback; before it begins it is status 500. Log and
+    answer name the request."""
     api: Any = Api()
+    requests = list[str | None]()
+
+    def note(record: logging.LogRecord) -> bool:
+        requests.append(current_request())
+        return True
+
+    monkeypatch.setattr(logging.getLogger("fastdeploy_cache.launch.server.limits"), "filters", [note])
 
     async def stream(*_: Any) -> AsyncIterator[dict[str, Any]]:
         yield {"text": "first"}
@@ -128,7 +141,10 @@ def test_a_fault_of_ours_in_the_middle_is_logged(caplog: pytest.LogCaptureFixtur
         assert said(port, post(STREAM)).endswith(b'data: {"text":"first"}\n\n\r\n')
         assert api.is_cancelled.is_set() and caplog.text.count("LookupError: a fault of ours") == 1
         api.submit = submit
-        assert said(port, post(CHAT)).startswith(b"HTTP/1.1 500")
+        failed = said(port, post(CHAT))
+        named = re.search(rb"X-Request-Id: (\w+)", failed)
+        assert failed.startswith(b"HTTP/1.1 500") and named is not None
+    assert requests[-1] == named.group(1).decode() and len(set(requests)) == 2
     assert caplog.text.count("event=http_failed client=127.0.0.1") == 2
 
 
