@@ -148,6 +148,22 @@ def test_an_offer_under_one_salt_is_none_under_another() -> None:
         assert num_cached(answers, None) == 0
 
 
+def test_a_stop_text_ends_the_work() -> None:
+    """The engine, which knows no texts, is told that nobody wants more, and finishes as an end token would have it."""
+
+    async def ask(api: ChatApi) -> tuple[Generation, dict[str, Any]]:
+        request = ChatRequest(messages=CHAT.messages, max_tokens=300, stop=" ")
+        generation = await api.submit(request)
+        return generation, await api.complete(request, generation)
+
+    with instances(lambda: Instance("mixed", 1)) as (there,):
+        generation, answer = asyncio.run(ask(ChatApi(there.engine, Numbers())))
+        while generation.next_token(SECONDS) is not None:
+            pass
+    assert generation.cancelled and generation.finish_reason == answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == 1
+
+
 class Longer(Numbers):
     """Knows how long a chat is at least, and must not be asked for more."""
 
