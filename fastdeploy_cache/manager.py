@@ -73,7 +73,7 @@ class PrefixCacheManager:
         GPU has been forgotten. It runs on the I/O thread and must not block; it is not called for the end by `close`.
 
         Raises:
-            RankStartError: a rank did not start within its deadline; none is left.
+            RankStartError, DeviceError: a rank did not start within its deadline, or its device cannot be here.
             StorageRefusedError, PeerRefusedError: the storage's, or the link's, settings are wrong.
             NotEnoughMemoryError: the pools do not fit; nothing was taken.
         """

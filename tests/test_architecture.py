@@ -27,6 +27,7 @@ PARENT_SIDE = {
     "settings",
     "sizes",
     "task",
+    "device.presence",
     "kv.memory",
     "kv.layout",
     "rank.client",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.transfer_manager.device.presence import check_presence
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
 from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
 from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
@@ -13,6 +14,7 @@ def new_client(config: CacheConfig) -> TransferClient:
     """Rank processes where there is a tier below the GPU to serve, or arrays on a GPU; else the in-process client.
 
     Raises:
+        DeviceError: the device's driver is not here.
         StorageRefusedError: the folder of the configured store cannot be used: no memory is taken for it.
         NotEnoughMemoryError: the pools do not fit.
     """
@@ -22,6 +24,7 @@ def new_client(config: CacheConfig) -> TransferClient:
     needs_ranks = num_cpu_blocks or transfer.owner_of_kv != "engine"
     if config.transfer_client == "processes" and needs_ranks:
         assert layout is not None
+        check_presence(transfer.device)
         return RankClient(transfer, layout, num_gpu_blocks, num_cpu_blocks)
     own_kv = transfer.owner_of_kv != "worker"
     return InlineClient(layout, num_gpu_blocks, num_cpu_blocks, transfer.tp_size, own_kv)

@@ -109,7 +109,7 @@ def opened(images: np.ndarray) -> tuple[CudaDevice, KVHandle]:
 def test_missing_bindings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where NVIDIA's package is not installed, a DeviceError says which it is and how to get it."""
     install(monkeypatch, None)
-    with pytest.raises(DeviceError, match=r"needs NVIDIA's cuda-bindings .*pip install 'fastdeploy-cache\[gpu\]'"):
+    with pytest.raises(DeviceError, match=r"needs NVIDIA's cuda-bindings .*pip install 'cuda-bindings"):
         Cuda(0)
 
 
@@ -152,7 +152,7 @@ def test_there_is_no_such_device(monkeypatch: pytest.MonkeyPatch, device_id: int
 
 
 MISSING = {
-    "bindings": (None, r"cuda-bindings .*pip install 'fastdeploy-cache\[gpu\]'"),
+    "bindings": (None, r"cuda-bindings .*pip install 'cuda-bindings"),
     "driver": ("def cuInit(flags):\n    raise RuntimeError('libcuda.so.1 not found')\n", r"no NVIDIA driver.*libcuda"),
 }
 

@@ -14,6 +14,7 @@ import pytest
 
 from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
 from fastdeploy_cache.errors import RankStartError
+from fastdeploy_cache.movement import new_client
 from tests.rigs.fastdeploy_engine import (
     PROMPT,
     SUFFIX,
@@ -50,7 +51,7 @@ def test_10_11_a_hung_rank_stops_nobody_else_and_no_wait_is_endless() -> None:
     manager.close()
 
 
-def test_12_a_failing_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+def test_12_a_failing_start_says_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank without a GPU: its own message is in the error, in time; strange paths are no shell code."""
     folder = tmp_path / "logs; touch oops"
     folder.mkdir()
@@ -58,6 +59,7 @@ def test_12_a_failing_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     if (Path("/dev/nvidiactl")).exists():
         pytest.skip("a GPU is here: the rank would start")
     made.parts.current.their_config.cache_config.fastdeploy_cache["transfer"]["kv_owner"] = "transfer"
+    monkeypatch.setattr(new_client, "check_presence", lambda device: None)  # else no rank is tried
     with pytest.raises(RankStartError, match="rank 0"):
         launch(made, SUFFIX)
     assert not list(tmp_path.glob("**/oops")) and not list(Path("/dev/shm").glob(f"*.{SUFFIX}"))
