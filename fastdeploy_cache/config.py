@@ -293,8 +293,11 @@ class CacheConfig:
             check_keys(sources.settings)
             config: CacheConfig = msgspec.convert(with_sizes(sources.settings), cls, strict=False)
         except (msgspec.ValidationError, ConfigError, LayoutError) as error:
-            raise sources.blame(error, {"": cls, **_TABLES}) from error
+            raise sources.blame(error, CONFIG_KINDS) from error
         return config
+
+
+CONFIG_KINDS: Mapping[str, type] = {"": CacheConfig, **_TABLES}  # the class of the whole, and those of its tables
 
 
 def check_keys(settings: Mapping[str, Any]) -> None:

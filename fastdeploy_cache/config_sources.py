@@ -48,10 +48,10 @@ class Sources:
         text, path = str(error), ""
         if (found := _AT.fullmatch(text)) is not None:
             text, path = _plain(found["text"], found["path"], self._value(found["path"]), kinds)
-        is_unknown = (unknown := re.match(r"unknown key '([^']*)'", text)) is not None
-        path = unknown[1] if unknown is not None else path or text.partition(" ")[0]
-        origin = self.origins.get(path, "")
-        if is_unknown and origin.startswith("environment"):
+        unknown = re.match(r"unknown key '([^']*)'", text)
+        named = unknown[1] if unknown is not None else text.partition(" ")[0]
+        origin = self.origins.get(named) or self.origins.get(path, "")
+        if unknown is not None and origin.startswith("environment"):
             text += " Unset the variable if it is not meant for this cache."
         return ConfigError(f"{origin}: {text}" if origin else text)
 

@@ -72,8 +72,8 @@ ROOMS = {
             *("policies", "config", "errors", "match", "request", "stats", "tokens"),
         },
         "adapters": {
-            *("manager", "callers", "life_cycle", "peers", "books", "policies", "config", "errors", "match", "request"),
-            "tokens",
+            *("manager", "callers", "life_cycle", "peers", "books", "policies", "config", "config_sources", "errors"),
+            *("match", "request", "tokens"),
         },
     },
     "transfer_manager": {

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from fastdeploy_cache.adapters.fastdeploy.peer_config import peer_config
-from fastdeploy_cache.config import ROLES, WRITE_POLICIES, CacheConfig, check_keys
+from fastdeploy_cache.config import CONFIG_KINDS, ROLES, WRITE_POLICIES, CacheConfig, check_keys
+from fastdeploy_cache.config_sources import Sources
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
@@ -198,7 +199,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     try:
         msgspec.convert(with_sizes(given), CacheConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from error
+        raise Sources(given).blame(error, CONFIG_KINDS) from error
 
 
 def _storage(theirs: Any, settings: Any) -> StorageConfig | None:

@@ -1,0 +1,96 @@
+"""An error about a setting says where the setting comes from, in our words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, StorageConfig, TransferConfig
+from fastdeploy_cache.errors import ConfigError
+
+FILE = """\
+block_size = 16
+num_gpu_blocks = 64
+transfer_client = "inline"
+
+[transfer]  # how ranks run
+tp_size = 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("num_gpu_blocks = 64", "line 2: num_gpu_blocks is 'x'; give a whole number"),
+        ("tp_size = 2", "line 6: transfer.tp_size is 'x'; give a whole number"),
+        ("block_size = 16", "line 1: block_size is 'x'; give a whole number"),
+    ],
+)
+def test_a_wrong_type_in_a_file_is_told_with_its_line(tmp_path: Path, line: str, said: str) -> None:
+    """The file, the line, the key with its table, the value seen, and what it should be."""
+    path = tmp_path / "cache.toml"
+    path.write_text(FILE.replace(line, f"{line.partition('=')[0]}= 'x'"))
+    with pytest.raises(ConfigError) as caught:
+        CacheConfig.load(path, environment={})
+    assert str(caught.value) == f"{path}, {said}"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("num_gpu_blokcs = 3\n", "line 1: unknown key 'num_gpu_blokcs'; did you mean 'num_gpu_blocks'?"),
+        ("load_policy = 'often'\n", "line 1: load_policy is 'often'; use one of auto, always, never"),
+        ("enable_prefix_caching = 3\n", "line 1: enable_prefix_caching is 3; give true or false"),
+        ("cpu_write_high_water = 7.0\n", "line 1: cpu_write_high_water is 7.0; it is a share, use 0 to 1"),
+        ("storage.folder = '/x'\n", "storage.weights_id is missing; give it"),
+    ],
+)
+def test_what_cannot_be_in_a_file_is_told_in_our_words(tmp_path: Path, more: str, said: str) -> None:
+    """Misspelt keys, choices, shares, what a table lacks."""
+    path = tmp_path / "cache.toml"
+    path.write_text(more + FILE)
+    with pytest.raises(ConfigError) as caught:
+        CacheConfig.load(path, environment={})
+    assert str(caught.value).endswith(said)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("BLOCK_SIZE", "zz", "BLOCK_SIZE: block_size is 'zz'; give a whole number"),
+        ("TRANSFER__DEVICE", "tpu", "TRANSFER__DEVICE: transfer.device is 'tpu'; known: cpu, cuda"),
+        ("HOME", "/root", "HOME: unknown key 'home'; .* Unset the variable if it is not meant for this cache."),
+    ],
+)
+def test_a_variable_is_named(name: str, value: str, said: str) -> None:
+    """The whole name, as it stands in the environment; also one that is meant for something else."""
+    with pytest.raises(ConfigError, match=f"^environment variable FASTDEPLOY_CACHE_{said}"):
+        CacheConfig.load(environment={f"FASTDEPLOY_CACHE_{name}": value}, num_gpu_blocks=4, transfer_client="inline")
+
+
+def test_the_later_source_is_blamed(tmp_path: Path) -> None:
+    """An argument replaces the file's value: it is the argument that is wrong."""
+    path = tmp_path / "cache.toml"
+    path.write_text(FILE)
+    with pytest.raises(ConfigError, match=r"^argument: transfer\.tp_size is 0; it must be at least 1"):
+        CacheConfig.load(path, environment={}, transfer={"tp_size": 0})
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "said"),
+    [
+        (CacheConfig, {"num_gpu_blcks": 3}, "CacheConfig has no 'num_gpu_blcks'; did you mean 'num_gpu_blocks'"),
+        (TransferConfig, {"devce": "cuda"}, "TransferConfig has no 'devce'; did you mean 'device'"),
+        (StorageConfig, {"foldr": "/x"}, "StorageConfig has no 'foldr'; did you mean 'folder'"),
+        (StorageConfig, {"folder": "/x"}, "StorageConfig is made without weights_id; give it"),
+        (PeerConfig, {}, "PeerConfig is made without weights_id; give it"),
+        (KVLayout, {"num_layers": 2}, "KVLayout is made without num_kv_heads, head_dim; give them"),
+    ],
+)
+def test_misspelt_and_missing_names_of_a_call(kind: Any, given: dict[str, Any], said: str) -> None:
+    """A call of the class itself: one of our errors, with the nearest name."""
+    with pytest.raises(ConfigError, match=said):
+        kind(**given)
