@@ -10,7 +10,6 @@ import re
 import stat
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,21 +78,6 @@ def test_the_storage_sample_hits_from_disk(tmp_path: Path) -> None:
         [sys.executable, "-c", sample], capture_output=True, text=True, timeout=60, check=True, env=environment
     )
     assert result.stdout.splitlines() == re.findall(r"^# (.*)", sample, re.MULTILINE)
-
-
-@pytest.mark.processes
-def test_the_sample_of_an_own_store_works(tmp_path: Path) -> None:
-    """Saved as a module and named in the first sample's configuration it hits, too, and drops a damaged object."""
-    first, own = blocks("docs/storage.md", "python")
-    (tmp_path / "my_store.py").write_text(own)
-    kept = f'StorageConfig(kind="my_store:FolderStore", weights_id="w", options={{"path": "{tmp_path}/kv"}})'
-    sample = re.sub(r"StorageConfig\(folder.*\)", kept, first)
-    command = [sys.executable, "-c", sample]
-    run = partial(subprocess.run, command, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
-    assert run().stdout.splitlines() == re.findall(r"^# (.*)", first, re.MULTILINE)
-    for file in (tmp_path / "kv").iterdir():
-        file.write_bytes(file.read_bytes()[:-1] + b"?")
-    assert run().stdout.splitlines()[0] == "first engine: 0 tokens from disk"
 
 
 @pytest.mark.processes

@@ -1,0 +1,115 @@
+"""Each program in examples/ runs as a reader would run it and prints what it is there to show."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import subprocess
+import symtable
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = {path.stem: path for path in (ROOT / "examples").glob("*.py")}
+PRINTS = {
+    "toy_engine": [
+        "first engine, prompt 0: 0 from GPU, 0 from CPU, 0 from disk",
+        "first engine, prompt 1: 0 from GPU, 0 from CPU, 0 from disk",
+        "first engine, prompt 1: 192 from GPU, 0 from CPU, 0 from disk",
+        "first engine, prompt 2: 0 from GPU, 0 from CPU, 0 from disk",
+        "first engine, prompt 0: 112 from GPU, 80 from CPU, 0 from disk",
+        "second engine, prompt 0: 0 from GPU, 0 from CPU, 192 from disk",
+        "second engine, prompt 1: 0 from GPU, 0 from CPU, 192 from disk",
+        "second engine, prompt 1: 192 from GPU, 0 from CPU, 0 from disk",
+        "second engine, prompt 2: 0 from GPU, 0 from CPU, 192 from disk",
+        "second engine, prompt 0: 112 from GPU, 80 from CPU, 0 from disk",
+    ],
+    "worker_owns_kv": [
+        "first request: 0 tokens from GPU, 0 from CPU; each key is right",
+        "second request: 192 tokens from GPU, 0 from CPU; each key is right",
+        "the worker was killed, and its arrays have gone with it",
+        "third request: 0 tokens from GPU, 192 from CPU; each key is right",
+    ],
+    "ahead_of_loads": [
+        "16 tokens are there, 976 are on their way",
+        *(f"layer {layer}: in after N ms" for layer in range(8)),
+        "the step counts: True",
+    ],
+    "prefill_decode": [
+        "turn 1: decode has 96 of 100 tokens, and computes the rest",
+        "turn 2: decode has 192 of 200 tokens, and computes the rest",
+    ],
+    "own_store": [
+        "the first engine read 0 tokens",
+        "the second engine read 192 tokens",
+        "after damage to every file the third engine read 0 tokens",
+    ],
+}
+
+
+def python_blocks() -> Iterator[tuple[str, str]]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            yield str(page.relative_to(ROOT)), block
+
+
+def undefined_names(code: str) -> set[str]:
+    """The global names that a program reads and nowhere sets."""
+    tables, asked, given = [symtable.symtable(code, "block", "exec")], set[str](), set(dir(builtins)) | {"__name__"}
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        top = table.get_type() == "module"
+        asked |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (top or s.is_global())}
+        given |= {s.get_name() for s in table.get_symbols() if top and (s.is_assigned() or s.is_imported())}
+    return asked - given
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", sorted(PRINTS))
+def test_an_example_prints_what_it_shows(name: str, tmp_path: Path) -> None:
+    """From another folder, with nothing but this package and NumPy; milliseconds apart, each line is as here."""
+    command = [sys.executable, str(EXAMPLES[name])]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [re.sub(r"[\d.]+ ms", "N ms", line) for line in done.stdout.splitlines()] == PRINTS[name]
+    assert not list(tmp_path.iterdir())
+
+
+def test_each_example_is_tried_and_linked() -> None:
+    """Each is run here, begins with what it shows, is short, and docs/engine.md leads to it."""
+    assert EXAMPLES.keys() == PRINTS.keys()
+    page = (ROOT / "docs/engine.md").read_text()
+    for name, path in EXAMPLES.items():
+        text = path.read_text()
+        assert f"`python examples/{name}.py" in str(ast.get_docstring(ast.parse(text))), name
+        assert len(text.splitlines()) <= 120, name
+        assert f"(../examples/{name}.py)" in page, name
+        libraries = set(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)) - sys.stdlib_module_names
+        assert libraries <= {"numpy", "fastdeploy_cache"}, name
+    assert "(examples)" in (ROOT / "README.md").read_text()
+
+
+def test_code_in_pages_is_whole_or_says_that_it_is_a_fragment() -> None:
+    """A block of Python in a page sets each name that it reads, or begins with the comment `# fragment: ...`."""
+    blocks = list(python_blocks())
+    whole = [(page, block) for page, block in blocks if not block.startswith("# fragment: ")]
+    assert not [(page, names, block) for page, block in whole if (names := undefined_names(block))]
+    assert all(undefined_names(block) for page, block in blocks if (page, block) not in whole), "it is no fragment"
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("cache.match(request)", {"cache", "request"}),
+        ("import numpy as np\nfor i in range(3):\n    print(np.ones(i))", set()),
+        ("class A:\n    b = 1\n    def c(self, d):\n        return [e for e in d] + [b]", {"b"}),
+    ],
+)
+def test_planted_fragments_are_found(code: str, names: set[str]) -> None:
+    """A name that is read and not set is found, in functions too; arguments, imports and built-ins are let pass."""
+    assert undefined_names(code) == names
