@@ -1,5 +1,8 @@
 """Packaging; tool settings are in pyproject.toml."""
 
+import re
+from pathlib import Path
+
 from setuptools import Extension, find_packages, setup
 
 # Installed, everything is `fastdeploy_cache.*`. The folders beside it are its subpackages by `package_dir` alone: the
@@ -11,11 +14,31 @@ PACKAGES = [
     *(f"fastdeploy_cache.{name}" for name in find_packages(include=LINKED)),
 ]
 
+HERE = Path(__file__).parent
+VERSION = re.findall(r'^__version__ = "(.+)"', (HERE / "fastdeploy_cache/__init__.py").read_text(), re.MULTILINE)[0]
+# its links are relative to the repository, so they lead nowhere on other pages: only their texts stay
+README = re.sub(r"\[([^]]+)\]\((?!https?://)[^)]+\)", r"\1", (HERE / "README.md").read_text())
+
 setup(
     name="fastdeploy-cache",
-    version="0.1.0",
+    version=VERSION,
     description="A KV-cache manager for large-language-model engines: GPU, CPU and storage tiers, one process per rank",
+    long_description=README,
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11",
     packages=PACKAGES,
     package_dir={"fastdeploy_cache": "fastdeploy_cache", **{f"fastdeploy_cache.{name}": name for name in BESIDE}},

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fastdeploy_cache.transfer_manager.storage.weights import weights_id_of
     from fastdeploy_cache.transfer_manager.task import TaskKind
 
+__version__ = "0.1.0"  # setup.py reads it here
 __all__ = [
     "CacheConfig",
     "CacheStats",
@@ -85,4 +86,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

@@ -6,20 +6,20 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from fastdeploy_cache.config_sources import Sources, from_arguments, from_environment, from_file
 from fastdeploy_cache.errors import ConfigError, LayoutError
 from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES, MIN_HISTORY_BYTES
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 from fastdeploy_cache.transfer_manager.settings import check_integers, names_checked, nearest
-from fastdeploy_cache.transfer_manager.sizes import with_sizes
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
 _ALTERNATIVES = (("num_gpu_blocks", "gpu_memory_bytes"), ("num_cpu_blocks", "cpu_memory_bytes", "cpu_to_gpu_ratio"))
@@ -285,7 +285,11 @@ class CacheConfig:
         Raises:
             ConfigError: an unreadable file, an unknown key (with the nearest right one), a value of the wrong type.
         """
-        sources = from_file(Path(path)) if path is not None else Sources()
+        # late: an engine may make its configuration itself
+        from fastdeploy_cache.config_sources import Sources, from_arguments, from_environment, from_file
+        from fastdeploy_cache.transfer_manager.sizes import with_sizes
+
+        sources = from_file(path) if path is not None else Sources()
         sources.merge(from_environment(os.environ if environment is None else environment), _ALTERNATIVES)
         arguments = {key: _as_settings(value) for key, value in overrides.items()}
         sources.merge(from_arguments(arguments), _ALTERNATIVES)

@@ -62,14 +62,14 @@ class Sources:
         return value
 
 
-def from_file(path: Path) -> Sources:
+def from_file(path: str | Path) -> Sources:
     """What a TOML file says, by line.
 
     Raises:
         ConfigError: it cannot be read, or is no TOML.
     """
     try:
-        text = path.read_text()
+        text = Path(path).read_text()
         settings = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read configuration {path}: {error}") from error

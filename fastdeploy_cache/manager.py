@@ -7,7 +7,7 @@ import operator
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from fastdeploy_cache.books.block_pool import REQUEST, BlockPool
 from fastdeploy_cache.books.books import Books
@@ -19,7 +19,6 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import CacheError, RequestError
 from fastdeploy_cache.life_cycle import LifeCycle
 from fastdeploy_cache.match import Match, Prefetch
-from fastdeploy_cache.metrics.exporter import Collector
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.movement.new_client import new_client
 from fastdeploy_cache.peers.peers import Peers
@@ -29,15 +28,17 @@ from fastdeploy_cache.ranks import RankAccess
 from fastdeploy_cache.recorder import Recorder
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import WAITING
-from fastdeploy_cache.requests.invariants import Held, check
 from fastdeploy_cache.requests.loads import MatchLoads
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.requests.steps import Steps
-from fastdeploy_cache.stats import CacheStats, TierStats
 from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.tokens import TokenIds
-from fastdeploy_cache.transfer_manager.peer.client import PeerClient
-from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.metrics.exporter import Collector
+    from fastdeploy_cache.stats import CacheStats
+    from fastdeploy_cache.transfer_manager.peer.client import PeerClient
+    from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 
 
 class PrefixCacheManager:
@@ -334,6 +335,8 @@ class PrefixCacheManager:
 
     def stats(self) -> CacheStats:
         """Blocks by owner, transfers, hit rates over the window, ranks."""
+        from fastdeploy_cache.stats import CacheStats, TierStats  # late: an import of the manager is quick
+
         with self._books:
             books, mover, road = self._books, self._movement.mover, self.peers.road
             gpu, cpu = (TierStats.of(books.pools[tier], books.residency, tier) for tier in Tier)
@@ -359,6 +362,8 @@ class PrefixCacheManager:
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the books do not add up. Walks the whole tree: for tests and for doubt."""
+        from fastdeploy_cache.requests.invariants import Held, check
+
         with self._books:
             road = self.peers.road
             held = Held(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class MatchHandle(Protocol):
@@ -129,6 +131,8 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     async def arrived(self, timeout_seconds: float | None = None) -> Match:
         """`wait` for asyncio: other tasks of the event loop run meanwhile. Cancelling it cuts nothing off."""
+        import asyncio  # late: most engines do without
+
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
 

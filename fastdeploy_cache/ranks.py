@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.block_pool import RUN
 from fastdeploy_cache.books.books import Books
@@ -15,10 +16,12 @@ from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
-from fastdeploy_cache.transfer_manager.client import RankStatus
-from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVViews
-from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
-from fastdeploy_cache.transfer_manager.rank.transfer_client import KVArrays
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.transfer_manager.client import RankStatus
+    from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVViews
+    from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
+    from fastdeploy_cache.transfer_manager.rank.transfer_client import KVArrays
 
 logger = event_log(__name__)
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
-from fastdeploy_cache.metrics.exporter import Collector, MetricsExporter
 from fastdeploy_cache.movement.block_mover import TaskEnded
-from fastdeploy_cache.stats import CacheStats
 from fastdeploy_cache.storage.prefetch import StorageTaskEnded
 from fastdeploy_cache.transfer_manager.task import TransferResult
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.metrics.exporter import Collector, MetricsExporter
+    from fastdeploy_cache.stats import CacheStats
 
 
 class Recorder:
@@ -48,6 +51,8 @@ class Recorder:
 
     def serve(self, host: str, port: int, also: Sequence[Collector]) -> str:
         """See `PrefixCacheManager.serve_metrics`."""
+        from fastdeploy_cache.metrics.exporter import MetricsExporter  # late: a web server comes with it
+
         ids = [c.data_parallel_id for c in (self.metrics, *also) if isinstance(c, CacheMetrics)]
         if len(set(ids)) < len(ids):
             raise ConfigError(f"metrics of caches with data-parallel ids {ids}; give each its own data_parallel_id")

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
 from types import MappingProxyType
-from typing import NamedTuple
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastdeploy_cache.metrics.hit_rate import HitRateWindow
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 TIERS = ("gpu", "cpu", "storage")
 SWAP_KINDS = ("swap_in", "swap_out", "copy")
@@ -314,12 +315,16 @@ class CacheMetrics:
     def _counter(
         self, name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]
     ) -> Metric:
+        from prometheus_client.core import CounterMetricFamily  # late: a web server comes with it
+
         family = CounterMetricFamily(f"fastdeploy_cache_{name}", text, labels=("dp", *labels))
         for key, value in values.items():
             family.add_metric((self._dp, *key), value)
         return family
 
     def _gauge(self, name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> Metric:
+        from prometheus_client.core import GaugeMetricFamily
+
         family = GaugeMetricFamily(f"fastdeploy_cache_{name}", text, labels=("dp", *labels))
         for key, value in values.items():
             family.add_metric((self._dp, *key), float(value))

@@ -49,6 +49,25 @@ def test_nothing_is_ever_loaded_under_a_name_that_is_not_ours(tmp_path: Path) ->
         assert any(name.startswith(f"fastdeploy_cache.{package}.") for name in loaded)
 
 
+NOT_FOR_A_START = {
+    *("aiohttp", "asyncio", "concurrent.futures", "difflib", "email", "http.server", "ipaddress", "multiprocessing"),
+    *("paddle", "pathlib", "prometheus_client", "rich", "shutil", "socket", "ssl", "subprocess", "tempfile", "tomllib"),
+    *("torch", "typer", "urllib.request", "xxhash", "zmq.asyncio", "zmq.auth"),
+}
+
+
+def test_importing_the_manager_loads_only_what_every_engine_needs(tmp_path: Path) -> None:
+    """No web server, exporter, event loop, store, link, rank or program is loaded before it is used."""
+    base = set(run_python("import sys, numpy, zmq, msgspec; print(*sys.modules)", cwd=tmp_path))
+    code = "import sys; from fastdeploy_cache import PrefixCacheManager; print(*sys.modules)"
+    loaded = set(run_python(code, cwd=tmp_path)) - base
+    assert not loaded & NOT_FOR_A_START
+    lazy = ("launch", "adapters", "peers.link_road", "storage.tier", "metrics.exporter", "transfer_manager.process")
+    lazy += ("transfer_manager.peer.client", "transfer_manager.storage.client", "transfer_manager.rank")
+    assert not [name for name in loaded if name.startswith(tuple(f"fastdeploy_cache.{each}" for each in lazy))]
+    assert "fastdeploy_cache.manager" in loaded
+
+
 @pytest.mark.parametrize("program", ["rank", "storage", "peer"])
 def test_a_child_process_loads_no_engine_side(program: str, tmp_path: Path) -> None:
     """What a rank's process imports has no manager, no metrics, none of the programs and no half of a parent in it."""
@@ -84,10 +103,10 @@ def test_modules_of_an_app_with_such_names_hurt_nothing(tmp_path: Path) -> None:
 
 
 def test_each_public_name_has_its_home() -> None:
-    """Every name in `__all__` is there, `dir` lists it, and an unknown one is refused as an attribute."""
+    """Every name in `__all__` is there, `dir` lists these and no others, and an unknown one is refused."""
     import fastdeploy_cache
 
-    assert set(fastdeploy_cache.__all__) <= set(dir(fastdeploy_cache))
+    assert dir(fastdeploy_cache) == sorted([*fastdeploy_cache.__all__, "__version__"])
     for name in fastdeploy_cache.__all__:
         assert getattr(fastdeploy_cache, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Manager'"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -23,6 +22,8 @@ def check_integers(config: Any, error: type[Exception], prefix: str = "") -> Non
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The one of the known names that this one is most like; there is one."""
+    import difflib  # late: of mistakes alone
+
     return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
 
 

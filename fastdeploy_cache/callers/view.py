@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import GPU, Run, Tier
 from fastdeploy_cache.books.run_view import RunView, path_views, views_of
 from fastdeploy_cache.callers.finder import Finder
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.stats import TierStats
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.stats import TierStats
 
 _BLOCKS_A_TURN = 1024  # that are hashed: about a millisecond
 
@@ -18,12 +21,14 @@ class BlockView:
     """What is in the books at one moment: `cache.blocks.view`. Any thread; each call is a turn of its own."""
 
     def __init__(self, books: Books, finder: Finder) -> None:
-        self._books, self._finder = books, finder
+        from fastdeploy_cache.stats import TierStats  # here: an import of the manager is quick
+
+        self._books, self._finder, self._stats_of = books, finder, TierStats.of
 
     def tier_stats(self, tier: Tier = GPU) -> TierStats:
         """What `stats` says of one tier, cheaper."""
         with self._books:
-            return TierStats.of(self._books.pools[tier], self._books.tree.residency, tier)
+            return self._stats_of(self._books.pools[tier], self._books.tree.residency, tier)
 
     def runs(self) -> list[RunView]:
         """Every run of the tree, parents first, as it is now. Walks the whole tree."""

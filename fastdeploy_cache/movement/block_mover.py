@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -21,8 +21,10 @@ from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.cargo import CallersBlocks, Landings, OneBlock
 from fastdeploy_cache.movement.outbox import Outbox
-from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 
 logger = event_log(__name__)
 T = TypeVar("T")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.movement.block_mover import BlockMover
 from fastdeploy_cache.movement.copy_down import CopyDown
 from fastdeploy_cache.movement.loader import Loader
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
-from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 
 
 class Movement:

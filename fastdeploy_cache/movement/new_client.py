@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.transfer_manager.device.presence import check_presence
-from fastdeploy_cache.transfer_manager.rank.client import RankClient
-from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
-from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
-from fastdeploy_cache.transfer_manager.storage.file_place import check_place
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 
 
 def new_client(config: CacheConfig) -> TransferClient:
@@ -18,13 +18,21 @@ def new_client(config: CacheConfig) -> TransferClient:
         StorageRefusedError: the folder of the configured store cannot be used: no memory is taken for it.
         NotEnoughMemoryError: the pools do not fit.
     """
-    check_place(config.storage)
+    if config.storage is not None:
+        from fastdeploy_cache.transfer_manager.storage.file_place import check_place
+
+        check_place(config.storage)
     layout, (num_gpu_blocks, num_cpu_blocks) = config.rank_layout(), config.pool_sizes()
     transfer = config.transfer
     needs_ranks = num_cpu_blocks or transfer.owner_of_kv != "engine"
     if config.transfer_client == "processes" and needs_ranks:
+        from fastdeploy_cache.transfer_manager.device.presence import check_presence
+        from fastdeploy_cache.transfer_manager.rank.client import RankClient  # late: one of the two is needed
+
         assert layout is not None
         check_presence(transfer.device)
         return RankClient(transfer, layout, num_gpu_blocks, num_cpu_blocks)
+    from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
+
     own_kv = transfer.owner_of_kv != "worker"
     return InlineClient(layout, num_gpu_blocks, num_cpu_blocks, transfer.tp_size, own_kv)

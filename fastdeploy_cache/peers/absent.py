@@ -55,8 +55,5 @@ class NoRoad:
         """Nothing is on its way."""
         return True
 
-    def start(self) -> None:
-        """There are no processes."""
-
     def close(self) -> None:
         """There are no processes."""

@@ -26,7 +26,7 @@ from fastdeploy_cache.peers.offers import PeerOffers
 from fastdeploy_cache.peers.processes import LinkProcesses
 from fastdeploy_cache.peers.receives import OpenReceive, PeerReceives
 from fastdeploy_cache.peers.sends import PeerSends
-from fastdeploy_cache.peers.transfers import Receive, Send, why_of
+from fastdeploy_cache.peers.transfers import OTHERS, Receive, Send, why_of
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.transfer_manager.peer.client import PeerClient
@@ -37,7 +37,6 @@ from fastdeploy_cache.transfer_manager.task import Lane, TaskKind, TransferResul
 
 logger = event_log(__name__)
 
-OTHERS = "others"  # the label of all peers behind the first few: names come from outside
 _NO_IDS = np.empty(0, np.int32)
 
 

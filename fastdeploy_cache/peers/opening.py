@@ -12,7 +12,6 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import LayoutError
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
-from fastdeploy_cache.peers.absent import NoRoad
 from fastdeploy_cache.peers.link_road import LinkRoad
 from fastdeploy_cache.peers.offers import PeerOffers
 from fastdeploy_cache.peers.store_road import StoreRoad
@@ -37,15 +36,14 @@ def open_road(
     *,
     metrics: CacheMetrics,
     client: PeerClient | None,
-) -> Road | NoRoad:
+) -> Road:
     """`client` replaces the configured peer processes (tests, simulation). Nothing is started yet.
 
     Raises:
         PeerRefusedError: the link's settings, or the group's secret, are wrong.
     """
     given = config.peer
-    if given is None:
-        return NoRoad()
+    assert given is not None
     name = given.name or f"{socket.gethostname()}-{config.transfer.data_parallel_id}"[:64]
     peer, instance_id = dataclasses.replace(given, name=name), os.urandom(ID_BYTES)
     signer = OfferSigner(load_secret(Path(peer.secret_file)) if peer.secret_file is not None else b"")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Forgotten
@@ -12,18 +13,19 @@ from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.absent import NoRoad
-from fastdeploy_cache.peers.link_road import OTHERS
-from fastdeploy_cache.peers.opening import Road, open_road
-from fastdeploy_cache.peers.transfers import Receive, Send
+from fastdeploy_cache.peers.transfers import OTHERS, Receive, Send
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import Committed
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.access import StorageAccess
-from fastdeploy_cache.transfer_manager.client import RankStatus
-from fastdeploy_cache.transfer_manager.peer.client import PeerClient
-from fastdeploy_cache.transfer_manager.peer.offer import Offer
-from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
 from fastdeploy_cache.transfer_manager.task import TaskKind
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.peers.opening import Road
+    from fastdeploy_cache.transfer_manager.client import RankStatus
+    from fastdeploy_cache.transfer_manager.peer.client import PeerClient
+    from fastdeploy_cache.transfer_manager.peer.offer import Offer
+    from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
 
 logger = event_log(__name__)
 
@@ -43,6 +45,10 @@ class Peers:
         Raises:
             PeerRefusedError: the link's settings, or the group's secret, are wrong.
         """
+        if self._config.peer is None:
+            return
+        from fastdeploy_cache.peers.opening import open_road  # late: most caches have no other instances
+
         road = open_road(
             self._config, self._books, movement, self._requests, storage, metrics=self._metrics, client=client
         )

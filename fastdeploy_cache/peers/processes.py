@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fastdeploy_cache.errors import ConfigError, LayoutError
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.transfer_manager.client import RankStatus
-from fastdeploy_cache.transfer_manager.peer.client import PeerClient
-from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
-from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.transfer_manager.client import RankStatus
+    from fastdeploy_cache.transfer_manager.peer.client import PeerClient
+    from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
+    from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 
 logger = event_log(__name__)
 

@@ -11,6 +11,7 @@ from fastdeploy_cache.transfer_manager.task import TransferResult
 
 logger = event_log(__name__)
 
+OTHERS = "others"  # the label of all peers behind the first few: names come from outside
 _REASONS = ("gone", "late", "refused", "failed", "cancelled", "full")
 
 

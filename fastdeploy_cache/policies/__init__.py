@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fastdeploy_cache.policies.eviction import RANKING_POLICIES, Clock, EvictionPolicy
-from fastdeploy_cache.policies.reuse import Reuse
 
 EVICTION_POLICIES = (*RANKING_POLICIES, "reuse")
 DEFAULT_HISTORY_BYTES, MIN_HISTORY_BYTES = 16 * 2**20, 2**20
@@ -23,5 +22,7 @@ def new_policy(
     `tree_tokens`: how many tokens a block of the tree has, where they stand for `block_tokens`.
     """
     if name == "reuse":
+        from fastdeploy_cache.policies.reuse import Reuse  # late: it is much of the policies
+
         return Reuse(clock, num_blocks, block_tokens, history_bytes, tree_tokens=tree_tokens)
     return RANKING_POLICIES[name](clock)

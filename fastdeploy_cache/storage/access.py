@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from threading import RLock
+from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES, BlockHasher
 from fastdeploy_cache.books.block_keys import BlockKeys
@@ -14,15 +15,15 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.stats import StorageTierStats
 from fastdeploy_cache.storage.absent import NoReads, NoTier
-from fastdeploy_cache.storage.flush import Flush
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
-from fastdeploy_cache.storage.reads import StorageReads
-from fastdeploy_cache.storage.tier import StorageTier
-from fastdeploy_cache.transfer_manager.storage.client import StorageClient, StorageProcesses
-from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
-from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.stats import StorageTierStats
+    from fastdeploy_cache.storage.reads import StorageReads
+    from fastdeploy_cache.storage.tier import StorageTier
+    from fastdeploy_cache.transfer_manager.storage.client import StorageClient
+    from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 
 _FOREVER_SECONDS = 1e9
 
@@ -68,6 +69,11 @@ class StorageAccess:
                 self._is_attaching = False
 
     def _attach(self, storage: StorageConfig, client: StorageClient | None) -> None:
+        # late: a cache without a store does without all of these
+        from fastdeploy_cache.storage.tier import StorageTier
+        from fastdeploy_cache.transfer_manager.storage.client import StorageProcesses
+        from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
+
         config, layout = self._config, self._config.rank_layout()
         if not config.pool_sizes()[1] or (layout is None and client is None):
             raise ConfigError("storage goes through the CPU tier and needs a layout; give the cache num_cpu_blocks")
@@ -135,6 +141,8 @@ class StorageAccess:
         deadline, tier = time.monotonic() + timeout_seconds, self._tier
         if isinstance(tier, NoTier):
             return False
+        from fastdeploy_cache.storage.flush import Flush
+
         return Flush(self._books, self._movement, tier).run(deadline)
 
     # -- for the other rooms, under the lock

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastdeploy_cache.transfer_manager.peer.link import Link, LinkError
+if TYPE_CHECKING:
+    from fastdeploy_cache.transfer_manager.peer.link import Link
+
 
 KINDS = ("shm", "nixl", "mooncake")
 
@@ -34,4 +36,6 @@ def open_link(kind: str, options: Mapping[str, Any]) -> Link:
         from fastdeploy_cache.transfer_manager.peer.link_mooncake import MooncakeEngine
 
         return AddressLink(kind, MooncakeEngine(options))
+    from fastdeploy_cache.transfer_manager.peer.link import LinkError
+
     raise LinkError(f"link kind is {kind!r}; known: {', '.join(KINDS)}", "refused")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,6 +111,9 @@ class PeerConfig:
 
 def _is_any(host: str) -> bool:
     """Whether this stands for all of a host's addresses, however it is written ("0", "[::]", ...)."""
+    import ipaddress  # late: of TCP alone
+    import socket
+
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_cache.errors import StorageRefusedError
-from fastdeploy_cache.transfer_manager.storage.base import OpenStorage, Segment, Storage
-from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.transfer_manager.storage.base import OpenStorage, Segment, Storage
+    from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 
 _MISTAKES = (AttributeError, LookupError, NameError, TypeError, ValueError)  # of a store's code or its options
 _CLASSES = {
