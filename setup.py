@@ -42,7 +42,11 @@ setup(
     python_requires=">=3.11",
     packages=PACKAGES,
     package_dir={"fastdeploy_cache": "fastdeploy_cache", **{f"fastdeploy_cache.{name}": name for name in BESIDE}},
-    package_data={"fastdeploy_cache": ["py.typed", "*.pyi"], "fastdeploy_cache.launch": ["*.toml"]},
+    package_data={
+        "fastdeploy_cache": ["py.typed", "*.pyi"],
+        "fastdeploy_cache.launch": ["*.toml"],
+        "fastdeploy_cache.launch.background": ["deploy/*"],
+    },
     # never needed: without a compiler or Python's headers the same is done in Python
     ext_modules=[Extension("fastdeploy_cache._native", ["fastdeploy_cache/_native.c"], optional=True)],
     install_requires=[

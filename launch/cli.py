@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 
 from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE, set_up_log
+from fastdeploy_cache.launch.background.cli import RunDir, background_app
 from fastdeploy_cache.launch.server.library import check_library
 from fastdeploy_cache.launch.storage.cli import storage_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
+app.add_typer(background_app)
 app.add_typer(config_app, name="config")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the cache beside its floors, in one run.")
 app.add_typer(bench_app, name="bench")
@@ -176,9 +178,12 @@ def peer_secret(
 @app.command("control")
 def control_server(
     verb: Annotated[str, typer.Argument(help="pause, resume, sleep, wake, clear or update-weights.")],
-    socket: Annotated[Path, typer.Option(help="The server's --control-socket.")],
+    run_dir: RunDir,
     weights_id: Annotated[
         str | None, typer.Argument(help="update-weights: the new name of the weights; needed with storage.")
+    ] = None,
+    socket: Annotated[
+        Path | None, typer.Option(help="The server's --control-socket; else that of the server in the background.")
     ] = None,
     tier: Annotated[list[str] | None, typer.Option(help="sleep: gpu or cpu alone; both without it.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that it may take, up to 600.")] = 30.0,
@@ -187,15 +192,17 @@ def control_server(
 
     Exit status 0: done; 1: refused or failed; 3: no server listens there.
     """
+    from fastdeploy_cache.launch.background.run_folder import RunFolder
     from fastdeploy_cache.launch.server.control_client import ask
 
+    socket = socket or RunFolder(run_dir).control_socket
     _check_control(verb, weights_id, tier, timeout)
     given = {"tiers": tier or None, "weights_id": weights_id}
     fields = {name: value for name, value in given.items() if value is not None}
     try:
         typer.echo(ask(socket, verb, timeout, **fields))
     except (FileNotFoundError, ConnectionRefusedError):
-        typer.echo(f"fastdeploy-cache: no server listens at {socket}", err=True)
+        typer.echo(f"fastdeploy-cache: not running: no server listens at {socket}", err=True)
         raise typer.Exit(3) from None
 
 

@@ -25,17 +25,6 @@ show_help() {
     [ $# -lt 2 ] || [ ! -x "$VENV/bin/fastdeploy-cache" ] || "$VENV/bin/fastdeploy-cache" "$2" --help
 }
 
-# take_no_arguments SCRIPT ARGUMENTS...: for a script that has none but --help
-take_no_arguments() {
-    local script="$1"
-    shift
-    if help_wanted "$@"; then
-        show_help "$script"
-        exit 0
-    fi
-    [ $# = 0 ] || refuse "'$1' is not known here; $(basename "$script") takes no arguments but --help"
-}
-
 # check_arguments COMMAND ARGUMENTS...: ends the script where `fastdeploy-cache COMMAND` would not take these. The
 # command is not run. Before anything is installed it cannot be asked: then it refuses them itself, later.
 check_arguments() {
@@ -128,4 +117,20 @@ install() {
     if ! "$PYTHON" -c 'import ctypes; ctypes.CDLL("libgomp.so.1")' 2>/dev/null; then
         need_package libgomp1 # PaddlePaddle's OpenMP
     fi
+}
+
+# call SCRIPT COMMAND ARGUMENTS...: becomes `fastdeploy-cache COMMAND`, with this checkout's run folder
+call() {
+    local script="$1"
+    shift
+    if help_wanted "$@"; then
+        show_help "$script" "$1"
+        exit 0
+    fi
+    export FASTDEPLOY_CACHE_RUN_DIR="${FASTDEPLOY_CACHE_RUN_DIR:-$ROOT/run}"
+    case "$1 ${2:-}" in # what only looks at a server, or ends one, installs nothing anew
+    stop* | status* | control* | "up --stop" | "up --status") [ -x "$VENV/bin/fastdeploy-cache" ] || install demo ;;
+    *) install demo ;;
+    esac
+    exec "$VENV/bin/fastdeploy-cache" "$@"
 }

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from fastdeploy_cache.launch.server.http_server import HttpServer
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.limits import Limits
+from fastdeploy_cache.launch.server.readiness import tell_ready
 from fastdeploy_cache.launch.server.router import MAX_BODY_BYTES, Router
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ def route(
     try:
         url = f"http://{host}:{server.port}"
         logger.info("event=serving url=%s prefill=%s decode=%s", url, ",".join(prefill), ",".join(decode))
+        tell_ready(url=url)
         endings.get()
     finally:
         logger.info("event=stopping")

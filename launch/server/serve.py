@@ -22,6 +22,7 @@ from fastdeploy_cache.launch.server.control import ControlServer
 from fastdeploy_cache.launch.server.engine_control import EngineControl
 from fastdeploy_cache.launch.server.http_server import HttpServer
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
+from fastdeploy_cache.launch.server.readiness import tell_ready
 from fastdeploy_cache.launch.server.settings import load_config, named
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 
@@ -67,6 +68,7 @@ def serve(
             url = f"http://{host}:{server.port}"
             ranks, role = config.transfer.tp_size, config.role
             logger.info("event=serving url=%s metrics=%s ranks=%d role=%s", url, metrics_url, ranks, role)
+            tell_ready(url=url, metrics=metrics_url)
             if control is not None:
                 control.start(EngineControl(engine))
             ending = _run_until(endings, engine, partial(server.run, app), server.stop)

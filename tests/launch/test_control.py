@@ -309,4 +309,7 @@ def test_exit_statuses_of_the_command(stub: Stub, path: Path) -> None:
         assert (wrong.returncode, wrong.stdout) == (2, ""), usage
     for nowhere in (path.with_name("no.sock"), path.parent / "no" / "serve.sock"):
         missing = control(nowhere, "pause")
-        assert (missing.returncode, missing.stderr) == (3, f"fastdeploy-cache: no server listens at {nowhere}\n")
+        assert (missing.returncode, missing.stderr) == (
+            3,
+            f"fastdeploy-cache: not running: no server listens at {nowhere}\n",
+        )

@@ -1,0 +1,126 @@
+"""The commands `start`, `stop`, `status`, `up` and `deploy`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastdeploy_cache.launch.background.run_folder import RUN_FOLDER_VARIABLE, default_run_folder
+
+background_app = typer.Typer()
+RunDir = Annotated[
+    Path,
+    typer.Option(
+        envvar=RUN_FOLDER_VARIABLE, default_factory=default_run_folder, help="Folder of pid files, logs and sockets."
+    ),
+]
+_GOES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _say(line: str) -> None:
+    typer.echo(f"== {line}")
+
+
+def _arguments_of_serve(context: typer.Context) -> tuple[str, ...]:
+    """What is given beside our own options; refused here, and not by a server that is being started, if it is wrong."""
+    arguments = tuple(context.args)
+    assert context.parent is not None
+    commands = context.parent.command
+    serve = commands.get_command(context.parent, "serve")  # type: ignore[attr-defined]
+    serve.make_context("serve", list(arguments), parent=context.parent)
+    return arguments
+
+
+@background_app.command(context_settings=_GOES_ON)
+def start(context: typer.Context, run_dir: RunDir) -> None:
+    """Start `serve` in the background and wait until it is ready. Other options go on to it; see `serve --help`."""
+    from fastdeploy_cache.launch.background.run_folder import RunFolder
+    from fastdeploy_cache.launch.background.single import start as run
+
+    run(RunFolder(run_dir), _arguments_of_serve(context), _say)
+
+
+@background_app.command()
+def stop(run_dir: RunDir) -> None:
+    """End the server in the background cleanly; it is killed after 30 seconds."""
+    from fastdeploy_cache.launch.background.run_folder import RunFolder
+    from fastdeploy_cache.launch.background.single import stop as run
+
+    run(RunFolder(run_dir), _say)
+
+
+@background_app.command()
+def status(
+    run_dir: RunDir,
+    json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+) -> None:
+    """Show ranks, tiers and hit rates of the server in the background.
+
+    Exit status 3: it is not running; 4: it does not answer.
+    """
+    from fastdeploy_cache.launch.background.run_folder import RunFolder
+    from fastdeploy_cache.launch.background.single import status as run
+
+    raise typer.Exit(run(RunFolder(run_dir), typer.echo if json else _say, as_json=json))
+
+
+@background_app.command(context_settings=_GOES_ON)
+def up(
+    context: typer.Context,
+    run_dir: RunDir,
+    prefill: Annotated[int, typer.Option(min=1, help="Instances that compute prompts.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Instances that answer.")] = 1,
+    prefill_ranks: Annotated[int, typer.Option(min=1, help="Ranks of each prefill instance.")] = 1,
+    decode_ranks: Annotated[int, typer.Option(min=1, help="Ranks of each decode instance.")] = 1,
+    host: Annotated[str, typer.Option(help="Address of the router.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the router; 0 takes a free one.")] = 8000,
+    show: Annotated[bool, typer.Option("--status", help="Show each member of the group that runs.")] = False,
+    stop_it: Annotated[bool, typer.Option("--stop", help="End the group.")] = False,
+    foreground: Annotated[bool, typer.Option("--foreground", help="Stay, as a service does, until SIGTERM.")] = False,
+) -> None:
+    """Start a group in the background: instances that compute prompts, instances that answer, and a router.
+
+    Other options go on to `serve`, of every instance. A member that ends is started again, at its ports, after a second
+    or, when it goes on like that, up to a minute. With --status exit status 3: nothing runs; 4: not all of it does.
+    """
+    from fastdeploy_cache.launch.background.group import show_group, start_group, stop_group
+    from fastdeploy_cache.launch.background.group_plan import GroupPlan
+    from fastdeploy_cache.launch.background.run_folder import RunFolder
+
+    folder = RunFolder(run_dir)
+    if show or stop_it:
+        if context.args or (show and stop_it):
+            raise typer.BadParameter(f"--status and --stop take nothing beside them; got {' '.join(context.args)}")
+        if stop_it:
+            stop_group(folder, _say)
+        raise typer.Exit(show_group(folder, _say) if show else 0)
+    plan = GroupPlan(
+        num_prefill=prefill,
+        num_decode=decode,
+        prefill_ranks=prefill_ranks,
+        decode_ranks=decode_ranks,
+        host=host,
+        port=port,
+        serve=_arguments_of_serve(context),
+    )
+    if not foreground:
+        start_group(plan, folder, _say)
+        return
+    from fastdeploy_cache.launch.background.supervisor import Supervisor
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    raise typer.Exit(0 if Supervisor(plan, folder).run() else 1)
+
+
+@background_app.command()
+def deploy(
+    run_dir: RunDir,
+    name: Annotated[str | None, typer.Option("--print", metavar="NAME", help="Print this file.")] = None,
+) -> None:
+    """Print what other programs need to run or watch this one: Prometheus, systemd, Docker Compose."""
+    from fastdeploy_cache.launch.background.deployment import describe, filled_in
+
+    typer.echo(describe() if name is None else filled_in(name, run_dir), nl=name is None)

@@ -1,0 +1,79 @@
+"""A group in the background, as the command line starts, shows and ends it."""
+
+from __future__ import annotations
+
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.ipc.private_directory import PrivateDirectory
+from fastdeploy_cache.launch.background.group_plan import ROUTER, GroupPlan, discovery_file, secret_file
+from fastdeploy_cache.launch.background.program import START_SECONDS, EndSignals, Program
+from fastdeploy_cache.launch.background.run_folder import RunFolder
+from fastdeploy_cache.launch.background.single import NOT_ANSWERING, NOT_RUNNING, Say, end_all, http_status
+
+
+def start_group(plan: GroupPlan, folder: RunFolder, say: Say) -> None:
+    """Start a supervisor with the group, and wait until the router answers. All of it starts, or nothing.
+
+    Raises:
+        LaunchError: it runs already, or a member cannot start: the end of its log says why.
+        KeyboardInterrupt: this process was asked to end meanwhile, and so was the group.
+    """
+    with folder.locked("group"), EndSignals() as asked:
+        if any(slot.pid is not None for slot in (folder.group, *folder.members)):
+            raise LaunchError("already running; see `up --status`, or end it with `up --stop`")
+        end_all(folder.members, say)  # pid files of a group that died
+        say(f"starting {plan.num_prefill} prefill and {plan.num_decode} decode (logs: {folder.log_folder})")
+        sockets = PrivateDirectory()
+        command = ["up", "--foreground", "--run-dir", str(folder.path), *plan.words()]
+        try:
+            with Program(folder.group, command, sockets.path) as program:
+                facts = program.wait_ready(2 * START_SECONDS, asked)
+        finally:
+            sockets.remove()
+    for slot in folder.members:
+        if slot.name != ROUTER:
+            say(f"{slot.name}: {slot.facts['url']}, metrics {slot.facts.get('metrics')}")
+    say(f"ready: API {facts['url']}/v1/chat/completions")
+
+
+def stop_group(folder: RunFolder, say: Say) -> None:
+    """SIGTERM, then SIGKILL after 30 seconds.
+
+    Raises:
+        LaunchError: not all of it ended by itself.
+    """
+    with folder.locked("group"):
+        slots = [folder.group, *folder.members]
+        has_run = any(slot.pid is not None for slot in slots)
+        has_killed = end_all([folder.group], say)  # it ends its members
+        has_killed |= end_all(folder.members, say)  # of one that was killed
+        for file in (secret_file(folder), discovery_file(folder)):
+            file.unlink(missing_ok=True)
+    if has_killed:
+        raise LaunchError("not all of it ended by itself")
+    say("stopped" if has_run else "not running")
+
+
+def show_group(folder: RunFolder, say: Say) -> int:
+    """Each member and where it listens; returns the exit status."""
+    members = folder.members
+    if not any(slot.pid is not None for slot in (folder.group, *members)):
+        say("not running")
+        return NOT_RUNNING
+    status = 0
+    for slot in members:
+        url, metrics = slot.facts.get("url"), slot.facts.get("metrics")
+        code = http_status(f"{url}/health") if slot.pid is not None else None
+        if code == 200:
+            say(f"{slot.name}: up, API {url}{f', metrics {metrics}' if metrics else ''}")
+            continue
+        status = NOT_ANSWERING
+        if slot.pid is None:
+            say(f"{slot.name}: NOT RUNNING; its log is {slot.log_file}; it is started again by itself")
+        elif slot.name == ROUTER and code == 503:
+            say(f"{slot.name}: up, no decode instance healthy, API {url}")
+        else:
+            say(f"{slot.name}: DOES NOT ANSWER at {url}; its log is {slot.log_file}")
+    if folder.group.pid is None:
+        say("nobody watches over it: its supervisor was killed; end the rest with `up --stop`")
+        status = NOT_ANSWERING
+    return status

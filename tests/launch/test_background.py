@@ -1,0 +1,211 @@
+"""What servers in the background are made of: plans of groups, readiness, second lives, files for other programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.background import program, supervisor
+from fastdeploy_cache.launch.background.deployment import describe, filled_in
+from fastdeploy_cache.launch.background.group import show_group
+from fastdeploy_cache.launch.background.group_plan import GroupPlan, at_known_ports
+from fastdeploy_cache.launch.background.run_folder import RunFolder, default_run_folder
+from fastdeploy_cache.launch.background.supervisor import Supervisor
+from fastdeploy_cache.launch.server.readiness import ReadySocket, tell_ready
+
+PLAY = """
+import os, signal, sys, threading
+from fastdeploy_cache.launch.server.readiness import tell_ready
+name = next((word.partition("=")[2] for word in sys.argv if word.startswith("peer.name=")), "router")
+life = os.path.join({folder!r}, name + ".lives")
+with open(life, "a") as file:
+    file.write(" ".join(sys.argv[1:]) + chr(10))
+lives = len(open(life).readlines())
+if name == {broken!r}:
+    sys.exit("it has no heads")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+tell_ready(url="http://127.0.0.1:1", metrics="http://127.0.0.1:2/metrics")
+if name == "decode-0" and lives == 2:
+    sys.exit(7)
+if name == "decode-0" and lives == 3:
+    os.kill(os.getppid(), signal.SIGTERM)
+threading.Event().wait()
+"""
+
+
+def play(folder: Path, monkeypatch: pytest.MonkeyPatch, *, broken: str = "") -> None:
+    """Members are programs of a few lines. One is broken; decode-0 ends in its second life, and its third one asks the
+    supervisor to end."""
+    code = PLAY.format(folder=str(folder), broken=broken)
+    monkeypatch.setattr(program, "command_of", lambda arguments: [sys.executable, "-c", code, *arguments])
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_SECONDS", 0.01)
+
+
+def lives(folder: Path, name: str) -> list[str]:
+    return (folder / f"{name}.lives").read_text().splitlines()
+
+
+@pytest.mark.processes
+def test_a_member_that_ends_is_started_again_at_its_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, while the others run on; asked to end, the supervisor leaves no pid file, secret or discovery."""
+    play(tmp_path, monkeypatch)
+    folder, ready = RunFolder(tmp_path / "run"), ReadySocket(tmp_path / "group.ready")
+    monkeypatch.setenv("NOTIFY_SOCKET", str(ready.path))
+
+    def end_its_first_life() -> None:
+        assert select.select([ready], [], [], 60)[0], "the group is not ready"
+        os.kill(int(folder.member("decode-0").pid_file.read_text()), signal.SIGTERM)
+
+    killer = threading.Thread(target=end_its_first_life)
+    killer.start()
+    assert Supervisor(GroupPlan(num_prefill=2), folder).run()
+    killer.join()
+    ready.close()
+    assert len(lives(tmp_path, "decode-0")) == 3
+    assert [len(lives(tmp_path, name)) for name in ("prefill-0", "prefill-1", "router")] == [1, 1, 1]
+    assert lives(tmp_path, "decode-0")[2].endswith("--port 1 --metrics-port 2")
+    assert "--prefill http://127.0.0.1:1" in lives(tmp_path, "router")[0]
+    assert not list(folder.group_folder.iterdir())
+
+
+@pytest.mark.processes
+def test_a_group_starts_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that cannot start is an error with the end of its log, and nothing is left."""
+    play(tmp_path, monkeypatch, broken="prefill-0")
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(LaunchError, match=r"prefill-0 ended while starting; its log is \S+\nit has no heads"):
+        Supervisor(GroupPlan(), folder).run()
+    assert not list(folder.group_folder.iterdir())
+    assert show_group(folder, lambda _: None) == 3
+
+
+@pytest.mark.processes
+def test_a_killed_supervisor_leaves_no_member(tmp_path: Path) -> None:
+    """Its members are asked to end by the kernel, which tells so by the descriptor of their pid."""
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from fastdeploy_cache.launch.background import program
+from fastdeploy_cache.launch.background.run_folder import Slot
+code = "import signal; from fastdeploy_cache.launch.server.readiness import tell_ready; tell_ready(); signal.pause()"
+program.command_of = lambda arguments: [sys.executable, "-c", code]
+folder = Path({str(tmp_path)!r})
+started = program.Program(Slot("member", folder, folder), [], folder, dies_with_us=True)
+with program.EndSignals() as asked:
+    started.wait_ready(60, asked)
+print(started.pid, flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pidfd = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+        assert program.wait_ends([pidfd], 20)
+        os.close(pidfd)
+
+
+def test_readiness_is_told_to_whoever_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its facts; other messages are none; nobody asked, or one who has gone, changes nothing."""
+    tell_ready(url="http://nobody")
+    ready = ReadySocket(tmp_path / "ready")
+    monkeypatch.setenv("NOTIFY_SOCKET", str(ready.path))
+    assert ready.take() is None
+    tell_ready(url="http://127.0.0.1:80", metrics="http://127.0.0.1:81/metrics")
+    assert ready.take() == {"url": "http://127.0.0.1:80", "metrics": "http://127.0.0.1:81/metrics"}
+    ready.close()
+    tell_ready(url="http://127.0.0.1:80")
+    assert not ready.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--role", "decode"), "--role is not for a whole group: use --prefill N"),
+        (("--metrics-port=9400",), "--metrics-port=9400 is not for a whole group: each member takes a free port"),
+        (("--set", "peer.listen=tcp://127.0.0.1:5000"), "peer.listen=tcp://127.0.0.1:5000 is not for a whole group"),
+        (("--set=peer.name=one",), "--set=peer.name=one is not for a whole group: each member has its own"),
+    ],
+)
+def test_options_that_a_group_cannot_share(words: tuple[str, ...], why: str) -> None:
+    """Each is named, with the reason."""
+    with pytest.raises(LaunchError, match=why):
+        GroupPlan(serve=words)
+
+
+def test_the_commands_of_a_group(tmp_path: Path) -> None:
+    """Options of `serve` come last, so they win; the router's are its own; known ports follow behind."""
+    plan = GroupPlan(num_decode=2, decode_ranks=3, port=81, serve=("--set", "num_gpu_blocks=7"))
+    instances = plan.instances(RunFolder(tmp_path))
+    assert list(instances) == ["prefill-0", "decode-0", "decode-1"]
+    assert instances["decode-1"][:5] == ["serve", "--role", "decode", "--ranks", "3"]
+    assert instances["decode-1"][-2:] == ["--set", "num_gpu_blocks=7"]
+    router = plan.router({"prefill-0": "http://a:1", "decode-0": "http://a:2"})
+    assert router == [
+        *(["route", "--host", "127.0.0.1", "--port", "81", "--prefill", "http://a:1", "--decode", "http://a:2"])
+    ]
+    assert at_known_ports(router, {"url": "http://a:9"})[-2:] == ["--port", "9"]
+    facts = {"url": "http://a:9", "metrics": "http://a:8/metrics"}
+    assert at_known_ports(["serve"], facts) == ["serve", "--port", "9", "--metrics-port", "8"]
+
+
+def test_a_pid_file_counts_while_its_process_is_ours(tmp_path: Path) -> None:
+    """A pid of nobody, of another program, or damaged, is none; what listens is forgotten with it."""
+    slot = RunFolder(tmp_path).server
+    for text in ("", "no number", "999999999", "1"):
+        slot.pid_file.write_text(text)
+        assert slot.pid is None
+    slot.note_facts({"url": "http://127.0.0.1:80"})
+    assert slot.facts["url"] == "http://127.0.0.1:80"
+    slot.forget()
+    assert not slot.facts and not list(tmp_path.iterdir())
+
+
+def test_the_run_folder_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the XDG rules, where nothing else is said."""
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert default_run_folder() == Path("/state/fastdeploy_cache")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert default_run_folder() == Path("/home/me/.local/state/fastdeploy_cache")
+
+
+def test_a_second_start_waits_for_nobody(tmp_path: Path) -> None:
+    """While one is at work another is refused."""
+    folder = RunFolder(tmp_path)
+    with folder.locked("start"), pytest.raises(LaunchError, match="another start or stop"), folder.locked("start"):
+        raise AssertionError("both had it")
+
+
+def test_files_for_other_programs(tmp_path: Path) -> None:
+    """Each is listed with what it is for, has no placeholder left, and names what is there; others are refused."""
+    names = [line.partition(":")[0] for line in describe().splitlines()[:-1]]
+    assert names == ["compose.yaml", "fastdeploy-cache-group.service", "fastdeploy-cache.service", "prometheus.yml"]
+    for name in names:
+        text = filled_in(name, tmp_path)
+        assert text.startswith("# ")
+        assert "@" not in text, name
+    assert f"{tmp_path}/prefill_decode/prometheus.json" in filled_in("prometheus.yml", tmp_path)
+    with pytest.raises(LaunchError, match=r"there is no file 'nginx' to print; there are compose\.yaml, "):
+        filled_in("nginx", tmp_path)
+
+
+def test_prometheus_finds_the_ports(tmp_path: Path) -> None:
+    """There is one entry for each member that has metrics."""
+    folder = RunFolder(tmp_path)
+    folder.make()
+    watch = Supervisor(GroupPlan(), folder)
+    member = supervisor.Member(folder.member("decode-0"), ["serve"])
+    watch._members["decode-0"] = member
+    watch._on_ready(member, {"url": "http://127.0.0.1:80", "metrics": "http://127.0.0.1:81/metrics"})
+    shown = json.loads((folder.group_folder / "prometheus.json").read_text())
+    assert shown == [{"targets": ["127.0.0.1:81"], "labels": {"member": "decode-0"}}]
