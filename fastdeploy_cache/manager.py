@@ -20,9 +20,8 @@ from fastdeploy_cache.errors import CacheError, RequestError
 from fastdeploy_cache.life_cycle import LifeCycle
 from fastdeploy_cache.match import Match, Prefetch
 from fastdeploy_cache.movement.movement import Movement
-from fastdeploy_cache.movement.new_client import new_client
+from fastdeploy_cache.movement.new_client import new_client, new_eviction_policy
 from fastdeploy_cache.peers.peers import Peers
-from fastdeploy_cache.policies import new_policy
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.ranks import RankAccess
 from fastdeploy_cache.recorder import Recorder
@@ -84,7 +83,7 @@ class PrefixCacheManager:
         self.metrics = self._recorder.metrics
         num_gpu_blocks, num_cpu_blocks = config.pool_sizes()
         pools = (BlockPool("GPU", num_gpu_blocks), BlockPool("CPU", num_cpu_blocks))
-        self._books = books = Books(PrefixTree(config.block_size, pools, policy or _new_policy(config, clock)))
+        self._books = books = Books(PrefixTree(config.block_size, pools, policy or new_eviction_policy(config, clock)))
         # each room listens to changes from here on, in this order
         self._movement = movement = Movement(config, books, client)
         self.storage = storage = StorageAccess(config, books, movement)
@@ -389,13 +388,3 @@ class PrefixCacheManager:
         with self._books:
             self._books.check_open()
         return self._recorder.serve(host, port, also)
-
-
-def _new_policy(config: CacheConfig, clock: Callable[[], float]) -> EvictionPolicy:
-    return new_policy(
-        config.eviction_policy,
-        clock,
-        num_blocks=max(config.pool_sizes()),
-        block_tokens=config.block_size,
-        history_bytes=config.eviction_history_bytes,
-    )

@@ -1,10 +1,13 @@
-"""The client that the configuration asks for."""
+"""The client and the eviction policy that the configuration asks for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.policies import new_policy
+from fastdeploy_cache.policies.eviction import EvictionPolicy
 
 if TYPE_CHECKING:
     from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
@@ -36,3 +39,14 @@ def new_client(config: CacheConfig) -> TransferClient:
 
     own_kv = transfer.owner_of_kv != "worker"
     return InlineClient(layout, num_gpu_blocks, num_cpu_blocks, transfer.tp_size, own_kv)
+
+
+def new_eviction_policy(config: CacheConfig, clock: Callable[[], float]) -> EvictionPolicy:
+    """The policy of that name, for pools of that size. `clock`: the seconds that it goes by."""
+    return new_policy(
+        config.eviction_policy,
+        clock,
+        num_blocks=max(config.pool_sizes()),
+        block_tokens=config.block_size,
+        history_bytes=config.eviction_history_bytes,
+    )
