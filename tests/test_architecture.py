@@ -129,10 +129,11 @@ HOMES = {
         f"launch/server/{module}.py"
         for module in (
             *("answers", "forwarding", "http_server", "instance_app", "limits"),
-            *("request_log", "router", "streams", "upstream"),
+            *("request_log", "router", "router_pages", "streams", "upstream"),
         )
     },
     "prometheus_client": {
+        "launch/server/router_pages.py",
         "fastdeploy_cache/adapters/vllm/connector_metrics.py",
         "metrics/cache_metrics.py",
         "metrics/exporter.py",

@@ -46,7 +46,7 @@ def route(
     try:
         url = f"http://{host}:{server.port}"
         logger.info("event=serving url=%s prefill=%s decode=%s", url, ",".join(prefill), ",".join(decode))
-        tell_ready(url=url)
+        tell_ready(url=url, metrics=f"{url}/metrics")
         endings.get()
     finally:
         logger.info("event=stopping")

@@ -18,6 +18,7 @@ from fastdeploy_cache.launch.server.http_server import answering, route_of_the_r
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.limits import read_body
 from fastdeploy_cache.launch.server.request_log import FACTS
+from fastdeploy_cache.launch.server.router_pages import RouterPages
 from fastdeploy_cache.launch.server.upstream import READINESS, Place, Question, Upstream
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ MAX_BODY_BYTES = 3 * 2**20  # with an offer it is still no more than instances t
 MAX_OPEN_PREFILLS = 32  # of one client
 _CHAT, _COMPLETION, _PREFILL = "/v1/chat/completions", "/v1/completions", "/v1/prefill"
 _NOT_HERE = {
-    "GET": f"no page {{path}}; there are {_CHAT}, {_COMPLETION}, /v1/models, /health and /ready",
+    "GET": f"no page {{path}}; there are {_CHAT}, {_COMPLETION}, /v1/models, /health, /ready, /status "
+    "and /metrics",
     "POST": f"nothing is posted to {{path}}; use {_CHAT} or {_COMPLETION}",
 }
 _UPSTREAM = web.AppKey("upstream", Upstream)
@@ -62,7 +64,9 @@ class Router:
 
     def build(self) -> web.Application:
         """The application, for one `HttpServer`."""
-        app = web.Application(middlewares=[answering], client_max_size=0)  # `read_body` has the bound
+        pages = RouterPages({"prefill": self._prefill, "decode": self._decode}, _UPSTREAM)
+        middlewares = [pages.middleware(), answering]
+        app = web.Application(middlewares=middlewares, client_max_size=0)  # `read_body` has the bound
         app.cleanup_ctx.append(_connect)
         app.add_routes(
             [
@@ -71,6 +75,7 @@ class Router:
                 web.get("/v1/models", self._models, allow_head=False),
                 web.post(_CHAT, self._ask),
                 web.post(_COMPLETION, self._ask),
+                *pages.routes(),
                 route_of_the_rest(_NOT_HERE),
             ]
         )
