@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE, set_up_log
-from fastdeploy_cache.launch.background.cli import RunDir, background_app
+from fastdeploy_cache.ipc.log_lines import set_up_log
+from fastdeploy_cache.launch.background.cli import LogFormat, LogLevel, background_app
 from fastdeploy_cache.launch.server.library import check_library
 from fastdeploy_cache.launch.storage.cli import storage_app
 
@@ -23,12 +23,6 @@ engines_app = typer.Typer(no_args_is_help=True, help="Run real engines with this
 app.add_typer(engines_app, name="engines")
 
 Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer process each: 1 or 3.")]
-LogLevel = Annotated[
-    str | None, typer.Option(help=f"debug, info, warning or error, of all processes; otherwise {LEVEL_VARIABLE}.")
-]
-LogFormat = Annotated[
-    str | None, typer.Option(help=f"text, or json for an object in each line; otherwise {FORMAT_VARIABLE}.")
-]
 LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank.")]
 
 
@@ -173,51 +167,6 @@ def peer_secret(
 
     make_secret(file)
     typer.echo(f"give every instance of the group --set peer.secret_file={file}; on other hosts, a copy of mode 600")
-
-
-@app.command("control")
-def control_server(
-    verb: Annotated[str, typer.Argument(help="pause, resume, sleep, wake, clear or update-weights.")],
-    run_dir: RunDir,
-    weights_id: Annotated[
-        str | None, typer.Argument(help="update-weights: the new name of the weights; needed with storage.")
-    ] = None,
-    socket: Annotated[
-        Path | None, typer.Option(help="The server's --control-socket; else that of the server in the background.")
-    ] = None,
-    tier: Annotated[list[str] | None, typer.Option(help="sleep: gpu or cpu alone; both without it.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that it may take, up to 600.")] = 30.0,
-) -> None:
-    """Pause, resume, put to sleep, wake or clear a running server, or tell it of new weights.
-
-    Exit status 0: done; 1: refused or failed; 3: no server listens there.
-    """
-    from fastdeploy_cache.launch.background.run_folder import RunFolder
-    from fastdeploy_cache.launch.server.control_client import ask
-
-    socket = socket or RunFolder(run_dir).control_socket
-    _check_control(verb, weights_id, tier, timeout)
-    given = {"tiers": tier or None, "weights_id": weights_id}
-    fields = {name: value for name, value in given.items() if value is not None}
-    try:
-        typer.echo(ask(socket, verb, timeout, **fields))
-    except (FileNotFoundError, ConnectionRefusedError):
-        typer.echo(f"fastdeploy-cache: not running: no server listens at {socket}", err=True)
-        raise typer.Exit(3) from None
-
-
-def _check_control(verb: str, weights_id: str | None, tier: list[str] | None, timeout: float) -> None:
-    """Wrong usage: status 2."""
-    from fastdeploy_cache.launch.server.control_socket import MAX_SECONDS, VERBS
-
-    if verb not in VERBS:
-        raise typer.BadParameter(f"{verb!r} is no verb; use one of {', '.join(VERBS)}")
-    if weights_id is not None and verb != "update-weights":
-        raise typer.BadParameter(f"{weights_id!r} behind {verb}; only update-weights takes a name")
-    if tier and (verb != "sleep" or set(tier) - {"gpu", "cpu"}):
-        raise typer.BadParameter(f"--tier {' '.join(tier)} with {verb}; sleep takes gpu and cpu")
-    if not 0 < timeout <= MAX_SECONDS:
-        raise typer.BadParameter(f"--timeout {timeout}; use more than 0 and up to {MAX_SECONDS:.0f} seconds")
 
 
 @app.command()

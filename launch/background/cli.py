@@ -1,13 +1,13 @@
-"""The commands `start`, `stop`, `status`, `up` and `deploy`."""
+"""The commands `start`, `stop`, `status`, `control`, `up` and `deploy`."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE, set_up_log
 from fastdeploy_cache.launch.background.run_folder import RUN_FOLDER_VARIABLE, default_run_folder
 
 background_app = typer.Typer()
@@ -16,6 +16,12 @@ RunDir = Annotated[
     typer.Option(
         envvar=RUN_FOLDER_VARIABLE, default_factory=default_run_folder, help="Folder of pid files, logs and sockets."
     ),
+]
+LogLevel = Annotated[
+    str | None, typer.Option(help=f"debug, info, warning or error, of all processes; otherwise {LEVEL_VARIABLE}.")
+]
+LogFormat = Annotated[
+    str | None, typer.Option(help=f"text, or json for an object in each line; otherwise {FORMAT_VARIABLE}.")
 ]
 _GOES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -80,6 +86,8 @@ def up(
     show: Annotated[bool, typer.Option("--status", help="Show each member of the group that runs.")] = False,
     stop_it: Annotated[bool, typer.Option("--stop", help="End the group.")] = False,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay, as a service does, until SIGTERM.")] = False,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
 ) -> None:
     """Start a group in the background: instances that compute prompts, instances that answer, and a router.
 
@@ -90,6 +98,7 @@ def up(
     from fastdeploy_cache.launch.background.group_plan import GroupPlan
     from fastdeploy_cache.launch.background.run_folder import RunFolder
 
+    set_up_log(log_level, log_format)  # it goes on to all processes
     folder = RunFolder(run_dir)
     if show or stop_it:
         if context.args or (show and stop_it):
@@ -111,7 +120,6 @@ def up(
         return
     from fastdeploy_cache.launch.background.supervisor import Supervisor
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     raise typer.Exit(0 if Supervisor(plan, folder).run() else 1)
 
 
@@ -124,3 +132,48 @@ def deploy(
     from fastdeploy_cache.launch.background.deployment import describe, filled_in
 
     typer.echo(describe() if name is None else filled_in(name, run_dir), nl=name is None)
+
+
+@background_app.command("control")
+def control_server(
+    verb: Annotated[str, typer.Argument(help="pause, resume, sleep, wake, clear or update-weights.")],
+    run_dir: RunDir,
+    weights_id: Annotated[
+        str | None, typer.Argument(help="update-weights: the new name of the weights; needed with storage.")
+    ] = None,
+    socket: Annotated[
+        Path | None, typer.Option(help="The server's --control-socket; else that of the server in the background.")
+    ] = None,
+    tier: Annotated[list[str] | None, typer.Option(help="sleep: gpu or cpu alone; both without it.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that it may take, up to 600.")] = 30.0,
+) -> None:
+    """Pause, resume, put to sleep, wake or clear a running server, or tell it of new weights.
+
+    Exit status 0: done; 1: refused or failed; 3: no server listens there.
+    """
+    from fastdeploy_cache.launch.background.run_folder import RunFolder
+    from fastdeploy_cache.launch.server.control_client import ask
+
+    socket = socket or RunFolder(run_dir).control_socket
+    _check_control(verb, weights_id, tier, timeout)
+    given = {"tiers": tier or None, "weights_id": weights_id}
+    fields = {name: value for name, value in given.items() if value is not None}
+    try:
+        typer.echo(ask(socket, verb, timeout, **fields))
+    except (FileNotFoundError, ConnectionRefusedError):
+        typer.echo(f"fastdeploy-cache: not running: no server listens at {socket}", err=True)
+        raise typer.Exit(3) from None
+
+
+def _check_control(verb: str, weights_id: str | None, tier: list[str] | None, timeout: float) -> None:
+    """Wrong usage: status 2."""
+    from fastdeploy_cache.launch.server.control_socket import MAX_SECONDS, VERBS
+
+    if verb not in VERBS:
+        raise typer.BadParameter(f"{verb!r} is no verb; use one of {', '.join(VERBS)}")
+    if weights_id is not None and verb != "update-weights":
+        raise typer.BadParameter(f"{weights_id!r} behind {verb}; only update-weights takes a name")
+    if tier and (verb != "sleep" or set(tier) - {"gpu", "cpu"}):
+        raise typer.BadParameter(f"--tier {' '.join(tier)} with {verb}; sleep takes gpu and cpu")
+    if not 0 < timeout <= MAX_SECONDS:
+        raise typer.BadParameter(f"--timeout {timeout}; use more than 0 and up to {MAX_SECONDS:.0f} seconds")

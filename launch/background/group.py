@@ -62,7 +62,7 @@ def show_group(folder: RunFolder, say: Say) -> int:
     status = 0
     for slot in members:
         url, metrics = slot.facts.get("url"), slot.facts.get("metrics")
-        code = http_status(f"{url}/health") if slot.pid is not None else None
+        code = http_status(f"{url}/ready") if slot.pid is not None else None
         if code == 200:
             say(f"{slot.name}: up, API {url}{f', metrics {metrics}' if metrics else ''}")
             continue
@@ -70,7 +70,9 @@ def show_group(folder: RunFolder, say: Say) -> int:
         if slot.pid is None:
             say(f"{slot.name}: NOT RUNNING; its log is {slot.log_file}; it is started again by itself")
         elif slot.name == ROUTER and code == 503:
-            say(f"{slot.name}: up, no decode instance healthy, API {url}")
+            say(f"{slot.name}: up, no decode instance ready, API {url}")
+        elif code == 503:
+            say(f"{slot.name}: up, not ready: paused or asleep, API {url}")
         else:
             say(f"{slot.name}: DOES NOT ANSWER at {url}; its log is {slot.log_file}")
     if folder.group.pid is None:

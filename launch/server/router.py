@@ -30,8 +30,7 @@ MAX_BODY_BYTES = 3 * 2**20  # with an offer it is still no more than instances t
 MAX_OPEN_PREFILLS = 32  # of one client
 _CHAT, _COMPLETION, _PREFILL = "/v1/chat/completions", "/v1/completions", "/v1/prefill"
 _NOT_HERE = {
-    "GET": f"no page {{path}}; there are {_CHAT}, {_COMPLETION}, /v1/models, /health, /ready, /status "
-    "and /metrics",
+    "GET": f"no page {{path}}; there are {_CHAT}, {_COMPLETION}, /v1/models, /health, /ready, /status and /metrics",
     "POST": f"nothing is posted to {{path}}; use {_CHAT} or {_COMPLETION}",
 }
 _UPSTREAM = web.AppKey("upstream", Upstream)
