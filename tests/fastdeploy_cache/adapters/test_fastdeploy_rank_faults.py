@@ -14,7 +14,7 @@ import pytest
 
 from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
 from fastdeploy_cache.errors import RankStartError
-from fastdeploy_cache.movement import new_client
+from fastdeploy_cache.transfer_manager.device import presence
 from tests.rigs.fastdeploy_engine import (
     PROMPT,
     SUFFIX,
@@ -59,7 +59,7 @@ def test_12_a_failing_start_says_why_and_leaves_nothing(tmp_path: Path, monkeypa
     if (Path("/dev/nvidiactl")).exists():
         pytest.skip("a GPU is here: the rank would start")
     made.parts.current.their_config.cache_config.fastdeploy_cache["transfer"]["kv_owner"] = "transfer"
-    monkeypatch.setattr(new_client, "check_presence", lambda device: None)  # else no rank is tried
+    monkeypatch.setattr(presence, "check_presence", lambda device: None)  # else no rank is tried
     with pytest.raises(RankStartError, match="rank 0"):
         launch(made, SUFFIX)
     assert not list(tmp_path.glob("**/oops")) and not list(Path("/dev/shm").glob(f"*.{SUFFIX}"))
