@@ -47,7 +47,8 @@ class CacheConfig:
         num_cpu_blocks: blocks of the CPU pool (0: no CPU tier); or
         cpu_memory_bytes: bytes per rank; or
         cpu_to_gpu_ratio: CPU blocks for each GPU block.
-        eviction_policy: which cached blocks go first when room is short: one of `EVICTION_POLICIES`.
+        eviction_policy: which cached blocks go first when room is short: lru, fifo, lfu, slru,
+            priority, pin, mru, filo or reuse.
         eviction_history_bytes: what the policy `reuse` may spend on remembering blocks, evicted ones included.
         cpu_write_policy: which blocks are copied to the CPU tier: `write_back` all while that tier has free
             blocks, and then those that would be evicted next, ahead of that; `write_through` all, at commit and
@@ -285,6 +286,13 @@ class CacheConfig:
         Raises:
             ConfigError: an unreadable file, an unknown key (with the nearest right one), a value of the wrong type.
         """
+        return cls.load_with_origins(path, environment=environment, **overrides)[0]
+
+    @classmethod
+    def load_with_origins(
+        cls, path: str | Path | None = None, *, environment: Mapping[str, str] | None = None, **overrides: Any
+    ) -> tuple[CacheConfig, Mapping[str, str]]:
+        """Build as `load` does, and say where each setting that is no default comes from (`transfer.tp_size`)."""
         # late: an engine may make its configuration itself
         from fastdeploy_cache.config_sources import Sources, from_arguments, from_environment, from_file
         from fastdeploy_cache.transfer_manager.sizes import with_sizes
@@ -298,7 +306,7 @@ class CacheConfig:
             config: CacheConfig = msgspec.convert(with_sizes(sources.settings), cls, strict=False)
         except (msgspec.ValidationError, ConfigError, LayoutError) as error:
             raise sources.blame(error, CONFIG_KINDS) from error
-        return config
+        return config, sources.origins
 
 
 CONFIG_KINDS: Mapping[str, type] = {"": CacheConfig, **_TABLES}  # the class of the whole, and those of its tables

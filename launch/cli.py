@@ -9,11 +9,16 @@ import typer
 
 from fastdeploy_cache.ipc.log_lines import set_up_log
 from fastdeploy_cache.launch.background.cli import LogFormat, LogLevel, background_app
+from fastdeploy_cache.launch.config_cli import config_app
 from fastdeploy_cache.launch.server.library import check_library
 from fastdeploy_cache.launch.storage.cli import storage_app
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-config_app = typer.Typer(no_args_is_help=True, help="Look at configuration files.")
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=__doc__,
+)
 app.add_typer(background_app)
 app.add_typer(config_app, name="config")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the cache beside its floors, in one run.")
@@ -320,23 +325,6 @@ def sglang(
     from fastdeploy_cache.launch.engines.sglang_lane import run_sglang_lane as run
 
     raise typer.Exit(0 if run(json) else 1)
-
-
-@config_app.command()
-def check(file: Annotated[Path, typer.Argument(help="TOML file.")]) -> None:
-    """Check a configuration file, print the sizes that follow from it, and try memory, device, folder and disk space.
-
-    Exit status 0: an engine can start with it here and now; 1: it cannot, and why, a line each.
-    """
-    from fastdeploy_cache import CacheConfig
-    from fastdeploy_cache.launch.config_check import describe, find_problems
-
-    config = CacheConfig.load(file)
-    typer.echo(describe(config))
-    problems = find_problems(config)
-    for problem in problems:
-        typer.echo(f"fastdeploy-cache: {problem}", err=True)
-    raise typer.Exit(1 if problems else 0)
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ class TransferConfig:
         max_tasks_in_flight: in each direction; more are refused ("not now"). At most 256.
         max_restarts: deaths of one rank tolerated within `restart_window_seconds`; one more switches the tiers
             below the GPU off.
+        restart_window_seconds: over which these deaths are counted.
         restart_backoff_seconds: pause before the first restart; it doubles with each death in the window.
     """
 

@@ -20,6 +20,7 @@ def describe_machine() -> dict[str, Any]:
             model = line.partition(":")[2].strip()
             break
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    busy = f"; BUSY (load {load:.1f} on {cores} cores): these figures mean little" if load > cores else ""
     python, numpy = platform.python_version(), np.__version__
     return {
         "processor": model,
@@ -28,5 +29,5 @@ def describe_machine() -> dict[str, Any]:
         "python": python,
         "numpy": numpy,
         "platform": sys.platform,
-        "text": f"{model}, {cores} cores, load {load:.1f}; Python {python}, NumPy {numpy}",
+        "text": f"{model}, {cores} cores, load {load:.1f}; Python {python}, NumPy {numpy}{busy}",
     }

@@ -36,7 +36,7 @@ class KVLayout:
         num_layers: layers that keep keys and values.
         num_kv_heads: key/value heads of the whole model; with fewer heads than ranks they are replicated.
         head_dim: elements of one head's key for one token.
-        dtype: one of `STORAGE_DTYPES`.
+        dtype: float32, float16, bfloat16, float8_e4m3, float8_e5m2, int8, uint8 or int4.
         value_head_dim: elements of one head's value; None: as `head_dim`; 0: there is none, and the keys are the one
             latent part of multi-head latent attention (`num_kv_heads` 1, `head_dim` latent and rope elements together).
         scale_dtype: dtype of scales stored beside quantised keys and values; None: there are none.

@@ -1,0 +1,48 @@
+"""The command `fastdeploy-cache config`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+config_app = typer.Typer(no_args_is_help=True, help="Look at settings: check them, show them, print a sample.")
+_FILE = typer.Argument(help="TOML file.")
+
+
+@config_app.command(epilog="Example: fastdeploy-cache config check cache.toml")
+def check(file: Annotated[Path, _FILE]) -> None:
+    """Check a configuration file, print the sizes that follow from it, and try memory, device, folder and disk space.
+
+    Exit status 0: an engine can start with it here and now; 1: it cannot, and why, a line each.
+    """
+    from fastdeploy_cache import CacheConfig
+    from fastdeploy_cache.launch.config_check import describe, find_problems
+
+    config = CacheConfig.load(file)
+    typer.echo(describe(config))
+    problems = find_problems(config)
+    for problem in problems:
+        typer.echo(f"fastdeploy-cache: {problem}", err=True)
+    raise typer.Exit(1 if problems else 0)
+
+
+@config_app.command(epilog="Example: FASTDEPLOY_CACHE_NUM_CPU_BLOCKS=9 fastdeploy-cache config show cache.toml")
+def show(
+    file: Annotated[Path | None, _FILE] = None,
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Show what is in force, and where each value comes from: the file and its line, a variable, or a default."""
+    from fastdeploy_cache.launch.config_show import settings_in_force, show_json, show_table
+
+    found = settings_in_force(file)
+    typer.echo(show_json(found) if json else show_table(found))
+
+
+@config_app.command(epilog="Example: fastdeploy-cache config sample > cache.toml")
+def sample() -> None:
+    """Print a configuration file with every setting, what it means, and its default."""
+    from fastdeploy_cache.launch.config_show import sample_file
+
+    typer.echo(sample_file(), nl=False)

@@ -1,0 +1,102 @@
+"""`fastdeploy-cache config show` and `sample`, `-h`, and commands in a pipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_cache import CacheConfig
+from fastdeploy_cache.config import CONFIG_KINDS
+from fastdeploy_cache.launch.bench import machine
+from fastdeploy_cache.launch.config_show import sample_file
+from fastdeploy_cache.policies import EVICTION_POLICIES
+from fastdeploy_cache.transfer_manager.kv.layout import STORAGE_DTYPES
+
+COMMAND = [sys.executable, "-m", "fastdeploy_cache.launch"]
+
+
+def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *words], env={**os.environ, **variables}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_show_says_where_each_value_comes_from(tmp_path: Path) -> None:
+    """The file with its line, a variable, a default; as a table and as JSON."""
+    path = tmp_path / "cache.toml"
+    path.write_text('num_gpu_blocks = 8\n\n[transfer]\nlog_dir = "log"\n')
+    variables = {"FASTDEPLOY_CACHE_TRANSFER_CLIENT": "inline"}
+    shown = run("config", "show", str(path), **variables)
+    lines = {tuple(line.split(maxsplit=3)) for line in shown.stdout.splitlines() if line.startswith("*")}
+    assert lines == {
+        ("*", "num_gpu_blocks", "8", f"{path}, line 1"),
+        ("*", "transfer.log_dir", '"log"', f"{path}, line 4"),
+        ("*", "transfer_client", '"inline"', "environment variable FASTDEPLOY_CACHE_TRANSFER_CLIENT"),
+    }
+    found = json.loads(run("config", "show", str(path), "--json", **variables).stdout)
+    assert found["transfer.log_dir"] == {"value": "log", "origin": f"{path}, line 4"}
+    assert found["block_size"] == {"value": CacheConfig(num_gpu_blocks=8, transfer_client="inline").block_size} | {
+        "origin": "default"
+    }
+
+
+def test_the_sample_loads_and_has_every_setting(tmp_path: Path) -> None:
+    """As it is, and with all that has a value uncommented: every key is known, and means its default."""
+    text = sample_file()
+    assert all(
+        f"{field.name} =" in text
+        for kind in CONFIG_KINDS.values()
+        for field in dataclasses.fields(kind)
+        if (field.name not in CONFIG_KINDS)
+    )
+    (tmp_path / "cache.toml").write_text(text)
+    config = CacheConfig.load(tmp_path / "cache.toml", environment={"FASTDEPLOY_CACHE_TRANSFER_CLIENT": "inline"})
+    assert config == CacheConfig(block_size=64, num_gpu_blocks=1024, transfer_client="inline")
+    settings = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# [") or " = " in line]
+    values = [line for line in settings if not line.endswith("=") and line.partition(" = ")[0].isidentifier()]
+    assert len(values) > 60
+    for line in values:
+        tomllib.loads(line)
+
+
+def test_names_in_docstrings_are_the_choices() -> None:
+    """What the sample says of policies and dtypes is what there is."""
+    text = " ".join(sample_file().replace("\n#", " ").split())
+    assert f"{', '.join(EVICTION_POLICIES[:-1])} or {EVICTION_POLICIES[-1]}." in text
+    known = list(STORAGE_DTYPES)
+    assert f"{', '.join(known[:-1])} or {known[-1]}." in text
+
+
+@pytest.mark.parametrize("words", [["-h"], ["config", "-h"], ["bench", "transfer", "-h"], ["storage", "ls", "-h"]])
+def test_h_is_help_everywhere(words: list[str]) -> None:
+    """At the top and below."""
+    said = run(*words)
+    assert said.returncode == 0 and "Usage:" in said.stdout
+
+
+@pytest.mark.parametrize("words", [["config", "sample"], ["config", "show", "--json"], ["--help"]])
+def test_a_closed_pipe_is_no_traceback(words: list[str]) -> None:
+    """Whoever reads has enough: nothing is said about it."""
+    read, write = os.pipe()
+    os.close(read)
+    variables = {**os.environ, "FASTDEPLOY_CACHE_NUM_GPU_BLOCKS": "4", "FASTDEPLOY_CACHE_TRANSFER_CLIENT": "inline"}
+    said = subprocess.run(
+        [*COMMAND, *words], stdout=write, stderr=subprocess.PIPE, env=variables, text=True, timeout=60, check=False
+    )
+    os.close(write)
+    assert said.stderr == "" and said.returncode != 2
+
+
+@pytest.mark.parametrize(("load", "is_busy"), [(9.0, True), (0.5, False)])
+def test_a_busy_machine_is_told_with_the_figures(monkeypatch: pytest.MonkeyPatch, load: float, is_busy: bool) -> None:
+    """More waits for the cores than there are: the figures mean little."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    assert ("BUSY (load 9.0 on 2 cores)" in machine.describe_machine()["text"]) == is_busy
