@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -197,6 +198,18 @@ def test_files_for_other_programs(tmp_path: Path) -> None:
     assert f"{tmp_path}/prefill_decode/prometheus.json" in filled_in("prometheus.yml", tmp_path)
     with pytest.raises(LaunchError, match=r"there is no file 'nginx' to print; there are compose\.yaml, "):
         filled_in("nginx", tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_the_units_are_valid(tmp_path: Path) -> None:
+    """systemd itself finds nothing wrong with them."""
+    units = [tmp_path / name for name in ("fastdeploy-cache.service", "fastdeploy-cache-group.service")]
+    for unit in units:
+        unit.write_text(filled_in(unit.name, tmp_path))
+    command = ["systemd-analyze", "verify", *map(str, units)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_prometheus_finds_the_ports(tmp_path: Path) -> None:
