@@ -78,6 +78,7 @@ class Program:
                     )
             except OSError as error:
                 raise LaunchError(f"{slot.name} cannot be started: {error}") from error
+            undo.callback(self._popen.kill)  # nobody would know of it
             self.pid, self.pidfd = self._popen.pid, os.pidfd_open(self._popen.pid)
             slot.note(self.pid)
             undo.pop_all()

@@ -115,16 +115,16 @@ class RunFolder:
             raise LaunchError(f"run folder {self.path}: {error}; choose another one with --run-dir") from error
 
     @contextlib.contextmanager
-    def locked(self, name: str) -> Iterator[None]:
-        """One start or stop at a time. The lock goes with this process, not with the servers.
+    def locked(self, name: str, other: str = "another start or stop is at work") -> Iterator[None]:
+        """One start or stop at a time, or whatever else `name` stands for. The lock goes with this process.
 
         Raises:
-            LaunchError: another one is at work.
+            LaunchError: another process has it; `other` says what that does.
         """
         self.make()
         with (self.path / f"{name}.lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise LaunchError(f"another start or stop is at work in {self.path}; wait until it is done") from error
+                raise LaunchError(f"{other} in {self.path}") from error
             yield

@@ -85,7 +85,8 @@ def status(folder: RunFolder, say: Say, *, as_json: bool) -> int:
     slot = folder.server
     pid, facts = slot.pid, slot.facts
     if pid is None:
-        say("not running")
+        has_group = any(each.pid is not None for each in (folder.group, *folder.members))
+        say("not running" + ("; a group is: see `up --status`" if has_group else ""))
         return NOT_RUNNING
     try:
         document = json.loads(get(f"{facts.get('url')}/status"))

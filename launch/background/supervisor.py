@@ -64,9 +64,8 @@ class Supervisor:
         Raises:
             LaunchError: a member cannot start; none is left running.
         """
-        self._folder.make()
-        self._sockets = PrivateDirectory()
-        with EndSignals() as self._asked:
+        with self._folder.locked("supervisor", "a group is watched over already"), EndSignals() as self._asked:
+            self._sockets = PrivateDirectory()
             try:
                 self._secret.unlink(missing_ok=True)
                 make_secret(self._secret)
@@ -82,6 +81,8 @@ class Supervisor:
         for name, command in self._plan.instances(self._folder).items():
             self._add(name, command)
         self._wait_all_ready()
+        if self._asked.is_set:
+            return
         urls = {name: member.facts["url"] for name, member in self._members.items()}
         self._add(ROUTER, self._plan.router(urls))
         self._wait_all_ready()

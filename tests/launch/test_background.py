@@ -34,6 +34,9 @@ lives = len(open(life).readlines())
 if name == {broken!r}:
     sys.exit("it has no heads")
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+if name == {slow!r}:
+    os.kill(os.getppid(), signal.SIGTERM)
+    threading.Event().wait()
 tell_ready(url="http://127.0.0.1:1", metrics="http://127.0.0.1:2/metrics")
 if name == "decode-0" and lives == 2:
     sys.exit(7)
@@ -43,10 +46,10 @@ threading.Event().wait()
 """
 
 
-def play(folder: Path, monkeypatch: pytest.MonkeyPatch, *, broken: str = "") -> None:
-    """Members are programs of a few lines. One is broken; decode-0 ends in its second life, and its third one asks the
-    supervisor to end."""
-    code = PLAY.format(folder=str(folder), broken=broken)
+def play(folder: Path, monkeypatch: pytest.MonkeyPatch, *, broken: str = "", slow: str = "") -> None:
+    """Members are programs of a few lines. The broken one ends, the slow one has the start given up; decode-0 ends in
+    its second life, and its third one asks the supervisor to end."""
+    code = PLAY.format(folder=str(folder), broken=broken, slow=slow)
     monkeypatch.setattr(program, "command_of", lambda arguments: [sys.executable, "-c", code, *arguments])
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_SECONDS", 0.01)
 
@@ -87,6 +90,15 @@ def test_a_group_starts_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
         Supervisor(GroupPlan(), folder).run()
     assert not list(folder.group_folder.iterdir())
     assert show_group(folder, lambda _: None) == 3
+
+
+@pytest.mark.processes
+def test_a_start_that_is_given_up_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked to end before all are ready, it ends those that it has started, and starts no router."""
+    play(tmp_path, monkeypatch, slow="decode-0")
+    folder = RunFolder(tmp_path / "run")
+    assert Supervisor(GroupPlan(), folder).run()
+    assert not list(folder.group_folder.iterdir()) and not (tmp_path / "router.lives").exists()
 
 
 @pytest.mark.processes
@@ -178,6 +190,16 @@ def test_the_run_folder_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert default_run_folder() == Path("/home/me/.local/state/fastdeploy_cache")
+
+
+def test_a_group_has_one_supervisor(tmp_path: Path) -> None:
+    """A second one is refused, and touches nothing of the first one's."""
+    folder = RunFolder(tmp_path)
+    with folder.locked("supervisor"):
+        folder.group_folder.joinpath("peer.secret").write_text("of the first one")
+        with pytest.raises(LaunchError, match="a group is watched over already"):
+            Supervisor(GroupPlan(), folder).run()
+        assert folder.group_folder.joinpath("peer.secret").read_text() == "of the first one"
 
 
 def test_a_second_start_waits_for_nobody(tmp_path: Path) -> None:
