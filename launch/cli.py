@@ -193,6 +193,10 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Also draw hit rate over capacity (PNG or SVG).")] = None,
     bound: Annotated[bool, typer.Option(help="Find the clairvoyant bound as well.")] = True,
     skip_bad: Annotated[bool, typer.Option(help="Leave bad lines out and count them.")] = False,
+    config: Annotated[Path | None, typer.Option(help="TOML file; with its layout sizes may be a rank's 80GiB.")] = None,
+    prefill_tokens_per_second: Annotated[
+        float | None, typer.Option(min=1, help="How fast prompts are computed: also say the seconds saved.")
+    ] = None,
 ) -> None:
     """Replay a request trace: which hit rate would which capacity and policy have had?
 
@@ -212,6 +216,8 @@ def simulate(
         plot_file=plot,
         bound=bound,
         skip_bad=skip_bad,
+        config_file=config,
+        prefill_tokens_per_second=prefill_tokens_per_second,
     )
     run(trace, options)
 

@@ -9,15 +9,16 @@ from typing import Any
 
 from rich.console import Console
 
-from fastdeploy_cache.config import WRITE_POLICIES
+from fastdeploy_cache.config import WRITE_POLICIES, CacheConfig
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.findings import check_target, console_beside, progress_on, write_json
 from fastdeploy_cache.launch.simulator.bound import Clairvoyant, infinite_hit_rate
-from fastdeploy_cache.launch.simulator.plot import PLOT_SUFFIXES, draw
+from fastdeploy_cache.launch.simulator.plot import check_plot, draw
 from fastdeploy_cache.launch.simulator.replay import Replay, Replayed
 from fastdeploy_cache.launch.simulator.report import show
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceRequest, read_trace
 from fastdeploy_cache.policies import EVICTION_POLICIES
+from fastdeploy_cache.transfer_manager.sizes import parse_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,8 @@ class SimulateOptions:
     plot_file: Path | None
     bound: bool
     skip_bad: bool
+    config_file: Path | None = None  # whose layout says how many bytes a block has
+    prefill_tokens_per_second: float | None = None
 
 
 def simulate(path: Path, options: SimulateOptions) -> None:
@@ -48,12 +51,18 @@ def simulate(path: Path, options: SimulateOptions) -> None:
         raise LaunchError(f"--write-policy is {options.write_policy!r}; use one of {', '.join(WRITE_POLICIES)}")
     check_target(options.json_file)
     check_target(options.plot_file)
-    if options.plot_file is not None and options.plot_file.suffix not in PLOT_SUFFIXES:
-        raise LaunchError(f"cannot draw {options.plot_file}; end its name in {' or '.join(PLOT_SUFFIXES)}")
-    trace = read_trace(path, options.trace_block_size, options.block_size or options.trace_block_size, options.skip_bad)
-    sizes = [(gpu, cpu) for gpu in _sizes(options.gpu_blocks, trace, 1) for cpu in _sizes(options.cpu_blocks, trace, 0)]
+    if options.plot_file is not None:
+        check_plot(options.plot_file)
+    block_size = options.block_size or options.trace_block_size
+    block_bytes = _block_bytes(options.config_file, block_size)
+    trace = read_trace(path, options.trace_block_size, block_size, options.skip_bad)
+    gpu_sizes = _sizes(options.gpu_blocks, trace, 1, block_bytes)
+    sizes = [(gpu, cpu) for gpu in gpu_sizes for cpu in _sizes(options.cpu_blocks, trace, 0, block_bytes)]
     found = _findings(path, trace, *_replay_all(console, trace, sizes, policies, options))
     found["write_policy"] = options.write_policy
+    if (speed := options.prefill_tokens_per_second) is not None:
+        for row in found["results"]:
+            row["saved_seconds"] = row["token_hit_rate"] * trace.num_tokens / speed
     show(console, found)
     if options.plot_file is not None:
         draw(options.plot_file, found)
@@ -116,17 +125,30 @@ def _names(given: list[str]) -> list[str]:
     return names
 
 
-def _sizes(given: list[str], trace: Trace, least: int) -> list[int]:
-    """Numbers of blocks; `5%` is a share of the trace's distinct blocks."""
+def _block_bytes(config_file: Path | None, block_size: int) -> int:
+    """One rank's bytes of a block of the trace, by the layout of a configuration; 0 where none is given."""
+    if config_file is None:
+        return 0
+    config = CacheConfig.load(config_file)
+    if config.layout is None:
+        raise LaunchError(f"{config_file} has no table [layout], which says how many bytes a block has")
+    return config.layout.for_rank(config.transfer.tp_size, block_size).block_bytes
+
+
+def _sizes(given: list[str], trace: Trace, least: int, block_bytes: int) -> list[int]:
+    """Numbers of blocks; `5%` is a share of the trace's distinct blocks, `80GiB` what fits into so many bytes."""
     sizes = []
     for text in _split(given):
         try:
             share = float(text.removesuffix("%"))
             size = int(trace.num_distinct_blocks * share / 100) if text.endswith("%") else int(text)
         except (ValueError, OverflowError):
-            raise LaunchError(
-                f"{text!r} is no number of blocks; give one such as 4096, or a share such as 5%"
-            ) from None
+            if not block_bytes:
+                raise LaunchError(
+                    f"{text!r} is no number of blocks; give one such as 4096, a share such as 5%, or with --config and "
+                    "its layout a size such as 80GiB"
+                ) from None
+            size = parse_size(text, "a tier's size") // block_bytes
         if size < least:
             raise LaunchError(f"{text} makes {size} blocks; use at least {least}")
         sizes.append(size)

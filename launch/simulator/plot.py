@@ -10,16 +10,24 @@ from fastdeploy_cache.errors import LaunchError
 PLOT_SUFFIXES = (".png", ".svg")
 
 
+def check_plot(file: Path) -> None:
+    """Raise `LaunchError`, before the work, where no picture could be drawn."""
+    if file.suffix not in PLOT_SUFFIXES:
+        raise LaunchError(f"cannot draw {file}; end its name in {' or '.join(PLOT_SUFFIXES)}")
+    try:
+        import matplotlib.figure  # noqa: F401 (whether it is there)
+    except ImportError as error:
+        raise LaunchError(f"--plot needs matplotlib ({error}); run: pip install 'matplotlib>=3.8'") from error
+
+
 def draw(file: Path, found: dict[str, Any]) -> None:
     """One line for each policy, over the sizes of the tier that varies; the clairvoyant bound, the infinite cache.
 
     Raises:
-        LaunchError: matplotlib is not installed, or the file cannot be written.
+        LaunchError: the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise LaunchError(f"--plot needs matplotlib ({error}); pip install 'fastdeploy-cache[plot]'") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     by_cpu = len({r["gpu_blocks"] for r in found["results"]}) == 1 < len({r["cpu_blocks"] for r in found["results"]})
@@ -38,6 +46,9 @@ def draw(file: Path, found: dict[str, Any]) -> None:
         _add_line(axes, "clairvoyant", points, marker="x", color="black", linestyle="--")
     axes.axhline(found["infinite_token_hit_rate"] * 100, color="grey", linestyle=":", label="never evicts")
     axes.set_xscale("linear" if by_cpu else "log")
+    asked = sorted({row[along] for row in found["results"]})
+    axes.set_xticks(asked, [str(size) for size in asked])
+    axes.set_xticks([], minor=True)
     axes.set_ylim(bottom=0)
     beside = f" beside {found['results'][0]['gpu_blocks']} GPU blocks" if by_cpu else ""
     axes.set_xlabel(f"{'CPU' if by_cpu else 'GPU'} blocks of {found['block_size']} tokens{beside}")

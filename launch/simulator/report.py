@@ -22,7 +22,9 @@ def show(console: Console, found: dict[str, Any]) -> None:
             f"Hash ids stand for all but {found['unnamed_tokens'] / found['tokens']:.0%} of the tokens, which count as "
             "misses: is --trace-block-size right?"
         )
-    columns = ("GPU blocks", "CPU blocks", "policy", "hit", "GPU hit", "CPU hit", "evicted", "to CPU", "to GPU")
+    columns = ["GPU blocks", "CPU blocks", "policy", "hit", "GPU hit", "CPU hit", "evicted", "to CPU", "to GPU"]
+    has_speed = "saved_seconds" in found["results"][0]
+    columns += ["saved"] if has_speed else []
     table = table_of(columns, words=("policy",), is_narrow=True)
     for row in found["results"]:
         rates = (row[f"{tier}token_hit_rate"] for tier in ("", "gpu_", "cpu_"))
@@ -32,9 +34,12 @@ def show(console: Console, found: dict[str, Any]) -> None:
             row["policy"],
             *(f"{rate:.2%}" for rate in rates),
             *(_count(row[name]) for name in ("gpu_evicted_blocks", "swapped_out_blocks", "swapped_in_blocks")),
+            *([f"{row['saved_seconds']:.0f} s"] if has_speed else []),
         )
     console.print(table)
     console.print("hit: share of prompt tokens; evicted: blocks that left the GPU; to CPU, to GPU: blocks copied")
+    if has_speed:
+        console.print("saved: seconds of computing prompts, without those that loading takes")
     small = any(0 < row["cpu_blocks"] <= row["gpu_blocks"] for row in found["results"])
     if small and found["write_policy"] != "write_back":
         console.print("The CPU tier holds copies of what is on the GPU: it adds what it is larger than the GPU")

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,31 @@ def test_the_program_prints_writes_and_draws(tmp_path: Path) -> None:
         assert 0 < row["token_hit_rate"] <= bound["clairvoyant_token_hit_rate"] <= found["infinite_token_hit_rate"]
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert "reuse" in result.output
+
+
+def test_sizes_in_bytes_and_seconds_saved(tmp_path: Path) -> None:
+    """By the layout of a configuration a size is as many blocks as fit; with a speed each line says what it saves."""
+    trace = random_trace(tmp_path / "t", 3, num_requests=40)
+    config = tmp_path / "cache.toml"
+    config.write_text('num_gpu_blocks = 1\n[layout]\nnum_layers = 2\nnum_kv_heads = 1\nhead_dim = 8\ndtype = "int8"\n')
+    block_bytes = 2 * 2 * 4 * 8  # layers, keys and values, tokens, elements
+    options = ["--trace-block-size", "4", "--config", str(config), "--prefill-tokens-per-second", "50"]
+    sizes = ["--gpu-blocks", f"{40 * block_bytes / 1000}KB", "--no-bound", "--json", str(tmp_path / "j")]
+    result = CliRunner().invoke(app, ["simulate", str(trace), *options, *sizes])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "j").read_text())
+    (row,) = found["results"]
+    assert row["gpu_blocks"] == 40
+    assert row["saved_seconds"] == pytest.approx(row["token_hit_rate"] * found["tokens"] / 50) and row["saved_seconds"]
+    assert "saved" in result.output
+
+
+def test_a_missing_plot_library_is_told_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the trace is so much as read: there is none here."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    wanted = ["--gpu-blocks", "9", "--plot", str(tmp_path / "p.png")]
+    result = CliRunner().invoke(app, ["simulate", str(tmp_path / "no trace"), *wanted])
+    assert "--plot needs matplotlib" in str(result.exception)
 
 
 def test_json_on_standard_output_is_alone_there(tmp_path: Path) -> None:
