@@ -51,7 +51,7 @@ def about(
     """Options that stand before a command."""
 
 
-@app.command()
+@app.command(epilog="Example: fastdeploy-cache demo --ranks 1 --json facts.json")
 def demo(
     ranks: Ranks = 3,
     new_tokens: Annotated[int, typer.Option(min=1, max=200, help="Tokens of each answer, at most.")] = 24,
@@ -65,7 +65,7 @@ def demo(
     raise typer.Exit(0 if run(ranks, new_tokens, json, log_dir, kill) else 1)
 
 
-@app.command()
+@app.command(epilog="Example: fastdeploy-cache serve --port 8000 --storage /ssd/kv --set num_cpu_blocks=4096")
 def serve(
     config: Annotated[Path | None, typer.Option(help="TOML file; see docs/configuration.md.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Short for --set transfer.tp_size=N: 1 or 3.")] = None,
@@ -118,7 +118,7 @@ def serve(
     )
 
 
-@app.command()
+@app.command(epilog="Example: fastdeploy-cache route --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000")
 def route(
     decode: Annotated[list[str], typer.Option(help="URL of a decode instance; can be repeated.")],
     prefill: Annotated[list[str] | None, typer.Option(help="URL of a prefill instance; can be repeated.")] = None,
@@ -148,7 +148,7 @@ def route(
     )
 
 
-@app.command()
+@app.command(epilog="Example: fastdeploy-cache peer-keys keys")
 def peer_keys(
     folder: Annotated[Path, typer.Argument(help="A new folder for this host's keys: peer.keys_folder.")],
 ) -> None:
@@ -163,7 +163,7 @@ def peer_keys(
     typer.echo("instances read them when they start")
 
 
-@app.command()
+@app.command(epilog="Example: fastdeploy-cache peer-secret group.secret")
 def peer_secret(
     file: Annotated[Path, typer.Argument(help="A new file for the secret of a group: peer.secret_file.")],
 ) -> None:
@@ -174,7 +174,7 @@ def peer_secret(
     typer.echo(f"give every instance of the group --set peer.secret_file={file}; on other hosts, a copy of mode 600")
 
 
-@app.command()
+@app.command(epilog="Example: fastdeploy-cache simulate trace.jsonl.gz --gpu-blocks 1%,5% --policy lru,reuse")
 def simulate(
     trace: Annotated[Path, typer.Argument(help="Request trace: JSON lines, gzip-compressed or not.")],
     gpu_blocks: Annotated[list[str], typer.Option(help="Blocks of the GPU tier: 4096, or 5% of the distinct blocks.")],
@@ -222,7 +222,7 @@ def simulate(
     run(trace, options)
 
 
-@bench_app.command()
+@bench_app.command(epilog="Example: fastdeploy-cache bench control --json control.json")
 def control(
     json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Also serve the first 400 requests of this trace.")] = None,
@@ -246,7 +246,7 @@ def control(
     raise typer.Exit(0 if run(options, json) else 1)
 
 
-@bench_app.command()
+@bench_app.command(epilog="Example: fastdeploy-cache bench transfer --memory-mib 256")
 def transfer(
     json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="How often each copy is measured; medians count.")] = 7,
@@ -266,7 +266,7 @@ def transfer(
     raise typer.Exit(0 if run(json, repeats, memory_mib, idle_seconds) else 1)
 
 
-@bench_app.command()
+@bench_app.command(epilog="Example: fastdeploy-cache bench storage --folder /ssd/kv-bench")
 def storage(
     json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
     folder: Annotated[
@@ -297,7 +297,7 @@ def storage(
     raise typer.Exit(0 if run(wanted, json) else 1)
 
 
-@bench_app.command()
+@bench_app.command(epilog="Example: fastdeploy-cache bench peer --link shm")
 def peer(
     json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 15,
@@ -310,7 +310,7 @@ def peer(
     raise typer.Exit(0 if run(json, repeats, memory_mib, link) else 1)
 
 
-@engines_app.command()
+@engines_app.command(epilog="Example: fastdeploy-cache engines vllm --only-answers --json lane.json")
 def vllm(
     json: Annotated[Path | None, typer.Option(help="Also write the tables to this file; - is standard output.")] = None,
     only_answers: Annotated[bool, typer.Option("--only-answers", help="Short prompts, each engine once.")] = False,
@@ -322,7 +322,7 @@ def vllm(
     raise typer.Exit(0 if run(json, only_answers=only_answers, lmcache=lmcache) else 1)
 
 
-@engines_app.command()
+@engines_app.command(epilog="Example: fastdeploy-cache engines sglang --json lane.json")
 def sglang(
     json: Annotated[Path | None, typer.Option(help="Also write the table to this file; - is standard output.")] = None,
 ) -> None:

@@ -40,7 +40,9 @@ def _arguments_of_serve(context: typer.Context) -> tuple[str, ...]:
     return arguments
 
 
-@background_app.command(context_settings=_GOES_ON)
+@background_app.command(
+    context_settings=_GOES_ON, epilog="Example: fastdeploy-cache start --port 8000 --storage /ssd/kv"
+)
 def start(context: typer.Context, run_dir: RunDir) -> None:
     """Start `serve` in the background and wait until it is ready. Other options go on to it; see `serve --help`."""
     from fastdeploy_cache.launch.background.run_folder import RunFolder
@@ -49,7 +51,7 @@ def start(context: typer.Context, run_dir: RunDir) -> None:
     run(RunFolder(run_dir), _arguments_of_serve(context), _say)
 
 
-@background_app.command()
+@background_app.command(epilog="Example: fastdeploy-cache stop")
 def stop(run_dir: RunDir) -> None:
     """End the server in the background cleanly; it is killed after 30 seconds."""
     from fastdeploy_cache.launch.background.run_folder import RunFolder
@@ -58,7 +60,7 @@ def stop(run_dir: RunDir) -> None:
     run(RunFolder(run_dir), _say)
 
 
-@background_app.command()
+@background_app.command(epilog="Example: fastdeploy-cache status --json")
 def status(
     run_dir: RunDir,
     json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
@@ -73,7 +75,7 @@ def status(
     raise typer.Exit(run(RunFolder(run_dir), typer.echo if json else _say, as_json=json))
 
 
-@background_app.command(context_settings=_GOES_ON)
+@background_app.command(context_settings=_GOES_ON, epilog="Example: fastdeploy-cache up")
 def up(
     context: typer.Context,
     run_dir: RunDir,
@@ -123,7 +125,7 @@ def up(
     raise typer.Exit(0 if Supervisor(plan, folder).run() else 1)
 
 
-@background_app.command()
+@background_app.command(epilog="Example: fastdeploy-cache deploy --print prometheus.yml > prometheus.yml")
 def deploy(
     run_dir: RunDir,
     name: Annotated[str | None, typer.Option("--print", metavar="NAME", help="Print this file.")] = None,
@@ -134,7 +136,7 @@ def deploy(
     typer.echo(describe() if name is None else filled_in(name, run_dir), nl=name is None)
 
 
-@background_app.command("control")
+@background_app.command("control", epilog="Example: fastdeploy-cache control pause")
 def control_server(
     verb: Annotated[str, typer.Argument(help="pause, resume, sleep, wake, clear or update-weights.")],
     run_dir: RunDir,

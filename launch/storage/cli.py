@@ -57,7 +57,7 @@ def with_place(command: Callable[..., bool]) -> Callable[..., None]:
     return run
 
 
-@storage_app.command()
+@storage_app.command(epilog="Example: fastdeploy-cache storage ls --folder /ssd/kv")
 @with_place
 def ls(place: Place, *, weights_id: WeightsId = None, json: Json = None) -> bool:
     """What is in it, by weights."""
@@ -67,7 +67,7 @@ def ls(place: Place, *, weights_id: WeightsId = None, json: Json = None) -> bool
     return True
 
 
-@storage_app.command()
+@storage_app.command(epilog="Example: fastdeploy-cache storage stat --folder /ssd/kv --json -")
 @with_place
 def stat(place: Place, *, weights_id: WeightsId = None, json: Json = None) -> bool:
     """All that is known of each rank's space in it."""
@@ -77,7 +77,7 @@ def stat(place: Place, *, weights_id: WeightsId = None, json: Json = None) -> bo
     return True
 
 
-@storage_app.command()
+@storage_app.command(epilog="Example: fastdeploy-cache storage verify --folder /ssd/kv --remove")
 @with_place
 def verify(
     place: Place,
@@ -92,7 +92,9 @@ def verify(
     return run(place, weights_id, remove, json)
 
 
-@storage_app.command()
+@storage_app.command(
+    epilog="Example: fastdeploy-cache storage clear --folder /ssd/kv --weights-id my-model@1 --dry-run"
+)
 @with_place
 def clear(
     place: Place,
@@ -117,7 +119,7 @@ def _size(text: str) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
-@storage_app.command()
+@storage_app.command(epilog="Example: fastdeploy-cache storage gc --folder /ssd/kv --capacity-bytes 10GB")
 @with_place
 def gc(
     place: Place,

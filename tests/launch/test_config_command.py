@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.config import CONFIG_KINDS
 from fastdeploy_cache.launch.bench import machine
+from fastdeploy_cache.launch.cli import app
 from fastdeploy_cache.launch.config_show import sample_file
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.transfer_manager.kv.layout import STORAGE_DTYPES
@@ -72,6 +77,27 @@ def test_names_in_docstrings_are_the_choices() -> None:
     assert f"{', '.join(EVICTION_POLICIES[:-1])} or {EVICTION_POLICIES[-1]}." in text
     known = list(STORAGE_DTYPES)
     assert f"{', '.join(known[:-1])} or {known[-1]}." in text
+
+
+def commands_below(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands_below(command, (*words, name))
+        else:
+            yield (*words, name), command
+
+
+def test_every_help_has_an_example_that_is_accepted() -> None:
+    """Each command's own words, with options that it has; nothing is run."""
+    group = typer.main.get_command(app)
+    found = list(commands_below(group))
+    assert len(found) > 20
+    for words, command in found:
+        example = str(command.epilog).removeprefix("Example: ").partition(" > ")[0]
+        variables = example.split(" fastdeploy-cache ")[0] if not example.startswith("fastdeploy-cache ") else ""
+        name, *given = shlex.split(example.removeprefix(variables).strip())
+        assert name == "fastdeploy-cache" and tuple(given[: len(words)]) == words, example
+        command.make_context(words[-1], given[len(words) :], parent=group.make_context(name, [words[0]]))
 
 
 @pytest.mark.parametrize("words", [["-h"], ["config", "-h"], ["bench", "transfer", "-h"], ["storage", "ls", "-h"]])
