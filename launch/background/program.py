@@ -23,17 +23,23 @@ START_SECONDS, END_SECONDS = 120.0, 30.0
 
 
 class EndSignals:
-    """SIGTERM and SIGINT as something to wait for, instead of an end in the midst of what is being done."""
+    """SIGTERM and SIGINT as something to wait for, instead of an end in the midst of what is being done.
+
+    The kernel may give a signal to any thread, such as one of a numerical library, and who waits in `select` would not
+    wake for it. So the signal itself writes to the descriptor, not the handler, which runs when this thread goes on.
+    """
 
     def __enter__(self) -> Self:
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._old = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         self.is_set = False
+        self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._old = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_fd)
         os.close(self._read)
         os.close(self._write)
 
@@ -44,8 +50,6 @@ class EndSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         self.is_set = True
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._write, b"!")
 
 
 class Program:

@@ -192,6 +192,24 @@ def test_the_run_folder_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert default_run_folder() == Path("/home/me/.local/state/fastdeploy_cache")
 
 
+def test_a_signal_wakes_whoever_waits(tmp_path: Path) -> None:
+    """Also where the kernel gives it to another thread than the one that waits, as it may."""
+    waits = threading.Event()
+
+    def take_it() -> None:
+        waits.wait()
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    taker = threading.Thread(target=take_it)
+    with program.EndSignals() as end_signals:
+        taker.start()
+        waits.set()
+        assert select.select([end_signals], [], [], 20)[0] == [end_signals]
+        assert end_signals.is_set
+    taker.join()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_group_has_one_supervisor(tmp_path: Path) -> None:
     """A second one is refused, and touches nothing of the first one's."""
     folder = RunFolder(tmp_path)

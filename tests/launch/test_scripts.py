@@ -230,8 +230,8 @@ def test_a_start_that_is_interrupted(environment: dict[str, str], tmp_path: Path
             assert time.monotonic() < until
         script.terminate()
         assert script.stdout is not None
-        script.stdout.read()
-        assert script.wait(60) == 130
+        said = script.stdout.read()
+        assert script.wait(60) == 130, said
     assert not list(folder.glob("*.pid"))
     logs = {str(path) for path in (tmp_path / "run" / "log").glob("*")}
     assert logs
