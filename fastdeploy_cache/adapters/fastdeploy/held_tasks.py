@@ -98,7 +98,13 @@ class HeldTasks:
             )
         num_blocks = self.hand_over(held, num_computed_tokens)
         if visible:
-            self._current.cache.commit(request, num_blocks * self._current.block_size)
+            self._publish(held, num_blocks)
+
+    def _publish(self, held: HeldTask, num_blocks: int) -> None:
+        """A scheduler may say less than it did before: then nothing changes."""
+        if num_blocks >= held.num_committed_blocks:
+            self._current.cache.commit(held.request, num_blocks * self._current.block_size)
+            held.num_committed_blocks = num_blocks
 
     def hand_over(self, held: HeldTask, num_tokens: int) -> int:
         """The full blocks of its first tokens are the cache's, of output only where that is cached; how many."""
@@ -129,7 +135,7 @@ class HeldTasks:
         if (num_tokens := min(told, held.num_proven_tokens)) > held.num_shown_tokens:
             num_blocks = self._num_cacheable_blocks(held, num_tokens)
             with held.lock, suppress(UnknownRequestError):
-                self._current.cache.commit(held.request, num_blocks * self._current.block_size)
+                self._publish(held, num_blocks)
             held.num_shown_tokens = num_tokens
 
     def speaks_by_output(self, held: HeldTask) -> bool:

@@ -55,6 +55,7 @@ class HeldTask:
     request: Request
     with_path: bool  # of the v0 sequence: its blocks were all allocated at once
     num_handed_blocks: int = 0  # of its block table, those that are the cache's
+    num_committed_blocks: int = 0  # of these, what others can find
     num_path_blocks: int = 2**31  # all that a v0 task has
     num_updated_tokens: int = 0  # of a v1 task, as far as `update_cache_blocks` has said
     num_marked_tokens: int | None = None  # computed, as far as the engine has said

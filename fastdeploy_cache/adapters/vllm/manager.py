@@ -39,6 +39,7 @@ class _Served:
     native: Request
     blocks: list[int] = field(default_factory=list)
     num_found_tokens: int = 0
+    num_committed_tokens: int = 0
     is_matched: bool = False
     is_running: bool = False  # it has been given slots
     is_alone: bool = False  # what it computes is not cached
@@ -244,7 +245,10 @@ class KVCacheManager:
     def _commit(self, served: _Served, num_computed_tokens: int) -> None:
         append_new_tokens(served.native, served.request)
         if not served.is_alone:  # drafts are computed, but no tokens of the request
-            self.manager.commit(served.native, min(num_computed_tokens, served.native.num_tokens))
+            num_tokens = min(num_computed_tokens, served.native.num_tokens)
+            if num_tokens >= served.num_committed_tokens:  # a scheduler may say less than before: nothing changes
+                self.manager.commit(served.native, num_tokens)
+                served.num_committed_tokens = num_tokens
 
     def _allocate(self, served: _Served, num_blocks: int) -> list[int]:
         """Where room is short, what waiting requests have found is let go: it is no claim."""
