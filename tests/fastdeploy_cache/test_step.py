@@ -107,6 +107,20 @@ def test_computed_blocks_have_to_be_there_before_the_step() -> None:
         assert cache.step([(request, [6], 5)]) == [[]]
 
 
+def test_what_is_committed_is_not_taken_back() -> None:
+    """Fewer computed tokens than before are refused by both, with both numbers, nothing changes; as many are fine."""
+    with new_cache() as cache:
+        request = running(cache, "a", list(range(9)))
+        with pytest.raises(CommitError, match="commit of 8 tokens for request 'a', of which 9 are committed"):
+            cache.commit(request, 8)
+        (answer,) = cache.step([(request, [1], 8)])
+        assert isinstance(answer, CommitError) and "give 9 to 10" in str(answer)
+        assert request.num_tokens == 9
+        cache.commit(request, 9)
+        assert cache.step([(request, [1], 9)]) == [[]]
+        cache.release(request)
+
+
 def test_what_is_no_step_at_all_changes_nothing() -> None:
     """A malformed entry raises before the first request is looked at."""
     with new_cache() as cache:

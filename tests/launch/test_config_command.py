@@ -33,6 +33,7 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.processes
 def test_show_says_where_each_value_comes_from(tmp_path: Path) -> None:
     """The file with its line, a variable, a default; as a table and as JSON."""
     path = tmp_path / "cache.toml"
@@ -100,6 +101,7 @@ def test_every_help_has_an_example_that_is_accepted() -> None:
         command.make_context(words[-1], given[len(words) :], parent=group.make_context(name, [words[0]]))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("words", [["-h"], ["config", "-h"], ["bench", "transfer", "-h"], ["storage", "ls", "-h"]])
 def test_h_is_help_everywhere(words: list[str]) -> None:
     """At the top and below."""
@@ -107,6 +109,7 @@ def test_h_is_help_everywhere(words: list[str]) -> None:
     assert said.returncode == 0 and "Usage:" in said.stdout
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("words", [["config", "sample"], ["config", "show", "--json"], ["--help"]])
 def test_a_closed_pipe_is_no_traceback(words: list[str]) -> None:
     """Whoever reads has enough: nothing is said about it."""

@@ -79,6 +79,7 @@ def test_random_steps_do_what_the_verbs_do(policy: str, seed: int) -> None:
     choose, num_refused = random.Random(seed), 0
     with new_cache(policy) as one, new_cache(policy) as other:
         mine, theirs = Served(one), Served(other)
+        committed: dict[str, int] = {}
         for turn in range(120):
             if choose.random() < 0.3 and len(mine.live) < 5:
                 prompt = [choose.randint(0, 1) for _ in range(choose.randint(1, 9))]
@@ -87,8 +88,10 @@ def test_random_steps_do_what_the_verbs_do(policy: str, seed: int) -> None:
             for name in choose.sample(list(mine.live), len(mine.live)):
                 token_ids = [choose.randint(0, 1) for _ in range(choose.choice((0, 1, 1, 1, 3)))]
                 num_tokens = mine.live[name].num_tokens
-                sampled[name] = (token_ids, choose.randint(max(1, num_tokens - 3), num_tokens))
+                least = max(1, num_tokens - 3, committed.get(name, 0))
+                sampled[name] = (token_ids, choose.randint(least, num_tokens))
             refused = mine.step(sampled)
+            committed |= {name: num for name, (_, num) in sampled.items() if name not in refused}
             num_refused += len(refused)
             assert refused == theirs.step_by_verbs(sampled)
             assert mine.blocks == theirs.blocks

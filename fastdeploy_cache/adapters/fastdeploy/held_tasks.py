@@ -98,10 +98,12 @@ class HeldTasks:
             )
         num_blocks = self.hand_over(held, num_computed_tokens)
         if visible:
-            self._publish(held, num_blocks)
+            with held.lock:
+                self._publish(held, num_blocks)
 
     def _publish(self, held: HeldTask, num_blocks: int) -> None:
-        """A scheduler may say less than it did before: then nothing changes."""
+        """A scheduler may say less than it did before: then nothing changes. Under the task's lock, as another thread's
+        match may find more of it computed between the question and the commit."""
         if num_blocks >= held.num_committed_blocks:
             self._current.cache.commit(held.request, num_blocks * self._current.block_size)
             held.num_committed_blocks = num_blocks

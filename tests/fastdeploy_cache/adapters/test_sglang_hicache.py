@@ -22,6 +22,8 @@ from tests.rigs.stand_in_sglang import (
     PoolTransfer,
 )
 
+pytestmark = pytest.mark.processes
+
 NewRank = Callable[..., Rank]
 SMALL = {"capacity_bytes": "16MiB", "slab_bytes": "1MiB", "staging_bytes": 2**16}
 

@@ -17,6 +17,8 @@ from tests.rigs.sglang_storage import Rank, indices_of, keys_of, starts_of
 from tests.rigs.stand_in_sglang import MHATokenToKVPoolHost
 from tests.rigs.troubled_store import Orders
 
+pytestmark = pytest.mark.processes
+
 NewRank = Callable[..., Rank]
 Eventually = Callable[..., None]
 HANG = {"hanging": 1}
