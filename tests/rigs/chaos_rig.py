@@ -322,6 +322,7 @@ class Story:
             drained(cache)
         _wait_for_copies(cache)
         self.driver.rest()
+        _wait_for_copies(cache)  # what is let go there may be copied down
         cache.check_invariants()
         assert not cache.stats().num_requests
         for tier in (GPU, CPU):
