@@ -125,6 +125,10 @@ class SGLang(Driver):
         is_whole = prompt.num_computed == len(prompt.tokens)
         self._tree.cache_finished_req(prompt.engine, is_insert=is_whole)
 
+    def rest(self) -> None:
+        """A prompt that found no room after its load had begun has asked nobody for its end."""
+        self._tree.check_hicache_events()
+
     def reset(self) -> None:
         self._tree.reset()
 
