@@ -29,9 +29,9 @@ _MIN_PREFETCH_TOKENS = 32  # the prompts here are short
 
 _NEXT = """
 What next?
-  ./launch/start.sh           a server with OpenAI's API and this cache, at 127.0.0.1:8000
-  ./launch/engines.sh vllm    a real vLLM with this cache, and without it; docs/engines.md
-  less docs/engine.md         the cache in an engine of your own"""
+  ./launch/start.sh          a server with OpenAI's API at 127.0.0.1:8000
+  ./launch/engines.sh vllm   a real vLLM with the cache, and without it
+  less docs/engine.md        the cache in an engine of your own"""
 
 
 def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: Path | None, kill: bool) -> bool:
