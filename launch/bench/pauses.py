@@ -112,6 +112,7 @@ class _Engine:
         self._tokens = np.arange(_LONG_BLOCKS * _BLOCK_SIZE, dtype=np.int32) % 50_000
         self._num_prompts = 0  # so far
         self._num_moved = 0
+        list(self.cache.metrics.collect())  # loads the library of metrics, as `serve_metrics` does before any scrape
 
     def fill(self) -> None:
         """Serve as many prompts as fit, but for one."""
