@@ -26,10 +26,11 @@ _MAX_STARTED = 64  # copies that one look starts
 class CopyDown:
     """`write_through` copies what is committed; `write_through_selective` what has been used often enough.
 
-    `write_back` copies at once as long as the CPU tier has free blocks, so that a burst loses nothing that fits. Then
-    it copies ahead of eviction: of the runs whose ends would be evicted next (the cold zone: as many blocks as are to
-    be free or copied) what has no copy. Such a copy takes free CPU blocks or those of something colder than its source,
-    never the copy of what is in the cold zone itself: so copying comes to rest, and trades no copy for another.
+    `write_back` copies all that is released as long as the CPU tier has free blocks, so that a burst loses nothing that
+    fits; in batches, as a task for each release costs more than its books. Then it copies ahead of eviction: of the
+    runs whose ends would be evicted next (the cold zone: as many blocks as are to be free or copied) what has no copy.
+    Such a copy takes free CPU blocks or those of something colder than its source, never the copy of what is in the
+    cold zone itself: so copying comes to rest, and trades no copy for another.
     """
 
     def __init__(self, config: CacheConfig, books: Books, mover: BlockMover) -> None:
@@ -49,9 +50,12 @@ class CopyDown:
         self._max_in_flight = max(1, min(self._num_reserve, _MAX_BYTES_IN_FLIGHT // max(1, config.block_bytes())))
         self._piece_blocks = max(MIN_STORE_BLOCKS, _PIECE_TOKENS // config.block_size)
         self._look_after = max(1, self._num_reserve // 4)  # blocks: a quarter of what the last look went over
+        self._young_batch = min(self._look_after, self._piece_blocks)
         self._num_moved = 0  # blocks that came or went since the cold zone was looked at
         self._has_more = False
         self._num_started = 0  # blocks that were on their way after the last look
+        self._young: dict[Run, None] = {}  # released, and not given to the ranks yet
+        self._num_young = 0  # blocks of these that had no copy
         self._losses = BurstLosses(self._tree.residency)
         books.listen(TaskEnded, self._on_task_ended)
         books.listen(LetGo, lambda gone: self.moved(max(0, gone.num_held - gone.run.num_held)))
@@ -71,8 +75,6 @@ class CopyDown:
         """A run has grown: much that is new is copied at once, for a long answer."""
         if self._through and _num_uncopied(run) >= MIN_STORE_BLOCKS:
             self.store((run,), MIN_STORE_BLOCKS)
-        elif self._back and self._pool.num_free and _num_uncopied(run) >= MIN_STORE_BLOCKS:
-            self.store((run,), MIN_STORE_BLOCKS, into_free=True)
 
     def released(self, path: Sequence[Run]) -> int:
         """A path was used and is still pinned. Returns how many blocks should have been copied and could not be."""
@@ -81,7 +83,7 @@ class CopyDown:
         if self._through or self._selective:
             return self.store(path)
         if self._back and self._pool.num_free:
-            self.store(path, into_free=True)
+            self._note_young(path)
         return 0
 
     def moved(self, num_blocks: int) -> None:
@@ -137,6 +139,21 @@ class CopyDown:
         return wanted - num_blocks
 
     # -- write back
+
+    @contained("copy_down", None)
+    def _note_young(self, path: Sequence[Run]) -> None:
+        """Copy what has no copy into free blocks, together with what was released before, once that is worth a task."""
+        for run in path:
+            num_uncopied = _num_uncopied(run)
+            if num_uncopied and run not in self._young:
+                self._young[run] = None
+                self._num_young += num_uncopied
+        if self._num_young < self._young_batch:
+            return
+        young, self._young, self._num_young = self._young, {}, 0
+        # What was cut since has given its front to a run above it; what was evicted has no path.
+        whole = dict.fromkeys(run for released in young for run in released.path())
+        self.store([run for run in whole if run.epoch == self._tree.epoch], into_free=True)
 
     @contained("copy_down", None)
     def look_ahead(self) -> None:
@@ -200,7 +217,8 @@ class CopyDown:
                 if num_blocks <= 0 or len(zone) >= MAX_LOOKED:
                     break
                 num_blocks -= take(leaf)
-        self._look_after = max(1, min(self._num_reserve, num_wanted - num_blocks) // 4)
+        num_seen = min(self._num_reserve, num_wanted - num_blocks)
+        self._look_after = max(1, num_seen // (4 if parts else 2))  # what has copies goes first, and needs no look
         while num_blocks > 0 and exposed:
             num_blocks -= take(exposed.pop(0))
         return zone, parts
@@ -221,7 +239,7 @@ class CopyDown:
 
 def _num_uncopied(run: Run) -> int:
     """Blocks on the GPU without a copy; some may be on their way."""
-    return run.num_gpu - run.num_in(CPU, run.num_gpu)
+    return run.num_gpu - run.num_in(CPU, run.num_gpu) if run.cpu else run.num_gpu
 
 
 def _pieces(parts: Sequence[Part], num_blocks: int) -> list[Part]:

@@ -152,7 +152,7 @@ def _promises(workload: str, limits: _Limits) -> dict[tuple[str, str], Promise]:
     found = {
         ("lru", "vLLM"): at_most(f"{workload}: whole / vLLM", limits.vllm),
         ("lru, from a list", "vLLM"): at_most(f"{workload}: from a list / vLLM", limits.vllm_from_list),
-        ("lru + CPU tier", "lru"): at_most(f"{workload}: with CPU tier / without", 1.2),
+        ("lru + CPU tier", "lru"): at_most(f"{workload}: with CPU tier / without", 1.35),
     }
     if limits.chain is not None:
         found["lru", "chain"] = at_most(f"{workload}: request / SHA-256 chain", limits.chain)

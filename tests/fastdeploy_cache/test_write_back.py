@@ -7,6 +7,7 @@ import random
 import pytest
 
 from fastdeploy_cache import KVLayout, Request
+from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.movement import copy_down
 from fastdeploy_cache.movement.copy_down import MIN_STORE_BLOCKS
 from fastdeploy_cache.policies import EVICTION_POLICIES
@@ -36,6 +37,26 @@ def test_a_burst_keeps_what_fits(policy: str) -> None:
     model.client.land_all()
     for tokens in prompts:
         assert model.cache.blocks.lookup(Request(request_id="", prompt_token_ids=tokens)).num_blocks == 20
+    model.finish()
+
+
+def test_what_is_released_is_copied_in_batches() -> None:
+    """A pool of 160 blocks has batches of 10: four requests are one task, of what is still there. The first was cut in
+    two meanwhile, by a prompt that goes another way, and the second was evicted."""
+    model = write_back(num_gpu=160)
+    for tokens in (A[:4], B[:1]):
+        model.serve(tokens, stays=False, patient=True)
+        assert not model.client.tasks
+    model.serve([*A[:2], 7, 8], stays=False, patient=True)
+    assert not model.client.tasks
+    books = model.cache._books
+    with books:
+        gone = next(run for run in books.tree.runs() if run.tokens[:4] == B[0].to_bytes(4, "little"))
+        books.tree.residency.evict_tail(gone, GPU, 1)
+    model.serve(C[:4], stays=False, patient=True)
+    assert [len(task.source_ids) for task in model.client.tasks] == [10]
+    model.client.land_all()
+    assert {first for first, *_ in copied(model)} == {A[0], C[0]} and len(copied(model)) == 10
     model.finish()
 
 
