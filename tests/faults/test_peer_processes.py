@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.peer_channel import make_keys
+from fastdeploy_cache.ipc.task_queue import TaskQueue
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.peer.messages import Why
+from fastdeploy_cache.transfer_manager.process.wire import FromProcess, StopMessage, TaskMessage
+from fastdeploy_cache.transfer_manager.process.words import RankState
+from fastdeploy_cache.transfer_manager.task import Lane, TaskKind, TransferTask
 from tests.rigs.needs import need_mooncake, need_nixl
-from tests.rigs.peer_rig import LAYOUT, NUM_LAYERS, SECONDS, Pair, look, pair_of
+from tests.rigs.peer_rig import LAYOUT, NUM_BLOCKS, NUM_LAYERS, SECONDS, Instance, Pair, look, pair_of
 from tests.rigs.storage_servers import free_port
 
 pytestmark = pytest.mark.processes
@@ -287,3 +295,34 @@ def test_strangers_get_nothing(tmp_path: Path) -> None:
         assert "gone" in pair.reader.error(pair.receive(number, BLOCKS, 6))
         assert not pair.owner.is_answered(send)
         assert pair.are_untouched(BLOCKS, range(NUM_LAYERS))
+
+
+# the end
+
+
+def test_a_process_ends_when_every_lane_was_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the engine held up between two lanes it goes on with the second; it ends in order, and no log says else."""
+    side = Instance(1, LAYOUT, NUM_BLOCKS, {})
+    assert side.client._processes.io is not None
+    (rank,), (words,) = side.client._processes.io.ranks, side.client._owner.signals
+    last = [*Lane][-1]
+    put, answers, nothing = TaskQueue.put, [], np.array([], np.int32)
+    task = TransferTask(
+        task_id=999, kind=TaskKind.SWAP_OUT, source_ids=nothing, destination_ids=nothing, deadline=math.inf
+    )
+
+    def put_late(queue: TaskQueue, message: bytes, lane: int = 0) -> None:
+        if lane == last and message == encode(StopMessage()):
+            look(lambda: words.state is RankState.STOPPING)  # it has read the other lane's
+            put(queue, encode(TaskMessage(rank.incarnation, task)), last)
+            if queue.socket.poll(SECONDS * 1000 / 3):
+                answers.append(decode(queue.get() or b"", FromProcess))
+        put(queue, message, lane)
+
+    monkeypatch.setattr(TaskQueue, "put", put_late)
+    side.close()
+    assert ["does not swap_out" in str(answer) for answer in answers] == [True]
+    assert rank.exit_code == 0
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

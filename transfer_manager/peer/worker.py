@@ -111,6 +111,7 @@ class PeerServer:
         self._ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
         self._receives: dict[int, RankReceive] = {}
         self._lanes: dict[Lane, RankQueue] = {}
+        self._stopped_lanes: set[Lane] = set()
         self._step_word = self._words.step_word
         self._sender.note_step(self._step_word)
         self._is_busy = False
@@ -141,7 +142,11 @@ class PeerServer:
         return poller
 
     def _turn(self, poller: Poller) -> bool:
-        """False when told to stop."""
+        """False when every lane has been told to stop.
+
+        At the first of them the engine may not have written the other's yet: with this process gone, it would find
+        that lane disconnected, and take an end in order for a failure.
+        """
         keys = poller.wait(_TICK_SECONDS if self._is_busy else _IDLE_SECONDS)
         if self._wakeup in keys:
             self._wakeup.clear()
@@ -152,8 +157,12 @@ class PeerServer:
             while (data := lane_queue.get_now()) is not None:
                 message: ToProcess = decode(data, ToProcess)
                 if isinstance(message, StopMessage):
-                    return False
-                self._do(lane, message)
+                    self._stopped_lanes.add(lane)
+                    self._signal.state = RankState.STOPPING
+                else:
+                    self._do(lane, message)
+        if len(self._stopped_lanes) == len(Lane):
+            return False
         while (named := self._listener.get_now()) is not None:  # after the lanes: offers before those who ask for them
             self._hear(*named)
         self._sender.tick(time.monotonic())
@@ -291,7 +300,6 @@ class PeerServer:
                 del self._receives[self._ended.get(timeout=left).number]
             except queue.Empty:
                 break
-        self._signal.state = RankState.STOPPING
         self._sender.stop()
         self._listener.close()
         if not self._receives:  # else a socket is open, and this would wait for it
