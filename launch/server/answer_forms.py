@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from fastdeploy_cache.launch.reference_engine.generation import Generation
@@ -21,38 +22,38 @@ def envelope(request: ApiRequest) -> dict[str, Any]:
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": MODEL_NAME}
 
 
-def whole_choice(request: ApiRequest, text: str, reason: str | None) -> dict[str, Any]:
-    """The one choice of a whole answer."""
+def whole_choice(request: ApiRequest, text: str, reason: str | None, index: int) -> dict[str, Any]:
+    """The choice of a whole answer to the prompt at this place."""
     said = {"message": {"role": "assistant", "content": text}} if isinstance(request, ChatRequest) else {"text": text}
-    return {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+    return _choice(said, reason, index)
 
 
 def first_choices(request: ApiRequest) -> list[dict[str, Any]]:
     """What a stream says before there is text: the role, in a chat."""
     is_chat = isinstance(request, ChatRequest)
-    return [_piece({"delta": {"role": "assistant", "content": ""}}, None)] if is_chat else []
+    return [_choice({"delta": {"role": "assistant", "content": ""}}, None, 0)] if is_chat else []
 
 
-def text_choice(request: ApiRequest, text: str) -> dict[str, Any]:
+def text_choice(request: ApiRequest, text: str, index: int) -> dict[str, Any]:
     """A piece of the text."""
-    return _piece({"delta": {"content": text}} if isinstance(request, ChatRequest) else {"text": text}, None)
+    return _choice({"delta": {"content": text}} if isinstance(request, ChatRequest) else {"text": text}, None, index)
 
 
-def last_choice(request: ApiRequest, reason: str | None) -> dict[str, Any]:
-    """The end of a stream, without text."""
-    return _piece({"delta": {}} if isinstance(request, ChatRequest) else {"text": ""}, reason)
+def last_choice(request: ApiRequest, reason: str | None, index: int) -> dict[str, Any]:
+    """The end of a choice, without text."""
+    return _choice({"delta": {}} if isinstance(request, ChatRequest) else {"text": ""}, reason, index)
 
 
-def usage_of(generation: Generation, num_output: int) -> dict[str, Any]:
-    """The tokens of an answer."""
-    num_prompt = generation.request.num_prompt_tokens
+def usage_of(generations: Sequence[Generation], num_output: int) -> dict[str, Any]:
+    """The tokens of all choices together."""
+    num_prompt = sum(generation.request.num_prompt_tokens for generation in generations)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(each.num_cached_tokens for each in generations)},
     }
 
 
-def _piece(said: dict[str, Any], reason: str | None) -> dict[str, Any]:
-    return {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+def _choice(said: dict[str, Any], reason: str | None, index: int) -> dict[str, Any]:
+    return {"index": index, **said, "logprobs": None, "finish_reason": reason}

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+MAX_PROMPTS = 64  # of one request
 # What clients send and what changes no answer here.
 _IDLE = frozenset(
     {
@@ -41,8 +42,8 @@ _ALLOWED = {
     "content": "a text, or a list of parts of type text",
     "max_completion_tokens": "a whole number from 1 on",
     "max_tokens": "a whole number from 1 on",
-    "prompt": "a text, or a list of token ids: one prompt, not empty",
-    "role": "system, user or assistant",
+    "prompt": f"a text, a list of token ids, or a list of up to {MAX_PROMPTS} of either; not empty",
+    "role": "system, developer, user or assistant",
     "seed": "a whole number of 64 bits",
     "stop": "a text, or up to 4 of them, none empty and none over 1024 characters",
     "stream_options": "an object with include_usage",

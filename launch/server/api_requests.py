@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from fastdeploy_cache.launch.reference_engine.sampling import Sampling
-from fastdeploy_cache.launch.server.api_fields import RefusedFieldError, asked_fields, refusal_of
+from fastdeploy_cache.launch.server.api_fields import (
+    MAX_PROMPTS,
+    RefusedFieldError,
+    asked_fields,
+    refusal_of,
+)
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
+_TokenIds = Annotated[list[int], msgspec.Meta(min_length=1)]
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -23,7 +30,7 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fiel
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     """One message of a chat. What clients send back of an answer may be there, and is null or empty."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart] | None = None
     name: str | None = None  # the model's chat format has no place for it
     refusal: None = None
@@ -31,6 +38,11 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     function_call: None = None
     tool_calls: None = None
     annotations: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
+
+    @property
+    def model_role(self) -> str:
+        """The role as the model knows it: what OpenAI's newer models call `developer` is `system` here."""
+        return "system" if self.role == "developer" else self.role
 
     def text(self) -> str:
         """The whole content."""
@@ -82,6 +94,12 @@ class _Asked(msgspec.Struct, kw_only=True):
         return self.cache_salt or ""
 
     @property
+    def new_tokens_field(self) -> str | None:
+        """The field that says how many tokens the answer may have, where one does."""
+        given = {"max_completion_tokens": self.max_completion_tokens, "max_tokens": self.max_tokens}
+        return next((name for name, value in given.items() if value is not None), None)
+
+    @property
     def wants_usage(self) -> bool:
         """Whether the end of its stream shall have the counts of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -92,6 +110,12 @@ class ChatRequest(_Asked):
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
 
+    prompt_field: ClassVar[str] = "messages"
+    num_prompts: ClassVar[int] = 1
+
+    def check(self) -> None:
+        """All that could be wrong is found when it is read."""
+
     @property
     def max_new_tokens(self) -> int:
         """The most tokens that the answer may have."""
@@ -101,7 +125,36 @@ class ChatRequest(_Asked):
 class CompletionRequest(_Asked):
     """The body of POST /v1/completions; /v1/prefill takes it, too. Control tokens are recognised in a text."""
 
-    prompt: Annotated[str, msgspec.Meta(min_length=1)] | Annotated[list[int], msgspec.Meta(min_length=1)]
+    prompt_field: ClassVar[str] = "prompt"
+    prompt: _Text | Annotated[list[int | _Text | _TokenIds], msgspec.Meta(min_length=1)]
+
+    @property
+    def prompts(self) -> dict[str, str | list[int]]:
+        """The prompts by their places in the body, in their order: `prompt`, or `prompt[0]` and so on.
+
+        Token ids beside prompts are left out; `check` refuses them.
+        """
+        if isinstance(self.prompt, str):
+            return {"prompt": self.prompt}
+        prompts = {f"prompt[{place}]": each for place, each in enumerate(self.prompt) if not isinstance(each, int)}
+        return prompts or {"prompt": [each for each in self.prompt if isinstance(each, int)]}
+
+    @property
+    def num_prompts(self) -> int:
+        """How many answers it asks for."""
+        return len(self.prompts)
+
+    def check(self) -> None:
+        """Raises `RefusedFieldError` for a list of unlike things, or of more prompts than are taken."""
+        if len({type(each) for each in self.prompt}) > 1:
+            text = "prompt is a list of unlike things; send one of texts, of token ids, or of lists of token ids"
+            raise RefusedFieldError("prompt", text, code="invalid_value")
+        if self.num_prompts > MAX_PROMPTS:
+            text = f"prompt has {self.num_prompts} prompts; send at most {MAX_PROMPTS} in one request"
+            raise RefusedFieldError("prompt", text, code="invalid_value")
+        if self.kv_offer is not None and self.num_prompts > 1:
+            text = f"kv_offer is of one prompt, and prompt has {self.num_prompts}; send each with its own"
+            raise RefusedFieldError("kv_offer", text, code="invalid_value")
 
     @property
     def max_new_tokens(self) -> int:
@@ -128,6 +181,8 @@ def decode_request(body: bytes, kind: type[ApiRequest] | None = None) -> ApiRequ
     known = kind.__struct_fields__
     fields = asked_fields(content, known)
     try:
-        return msgspec.convert(fields, kind)
+        asked = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise refusal_of(error, {*known, *Message.__struct_fields__, *StreamOptions.__struct_fields__}) from error
+    asked.check()
+    return asked

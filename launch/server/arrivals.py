@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from fastdeploy_cache.launch.reference_engine.engine import Engine
@@ -14,12 +14,13 @@ T = TypeVar("T")
 
 
 class Arrivals:
-    """The arrivals of one generation, for one task."""
+    """The arrivals of one generation or several, for one task."""
 
-    def __init__(self, engine: Engine, generation: Generation) -> None:
-        self._engine, self._generation = engine, generation
+    def __init__(self, engine: Engine, generations: Sequence[Generation]) -> None:
+        self._engine, self._generations = engine, generations
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
-        generation.on_change(self.note)
+        for generation in generations:
+            generation.on_change(self.note)
 
     def note(self) -> None:
         """Something has come. Any thread."""
@@ -27,11 +28,11 @@ class Arrivals:
             self._loop.call_soon_threadsafe(self._news.set)
 
     async def take(self, look: Callable[[float], T], seconds: float) -> T:
-        """What `look` finds within these seconds, called with no time to wait; else the generation is cancelled.
+        """What `look` finds within these seconds, called with no time to wait; else all of them are cancelled.
 
         Raises:
             GenerationTimeoutError: the time is over.
-            GenerationError: the engine failed it.
+            GenerationError: the engine failed one of them.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -42,9 +43,13 @@ class Arrivals:
                         return look(0.0)
                     await self._news.wait()
         except TimeoutError:
-            self._engine.intake.cancel(self._generation)
+            self._cancel()
             text = f"nothing came within {seconds} s; the engine is overloaded, paused or asleep"
             raise GenerationTimeoutError(text) from None
         except BaseException:
-            self._engine.intake.cancel(self._generation)
+            self._cancel()
             raise
+
+    def _cancel(self) -> None:
+        for generation in self._generations:
+            self._engine.intake.cancel(generation)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastdeploy_cache.launch.reference_engine.engine import Engine
-from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationRefusedError
+from fastdeploy_cache.launch.reference_engine.generation import Generation, GenerationTimeoutError
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.server import answer_forms
 from fastdeploy_cache.launch.server.answer_text import AnswerText
@@ -26,100 +30,163 @@ class ChatApi:
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer) -> None:
         self._engine, self._tokenizer = engine, tokenizer
-        self.prefills = Prefills(engine, self._tokens_of)
+        self.prefills = Prefills(engine, self._prompts_of)
 
-    async def submit(self, request: ApiRequest, *, name: str = "request") -> Generation:
-        """Queue it; the cache knows it by this name.
+    async def submit(self, request: ApiRequest, *, name: str = "request") -> list[Generation]:
+        """Queue each of its prompts, in their order, or none; the cache knows them by this name.
 
         Raises:
-            GenerationError: too long, or the engine has stopped.
-            RefusedFieldError: a token that the model does not have.
+            RefusedFieldError: too long, or a token that the model does not have.
+            GenerationError: not what this instance takes, or the engine has stopped.
         """
-        prompt = await asyncio.to_thread(self._tokens_of, request)  # others are answered meanwhile
-        return self._engine.intake.submit(
-            prompt,
-            request.max_new_tokens,
-            request.kv_offer,
-            sampling=request.sampling,
-            namespace=request.namespace,
-            name=name,
-        )
+        generations: list[Generation] = []
+        try:
+            for prompt in await asyncio.to_thread(self._prompts_of, request):  # others are answered meanwhile
+                generations.append(
+                    self._engine.intake.submit(
+                        prompt,
+                        request.max_new_tokens,
+                        request.kv_offer,
+                        sampling=request.sampling,
+                        namespace=request.namespace,
+                        name=name,
+                    )
+                )
+                await asyncio.sleep(0)  # others, again: where there is storage, each prompt is hashed
+        except BaseException:
+            self.cancel(*generations)
+            raise
+        return generations
 
-    def _tokens_of(self, request: ApiRequest) -> Any:
-        """The tokens of the prompt. One that can never fit is refused by its length: tokenising it may take seconds."""
+    def _prompts_of(self, request: ApiRequest) -> list[Any]:
+        """The tokens of each prompt. One that can never fit is refused by its length: tokenising it may take
+        seconds."""
         if isinstance(request, CompletionRequest):
-            return self._tokens_of_prompt(request)
-        messages = [{"role": message.role, "content": message.text()} for message in request.messages]
+            return [self._tokens_of(where, prompt, request) for where, prompt in request.prompts.items()]
+        messages = [{"role": message.model_role, "content": message.text()} for message in request.messages]
         num_chars = sum(len(message["content"]) for message in messages)
-        what = f"{num_chars} characters in {len(messages)} messages"
-        self._check_fits(what, self._tokenizer.min_tokens(messages), request)
-        return self._tokenizer.encode_chat(messages)
+        what = f"{num_chars} characters in {len(messages)} messages count as"
+        self._check_fits(f"messages: {what}", self._tokenizer.min_tokens(messages), "tokens or more", request)
+        tokens = self._tokenizer.encode_chat(messages)
+        self._check_fits("messages have", len(tokens), "tokens", request)
+        return [tokens]
 
-    def _tokens_of_prompt(self, request: CompletionRequest) -> Any:
-        prompt, num_known = request.prompt, self._tokenizer.num_tokens
+    def _tokens_of(self, where: str, prompt: str | list[int], request: CompletionRequest) -> Any:
+        tokens: Any = prompt
+        if isinstance(prompt, str):
+            what = f"{where}: {len(prompt)} characters count as"
+            self._check_fits(what, self._tokenizer.min_text_tokens(prompt), "tokens or more", request)
+            tokens = self._tokenizer.encode(prompt)
+        self._check_fits(f"{where} has", len(tokens), "tokens", request)
         if isinstance(prompt, list):
-            for place, token_id in enumerate(prompt):
-                if not 0 <= token_id < num_known:
-                    text = f"prompt[{place}] is {token_id}; the model's token ids are 0 to {num_known - 1}"
-                    raise RefusedFieldError("prompt", text, code="invalid_value")
-            return prompt
-        self._check_fits(f"{len(prompt)} characters", self._tokenizer.min_text_tokens(prompt), request)
-        return self._tokenizer.encode(prompt)
+            self._check_known(where, prompt)
+        return tokens
 
-    def _check_fits(self, what: str, num_least: int, request: ApiRequest) -> None:
-        limit = self._engine.intake.max_tokens
-        if num_least + request.max_new_tokens > limit:
-            raise GenerationRefusedError(
-                f"{what} count as {num_least} tokens or more, and {request.max_new_tokens} new ones are asked for; "
-                f"together they must be at most {limit}"
-            )
+    def _check_known(self, where: str, token_ids: list[int]) -> None:
+        num_known = self._tokenizer.num_tokens
+        for place, token_id in enumerate(token_ids):
+            if not 0 <= token_id < num_known:
+                text = f"{where}[{place}] is {token_id}; the model's token ids are 0 to {num_known - 1}"
+                raise RefusedFieldError("prompt", text, code="invalid_value")
 
-    def cancel(self, generation: Generation) -> None:
-        """Nobody waits for it any more."""
-        self._engine.intake.cancel(generation)
+    def _check_fits(self, what: str, num_least: int, unit: str, request: ApiRequest) -> None:
+        limit, num_new = self._engine.intake.max_tokens, request.max_new_tokens
+        if num_least + num_new <= limit:
+            return
+        if num_new >= limit and request.new_tokens_field is not None:  # no prompt at all would fit
+            text = f"{request.new_tokens_field} is {num_new}; prompt and answer together have at most {limit} tokens"
+            raise RefusedFieldError(request.new_tokens_field, text, code="invalid_value")
+        text = f"{what} {num_least} {unit}, and {num_new} new ones are asked for; together they must be at most {limit}"
+        raise RefusedFieldError(request.prompt_field, text, code="context_length_exceeded")
 
-    async def complete(self, request: ApiRequest, generation: Generation) -> dict[str, Any]:
-        """Wait for the whole answer.
+    def cancel(self, *generations: Generation) -> None:
+        """Nobody waits for them any more."""
+        for generation in generations:
+            self._engine.intake.cancel(generation)
 
-        Raises:
-            GenerationError: the engine failed it, or is too slow.
-        """
-        text = AnswerText(self._tokenizer, request.stop_texts)
-        said = "".join([piece async for piece in self._pieces(generation, text)])
-        choice = answer_forms.whole_choice(request, said, _reason(generation, text))
-        usage = answer_forms.usage_of(generation, text.num_tokens)
-        return {**answer_forms.envelope(request), "choices": [choice], "usage": usage}
-
-    async def stream(self, request: ApiRequest, generation: Generation) -> AsyncIterator[dict[str, Any]]:
-        """The answer piece by piece.
+    async def complete(self, request: ApiRequest, generations: Sequence[Generation]) -> dict[str, Any]:
+        """Wait for the whole answer, a choice for each prompt.
 
         Raises:
-            GenerationError: the engine failed it, or is too slow.
+            GenerationError: the engine failed one of them, or is too slow.
         """
-        text = AnswerText(self._tokenizer, request.stop_texts)
+        choices = self._choices(request, generations)
+        said: list[list[str]] = [[] for _ in choices]
+        async for choice, piece in self._pieces(choices):
+            said[choice.index].append(piece or "")
+        whole = [
+            answer_forms.whole_choice(request, "".join(said[each.index]), each.reason, each.index) for each in choices
+        ]
+        return {**answer_forms.envelope(request), "choices": whole, "usage": _usage_of(choices)}
+
+    async def stream(self, request: ApiRequest, generations: Sequence[Generation]) -> AsyncIterator[dict[str, Any]]:
+        """The answer piece by piece, those of its choices as they come.
+
+        Raises:
+            GenerationError: the engine failed one of them, or is too slow.
+        """
+        choices = self._choices(request, generations)
         envelope: dict[str, Any] = answer_forms.envelope(request) | ({"usage": None} if request.wants_usage else {})
-        for choice in answer_forms.first_choices(request):
-            yield {**envelope, "choices": [choice]}
-        async with aclosing(self._pieces(generation, text)) as pieces:
-            async for piece in pieces:
-                yield {**envelope, "choices": [answer_forms.text_choice(request, piece)]}
-        yield {**envelope, "choices": [answer_forms.last_choice(request, _reason(generation, text))]}
+        for first in answer_forms.first_choices(request):
+            yield {**envelope, "choices": [first]}
+        async with aclosing(self._pieces(choices)) as pieces:
+            async for choice, piece in pieces:
+                if piece is None:
+                    said = answer_forms.last_choice(request, choice.reason, choice.index)
+                else:
+                    said = answer_forms.text_choice(request, piece, choice.index)
+                yield {**envelope, "choices": [said]}
         if request.wants_usage:
-            yield {**envelope, "choices": [], "usage": answer_forms.usage_of(generation, text.num_tokens)}
+            yield {**envelope, "choices": [], "usage": _usage_of(choices)}
 
-    async def _pieces(self, generation: Generation, text: AnswerText) -> AsyncGenerator[str, None]:
-        arrivals = Arrivals(self._engine, generation)
-        while not text.has_stopped:
-            token = await arrivals.take(generation.next_token, _TOKEN_TIMEOUT_SECONDS)
-            if token is None:
-                break
-            if piece := text.push(token):
-                yield piece
-        if text.has_stopped:
-            self._engine.intake.cancel(generation, "stop")  # the engine knows of no texts, and would go on
-        if piece := text.finish():
-            yield piece
+    def _choices(self, request: ApiRequest, generations: Sequence[Generation]) -> list[_Choice]:
+        return [
+            _Choice(index, generation, AnswerText(self._tokenizer, request.stop_texts))
+            for index, generation in enumerate(generations)
+        ]
+
+    async def _pieces(self, choices: Sequence[_Choice]) -> AsyncGenerator[tuple[_Choice, str | None], None]:
+        """What is said, with the choice that says it; None where that one has ended."""
+        arrivals = Arrivals(self._engine, [choice.generation for choice in choices])
+        going = deque(choices)
+        while going:
+            choice, token = await arrivals.take(partial(_next_of, going), _TOKEN_TIMEOUT_SECONDS)
+            if token is not None and (piece := choice.text.push(token)):
+                yield choice, piece
+            if token is not None and not choice.text.has_stopped:
+                continue
+            going.remove(choice)
+            if choice.text.has_stopped:
+                self._engine.intake.cancel(choice.generation, "stop")  # the engine knows of no texts, and would go on
+            if piece := choice.text.finish():
+                yield choice, piece
+            yield choice, None
 
 
-def _reason(generation: Generation, text: AnswerText) -> str | None:
-    return "stop" if text.has_stopped else generation.finish_reason
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """One of the answers to a request, as it comes."""
+
+    index: int
+    generation: Generation
+    text: AnswerText
+
+    @property
+    def reason(self) -> str | None:
+        """Why it has ended."""
+        return "stop" if self.text.has_stopped else self.generation.finish_reason
+
+
+def _next_of(choices: deque[_Choice], seconds: float) -> tuple[_Choice, int | None]:
+    """A token of the first of them that has one, None for its end; that one is looked at last the next time."""
+    for _ in range(len(choices)):
+        choice = choices[0]
+        choices.rotate(-1)
+        with contextlib.suppress(GenerationTimeoutError):
+            return choice, choice.generation.next_token(seconds)
+    raise GenerationTimeoutError("no token of any of them is here")
+
+
+def _usage_of(choices: Sequence[_Choice]) -> dict[str, Any]:
+    num_output = sum(choice.text.num_tokens for choice in choices)
+    return answer_forms.usage_of([choice.generation for choice in choices], num_output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -25,12 +25,13 @@ from fastdeploy_cache.launch.server.api_requests import ApiRequest, ChatRequest,
 from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.http_server import answering, route_of_the_rest
 from fastdeploy_cache.launch.server.limits import connection_of, read_body
-from fastdeploy_cache.launch.server.request_log import FACTS, GENERATION, REQUEST_ID
+from fastdeploy_cache.launch.server.request_log import FACTS, GENERATIONS, REQUEST_ID
 from fastdeploy_cache.launch.server.status import status_of
 from fastdeploy_cache.launch.server.streams import StreamedAnswer
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 
 _CHAT, _COMPLETION, _PREFILL = "/v1/chat/completions", "/v1/completions", "/v1/prefill"
+_MODEL = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "HuggingFaceTB"}
 _KINDS: dict[str, type[ApiRequest]] = {_CHAT: ChatRequest, _COMPLETION: CompletionRequest}  # and /v1/prefill takes both
 _NOT_SERVED = {  # by role and path
     **{
@@ -62,6 +63,7 @@ class InstanceApp:
                 web.get("/ready", self._ready, allow_head=False),
                 web.get("/status", self._status, allow_head=False),
                 web.get("/v1/models", self._models, allow_head=False),
+                web.get("/v1/models/{model:.+}", self._one_model, allow_head=False),
                 web.post(_CHAT, self._ask),
                 web.post(_COMPLETION, self._ask),
                 web.post(_PREFILL, self._prefill),
@@ -86,8 +88,14 @@ class InstanceApp:
         return success(await asyncio.to_thread(status_of, self._cache))  # it takes the cache's lock
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
-        model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "HuggingFaceTB"}
-        return success({"object": "list", "data": [model]})
+        return success({"object": "list", "data": [_MODEL]})
+
+    async def _one_model(self, request: web.Request) -> web.StreamResponse:
+        try:
+            _check_model(request.match_info["model"])
+        except RefusedFieldError as error:
+            return _refused(request, error)
+        return success(_MODEL)
 
     async def _ask(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, self._answer)
@@ -104,14 +112,13 @@ class InstanceApp:
             return failure(400, str(error), ends=True)
         try:
             asked = decode_request(body, _KINDS.get(request.path))
-            _check_model(asked)
+            _check_model(asked.model)
             self._check_served(request.path)
             return await serve(request, asked)
         except RecursionError:
             return failure(400, "the body is nested too deeply")
         except RefusedFieldError as error:
-            request[FACTS]["refused"] = ascii(error.field)
-            return failure(error.status, str(error), field=error.field, code=error.code)
+            return _refused(request, error)
         except (LaunchError, RequestError, GenerationError, ValueError) as error:
             return failure(_status_of(error), str(error))
 
@@ -126,28 +133,29 @@ class InstanceApp:
     async def _compute(self, request: web.Request, asked: ApiRequest) -> web.StreamResponse:
         prefill = await self._api.prefills.compute(asked, request.remote or "", name=request[REQUEST_ID])
         if prefill.generation is not None:
-            request[GENERATION] = prefill.generation
+            request[GENERATIONS] = [prefill.generation]
             if connection_of(request).has_ended:
                 self._api.cancel(prefill.generation)  # else its blocks would wait for somebody who may never come
         return success(prefill.answer)
 
     async def _answer(self, request: web.Request, asked: ApiRequest) -> web.StreamResponse:
-        generation = await self._api.submit(asked, name=request[REQUEST_ID])
-        request[GENERATION] = generation
+        generations = request[GENERATIONS] = await self._api.submit(asked, name=request[REQUEST_ID])
         if asked.stream:
-            return await self._stream(request, asked, generation)
-        return success(await self._api.complete(asked, generation))
+            return await self._stream(request, asked, generations)
+        return success(await self._api.complete(asked, generations))
 
-    async def _stream(self, request: web.Request, asked: ApiRequest, generation: Generation) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, asked: ApiRequest, generations: Sequence[Generation]
+    ) -> web.StreamResponse:
         """Server-sent events. HTTP's chunks tell a client an end from a death in the middle."""
         answer = StreamedAnswer(request, 200, _STREAM_HEADERS)
         try:
-            async with aclosing(_events(self._api.stream(asked, generation))) as events:
+            async with aclosing(_events(self._api.stream(asked, generations))) as events:
                 await answer.begin()
                 async for event in events:
                     await answer.write(b"data: " + event + b"\n\n")
         except BaseException:
-            self._api.cancel(generation)
+            self._api.cancel(*generations)
             raise
         return answer.end()
 
@@ -166,10 +174,15 @@ def _status_of(error: Exception) -> int:
     return 400 if is_lasting else 503
 
 
-def _check_model(asked: ApiRequest) -> None:
+def _refused(request: web.Request, error: RefusedFieldError) -> web.StreamResponse:
+    request[FACTS]["refused"] = ascii(error.field)
+    return failure(error.status, str(error), field=error.field, code=error.code)
+
+
+def _check_model(name: str | None) -> None:
     """Status 404 as OpenAI's own API answers, so that its clients raise what they raise there."""
-    if asked.model not in (None, MODEL_NAME):
-        text = f"the model {asked.model!r} is not here; use {MODEL_NAME!r}, or leave model out"
+    if name not in (None, MODEL_NAME):
+        text = f"the model {name!r} is not here; use {MODEL_NAME!r}, or leave model out"
         raise RefusedFieldError("model", text, status=404, code="model_not_found")
 
 

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ _STORED_TIMEOUT_SECONDS = 120.0  # for all of it to be in storage
 
 
 class Prefill(NamedTuple):
-    """A prompt that is computed for another instance: what is done, None where it is too short, and the answer."""
+    """A prompt that is computed for another instance: what is done, None where nothing is offered, and the answer."""
 
     generation: Generation | None
     answer: dict[str, Any]
@@ -36,8 +36,9 @@ class Prefill(NamedTuple):
 class Prefills:
     """Computes prompts, and remembers what is offered of them. Its coroutines are for one event loop."""
 
-    def __init__(self, engine: Engine, tokens_of: Callable[[ApiRequest], Any]) -> None:
-        self._engine, self._tokens_of = engine, tokens_of
+    def __init__(self, engine: Engine, prompts_of: Callable[[ApiRequest], Sequence[Any]]) -> None:
+        """`prompts_of` a request are the token ids of each of its prompts."""
+        self._engine, self._prompts_of = engine, prompts_of
         peer = engine.cache.config.peer
         # half of them, so that one client leaves the others room; the router is one client, whomever it asks for
         self._open = ClientCounts(max(1, peer.max_transfers // 2) if peer is not None else 1)
@@ -48,7 +49,8 @@ class Prefills:
         """Have the prompt computed for another instance; returns once its blocks can be asked for.
 
         With the link `storage` that is when they are in the store, with all others as soon as it has begun. The cache
-        knows it by its `name`. It counts as one of the `client`'s until its blocks have been read or given up.
+        knows it by its `name`. It counts as one of the `client`'s until its blocks have been read or given up. Nothing
+        is offered of a prompt without a full block, nor of several prompts in one request.
 
         Raises:
             GenerationBusyError: that client has as many as it may.
@@ -66,13 +68,17 @@ class Prefills:
             return prefill
 
     async def _compute(self, request: ApiRequest, name: str) -> Prefill:
-        config, prompt = self._engine.cache.config, await asyncio.to_thread(self._tokens_of, request)
+        config = self._engine.cache.config
+        nothing = Prefill(None, {"offer": None, "offer_id": None, "num_blocks": 0})
+        if request.num_prompts > 1:  # an offer is of one prompt
+            return nothing
+        (prompt,) = await asyncio.to_thread(self._prompts_of, request)
         if len(prompt) < config.block_size:
-            return Prefill(None, {"offer": None, "offer_id": None, "num_blocks": 0})
+            return nothing
         generation = self._engine.intake.submit_prefill(
             prompt, request.max_new_tokens, namespace=request.namespace, name=name
         )
-        arrivals = Arrivals(self._engine, generation)
+        arrivals = Arrivals(self._engine, [generation])
         send = await arrivals.take(generation.wait_send, _OFFER_TIMEOUT_SECONDS)
         if config.peer is not None and config.peer.link == "storage":
             send.on_done(arrivals.note)

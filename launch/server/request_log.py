@@ -6,6 +6,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -18,7 +19,7 @@ ID_HEADER = "X-Request-Id"
 LOGGED_STATUS = web.RequestKey("logged_status", str)  # what an answer is called in the log, instead of its status
 REQUEST_ID = web.RequestKey("request_id", str)
 FACTS = web.RequestKey("facts", dict[str, Any])  # what else the line says
-GENERATION = web.RequestKey("generation", Generation)  # which says more
+GENERATIONS = web.RequestKey("generations", list[Generation])  # which say more
 
 _SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _PROBES = ("/health", "/ready")  # asked for every few seconds
@@ -39,31 +40,37 @@ def log_request(request: web.Request, status: object, begun: float) -> None:
         "status": request.get(LOGGED_STATUS, status),
         "milliseconds": _milliseconds(time.monotonic() - begun),
         **request.get(FACTS, {}),
-        **(_facts_of(request[GENERATION]) if GENERATION in request else {}),
+        **_facts_of(request.get(GENERATIONS, ())),
     }
     facts = {name: value for name, value in facts.items() if value is not None}
     level = logging.DEBUG if request.path in _PROBES else logging.INFO
     logger.log(level, " ".join(f"{name}=%s" for name in facts), *facts.values())
 
 
-def _facts_of(generation: Generation) -> dict[str, Any]:
+def _facts_of(generations: Sequence[Generation]) -> dict[str, Any]:
     """Tokens and times of an answer, or of a prompt that was computed for another instance, as far as it has come.
 
-    Tokens that another instance sent are found on the GPU; they are counted as the peer's.
+    Of several prompts tokens are sums, and times are of the slowest. Tokens that another instance sent are found on the
+    GPU; they are counted as the peer's.
     """
-    num_peer = min(generation.num_peer_tokens, generation.num_gpu_tokens)
-    queued, matched, first = generation.queued, generation.matched, generation.first_token
+    if not generations:
+        return {}
+    num_peer = sum(min(each.num_peer_tokens, each.num_gpu_tokens) for each in generations)
+    matched = [each.matched - each.queued for each in generations if each.matched is not None]
+    first = [each.first_token - each.queued for each in generations if each.first_token is not None]
+    ends = [each.finish_reason or (each.cancel_reason if each.cancelled else None) for each in generations]
     return {
-        "engine_request": generation.request.request_id,
-        "finish": generation.finish_reason or (generation.cancel_reason if generation.cancelled else None),
-        "prompt_tokens": generation.request.num_prompt_tokens,
-        "output_tokens": len(generation.output),
-        "gpu_tokens": generation.num_gpu_tokens - num_peer,
-        "cpu_tokens": generation.num_cpu_tokens,
-        "storage_tokens": generation.num_storage_tokens,
+        "engine_request": generations[0].request.request_id,
+        "prompts": len(generations) if len(generations) > 1 else None,
+        "finish": ",".join(sorted({end for end in ends if end is not None})) or None,
+        "prompt_tokens": sum(each.request.num_prompt_tokens for each in generations),
+        "output_tokens": sum(len(each.output) for each in generations),
+        "gpu_tokens": sum(each.num_gpu_tokens for each in generations) - num_peer,
+        "cpu_tokens": sum(each.num_cpu_tokens for each in generations),
+        "storage_tokens": sum(each.num_storage_tokens for each in generations),
         "peer_tokens": num_peer,
-        "queue_milliseconds": None if matched is None else _milliseconds(matched - queued),
-        "first_token_milliseconds": None if first is None else _milliseconds(first - queued),
+        "queue_milliseconds": _milliseconds(max(matched)) if matched else None,
+        "first_token_milliseconds": _milliseconds(max(first)) if first else None,
     }
 
 

@@ -72,6 +72,7 @@ class Router:
                 web.get("/health", self._health, allow_head=False),
                 web.get("/ready", self._ready, allow_head=False),
                 web.get("/v1/models", self._models, allow_head=False),
+                web.get("/v1/models/{model:.+}", self._models, allow_head=False),
                 web.post(_CHAT, self._ask),
                 web.post(_COMPLETION, self._ask),
                 *pages.routes(),
@@ -93,7 +94,7 @@ class Router:
         return failure(503, "no decode instance is ready")
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        question = Question("GET", request.path, None, _SHORT_SECONDS)
+        question = Question("GET", request.rel_url.raw_path, None, _SHORT_SECONDS)
         forwarding = Forwarding(request.app[_UPSTREAM], self._decode, question)
         return await forwarding.run(request, self._decode.in_order())
 

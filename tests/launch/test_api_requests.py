@@ -55,6 +55,23 @@ def test_a_prompt_is_a_text_or_tokens() -> None:
     assert isinstance(decode_request(json.dumps({"messages": MESSAGES}).encode()), ChatRequest)
 
 
+@pytest.mark.parametrize(("one", "other"), [("a", "b"), ([1], [2, 3])])
+def test_several_prompts(one: Any, other: Any) -> None:
+    """As texts or as lists of token ids, up to a bound; each is known by its place."""
+    assert completion(prompt=[one, other]).prompts == {"prompt[0]": one, "prompt[1]": other}
+    assert completion(prompt=one).prompts == {"prompt": one}
+    assert completion(prompt=[one] * 64).num_prompts == 64
+    refused = refusal(completion, prompt=[one] * 65)
+    assert refused.field == "prompt" and "has 65 prompts; send at most 64" in str(refused)
+
+
+def test_a_developer_is_the_system() -> None:
+    """To the model, which knows no other word for it."""
+    roles = ("system", "developer", "user", "assistant")
+    messages = chat(messages=[{"role": role, "content": "a"} for role in roles]).messages
+    assert [message.model_role for message in messages] == ["system", "system", "user", "assistant"]
+
+
 IDLE = {
     "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": True,
     "prompt_cache_key": "k", "safety_identifier": "s", "stream_options": {"include_usage": True},
@@ -112,12 +129,12 @@ def test_what_is_not_done_is_refused_by_its_name(make: Any, fields: dict[str, An
 @pytest.mark.parametrize(
     ("message", "field", "words"),
     [
-        ({"role": "tool", "content": "a"}, "messages[0].role", "system, user or assistant"),
+        ({"role": "tool", "content": "a"}, "messages[0].role", "system, developer, user or assistant"),
         ({"role": "user", "contant": "a"}, "messages[0].contant", "did you mean 'content'?"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0].type", "text"),
         ({"role": "user", "content": 7}, "messages[0].content", "a text, or a list of parts of type text"),
         ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls", "tools are not done here"),
-        ({"content": "a"}, "messages[0].role", "system, user or assistant"),
+        ({"content": "a"}, "messages[0].role", "system, developer, user or assistant"),
     ],
 )
 def test_what_is_wrong_in_a_message_is_named(message: dict[str, Any], field: str, words: str) -> None:
@@ -155,7 +172,13 @@ def test_the_page_names_every_field() -> None:
         (b"{}", "messages", "required"),
         (b'{"prompt": ""}', "prompt", "not empty"),
         (b'{"prompt": []}', "prompt", "not empty"),
-        (b'{"prompt": ["a", "b"]}', "prompt[0]", "one prompt"),
+        (b'{"prompt": ["a", ""]}', "prompt[1]", "not empty"),
+        (b'{"prompt": [[1], []]}', "prompt[1]", "not empty"),
+        (b'{"prompt": [[1, "a"]]}', "prompt[0][1]", "up to 64 of either"),
+        (b'{"prompt": ["a", 1]}', "prompt", "a list of unlike things"),
+        (b'{"prompt": [1, [1]]}', "prompt", "a list of unlike things"),
+        (b'{"prompt": ["a", [1]]}', "prompt", "a list of unlike things"),
+        (b'{"prompt": ["a", "b"], "kv_offer": "QUJD"}', "kv_offer", "of one prompt, and prompt has 2"),
         (b'{"prompt": "a", "messages": []}', "messages", "unknown field 'messages'"),
     ],
 )

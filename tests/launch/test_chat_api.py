@@ -13,12 +13,14 @@ import pytest
 from fastdeploy_cache.launch.reference_engine.generation import (
     Generation,
     GenerationBusyError,
+    GenerationError,
     GenerationRefusedError,
     GenerationTimeoutError,
 )
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.server import chat, prefills
-from fastdeploy_cache.launch.server.api_requests import ChatRequest, Message, TextPart
+from fastdeploy_cache.launch.server.api_fields import RefusedFieldError
+from fastdeploy_cache.launch.server.api_requests import ApiRequest, ChatRequest, CompletionRequest, Message, TextPart
 from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.prefills import Prefill
 from tests.rigs.integer_instance import PROMPT, SECONDS, Instance, instances, prefill
@@ -44,7 +46,7 @@ class Numbers(ChatTokenizer):
         return f"{token_id} ".encode()
 
 
-async def complete(api: ChatApi, request: ChatRequest = CHAT) -> dict[str, Any]:
+async def complete(api: ChatApi, request: ApiRequest = CHAT) -> dict[str, Any]:
     return await api.complete(request, await api.submit(request))
 
 
@@ -85,6 +87,54 @@ def test_nothing_comes(
         there.engine.resume()
         assert not there.engine.step()  # nobody waits, nobody runs
         assert there.model.num_computed_tokens == 0
+
+
+class Texts(Numbers):
+    """A prompt has a token for each of its characters."""
+
+    def min_text_tokens(self, text: str) -> int:
+        return len(text)
+
+    def encode(self, text: str) -> np.ndarray[Any, Any]:
+        return np.arange(1, len(text) + 1)
+
+
+def test_of_several_prompts_none_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the engine refuses the last one, or the client leaves, the others are computed for no longer."""
+    request = CompletionRequest(prompt=["one prompt", "a second one", "the third"], max_tokens=4)
+
+    async def leave(api: ChatApi) -> None:
+        task = asyncio.ensure_future(complete(api, request))
+        while len(there.engine._line) < 3 and not task.done():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+
+    with instances(lambda: Instance("mixed", 1)) as (there,):
+        api, submit = ChatApi(there.engine, Texts()), there.engine.intake.submit
+        assert there.engine.pause(SECONDS)
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(leave(api))
+
+        def submit_two(prompt: Any, *arguments: Any, **more: Any) -> Generation:
+            if len(prompt) == len("the third"):
+                raise GenerationError("the engine has stopped")
+            return submit(prompt, *arguments, **more)
+
+        monkeypatch.setattr(there.engine.intake, "submit", submit_two)
+        with pytest.raises(GenerationError, match="has stopped"):
+            asyncio.run(complete(api, request))
+        there.engine.resume()
+        assert not there.engine.step()  # nobody waits, nobody runs
+        assert there.model.num_computed_tokens == 0
+
+
+def test_nothing_is_offered_of_several_prompts() -> None:
+    """An offer is of one prompt: whoever is asked for the answers computes these."""
+    with instances(prefill) as (there,):
+        request = CompletionRequest(prompt=["one prompt", "a second one"])
+        found = asyncio.run(ChatApi(there.engine, Texts()).prefills.compute(request))
+        assert found == (None, {"offer": None, "offer_id": None, "num_blocks": 0})
 
 
 def test_an_offer_that_is_given_up() -> None:
@@ -153,8 +203,8 @@ def test_a_stop_text_ends_the_work() -> None:
 
     async def ask(api: ChatApi) -> tuple[Generation, dict[str, Any]]:
         request = ChatRequest(messages=CHAT.messages, max_tokens=300, stop=" ")
-        generation = await api.submit(request)
-        return generation, await api.complete(request, generation)
+        (generation,) = await api.submit(request)
+        return generation, await api.complete(request, [generation])
 
     with instances(lambda: Instance("mixed", 1)) as (there,):
         generation, answer = asyncio.run(ask(ChatApi(there.engine, Numbers())))
@@ -184,7 +234,7 @@ def test_what_can_never_fit_is_not_tokenised(content: Any) -> None:
             fault, words = (
                 (AssertionError, "it was tokenised")
                 if num_new == 3
-                else (GenerationRefusedError, "397 characters in 1 messages count as 397 tokens or more.*at most 400")
+                else (RefusedFieldError, "397 characters in 1 messages count as 397 tokens or more.*at most 400")
             )
             for ask in (api.submit, api.prefills.compute):
                 with pytest.raises(fault, match=words):
@@ -205,7 +255,7 @@ def test_open_prefills_of_one_client_leave_others_room() -> None:
             assert not prefill_.send.wait(SECONDS)
         too_long = ChatRequest(messages=CHAT.messages, max_tokens=400)
         for _ in range(3):
-            with pytest.raises(GenerationRefusedError):
+            with pytest.raises(RefusedFieldError):
                 compute(api, too_long, "a")
         assert compute(api, client="a").generation is not None
 
@@ -215,10 +265,11 @@ def test_a_prompt_that_the_answer_makes_too_long() -> None:
     with instances(prefill) as (there,):
         api, limit = ChatApi(there.engine, Numbers()), 400 - len(PROMPT)
         too_long = ChatRequest(messages=CHAT.messages, max_tokens=limit + 1)
-        with pytest.raises(GenerationRefusedError):
-            asyncio.run(api.submit(too_long))
-        with pytest.raises(GenerationRefusedError, match=f"22 prompt tokens before {limit + 1} new ones"):
-            compute(api, too_long)
+        words = f"messages have 22 tokens, and {limit + 1} new ones are asked for; together they must be at most 400"
+        for ask in (api.submit, api.prefills.compute):
+            with pytest.raises(RefusedFieldError, match=words) as refused:
+                asyncio.run(ask(too_long))  # type: ignore[arg-type]
+            assert (refused.value.field, refused.value.code) == ("messages", "context_length_exceeded")
         generation, _ = compute(api, ChatRequest(messages=CHAT.messages, max_tokens=limit))
         assert generation is not None
         api.cancel(generation)

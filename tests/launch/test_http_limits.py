@@ -44,9 +44,9 @@ class Api:
 
     async def submit(self, request: Any, *, name: str) -> Any:
         self.is_asked.set()
-        return Generation(Request(request_id=name, prompt_token_ids=[1]), 1)
+        return [Generation(Request(request_id=name, prompt_token_ids=[1]), 1)]
 
-    async def complete(self, request: Any, generation: Any) -> dict[str, Any]:
+    async def complete(self, request: Any, generations: Any) -> dict[str, Any]:
         try:
             async with asyncio.timeout(SECONDS):
                 await self.may_answer.wait()
@@ -55,12 +55,12 @@ class Api:
             raise
         return {"text": "all"}
 
-    async def stream(self, request: Any, generation: Any) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, request: Any, generations: Any) -> AsyncIterator[dict[str, Any]]:
         for _ in range(10_000):
             yield {"text": self._piece}
             await asyncio.sleep(0)
 
-    def cancel(self, generation: Any) -> None:
+    def cancel(self, *generations: Any) -> None:
         self.is_cancelled.set()
 
 

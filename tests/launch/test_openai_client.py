@@ -71,6 +71,11 @@ def server(process: tuple[subprocess.Popen[str], int]) -> Iterator[Served]:
 def test_models_are_listed(server: Served) -> None:
     """There is the one that requests may name."""
     assert [model.id for model in server.client.models.list()] == [MODEL]
+    assert server.client.models.retrieve(MODEL) == server.client.models.list().data[0]
+    for name in ("gpt-4", "a/b c?", "x" * 5000):
+        with pytest.raises(openai.NotFoundError, match=MODEL if len(name) < 10 else "xxx") as refused:
+            server.client.models.retrieve(name)
+        assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
 
 
 def test_an_answer_is_greedy_unless_it_is_to_be_drawn(server: Served) -> None:
@@ -128,13 +133,84 @@ def test_a_completion_goes_on_with_its_prompt(server: Served) -> None:
     """Given as text or as the token ids of that text; what is cached of it is found by both."""
     by_text, by_ids = (
         server.complete(),
-        server.complete(prompt=[1 + "abcdefghijklmnopqrstuvwxyz ".find(c) for c in PROMPT]),
+        server.complete(prompt=ids_of(PROMPT)),
     )
     assert by_text.choices[0].text == by_ids.choices[0].text and by_text.object == "text_completion"
     assert by_text.usage.prompt_tokens == len(PROMPT)
     assert by_ids.usage.prompt_tokens_details.cached_tokens == len(PROMPT) // 4 * 4
     with pytest.raises(openai.BadRequestError, match=r"prompt\[1\] is 99; the model's token ids are 0 to 31"):
         server.complete(prompt=[1, 99])
+
+
+def ids_of(text: str) -> list[int]:
+    return [1 + "abcdefghijklmnopqrstuvwxyz ".find(letter) for letter in text]
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_several_prompts_have_an_answer_each(server: Served, as_ids: bool) -> None:
+    """In their order and as each has alone, whole or streamed, stopped or not; the counts are of all together."""
+    texts = ["one prompt", "another one of more words", "one prompt", "z"]
+    prompts = [ids_of(text) if as_ids else text for text in texts]
+    fields = {"temperature": 1, "seed": 3, "stop": ["e", "q"], "max_tokens": 30}
+    alone = [server.complete(prompt=prompt, **fields) for prompt in prompts]
+    together = server.complete(prompt=prompts, **fields)
+    assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
+    expected = [(answer.choices[0].text, answer.choices[0].finish_reason) for answer in alone]
+    assert [(choice.text, choice.finish_reason) for choice in together.choices] == expected
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert getattr(together.usage, name) == sum(getattr(answer.usage, name) for answer in alone)
+    said, ends = [""] * 4, [""] * 4
+    *chunks, last = server.complete(prompt=prompts, stream=True, stream_options={"include_usage": True}, **fields)
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        assert not ends[choice.index], "something came after its end"
+        said[choice.index] += choice.text
+        ends[choice.index] = choice.finish_reason or ""
+    assert list(zip(said, ends, strict=True)) == expected
+    assert last.choices == [] and last.usage.total_tokens == together.usage.total_tokens
+
+
+def test_one_bad_prompt_refuses_all(server: Served) -> None:
+    """By its place; and there is a bound to their number."""
+    with pytest.raises(openai.BadRequestError, match=r"prompt\[1\]\[2\] is 99"):
+        server.complete(prompt=[[1], [1, 2, 99]])
+    with pytest.raises(openai.BadRequestError, match="has 65 prompts; send at most 64") as refused:
+        server.complete(prompt=["a"] * 65)
+    assert refused.value.param == "prompt"
+    assert len(server.complete(prompt=["a"] * 64, max_tokens=1).choices) == 64
+
+
+def test_a_developer_is_the_system(server: Served) -> None:
+    """The same answer, and the same cached blocks."""
+    system, developer = ([{"role": role, "content": "be brief"}, *QUESTION] for role in ("system", "developer"))
+    assert server.said(messages=developer) == server.said(messages=system)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": [{"role": "user", "content": "x" * 400}]}, "messages: 400 characters in 1 messages count as"),
+        ({"messages": [{"role": "user", "content": "x" * 350}]}, r"messages have \d+ tokens, and 40 new ones"),
+        ({"prompt": "x" * 380}, "prompt: 380 characters count as 380 tokens or more, and 40 new ones"),
+        ({"prompt": [1] * 380}, "prompt has 380 tokens, and 40 new ones"),
+        ({"prompt": ["a", "x" * 380]}, r"prompt\[1\]: 380 characters"),
+        ({"prompt": [[1], [1] * 380]}, r"prompt\[1\] has 380 tokens"),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_prompt_that_is_too_long(server: Served, fields: dict[str, Any], words: str, is_stream: bool) -> None:
+    """Is refused by the code that clients know, with the field that has it and the numbers; a stream does not begin."""
+    (field,), ask = fields, server.chat if "messages" in fields else server.complete
+    with pytest.raises(openai.BadRequestError, match=f"{words}.*at most 400") as refused:
+        ask(**fields, stream=is_stream)
+    assert (refused.value.param, refused.value.code) == (field, "context_length_exceeded")
+
+
+def test_an_answer_that_no_prompt_leaves_room_for(server: Served) -> None:
+    """It is the number of new tokens that is wrong then, and not the prompt."""
+    with pytest.raises(openai.BadRequestError, match=r"max_tokens is 400; .* at most 400 tokens") as refused:
+        server.chat(max_tokens=400)
+    assert (refused.value.param, refused.value.code) == ("max_tokens", "invalid_value")
 
 
 def test_the_end_of_a_stream_has_the_counts_where_they_are_asked_for(server: Served) -> None:

@@ -9,12 +9,14 @@ import queue
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
 
 from fastdeploy_cache.ipc.log_lines import JsonLines
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
+from fastdeploy_cache.launch.server.answer_forms import MODEL_NAME
 from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
 from fastdeploy_cache.launch.server.instances import Instances
@@ -92,6 +94,27 @@ def test_the_same_seed_gives_the_same_answer_apart(group: Group, path: str) -> N
         expected = text(group.mixed, path, **fields)
         assert [text(group.router, path, cache_salt=salt, **fields) for salt in ("a", "b", "a")] == [expected] * 3
     assert text(group.router, path, temperature=1.5, seed=5) != text(group.router, path, temperature=1.5, seed=6)
+
+
+def test_several_prompts_apart(group: Group, lines: Lines) -> None:
+    """The decode instance computes them, as one instance would; its line of the log has all of them."""
+    body = {"prompt": [PROMPT, PROMPT[::-1]], "max_tokens": 5, "cache_salt": "several"}
+    status, expected, _ = ask(group.mixed, COMPLETION, body)
+    lines.take(1)
+    assert status == 200 and len(expected["choices"]) == 2
+    assert ask(group.router, COMPLETION, body)[1]["choices"] == expected["choices"]
+    (decoded,) = [line for line in lines.take(3) if "engine_request" in line]
+    assert (decoded["prompts"], decoded["prompt_tokens"], decoded["output_tokens"]) == (2, 2 * len(PROMPT), 10)
+    assert (decoded["finish"], decoded["peer_tokens"]) == ("length", 0)
+
+
+def test_models_through_a_router(group: Group) -> None:
+    """The one that there is, and others as OpenAI's API says that they are not there."""
+    assert ask(group.router, f"/v1/models/{MODEL_NAME}")[:2] == ask(group.mixed, f"/v1/models/{MODEL_NAME}")[:2]
+    for name in ("gpt-4", "a%2Fb%20c"):
+        status, answer, _ = ask(group.router, f"/v1/models/{name}")
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert repr(unquote(name)) in answer["error"]["message"]
 
 
 def test_a_refusal_comes_through(group: Group) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.server import instance_app, router
+from fastdeploy_cache.launch.server.answer_forms import MODEL_NAME
 from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
 from fastdeploy_cache.launch.server.instances import Instances
@@ -33,7 +34,8 @@ ROUTES: dict[str, list[tuple[str, str]]] = {
     "router": [],
 }
 for routes in ROUTES.values():
-    routes += [("GET", "/health"), ("GET", "/ready"), ("GET", "/v1/models"), ("POST", CHAT), ("POST", COMPLETION)]
+    routes += [("GET", "/health"), ("GET", "/ready"), ("GET", "/v1/models"), ("GET", f"/v1/models/{MODEL_NAME}")]
+    routes += [("POST", CHAT), ("POST", COMPLETION)]
 ROUTES["server"].append(("DELETE", f"{PREFILL}/"))
 BIG = 5 * 2**20
 FITS = 2**20  # a body that is taken, with a text that can never fit

@@ -30,13 +30,13 @@ class Api:
 
     async def submit(self, request: Any, *, name: str) -> Any:
         assert self.may_begin.wait(SECONDS)  # all that comes meanwhile waits, too
-        return Generation(Request(request_id=name, prompt_token_ids=[1]), 1)
+        return [Generation(Request(request_id=name, prompt_token_ids=[1]), 1)]
 
-    async def stream(self, request: Any, generation: Any) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, request: Any, generations: Any) -> AsyncIterator[dict[str, Any]]:
         yield {"text": "\u4e2d"}
         yield {"text": "b"}
 
-    def cancel(self, generation: Any) -> None:
+    def cancel(self, *generations: Any) -> None:
         self.is_cancelled.set()
 
 
