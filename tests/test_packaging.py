@@ -11,6 +11,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,17 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(importlib.util.find_spec("setuptools") is None, reason="setuptools is not installed"),
 ]
-needs_wheels = pytest.mark.skipif(
-    not any(importlib.util.find_spec(name) for name in ("setuptools.command.bdist_wheel", "wheel"))
-    or importlib.util.find_spec("pip") is None,
-    reason="building a wheel takes pip, and setuptools 70.1 or newer",
-)
+
+
+def can_make_wheels() -> bool:
+    """By version: to look for the command would import setuptools into this process, which changes distutils."""
+    if importlib.util.find_spec("pip") is None or importlib.util.find_spec("setuptools") is None:
+        return False
+    numbers = re.findall(r"\d+", metadata.version("setuptools"))
+    return tuple(map(int, numbers[:2])) >= (70, 1) or importlib.util.find_spec("wheel") is not None
+
+
+needs_wheels = pytest.mark.skipif(not can_make_wheels(), reason="a wheel takes pip, and setuptools 70.1 or newer")
 CHECKOUT_ONLY = {".sh", ".c"}  # scripts that set up a checkout, and what is compiled
 # In the repository and in no archive: what only the repository's own tools read.
 NOT_GIVEN_AWAY = {".gitignore"}
