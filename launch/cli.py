@@ -10,6 +10,7 @@ import typer
 from fastdeploy_cache.ipc.log_lines import set_up_log
 from fastdeploy_cache.launch.background.cli import LogFormat, LogLevel, background_app
 from fastdeploy_cache.launch.config_cli import config_app
+from fastdeploy_cache.launch.reference_engine.installed import check_installed
 from fastdeploy_cache.launch.server.library import check_library
 from fastdeploy_cache.launch.storage.cli import storage_app
 
@@ -24,7 +25,11 @@ app.add_typer(config_app, name="config")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the cache beside its floors, in one run.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(storage_app, name="storage")
-engines_app = typer.Typer(no_args_is_help=True, help="Run real engines with this cache; see launch/engines.sh.")
+engines_app = typer.Typer(
+    no_args_is_help=True,
+    help="Run an installed vLLM or SGLang alone and with this cache, and compare the answers. In a checkout of this "
+    "project, launch/engines.sh installs the engine first.",
+)
 app.add_typer(engines_app, name="engines")
 
 Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer process each: 1 or 3.")]
@@ -60,6 +65,7 @@ def demo(
     kill: Annotated[bool, typer.Option(help="Kill one rank in the middle.")] = True,
 ) -> None:
     """Serve real conversations with the cache and without, and compare speed and answers."""
+    check_installed()
     from fastdeploy_cache.launch.demo.command import demo as run
 
     raise typer.Exit(0 if run(ranks, new_tokens, json, log_dir, kill) else 1)
@@ -93,6 +99,7 @@ def serve(
     log_format: LogFormat = None,
 ) -> None:
     """Serve SmolLM2 over HTTP (POST /v1/chat/completions, /v1/completions) until SIGTERM or Ctrl-C."""
+    check_installed()
     check_library()
     from fastdeploy_cache.launch.server.serve import serve as run
     from fastdeploy_cache.launch.server.settings import device_settings

