@@ -82,9 +82,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = 8000,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of /metrics.")] = 9400,
-    storage: Annotated[
-        Path | None, typer.Option(help="Folder of a store on disk: what is cached is there after a restart.")
-    ] = None,
+    storage: Annotated[Path | None, typer.Option(help="Folder of a store on disk, which outlives restarts.")] = None,
     control_socket: Annotated[
         Path | None, typer.Option(help="Take the verbs of `control` at this unix socket, in a folder of mode 700.")
     ] = None,
