@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 
 from fastdeploy_cache.ipc.log_lines import set_up_log
+from fastdeploy_cache.launch import interrupts
 from fastdeploy_cache.launch.background.cli import LogFormat, LogLevel, background_app
 from fastdeploy_cache.launch.config_cli import config_app
 from fastdeploy_cache.launch.reference_engine.installed import check_installed
 from fastdeploy_cache.launch.server.library import check_library
+from fastdeploy_cache.launch.size_option import size_given
 from fastdeploy_cache.launch.storage.cli import storage_app
 
 app = typer.Typer(
@@ -31,6 +33,8 @@ engines_app = typer.Typer(
     "project, launch/engines.sh installs the engine first.",
 )
 app.add_typer(engines_app, name="engines")
+
+_LEAST_BENCH_BYTES = 16 * 2**20
 
 Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer process each: 1 or 3.")]
 LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank.")]
@@ -251,24 +255,27 @@ def control(
     raise typer.Exit(0 if run(options, json) else 1)
 
 
-@bench_app.command(epilog="Example: fastdeploy-cache bench transfer --memory-mib 256")
+@bench_app.command(epilog="Example: fastdeploy-cache bench transfer --memory 256MiB")
 def transfer(
     json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="How often each copy is measured; medians count.")] = 7,
-    memory_mib: Annotated[int, typer.Option(min=16, help="Size of each pool; up to eight are there at a time.")] = 512,
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Size of each pool; up to eight are there at a time.")
+    ] = "512MiB",
     idle_seconds: Annotated[float, typer.Option(min=0.5, help="How long the ranks are watched at rest.")] = 5.0,
     device: Annotated[str, typer.Option(help="cpu, or cuda: copy speed alone, beside pinned copies.")] = "cpu",
 ) -> None:
     """What ranks reach: copy speed, round trips, rest, start, each beside its floor. Status 1: a figure missed."""
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter(f"--device {device}; use cpu or cuda")
+    memory_bytes = size_given("--memory", memory, _LEAST_BENCH_BYTES)
     if device == "cuda":
         from fastdeploy_cache.launch.bench.cuda_transfer_command import bench_cuda_transfer
 
-        raise typer.Exit(0 if bench_cuda_transfer(json, repeats, memory_mib) else 1)
+        raise typer.Exit(0 if bench_cuda_transfer(json, repeats, memory_bytes) else 1)
     from fastdeploy_cache.launch.bench.transfer_command import bench_transfer as run
 
-    raise typer.Exit(0 if run(json, repeats, memory_mib, idle_seconds) else 1)
+    raise typer.Exit(0 if run(json, repeats, memory_bytes, idle_seconds) else 1)
 
 
 @bench_app.command(epilog="Example: fastdeploy-cache bench storage --folder /ssd/kv-bench")
@@ -281,9 +288,11 @@ def storage(
     master_address: Annotated[
         str | None, typer.Option(help="Also measure the Mooncake cluster of this master.")
     ] = None,
-    memory_mib: Annotated[int, typer.Option(min=16, help="What is written and read in a round.")] = 256,
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="What is written and read in a round.")] = "256MiB",
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 5,
-    reopen_gb: Annotated[float, typer.Option(min=0, help="Size of the folder that is opened again; 0: none.")] = 10.0,
+    reopen: Annotated[
+        str, typer.Option(metavar="SIZE", help="Size of the folder that is opened again; 0: none.")
+    ] = "10GB",
     model: Annotated[bool, typer.Option(help="Also load a prompt of the demo's model, and compute it.")] = True,
 ) -> None:
     """What stores reach beside plain files, and what one costs that hangs. Status 1: a figure missed."""
@@ -294,9 +303,9 @@ def storage(
         folder=folder,
         server_url=server_url,
         master_address=master_address,
-        memory_mib=memory_mib,
+        memory_bytes=size_given("--memory", memory, _LEAST_BENCH_BYTES),
         repeats=repeats,
-        reopen_gb=reopen_gb,
+        reopen_bytes=size_given("--reopen", reopen),
         with_model=model,
     )
     raise typer.Exit(0 if run(wanted, json) else 1)
@@ -306,13 +315,15 @@ def storage(
 def peer(
     json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 15,
-    memory_mib: Annotated[int, typer.Option(min=16, help="What is moved at a time; 8 times as much is needed.")] = 128,
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="What is moved at a time; 8 times as much is needed.")
+    ] = "128MiB",
     link: Annotated[list[str], typer.Option(help="Links to measure.")] = ["shm", "nixl", "mooncake"],  # noqa: B006
 ) -> None:
     """What links between instances reach beside plain copies and their libraries. Status 1: a figure missed."""
     from fastdeploy_cache.launch.bench.peer_command import bench_peer as run
 
-    raise typer.Exit(0 if run(json, repeats, memory_mib, link) else 1)
+    raise typer.Exit(0 if run(json, repeats, size_given("--memory", memory, _LEAST_BENCH_BYTES), link) else 1)
 
 
 @engines_app.command(epilog="Example: fastdeploy-cache engines vllm --only-answers --json lane.json")
@@ -339,11 +350,16 @@ def sglang(
 
 
 def main() -> None:
-    """Entry point: an expected error is one line on standard error and exit status 1."""
+    """Entry point: an expected error is one line on standard error and exit status 1; Ctrl-C is one line and 130."""
+    interrupts.interrupt_once()
     from fastdeploy_cache.errors import CacheError
 
     try:
         app()
+    except SystemExit as end:
+        if end.code == interrupts.STATUS:
+            typer.echo("fastdeploy-cache: interrupted", err=True)
+        raise
     except CacheError as error:
         typer.echo(f"fastdeploy-cache: {error}", err=True)
         raise SystemExit(1) from None

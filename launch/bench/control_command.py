@@ -72,25 +72,25 @@ def bench_control(options: ControlOptions, json_file: Path | None) -> bool:
     """
     scale_blocks = _scale_blocks(options.scale_sizes)
     folder = _vllm_folder(options.peer)
-    report = Report(json_file)
-    recipes = list(options.recipes)
-    if options.trace is not None:
-        recipes.append(Recipe("trace", 64, 400, str(options.trace), options.trace_block_size))
-    with vllm_process(folder) if folder is not None else nullcontext() as vllm:
-        report.note(f"Beside {vllm.name}" if vllm else "Without vLLM: give its folder with --peer vllm=FOLDER")
-        report.note("Lists of tokens are packed natively" if IS_NATIVE else "Lists of tokens are packed in Python")
-        for recipe in recipes:
-            _run_workload(report, recipe, options.repeats, vllm)
-        if options.trace is None:
-            report.note("No trace workload: give a file with --trace")
-        _run_steps(report, options.repeats, vllm)
-        _run_full_pools(report, scale_blocks, vllm)
-    _run_edges(report)
-    _run_eviction(report, scale_blocks[-1])
-    _run_scale(report, scale_blocks)
-    run_pauses(report, scale_blocks, options.max_runs)
-    report.note("Smaller is better throughout, but for hits.")
-    return report.end()
+    with Report(json_file) as report:
+        recipes = list(options.recipes)
+        if options.trace is not None:
+            recipes.append(Recipe("trace", 64, 400, str(options.trace), options.trace_block_size))
+        with vllm_process(folder) if folder is not None else nullcontext() as vllm:
+            report.note(f"Beside {vllm.name}" if vllm else "Without vLLM: give its folder with --peer vllm=FOLDER")
+            report.note("Lists of tokens are packed natively" if IS_NATIVE else "Lists of tokens are packed in Python")
+            for recipe in recipes:
+                _run_workload(report, recipe, options.repeats, vllm)
+            if options.trace is None:
+                report.note("No trace workload: give a file with --trace")
+            _run_steps(report, options.repeats, vllm)
+            _run_full_pools(report, scale_blocks, vllm)
+        _run_edges(report)
+        _run_eviction(report, scale_blocks[-1])
+        _run_scale(report, scale_blocks)
+        run_pauses(report, scale_blocks, options.max_runs)
+        report.note("Smaller is better throughout, but for hits.")
+        return report.end()
 
 
 def _scale_blocks(sizes: str) -> list[int]:

@@ -14,7 +14,7 @@ _GB = 1e9
 _MAX_RANKS = 2
 
 
-def bench_cuda_transfer(json_file: Path | None, repeats: int, memory_mib: int) -> bool:
+def bench_cuda_transfer(json_file: Path | None, repeats: int, memory_bytes: int) -> bool:
     """Run everything, print it, write it; True, as no figure has a limit.
 
     Raises:
@@ -22,26 +22,25 @@ def bench_cuda_transfer(json_file: Path | None, repeats: int, memory_mib: int) -
         DeviceError: there is no GPU, or the bindings are missing.
         RankStartError, NotEnoughMemoryError: the ranks cannot start.
     """
-    report = Report(json_file, page="docs/gpu.md")
-    memory_bytes = memory_mib * 2**20
-    if getattr(Cuda(0).driver, "IS_SIMULATED", False):
-        report.note("The driver is simulated: these speeds say nothing.")
-    for gpu in describe_gpus():
-        link = gpu.pcie_gb_per_second
-        report.note(f"GPU {gpu.index}: {gpu.name}, driver {gpu.driver}, link {link or 'unknown'} GB/s each way")
-    ways = {case.name: way_speeds(case, memory_bytes, repeats) for case in CASES}
-    lines = {name: _way_figures(speeds) for name, speeds in ways.items()}
-    report.table("Ways of the device", lines, about="scattered blocks, in one process", label="layout")
-    report.facts["ways"], report.facts["bandwidth"] = ways, []
-    for num_ranks in (1, _MAX_RANKS):
-        found = {case.name: cuda_bandwidth(case, num_ranks, memory_bytes, repeats) for case in CASES}
-        lines = {name: _rank_figures(row) for name, row in found.items()}
-        title = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
-        report.table(title, lines, about="of all ranks, from submission to answer", label="layout")
-        report.facts["bandwidth"] += [
-            {"case": name, "ranks": num_ranks, **row._asdict()} for name, row in found.items()
-        ]
-    return report.end()
+    with Report(json_file, page="docs/gpu.md") as report:
+        if getattr(Cuda(0).driver, "IS_SIMULATED", False):
+            report.note("The driver is simulated: these speeds say nothing.")
+        for gpu in describe_gpus():
+            link = gpu.pcie_gb_per_second
+            report.note(f"GPU {gpu.index}: {gpu.name}, driver {gpu.driver}, link {link or 'unknown'} GB/s each way")
+        ways = {case.name: way_speeds(case, memory_bytes, repeats) for case in CASES}
+        lines = {name: _way_figures(speeds) for name, speeds in ways.items()}
+        report.table("Ways of the device", lines, about="scattered blocks, in one process", label="layout")
+        report.facts["ways"], report.facts["bandwidth"] = ways, []
+        for num_ranks in (1, _MAX_RANKS):
+            found = {case.name: cuda_bandwidth(case, num_ranks, memory_bytes, repeats) for case in CASES}
+            lines = {name: _rank_figures(row) for name, row in found.items()}
+            title = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+            report.table(title, lines, about="of all ranks, from submission to answer", label="layout")
+            report.facts["bandwidth"] += [
+                {"case": name, "ranks": num_ranks, **row._asdict()} for name, row in found.items()
+            ]
+        return report.end()
 
 
 def _way_figures(speeds: dict[str, list[float]]) -> list[Figure]:

@@ -18,6 +18,7 @@ from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.launch.bench.serving import bench_config, take_step
 from fastdeploy_cache.launch.bench.verb_times import Collections, Stopwatch, TimedLock
 from fastdeploy_cache.launch.bench.workloads import Tokens
+from fastdeploy_cache.launch.interrupts import kept_from_children
 
 VERBS = ("match", "allocate", "commit", "step", "release", "first eviction", "scrape")
 RESET = "reset"
@@ -69,8 +70,16 @@ class PoolFigures(NamedTuple):
 def pauses_apart(pool: Pool) -> PoolFigures:
     """What `pauses` finds in a fresh process."""
     command = [sys.executable, "-P", "-m", "fastdeploy_cache.launch.bench.pauses", json.dumps(pool)]
-    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=_MAX_SECONDS)
-    return PoolFigures(*json.loads(answer.stdout))
+    with kept_from_children():
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with process:
+        try:
+            answer, _ = process.communicate(timeout=_MAX_SECONDS)
+        finally:
+            process.kill()  # where it has not ended
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return PoolFigures(*json.loads(answer))
 
 
 def pauses(pool: Pool) -> PoolFigures:

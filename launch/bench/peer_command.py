@@ -20,43 +20,43 @@ _MEMORY_TIMES = 8  # segments of both processes of a link, a copy, and the pools
 _NO_GPU = "GPU memory is not measured: the KV arrays of this benchmark are in host memory"
 
 
-def bench_peer(json_file: Path | None, repeats: int, memory_mib: int, kinds: Sequence[str]) -> bool:
+def bench_peer(json_file: Path | None, repeats: int, memory_bytes: int, kinds: Sequence[str]) -> bool:
     """Run everything over these links, print it, write it; whether every promise was kept.
 
     Raises:
         LaunchError: no such link, a folder that does not exist, or a process that fails.
-        NotEnoughMemoryError: about eight times `memory_mib` are not there.
+        NotEnoughMemoryError: about eight times `memory_bytes` are not there.
     """
     if unknown := set(kinds) - set(KINDS):
         raise LaunchError(f"--link {unknown.pop()}; use {', '.join(KINDS)}")
-    _check_memory(memory_mib)
-    report = Report(json_file)
-    report.note(_NO_GPU)
-    links: dict[str, Any] = {}
-    missing = {"gpu": _NO_GPU}
-    report.facts |= {"links": links, "not_measured": missing}
-    for kind in kinds:
-        try:
-            links[kind] = {"rows": _run_link(report, kind, memory_mib * _MIB, repeats)}
-        except LinkMissingError as error:
-            missing[kind] = str(error)
-            report.note(f"{kind} is not measured: {error}")
-    overlaps = {kind: overlap(kind, memory_mib * _MIB, repeats) for kind in links}
-    for kind, row in overlaps.items():
-        described = row._asdict() | {"num_layers_behind": row.num_layers_behind}
-        links[kind] |= {"overlap": described, "smallest_receive_seconds": smallest_receive_seconds(kind, repeats)}
-    if links:
-        _show_overlaps(report, overlaps, {kind: link["smallest_receive_seconds"] for kind, link in links.items()})
-    return report.end()
+    _check_memory(memory_bytes)
+    with Report(json_file) as report:
+        report.note(_NO_GPU)
+        links: dict[str, Any] = {}
+        missing = {"gpu": _NO_GPU}
+        report.facts |= {"links": links, "not_measured": missing}
+        for kind in kinds:
+            try:
+                links[kind] = {"rows": _run_link(report, kind, memory_bytes, repeats)}
+            except LinkMissingError as error:
+                missing[kind] = str(error)
+                report.note(f"{kind} is not measured: {error}")
+        overlaps = {kind: overlap(kind, memory_bytes, repeats) for kind in links}
+        for kind, row in overlaps.items():
+            described = row._asdict() | {"num_layers_behind": row.num_layers_behind}
+            links[kind] |= {"overlap": described, "smallest_receive_seconds": smallest_receive_seconds(kind, repeats)}
+        if links:
+            _show_overlaps(report, overlaps, {kind: link["smallest_receive_seconds"] for kind, link in links.items()})
+        return report.end()
 
 
-def _check_memory(memory_mib: int) -> None:
+def _check_memory(memory_bytes: int) -> None:
     """Check this before anything is started: a process that the system ends for want of memory says nothing."""
-    needed, available = _MEMORY_TIMES * memory_mib * _MIB, available_memory_bytes()
+    needed, available = _MEMORY_TIMES * memory_bytes, available_memory_bytes()
     if needed > available:
         raise NotEnoughMemoryError(
-            f"--memory-mib {memory_mib} needs {_MEMORY_TIMES} times as much, {needed} bytes, but {available} bytes are "
-            f"available; use {available // (_MEMORY_TIMES * _MIB)} or less"
+            f"--memory {size(memory_bytes)} needs {_MEMORY_TIMES} times as much, {needed} bytes, but {available} bytes "
+            f"are available; use {available // (_MEMORY_TIMES * _MIB)}MiB or less"
         )
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
+from fastdeploy_cache.launch.interrupts import kept_from_children
+
 _AUTHORITY = b"benchmark"
 _TIMEOUT_MS = 10_000
 
@@ -23,9 +25,9 @@ class _Queues(multiprocessing.managers.BaseManager):
 
 @contextlib.contextmanager
 def _far_end(kind: str, address: str) -> Iterator[None]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fastdeploy_cache.launch.bench.ping_pong", kind, address], stdin=subprocess.PIPE
-    )
+    command = [sys.executable, "-m", "fastdeploy_cache.launch.bench.ping_pong", kind, address]
+    with kept_from_children():
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
         yield
     finally:

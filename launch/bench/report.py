@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.findings import check_target, console_beside, table_of, write_json
@@ -66,6 +66,14 @@ class Report:
         self._figures = list[dict[str, Any]]()
         self._reach = list[dict[str, Any]]()
         self.note(self.facts["machine"]["text"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Write what was found until Ctrl-C; the tables of it stand there already."""
+        if kind is KeyboardInterrupt:
+            self._write(interrupted=True)
 
     def note(self, text: str) -> None:
         """Print a line that holds no figure of its own."""
@@ -125,8 +133,11 @@ class Report:
         self.note("Promised figures")
         self._console.print(table)
         self.note(f"{self._page} says what each figure is.")
-        write_json(self._json_file, {**self.facts, "figures": self._figures, "reach": self._reach})
+        self._write()
         return all(entry["ok"] for entry in self._reach)
+
+    def _write(self, **facts: bool) -> None:
+        write_json(self._json_file, {**self.facts, **facts, "figures": self._figures, "reach": self._reach})
 
 
 def size(num_bytes: int) -> str:

@@ -29,9 +29,9 @@ class StorageBench:
     folder: Path | None
     server_url: str | None
     master_address: str | None
-    memory_mib: int
+    memory_bytes: int
     repeats: int
-    reopen_gb: float
+    reopen_bytes: int
     with_model: bool
 
 
@@ -41,33 +41,33 @@ def bench_storage(wanted: StorageBench, json_file: Path | None) -> bool:
     Raises:
         LaunchError: the folder cannot be used, or has too little room.
     """
-    report = Report(json_file, page="docs/storage.md")
-    if wanted.folder is not None and not wanted.folder.is_dir():
-        raise LaunchError(f"--folder {wanted.folder} is no folder")
-    stores = report.facts["stores"] = {}
-    with tempfile.TemporaryDirectory(prefix="fastdeploy-cache-bench-", dir=wanted.folder) as name:
-        folder = Path(name)
-        _check_room(folder, wanted)
-        report.note(f"Files in {folder} (device {folder.stat().st_dev})")
-        for config in _stores(wanted, folder):
-            stores[config.kind] = _run_store(report, config, folder, wanted)
-        if wanted.reopen_gb:
-            report.facts["reopen"] = _run_reopen(report, folder / "reopen", wanted.reopen_gb)
-        if wanted.with_model:
-            _run_model(report, folder / "model")
-    _run_hung(report, max(3, 2 * wanted.repeats))
-    return report.end()
+    with Report(json_file, page="docs/storage.md") as report:
+        if wanted.folder is not None and not wanted.folder.is_dir():
+            raise LaunchError(f"--folder {wanted.folder} is no folder")
+        stores = report.facts["stores"] = {}
+        with tempfile.TemporaryDirectory(prefix="fastdeploy-cache-bench-", dir=wanted.folder) as name:
+            folder = Path(name)
+            _check_room(folder, wanted)
+            report.note(f"Files in {folder} (device {folder.stat().st_dev})")
+            for config in _stores(wanted, folder):
+                stores[config.kind] = _run_store(report, config, folder, wanted)
+            if wanted.reopen_bytes:
+                report.facts["reopen"] = _run_reopen(report, folder / "reopen", wanted.reopen_bytes)
+            if wanted.with_model:
+                _run_model(report, folder / "model")
+        _run_hung(report, max(3, 2 * wanted.repeats))
+        return report.end()
 
 
 def _check_room(folder: Path, wanted: StorageBench) -> None:
-    needed = int(max(wanted.reopen_gb * 1.05 * _GB, 4 * (wanted.repeats + 3) * wanted.memory_mib * 2**20)) + 2**30
+    needed = int(max(wanted.reopen_bytes * 1.05, 4 * (wanted.repeats + 3) * wanted.memory_bytes)) + 2**30
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise LaunchError(f"{folder} has {free / _GB:.1f} GB free, {needed / _GB:.1f} are needed; choose --folder")
 
 
 def _stores(wanted: StorageBench, folder: Path) -> list[StorageConfig]:
-    room = 2 * (wanted.repeats + 2) * wanted.memory_mib * 2**20
+    room = 2 * (wanted.repeats + 2) * wanted.memory_bytes
     common: dict[str, Any] = {"weights_id": "bench", "start_timeout_seconds": 3.0, "task_timeout_seconds": 60.0}
     stores = [
         StorageConfig(folder=str(folder / "store"), admission="all", capacity_bytes=room + 2**28, **common),
@@ -86,7 +86,7 @@ def _run_store(report: Report, config: StorageConfig, folder: Path, wanted: Stor
     for num_bytes in _SIZES:
         own = folder / f"store-{num_bytes}"  # a folder's capacity is that of all its key spaces
         chosen = dataclasses.replace(config, folder=str(own)) if config.kind == "file" else config
-        measured = bandwidth(chosen, folder, num_bytes, wanted.memory_mib * 2**20, wanted.repeats)._asdict()
+        measured = bandwidth(chosen, folder, num_bytes, wanted.memory_bytes, wanted.repeats)._asdict()
         shutil.rmtree(own, ignore_errors=True)
         row = {name: value for name, value in measured.items() if not math.isnan(value)}
         rows.append(row)
@@ -107,9 +107,10 @@ def _run_store(report: Report, config: StorageConfig, folder: Path, wanted: Stor
     return rows
 
 
-def _run_reopen(report: Report, folder: Path, gigabytes: float) -> dict[str, float]:
-    seconds, num_objects = reopen_seconds(folder, int(gigabytes * _GB), _REOPEN_OBJECT_BYTES)
-    wanted = Figure("written", int(gigabytes * _GB) // _REOPEN_OBJECT_BYTES)
+def _run_reopen(report: Report, folder: Path, num_bytes: int) -> dict[str, float]:
+    gigabytes = num_bytes / _GB
+    seconds, num_objects = reopen_seconds(folder, num_bytes, _REOPEN_OBJECT_BYTES)
+    wanted = Figure("written", num_bytes // _REOPEN_OBJECT_BYTES)
     there = at_least("objects there after it, of those written", 1.0)
     report.line(
         f"Opening {gigabytes:g} GB of 1 MiB objects again",

@@ -34,20 +34,20 @@ _COUNTS = (1, 16, 256, 2048)
 _SMALL = KVLayout(num_layers=4, num_kv_heads=4, head_dim=64)
 
 
-def bench_transfer(json_file: Path | None, repeats: int, memory_mib: int, idle_seconds: float) -> bool:
+def bench_transfer(json_file: Path | None, repeats: int, memory_bytes: int, idle_seconds: float) -> bool:
     """Run everything, print it, write it; whether every promise was kept.
 
     Raises:
         LaunchError: a folder that does not exist.
-        NotEnoughMemoryError: `memory_mib` for each of four pools are not there.
+        NotEnoughMemoryError: `memory_bytes` for each of four pools are not there.
     """
-    report = Report(json_file)
-    cases = [(case, 1) for case in CASES] + [(CASES[1], 2), (CASES[-1], 2), (CASES[-1], 4)]
-    report.facts["bandwidth"] = [_run_case(report, case, n, memory_mib * 2**20, repeats) for case, n in cases]
-    report.facts["round_trip_us"] = _run_round_trips(report, max(50, 100 * repeats))
-    report.facts["ranks"] = _run_life(report, idle_seconds)
-    report.facts["load"] = _run_layers(report, memory_mib // 8, repeats)
-    return report.end()
+    with Report(json_file) as report:
+        cases = [(case, 1) for case in CASES] + [(CASES[1], 2), (CASES[-1], 2), (CASES[-1], 4)]
+        report.facts["bandwidth"] = [_run_case(report, case, n, memory_bytes, repeats) for case, n in cases]
+        report.facts["round_trip_us"] = _run_round_trips(report, max(50, 100 * repeats))
+        report.facts["ranks"] = _run_life(report, idle_seconds)
+        report.facts["load"] = _run_layers(report, memory_bytes // (8 * 2**20), repeats)
+        return report.end()
 
 
 def _run_case(report: Report, case: Case, num_ranks: int, memory_bytes: int, repeats: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from fastdeploy_cache.launch import interrupts
 from fastdeploy_cache.launch.gpu.command import GpuRun, run_gpu
 from fastdeploy_cache.launch.gpu.notes import GpuOptions
 from fastdeploy_cache.launch.gpu.sections import SECTIONS
@@ -18,7 +19,7 @@ def main() -> int:
         prog="gpu.sh",
         description="Run what this project has of CUDA on this machine's GPU, in under 8 minutes, and report it.",
         epilog="Exit status 0: all that could run was right; 1: something was not, or a package of ours is missing; "
-        "2: wrong arguments; 3: there is no GPU to use.",
+        "2: wrong arguments; 3: there is no GPU to use; 130: interrupted.",
     )
     parser.add_argument("--json", type=Path, default=Path("gpu_report.json"), help="where the report goes for programs")
     parser.add_argument("--markdown", type=Path, help="also write here what is printed")
@@ -56,7 +57,12 @@ def main() -> int:
         else None,
         wheels=given.wheels,
     )
-    return run_gpu(wanted)
+    interrupts.interrupt_once()
+    try:
+        return run_gpu(wanted)
+    except KeyboardInterrupt:
+        print(f"gpu.sh: interrupted; {given.json} has what was found until then", file=sys.stderr)
+        return interrupts.STATUS
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fastdeploy_cache.launch.size_option import size_given
+
 if TYPE_CHECKING:
     from fastdeploy_cache.launch.storage.place import Place
 
@@ -99,7 +101,10 @@ def verify(
 def clear(
     place: Place,
     *,
-    weights_id: Annotated[str, typer.Option(help="The weights whose objects go; the id's beginning is enough.")],
+    weights_id: Annotated[
+        str,
+        typer.Option(help="The weights whose objects go; the whole id, but for --dry-run, where its beginning does."),
+    ],
     dry_run: DryRun = False,
     json: Json = None,
 ) -> bool:
@@ -110,13 +115,7 @@ def clear(
 
 
 def _size(text: str) -> int:
-    from fastdeploy_cache.errors import ConfigError
-    from fastdeploy_cache.transfer_manager.sizes import parse_size
-
-    try:
-        return parse_size(text, "--capacity-bytes")
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
+    return size_given("--capacity-bytes", text)
 
 
 @storage_app.command(epilog="Example: fastdeploy-cache storage gc --folder /ssd/kv --capacity-bytes 10GB")

@@ -87,7 +87,10 @@ def clear(place: Place, weights_id: str, dry_run: bool, json_file: Path | None) 
     """Remove the weights' objects; returns whether none were kept."""
     console = _console(json_file)
     admin, names = open_place(place, weights_id)
-    weights_id = _whole_id(console, admin, weights_id) or ""
+    if dry_run:
+        weights_id = _whole_id(console, admin, weights_id) or ""
+    else:
+        _check_whole(admin, weights_id)
     cleared = admin.clear(weights_id, dry_run=dry_run)
     if cleared.num_objects or cleared.removed or cleared.kept:
         fate = f"would be removed from {admin.where}" if dry_run else f"are gone from {admin.where}"
@@ -141,6 +144,18 @@ def _whole_id(console: Console, admin: StorageAdmin, given: str | None) -> str |
         raise LaunchError(f"several weights' ids begin with {given!r}: {_listing(found)}; give more of the id")
     _say(console, f"{given!r} stands for {found[0]!r}")
     return found[0]
+
+
+def _check_whole(admin: StorageAdmin, given: str) -> None:
+    """Refuse the beginning of an id: tomorrow it may be that of other weights, and what is cleared is gone.
+
+    Raises:
+        LaunchError: it is no id that is there, and one or several begin so.
+    """
+    known = admin.weights_ids()
+    found = sorted(each for each in known if given and each.startswith(given))
+    if found and given not in known:
+        raise LaunchError(f"{given!r} is only the beginning of {_listing(found)}; clear takes the whole id")
 
 
 def _facts(console: Console, admin: StorageAdmin) -> Facts:

@@ -26,7 +26,7 @@ from tests.rigs.verdicts import is_consistent
 
 pytestmark = pytest.mark.processes
 
-TINY = ["--repeats", "1", "--memory-mib", "16", "--link", "shm"]
+TINY = ["--repeats", "1", "--memory", "16MiB", "--link", "shm"]
 ROOT = Path(__file__).parents[2]
 
 
@@ -205,7 +205,7 @@ def test_a_target_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert "GB/s" not in result.stdout
 
 
-@pytest.mark.parametrize("options", [["--memory-mib", "1"], ["--repeats", "0"]])
+@pytest.mark.parametrize("options", [["--memory", "1MiB"], ["--repeats", "0"]])
 def test_sizes_that_measure_nothing_are_refused(options: list[str]) -> None:
     """Too small to say anything: the command line says which option, status 2."""
     result = run(*options)
@@ -214,8 +214,8 @@ def test_sizes_that_measure_nothing_are_refused(options: list[str]) -> None:
 
 def test_memory_that_is_not_there_is_asked_for_in_vain() -> None:
     """More than any machine has: one line with what is needed and what there is, status 1; nothing is started."""
-    result = run("--memory-mib", "100000000")
+    result = run("--memory", "100TiB")
     (line,) = result.stderr.splitlines()
     assert result.returncode == 1 and "does not answer" not in line
-    assert f"--memory-mib 100000000 needs 8 times as much, {8 * 10**8 * 2**20} bytes" in line
+    assert f"--memory {100 * 2**20} MiB needs 8 times as much, {800 * 2**40} bytes" in line
     assert "bytes are available; use" in line

@@ -15,7 +15,7 @@ from tests.rigs.verdicts import is_consistent
 
 pytestmark = pytest.mark.processes
 
-TINY = ["--repeats", "1", "--memory-mib", "16", "--reopen-gb", "0.02", "--no-model"]
+TINY = ["--repeats", "1", "--memory", "16MiB", "--reopen", "20MB", "--no-model"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -77,7 +77,7 @@ def test_stores_are_measured_beside_plain_files_and_nothing_is_left(
     ("arguments", "words"),
     [
         (["--folder", "/no/such/folder"], "is no folder"),
-        (["--reopen-gb", "1e9"], "choose --folder"),
+        (["--reopen", "1000000TB"], "choose --folder"),
         ([*TINY, "--server-url", "valkey://127.0.0.1:1/0"], "cannot be opened"),
     ],
 )

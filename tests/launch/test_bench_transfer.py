@@ -25,7 +25,7 @@ SPEEDS = {
     "out, neighbours": "joined_out",
     "in, neighbours": "joined_in",
 }
-TINY = ["--repeats", "1", "--memory-mib", "16", "--idle-seconds", "0.5"]
+TINY = ["--repeats", "1", "--memory", "16MiB", "--idle-seconds", "0.5"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -124,7 +124,9 @@ def test_a_target_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert "GiB/s" not in result.stdout
 
 
-@pytest.mark.parametrize("options", [["--memory-mib", "1"], ["--repeats", "0"], ["--idle-seconds", "0"]])
+@pytest.mark.parametrize(
+    "options", [["--memory", "1MiB"], ["--memory", "much"], ["--repeats", "0"], ["--idle-seconds", "0"]]
+)
 def test_sizes_that_measure_nothing_are_refused(options: list[str]) -> None:
     """Too small to say anything: the command line says which option, status 2."""
     result = run(*options)

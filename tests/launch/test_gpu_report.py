@@ -122,7 +122,7 @@ def test_the_benchmark_of_ranks_takes_a_gpu(tmp_path: Path) -> None:
     """`bench transfer --device cuda`: every layout with one rank and two, and it says that the driver is simulated."""
     file = tmp_path / "bench.json"
     program = "from fastdeploy_cache.launch.cli import main; main()"
-    options = ["--device", "cuda", "--memory-mib", "16", "--repeats", "1", "--json", str(file)]
+    options = ["--device", "cuda", "--memory", "16MiB", "--repeats", "1", "--json", str(file)]
     done = subprocess.run(
         [sys.executable, "-c", program, "bench", "transfer", *options],
         capture_output=True,

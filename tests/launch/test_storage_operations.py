@@ -86,24 +86,34 @@ def test_ls_shows_what_the_disk_gives(folder: Path) -> None:
 
 
 def test_the_beginning_of_an_id_is_enough(folder: Path) -> None:
-    """Every command takes it, and says for which id it stands."""
-    for command in ("ls", "stat", "verify", "clear"):
-        ended = run(folder, command, "--weights-id", "lla")
+    """Every command that clears nothing takes it, and says for which id it stands."""
+    for command in (("ls",), ("stat",), ("verify",), ("clear", "--dry-run")):
+        ended = run(folder, *command, "--weights-id", "lla")
         assert ended.status == 0 and ended.text.startswith("'lla' stands for 'llama@1'\n")
         assert "qwen" not in ended.text
+
+
+@pytest.mark.parametrize(("beginning", "named"), [("lla", "llama@1"), ("qwen3", f"{OLD}, {NEW}")])
+def test_clear_takes_whole_ids_alone(folder: Path, beginning: str, named: str) -> None:
+    """The beginning of one id or of several is refused, with what begins so; the folder stays as it is."""
+    before = snapshot(folder)
+    with pytest.raises(LaunchError, match=f"'{beginning}' is only the beginning of {named}; clear takes the whole id"):
+        run(folder, "clear", "--weights-id", beginning)
+    assert snapshot(folder) == before
+    assert run(folder, "clear", "--weights-id", "llama@1").status == 0
     assert not space_path(folder, OTHER).exists() and space_path(folder, OLD).exists()
 
 
-@pytest.mark.parametrize("command", ["ls", "stat", "verify", "clear"])
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "clear --dry-run"])
 def test_the_beginning_of_several_ids_is_refused(folder: Path, command: str) -> None:
     """They are named, and nothing is done; a whole id that another one begins with is that id."""
     before = snapshot(folder)
     with pytest.raises(LaunchError, match=f"begin with 'qwen3': {OLD}, {NEW}; give more of the id"):
-        run(folder, command, "--weights-id", "qwen3")
+        run(folder, *command.split(), "--weights-id", "qwen3")
     assert snapshot(folder) == before
     with Rig(folder, space=space_of("qwen3"), num_slots=1000) as rig:
         rig.write(1)
-    assert "stands for" not in run(folder, command, "--weights-id", "qwen3").text
+    assert "stands for" not in run(folder, *command.split(), "--weights-id", "qwen3").text
     assert space_path(folder, OLD).exists()
 
 

@@ -265,7 +265,7 @@ class ProcessIO:
                 continue
             try:
                 if starting:
-                    rank.kill("the engine stops before it was ready")
+                    rank.kill("the engine stops before it was ready", level=logging.INFO)  # as when Ctrl-C is early
                 else:
                     for lane in Lane:
                         rank.queue.put(encode(StopMessage()), lane)

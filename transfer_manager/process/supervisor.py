@@ -141,10 +141,11 @@ class RankSupervisor:
             self._last_beat = now  # its first beat comes after this message, however long the start took
             logger.info("event=rank_ready process=%s rank=%d incarnation=%d", self._name, self.rank, self.incarnation)
 
-    def kill(self, reason: str, blamed: bool = True) -> None:
+    def kill(self, reason: str, blamed: bool = True, level: int = logging.WARNING) -> None:
         """SIGKILL it; its death is noticed like any other."""
         if self.process is not None and not self._killed_for:
-            logger.warning(
+            logger.log(
+                level,
                 "event=rank_killed process=%s rank=%d incarnation=%d reason=%r",
                 self._name,
                 self.rank,
