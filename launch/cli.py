@@ -192,10 +192,17 @@ def simulate(
         int | None, typer.Option(min=1, help="Tokens per cached block; the trace's block size, or a divisor.")
     ] = None,
     cpu_blocks: Annotated[list[str], typer.Option(help="Blocks of the CPU tier, likewise.")] = ["0"],  # noqa: B006
+    storage_blocks: Annotated[list[str], typer.Option(help="Blocks of a store below it, likewise.")] = ["0"],  # noqa: B006
     policy: Annotated[list[str], typer.Option(help="Eviction policies.")] = ["lru"],  # noqa: B006
     write_policy: Annotated[
         str, typer.Option(help="What is copied to the CPU tier: see cpu_write_policy.")
     ] = "write_back",
+    storage_write_policy: Annotated[
+        str, typer.Option(help="What is written to the store: see storage_write_policy.")
+    ] = "write_through",
+    storage_admission: Annotated[
+        str, typer.Option(help="What the store takes of that: second_use, or all.")
+    ] = "second_use",
     json: Annotated[
         Path | None, typer.Option(help="Also write the findings to this file; - is standard output.")
     ] = None,
@@ -219,8 +226,11 @@ def simulate(
         block_size=block_size,
         gpu_blocks=gpu_blocks,
         cpu_blocks=cpu_blocks,
+        storage_blocks=storage_blocks,
         policies=policy,
         write_policy=write_policy,
+        storage_write_policy=storage_write_policy,
+        storage_admission=storage_admission,
         json_file=json,
         plot_file=plot,
         bound=bound,

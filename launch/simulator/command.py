@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.findings import check_target, console_beside, progress_on, write_json
 from fastdeploy_cache.launch.simulator.bound import Clairvoyant, infinite_hit_rate
 from fastdeploy_cache.launch.simulator.plot import check_plot, draw
-from fastdeploy_cache.launch.simulator.replay import Replay, Replayed
+from fastdeploy_cache.launch.simulator.replay import Replay, Replayed, Storage
 from fastdeploy_cache.launch.simulator.report import show
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceRequest, read_trace
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.transfer_manager.sizes import parse_size
+
+_ADMISSIONS = ("second_use", "all")  # `priority` needs hints, which traces have not
+_Sizes = tuple[int, int, int]  # blocks of GPU, CPU and storage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,8 +33,11 @@ class SimulateOptions:
     block_size: int | None
     gpu_blocks: list[str]
     cpu_blocks: list[str]
+    storage_blocks: list[str]
     policies: list[str]
     write_policy: str
+    storage_write_policy: str
+    storage_admission: str
     json_file: Path | None
     plot_file: Path | None
     bound: bool
@@ -45,10 +52,9 @@ def simulate(path: Path, options: SimulateOptions) -> None:
     Raises:
         LaunchError: a bad trace or option.
     """
-    console = console_beside(options.json_file, 80)
+    console = console_beside(options.json_file, 80 if _split(options.storage_blocks) == ["0"] else 110)
     policies = _names(options.policies)
-    if options.write_policy not in WRITE_POLICIES:
-        raise LaunchError(f"--write-policy is {options.write_policy!r}; use one of {', '.join(WRITE_POLICIES)}")
+    _check_choices(options)
     check_target(options.json_file)
     check_target(options.plot_file)
     if options.plot_file is not None:
@@ -56,10 +62,16 @@ def simulate(path: Path, options: SimulateOptions) -> None:
     block_size = options.block_size or options.trace_block_size
     block_bytes = _block_bytes(options.config_file, block_size)
     trace = read_trace(path, options.trace_block_size, block_size, options.skip_bad)
-    gpu_sizes = _sizes(options.gpu_blocks, trace, 1, block_bytes)
-    sizes = [(gpu, cpu) for gpu in gpu_sizes for cpu in _sizes(options.cpu_blocks, trace, 0, block_bytes)]
-    found = _findings(path, trace, *_replay_all(console, trace, sizes, policies, options))
-    found["write_policy"] = options.write_policy
+    sizes = _tier_sizes(options, trace, block_bytes)
+    results, clairvoyant, interrupt = list[Replayed](), dict[int, float](), None
+    try:
+        _replay_all(console, trace, sizes, policies, options, results=results, clairvoyant=clairvoyant)
+    except KeyboardInterrupt as error:
+        if not results:
+            raise
+        interrupt = error
+    found = _findings(path, trace, results, clairvoyant) | {"interrupted": interrupt is not None}
+    found |= {name: getattr(options, name) for name in ("write_policy", "storage_write_policy", "storage_admission")}
     if (speed := options.prefill_tokens_per_second) is not None:
         for row in found["results"]:
             row["saved_seconds"] = row["token_hit_rate"] * trace.num_tokens / speed
@@ -67,19 +79,39 @@ def simulate(path: Path, options: SimulateOptions) -> None:
     if options.plot_file is not None:
         draw(options.plot_file, found)
     write_json(options.json_file, found)
+    if interrupt is not None:
+        raise interrupt
+
+
+def _check_choices(options: SimulateOptions) -> None:
+    choices = (
+        ("--write-policy", options.write_policy, WRITE_POLICIES),
+        ("--storage-write-policy", options.storage_write_policy, WRITE_POLICIES),
+        ("--storage-admission", options.storage_admission, _ADMISSIONS),
+    )
+    for name, given, known in choices:
+        if given not in known:
+            raise LaunchError(f"{name} is {given!r}; use one of {', '.join(known)}")
 
 
 def _replay_all(
-    console: Console, trace: Trace, sizes: list[tuple[int, int]], policies: list[str], options: SimulateOptions
-) -> tuple[list[Replayed], dict[int, float]]:
-    """Each capacity under each policy, and the clairvoyant hit rate of each capacity."""
-    replays: list[tuple[int, int, str | Clairvoyant]] = [(*size, policy) for size in sizes for policy in policies]
+    console: Console,
+    trace: Trace,
+    sizes: list[_Sizes],
+    policies: list[str],
+    options: SimulateOptions,
+    *,
+    results: list[Replayed],
+    clairvoyant: dict[int, float],
+) -> None:
+    """Add each capacity under each policy to `results`, and the clairvoyant hit rate of each capacity."""
+    replays: list[tuple[_Sizes, str | Clairvoyant]] = [(size, policy) for size in sizes for policy in policies]
     if options.bound:
-        replays += [(size, 0, Clairvoyant(trace, size)) for size in sorted({gpu + cpu for gpu, cpu in sizes})]
-    results, clairvoyant = list[Replayed](), dict[int, float]()
+        replays += [((size, 0, 0), Clairvoyant(trace, size)) for size in sorted(set(map(sum, sizes)))]
+    policy_of_store = {"write_policy": options.storage_write_policy, "admission": options.storage_admission}
     with progress_on(console, is_transient=True) as progress:
         bar = progress.add_task("requests", total=len(replays) * len(trace.requests))
-        for gpu, cpu, policy in replays:
+        for (gpu, cpu, storage), policy in replays:
             clairvoyant_policy = policy if isinstance(policy, Clairvoyant) else None
 
             def on_request(number: int, request: TraceRequest, told: Clairvoyant | None = clairvoyant_policy) -> None:
@@ -88,12 +120,13 @@ def _replay_all(
                 if number % 256 == 0:
                     progress.advance(bar, min(256, len(trace.requests) - number))
 
-            replayed = Replay(trace, gpu, cpu, policy, write_policy=options.write_policy).run(on_request)
+            store = Storage(num_blocks=storage, **policy_of_store)
+            replay = Replay(trace, gpu, cpu, policy, write_policy=options.write_policy, storage=store)
+            replayed = replay.run(on_request)
             if isinstance(policy, str):
                 results.append(replayed)
             else:
                 clairvoyant[gpu] = replayed.token_hit_rate
-    return results, clairvoyant
 
 
 def _findings(path: Path, trace: Trace, results: list[Replayed], clairvoyant: dict[int, float]) -> dict[str, Any]:
@@ -133,6 +166,18 @@ def _block_bytes(config_file: Path | None, block_size: int) -> int:
     if config.layout is None:
         raise LaunchError(f"{config_file} has no table [layout], which says how many bytes a block has")
     return config.layout.for_rank(config.transfer.tp_size, block_size).block_bytes
+
+
+def _tier_sizes(options: SimulateOptions, trace: Trace, block_bytes: int) -> list[_Sizes]:
+    """Every size of a tier with every size of the others."""
+    gpu = _sizes(options.gpu_blocks, trace, 1, block_bytes)
+    cpu = _sizes(options.cpu_blocks, trace, 0, block_bytes)
+    storage = _sizes(options.storage_blocks, trace, 0, block_bytes)
+    if max(storage) and not min(cpu):
+        raise LaunchError(
+            "what storage has goes through the CPU tier; beside --storage-blocks give --cpu-blocks above 0"
+        )
+    return list(itertools.product(gpu, cpu, storage))
 
 
 def _sizes(given: list[str], trace: Trace, least: int, block_bytes: int) -> list[int]:

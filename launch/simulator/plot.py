@@ -7,6 +7,7 @@ from typing import Any
 
 from fastdeploy_cache.errors import LaunchError
 
+_TIERS = {"gpu_blocks": "GPU", "cpu_blocks": "CPU", "storage_blocks": "storage"}
 PLOT_SUFFIXES = (".png", ".svg")
 
 
@@ -21,7 +22,8 @@ def check_plot(file: Path) -> None:
 
 
 def draw(file: Path, found: dict[str, Any]) -> None:
-    """One line for each policy, over the sizes of the tier that varies; the clairvoyant bound, the infinite cache.
+    """One line for each policy, over the sizes of the first tier that varies; where another varies, too, for each of
+    its sizes. Beside them the clairvoyant bound and the infinite cache.
 
     Raises:
         LaunchError: the file cannot be written.
@@ -30,28 +32,29 @@ def draw(file: Path, found: dict[str, Any]) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    by_cpu = len({r["gpu_blocks"] for r in found["results"]}) == 1 < len({r["cpu_blocks"] for r in found["results"]})
-    along, fixed = ("cpu_blocks", "gpu_blocks") if by_cpu else ("gpu_blocks", "cpu_blocks")
-    several = len({row[fixed] for row in found["results"]}) > 1
+    rows = found["results"]
+    varying = [tier for tier in _TIERS if len({row[tier] for row in rows}) > 1] or ["gpu_blocks"]
+    along, *others = varying
     lines: dict[str, list[tuple[int, float]]] = {}
-    for row in found["results"]:
-        label = f"{row['policy']}, {row[fixed]} CPU blocks" if several else row["policy"]
+    for row in rows:
+        label = ", ".join([row["policy"], *(f"{row[tier]} {_TIERS[tier]} blocks" for tier in others)])
         lines.setdefault(label, []).append((row[along], row["token_hit_rate"]))
     for label, points in lines.items():
         _add_line(axes, label, points, marker="o")
     rates = {bound["blocks"]: bound["clairvoyant_token_hit_rate"] for bound in found["bounds"]}
-    if rates and not several:
-        sizes = {(row[along], row["gpu_blocks"] + row["cpu_blocks"]) for row in found["results"]}
-        points = [(x, rates[size]) for x, size in sizes]
+    if rates and not others:
+        sizes = {(row[along], sum(row[tier] for tier in _TIERS)) for row in rows}
+        points = [(x, rates[size]) for x, size in sizes if size in rates]
         _add_line(axes, "clairvoyant", points, marker="x", color="black", linestyle="--")
     axes.axhline(found["infinite_token_hit_rate"] * 100, color="grey", linestyle=":", label="never evicts")
-    axes.set_xscale("linear" if by_cpu else "log")
-    asked = sorted({row[along] for row in found["results"]})
+    axes.set_xscale("log" if along == "gpu_blocks" else "linear")  # other tiers may have no blocks
+    asked = sorted({row[along] for row in rows})
     axes.set_xticks(asked, [str(size) for size in asked])
     axes.set_xticks([], minor=True)
     axes.set_ylim(bottom=0)
-    beside = f" beside {found['results'][0]['gpu_blocks']} GPU blocks" if by_cpu else ""
-    axes.set_xlabel(f"{'CPU' if by_cpu else 'GPU'} blocks of {found['block_size']} tokens{beside}")
+    fixed = [f"{rows[0][tier]} {name}" for tier, name in _TIERS.items() if tier not in varying and rows[0][tier]]
+    beside = f" beside {' and '.join(fixed)} blocks" if fixed else ""
+    axes.set_xlabel(f"{_TIERS[along]} blocks of {found['block_size']} tokens{beside}")
     axes.set_ylabel("token hit rate, %")
     axes.set_title(found["trace"])
     axes.grid(alpha=0.3)

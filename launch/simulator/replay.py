@@ -8,11 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache import CacheConfig, Match, PrefixCacheManager, Request, StorageConfig
 from fastdeploy_cache.errors import PromptTooLongError
+from fastdeploy_cache.launch.simulator.store import SimulatedStore
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceRequest
 from fastdeploy_cache.policies import new_policy
 from fastdeploy_cache.policies.eviction import EvictionPolicy
+
+_KIND = "fastdeploy_cache.launch.simulator.store:SimulatedStore"
 
 
 @dataclass(frozen=True)
@@ -22,22 +25,37 @@ class Replayed:
     policy: str
     gpu_blocks: int
     cpu_blocks: int
+    storage_blocks: int
     token_hit_rate: float
     gpu_token_hit_rate: float
     cpu_token_hit_rate: float
+    storage_token_hit_rate: float
     gpu_evicted_blocks: int
     cpu_evicted_blocks: int
     swapped_out_blocks: int
     swapped_in_blocks: int
+    stored_blocks: int
+    fetched_blocks: int
+    storage_evicted_blocks: int
     too_long_requests: int
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """The store below the CPU tier. `write_policy` and `admission` are settings of the cache with these names."""
+
+    num_blocks: int = 0  # 0: there is none
+    write_policy: str = CacheConfig.storage_write_policy
+    admission: str = StorageConfig.admission
 
 
 class Replay:
     """Serves each request of a trace at its time, whole and at once, before the next comes.
 
     One token stands for a block, so the manager's blocks are of one token: every decision is the same, and nothing is
-    spent on comparing and hashing made-up tokens. A prompt that ends inside a block brings one more, never cached.
+    spent on comparing and hashing made-up tokens. A prompt that ends inside a block brings one more, never cached. Each
+    request waits for all that storage has of it.
     """
 
     def __init__(
@@ -48,8 +66,9 @@ class Replay:
         policy: str | EvictionPolicy = "lru",
         *,
         write_policy: str = CacheConfig.cpu_write_policy,
+        storage: Storage = Storage(),
     ) -> None:
-        """`policy`: a name, or an object in its place."""
+        """`policy`: a name, or an object in its place. A store needs CPU blocks to go through."""
         self._trace = trace
         self._now = 0.0
         self._policy = policy if isinstance(policy, str) else type(policy).__name__
@@ -58,6 +77,9 @@ class Replay:
             num_gpu_blocks=gpu_blocks,
             num_cpu_blocks=cpu_blocks,
             cpu_write_policy=write_policy,  # type: ignore[arg-type]
+            storage_write_policy=storage.write_policy,  # type: ignore[arg-type]
+            prefetch_policy="wait_complete",
+            min_prefetch_tokens=-(-CacheConfig.min_prefetch_tokens // trace.block_size),
             transfer_client="inline",
         )
         if isinstance(policy, str):  # it has to know how many tokens a block really stands for
@@ -66,7 +88,11 @@ class Replay:
                 policy, lambda: self._now, num_blocks=size, block_tokens=trace.block_size, tree_tokens=1
             )
         self.cache = PrefixCacheManager(config, clock=lambda: self._now, policy=policy)
-        self._hits = [0, 0]  # blocks from GPU and CPU
+        self._store: SimulatedStore | None = None
+        if storage.num_blocks:
+            self._store = SimulatedStore(storage.num_blocks, storage.admission)
+            self.cache.storage.attach(StorageConfig(kind=_KIND, weights_id="trace"), client=self._store)
+        self._hits = [0, 0, 0]  # blocks from GPU, CPU and storage
         self._num_too_long = 0
 
     def run(self, on_request: Callable[[int, TraceRequest], None]) -> Replayed:
@@ -86,30 +112,47 @@ class Replay:
             tokens = np.append(tokens, np.int32(0))  # stands for the rest of the prompt; never committed
         request = Request(request_id=name, prompt_token_ids=tokens)
         try:
-            match = self.cache.match(request)
+            match = self._match(request)
         except PromptTooLongError:
             self._num_too_long += 1
             return
         self._hits[0] += match.num_gpu_tokens
         self._hits[1] += match.num_cpu_tokens
+        self._hits[2] += match.num_storage_tokens
         self.cache.allocate(request, len(tokens) - match.num_tokens)
         self.cache.commit(request, num_blocks)
         self.cache.release(request)
 
+    def _match(self, request: Request) -> Match:
+        """What is found of a request, with what comes from storage. Raises `PromptTooLongError`."""
+        if self._store is None:
+            return self.cache.match(request)
+        self.cache.prefetch(request)
+        try:
+            return self.cache.match(request).wait(0)  # every task has ended by now
+        except PromptTooLongError:
+            self.cache.end_prefetch(request)
+            raise
+
     def _result(self, seconds: float) -> Replayed:
         stats, size, total = self.cache.stats(), self._trace.block_size, self._trace.num_tokens
-        gpu, cpu = (hits * size / total for hits in self._hits)
+        gpu, cpu, storage = (hits * size / total for hits in self._hits)
         return Replayed(
             policy=self._policy,
             gpu_blocks=stats.gpu.num_blocks,
             cpu_blocks=stats.cpu.num_blocks,
-            token_hit_rate=gpu + cpu,
+            storage_blocks=self._store.num_blocks if self._store is not None else 0,
+            token_hit_rate=gpu + cpu + storage,
             gpu_token_hit_rate=gpu,
             cpu_token_hit_rate=cpu,
+            storage_token_hit_rate=storage,
             gpu_evicted_blocks=stats.gpu.num_evicted,
             cpu_evicted_blocks=stats.cpu.num_evicted,
             swapped_out_blocks=stats.num_swapped_out_blocks,
             swapped_in_blocks=stats.num_swapped_in_blocks,
+            stored_blocks=stats.storage.num_written_blocks if stats.storage is not None else 0,
+            fetched_blocks=stats.storage.num_fetched_blocks if stats.storage is not None else 0,
+            storage_evicted_blocks=self._store.num_evicted if self._store is not None else 0,
             too_long_requests=self._num_too_long,
             seconds=seconds,
         )

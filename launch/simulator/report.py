@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -22,22 +23,12 @@ def show(console: Console, found: dict[str, Any]) -> None:
             f"Hash ids stand for all but {found['unnamed_tokens'] / found['tokens']:.0%} of the tokens, which count as "
             "misses: is --trace-block-size right?"
         )
-    columns = ["GPU blocks", "CPU blocks", "policy", "hit", "GPU hit", "CPU hit", "evicted", "to CPU", "to GPU"]
+    has_storage = any(row["storage_blocks"] for row in found["results"])
     has_speed = "saved_seconds" in found["results"][0]
-    columns += ["saved"] if has_speed else []
-    table = table_of(columns, words=("policy",), is_narrow=True)
-    for row in found["results"]:
-        rates = (row[f"{tier}token_hit_rate"] for tier in ("", "gpu_", "cpu_"))
-        table.add_row(
-            str(row["gpu_blocks"]),
-            str(row["cpu_blocks"]),
-            row["policy"],
-            *(f"{rate:.2%}" for rate in rates),
-            *(_count(row[name]) for name in ("gpu_evicted_blocks", "swapped_out_blocks", "swapped_in_blocks")),
-            *([f"{row['saved_seconds']:.0f} s"] if has_speed else []),
-        )
-    console.print(table)
+    _print_table(console, found["results"], has_storage, has_speed)
     console.print("hit: share of prompt tokens; evicted: blocks that left the GPU; to CPU, to GPU: blocks copied")
+    if has_storage:
+        console.print("stored, fetched: blocks written to storage, and read from it")
     if has_speed:
         console.print("saved: seconds of computing prompts, without those that loading takes")
     small = any(0 < row["cpu_blocks"] <= row["gpu_blocks"] for row in found["results"])
@@ -50,6 +41,28 @@ def show(console: Console, found: dict[str, Any]) -> None:
     num_too_long = max(row["too_long_requests"] for row in found["results"])
     if num_too_long:
         console.print(f"{num_too_long} prompts did not fit into the smallest GPU tier: they count as misses there")
+
+
+def _print_table(console: Console, rows: Sequence[dict[str, Any]], has_storage: bool, has_speed: bool) -> None:
+    tiers = {"gpu": "GPU", "cpu": "CPU"} | ({"storage": "storage"} if has_storage else {})
+    counts = {"gpu_evicted_blocks": "evicted", "swapped_out_blocks": "to CPU", "swapped_in_blocks": "to GPU"}
+    counts |= {"stored_blocks": "stored", "fetched_blocks": "fetched"} if has_storage else {}
+    columns = [f"{name} blocks" for name in tiers.values()]
+    columns += ["policy", "hit", *(f"{name} hit" for name in tiers.values()), *counts.values()]
+    columns += ["saved"] if has_speed else []
+    if has_storage:
+        columns = [column.replace(" ", "\n") for column in columns]  # else it is wider than most terminals
+    table = table_of(columns, words=("policy",), is_narrow=True)
+    for row in rows:
+        rates = (row[f"{tier}token_hit_rate"] for tier in ("", *(f"{tier}_" for tier in tiers)))
+        table.add_row(
+            *(str(row[f"{tier}_blocks"]) for tier in tiers),
+            row["policy"],
+            *(f"{rate:.2%}" for rate in rates),
+            *(_count(row[name]) for name in counts),
+            *([f"{row['saved_seconds']:.0f} s"] if has_speed else []),
+        )
+    console.print(table)
 
 
 def _count(number: int) -> str:
