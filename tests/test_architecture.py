@@ -158,7 +158,13 @@ HOMES = {
     "cuda": {"transfer_manager/device/cuda_driver.py"},
     "gguf": {"launch/reference_engine/gguf_file.py"},
     "tokenizers": {"launch/reference_engine/tokenizer.py"},
-    "typer": {"launch/background/cli.py", "launch/cli.py", "launch/config_cli.py", "launch/storage/cli.py"},
+    "typer": {
+        "launch/background/cli.py",
+        "launch/cli.py",
+        "launch/config_cli.py",
+        "launch/size_option.py",
+        "launch/storage/cli.py",
+    },
     "rich": {
         "launch/demo/command.py",
         "launch/demo/report.py",

@@ -8,14 +8,19 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.launch.cli import app
 from fastdeploy_cache.launch.simulator.bound import Clairvoyant, infinite_hit_rate
-from fastdeploy_cache.launch.simulator.replay import Replay
+from fastdeploy_cache.launch.simulator.replay import Replay, Replayed, Storage
+from fastdeploy_cache.launch.simulator.store import SimulatedStore
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceError, read_trace
+from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 from tests.rigs.traces import line, write
 
 
@@ -32,9 +37,7 @@ def random_trace(path: Path, seed: int, num_requests: int = 200) -> Path:
         talk += [rng.randint(0, 10**6) for _ in range(new)]
         talks = [*talks[-8:], talk]
         ids = [numbers.setdefault(tuple(talk[: n + 1]), len(numbers)) for n in range(len(talk))]
-        lines.append(
-            line(i * rng.random(), ids, 4 * len(ids) + rng.randint(0, 3)) if False else line(i, ids, 4 * len(ids))
-        )
+        lines.append(line(i, ids, 4 * len(ids)))
     return write(path, lines)
 
 
@@ -207,6 +210,78 @@ def test_two_tiers_hit_what_one_large_one_does(tmp_path: Path) -> None:
     assert found.swapped_out_blocks >= trace.num_distinct_blocks - 40
 
 
+NO_LIMIT = 10_000
+
+
+def replay_stored(trace: Trace, cpu: int, **storage: Any) -> Replayed:
+    """40 GPU blocks, and a store that takes all that it is offered unless told otherwise."""
+    store = Storage(**{"num_blocks": NO_LIMIT, "admission": "all"} | storage)
+    replay = Replay(trace, 40, cpu, storage=store)
+    found = replay.run(lambda number, request: None)
+    replay.cache.check_invariants()
+    return found
+
+
+def returning_trace(path: Path) -> Path:
+    """Sixty prompts that come again and again, of blocks so large that even one is worth asking storage for."""
+    rng = random.Random(1)
+    prompts = [[0, *range(10 * i + 1, 10 * i + rng.randint(2, 8))] for i in range(60)]
+    return write(path, [line(i, ids, 512 * len(ids) + 1) for i in range(300) for ids in [rng.choice(prompts)]])
+
+
+@pytest.fixture
+def large_blocks(tmp_path: Path) -> Trace:
+    return read_trace(returning_trace(tmp_path / "t"), 512, 512)
+
+
+def test_a_large_store_hits_all_that_was_ever_computed(large_blocks: Trace) -> None:
+    """As a cache that never evicts; the parts of the tiers add up, and each block is written once."""
+    found = replay_stored(large_blocks, cpu=200)
+    assert found.token_hit_rate == pytest.approx(infinite_hit_rate(large_blocks))
+    assert found.storage_token_hit_rate > 0
+    parts = found.gpu_token_hit_rate + found.cpu_token_hit_rate + found.storage_token_hit_rate
+    assert parts == pytest.approx(found.token_hit_rate)
+    assert found.stored_blocks == large_blocks.num_distinct_blocks and not found.storage_evicted_blocks
+    assert found.fetched_blocks * 512 >= round(found.storage_token_hit_rate * large_blocks.num_tokens)
+
+
+def test_a_small_store_hits_less(large_blocks: Trace) -> None:
+    """It evicts what it was given before, and still adds to what GPU and CPU hit alone."""
+    none, small, large = (replay_stored(large_blocks, cpu=60, num_blocks=n) for n in (0, 80, NO_LIMIT))
+    assert (none.storage_blocks, none.storage_token_hit_rate, none.stored_blocks) == (0, 0, 0)
+    assert none.token_hit_rate < small.token_hit_rate < large.token_hit_rate
+    assert small.stored_blocks - small.storage_evicted_blocks <= 80
+
+
+def test_a_store_that_takes_what_is_offered_twice(large_blocks: Trace) -> None:
+    """It writes less, and hits less, as a second use comes later; `write_back` writes what leaves the CPU tier."""
+    everything = replay_stored(large_blocks, cpu=60)
+    second = replay_stored(large_blocks, cpu=60, admission="second_use")
+    back = replay_stored(large_blocks, cpu=60, write_policy="write_back")
+    assert 0 < second.stored_blocks < everything.stored_blocks
+    assert 0 < second.storage_token_hit_rate < everything.storage_token_hit_rate
+    assert 0 < back.stored_blocks <= everything.stored_blocks
+
+
+def test_of_a_full_store_the_end_of_the_oldest_chain_goes() -> None:
+    """What is read or written again is the youngest; what does not fit at all is not taken."""
+    store, answers = SimulatedStore(4, "all"), list[int]()
+    store.start(lambda result: answers.append(result.num_blocks), lambda: None)
+
+    def ask(kind: TaskKind, names: str) -> int:
+        hashes, none = b"".join(name.encode() * HASH_BYTES for name in names), np.empty(0, np.int32)
+        ids = np.arange(len(names), dtype=np.int32)
+        store.submit(
+            TransferTask(task_id=1, kind=kind, source_ids=ids, destination_ids=none, deadline=0.0, hashes=hashes)
+        )
+        return answers.pop()
+
+    assert [ask(TaskKind.WRITE, "ab"), ask(TaskKind.WRITE, "cd"), ask(TaskKind.PREFETCH, "ab")] == [2, 2, 2]
+    assert ask(TaskKind.WRITE, "e") == 1
+    assert [ask(TaskKind.LOOKUP, names) for names in ("ab", "c", "d", "e", "ax")] == [2, 1, 0, 1, 1]
+    assert ask(TaskKind.WRITE, "fghijk") == 4 and ask(TaskKind.LOOKUP, "fghijk") == 4
+
+
 def test_prompts_that_cannot_fit_are_misses_and_counted(tmp_path: Path) -> None:
     """They take nothing from the others."""
     trace = read_trace(write(tmp_path / "t", [line(0, [1]), line(1, [2, 3, 4]), line(2, [1], 4)]), 4, 2)
@@ -254,6 +329,25 @@ def test_sizes_in_bytes_and_seconds_saved(tmp_path: Path) -> None:
     assert "saved" in result.output
 
 
+def test_the_program_with_a_store(tmp_path: Path) -> None:
+    """Each size of the store beside each of the CPU tier, its hits in a column of their own; all of it is drawn."""
+    trace = returning_trace(tmp_path / "t")
+    sizes = ["--gpu-blocks", "60", "--cpu-blocks", "60,100", "--storage-blocks", "0,200%", "--storage-admission", "all"]
+    files = ["--json", str(tmp_path / "j"), "--plot", str(tmp_path / "p.svg")]
+    result = CliRunner().invoke(app, ["simulate", str(trace), *sizes, "--storage-write-policy", "write_back", *files])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "j").read_text())
+    double = found["distinct_blocks"] * 2
+    assert [(r["cpu_blocks"], r["storage_blocks"]) for r in found["results"]] == [
+        (cpu, storage) for cpu in (60, 100) for storage in (0, double)
+    ]
+    without, with_store = found["results"][:2]
+    assert 0 == without["storage_token_hit_rate"] < with_store["storage_token_hit_rate"]
+    assert without["token_hit_rate"] < with_store["token_hit_rate"] <= found["infinite_token_hit_rate"] + 1e-9
+    assert f"{with_store['storage_token_hit_rate']:.2%}" in result.output and "fetched" in result.output
+    assert "storage blocks" in (tmp_path / "p.svg").read_text()
+
+
 def test_a_missing_plot_library_is_told_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the trace is so much as read: there is none here."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -282,6 +376,8 @@ def test_json_on_standard_output_is_alone_there(tmp_path: Path) -> None:
         (["--gpu-blocks", "inf%"], "'inf%' is no number of blocks"),
         (["--gpu-blocks", ","], "no number of blocks was given"),
         (["--gpu-blocks", "40", "--policy", ","], "no policy was given"),
+        (["--gpu-blocks", "9", "--storage-blocks", "9"], "beside --storage-blocks give --cpu-blocks above 0"),
+        (["--gpu-blocks", "9", "--storage-admission", "priority"], "use one of second_use, all"),
         (["--gpu-blocks", "9", "--json", "/tmp"], "cannot write /tmp: it is a folder"),
         (["--gpu-blocks", "9", "--plot", "/tmp/p.xyz"], "cannot draw /tmp/p.xyz; end its name in .png or .svg"),
     ],

@@ -1,0 +1,197 @@
+"""Ctrl-C under the commands that take long: one line, status 130, and nothing is left of what they had started."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fastdeploy_cache.launch import interrupts
+from fastdeploy_cache.launch.bench.report import Figure, Report
+from fastdeploy_cache.launch.cli import app
+from fastdeploy_cache.launch.simulator.replay import Replay, Replayed
+from tests.rigs.command_line import CLI
+from tests.rigs.leaks import new_shm_files, shm_files
+from tests.rigs.traces import line, write
+
+_SECONDS = 60
+_SMALL = ["--memory", "16MiB", "--repeats", "1"]
+
+
+def members(group: int) -> list[int]:
+    """The living processes of a session: those of its group, and of others that have begun in it."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # it has ended
+            continue
+        if int(session) == group and state != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+def interrupted(process: subprocess.Popen[str]) -> tuple[str, list[int]]:
+    """Ctrl-C for a whole session: it ends with 130. What the command has said, and the processes that are left."""
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=_SECONDS)
+    assert process.returncode == interrupts.STATUS, said
+    return said, members(process.pid)
+
+
+def opened_beside(process: subprocess.Popen[str], pipe: Path) -> int:
+    """The writing end of a named pipe, once the process has opened the other one."""
+    deadline = time.monotonic() + _SECONDS
+    while True:
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            assert error.errno == errno.ENXIO and process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)  # nothing tells when it has
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["simulate", "PIPE", "--gpu-blocks", "9"],
+        ["bench", "control", "--trace", "PIPE"],
+        ["storage", "ls", "--config", "PIPE"],
+        ["storage", "verify", "--remove", "--config", "PIPE"],
+        ["storage", "clear", "--weights-id", "a", "--config", "PIPE"],
+        ["storage", "gc", "--capacity-bytes", "0", "--config", "PIPE"],
+    ],
+)
+def test_a_command_that_reads(arguments: list[str], tmp_path: Path) -> None:
+    """Interrupted while it reads a file that does not end: one line, and no traceback."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = [*CLI, *(str(pipe) if word == "PIPE" else word for word in arguments)]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        descriptor = opened_beside(process, pipe)
+        try:
+            assert interrupted(process) == ("fastdeploy-cache: interrupted\n", [])
+        finally:
+            os.close(descriptor)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bench", "transfer", *_SMALL], "CPU"),
+        (["bench", "transfer", *_SMALL], "of all ranks"),
+        (["bench", "storage", *_SMALL, "--reopen", "0", "--no-model"], "Files in"),
+        (["bench", "peer", *_SMALL, "--link", "shm"], "GPU memory is not measured"),
+        (["bench", "control", "--repeats", "1"], "Lists of tokens"),
+    ],
+)
+def test_a_benchmark(arguments: list[str], words: str, tmp_path: Path) -> None:
+    """Interrupted once it has said this: its processes, folders and shared memory have gone, and the file has what was
+    measured until then."""
+    shm, found = shm_files(), tmp_path / "found.json"
+    folder = tmp_path / "work"
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder)}
+    with subprocess.Popen(
+        [*CLI, *arguments, "--json", str(found)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        assert any(words in said for said in process.stdout)
+        assert interrupted(process) == ("fastdeploy-cache: interrupted\n", [])
+    assert list(folder.iterdir()) == [] and not new_shm_files(shm)
+    facts = json.loads(found.read_text())
+    assert facts["interrupted"] is True and facts["machine"] and isinstance(facts["figures"], list)
+
+
+def test_what_a_benchmark_had_measured_is_kept(tmp_path: Path) -> None:
+    """Its figures and promises until Ctrl-C are in the file; without Ctrl-C nothing is said of one."""
+    with pytest.raises(KeyboardInterrupt), Report(tmp_path / "j") as report:
+        report.line("copies", Figure("speed", 2.0, "GB/s"))
+        raise KeyboardInterrupt
+    facts = json.loads((tmp_path / "j").read_text())
+    assert facts["interrupted"] is True
+    assert [(each["name"], each["value"]) for each in facts["figures"]] == [("speed", 2.0)]
+    with Report(tmp_path / "j") as report:
+        report.end()
+    assert "interrupted" not in json.loads((tmp_path / "j").read_text())
+
+
+def test_what_was_replayed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two capacities one is done at Ctrl-C: its line is printed and written, and the status is 130 all the same."""
+    trace = write(tmp_path / "t", [line(0, [1, 2]), line(1, [1, 2, 3])])
+    run = Replay.run
+
+    def run_or_stop(replay: Replay, *given: object) -> Replayed:
+        if replay.cache.config.num_gpu_blocks == 50:
+            raise KeyboardInterrupt
+        return run(replay, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Replay, "run", run_or_stop)
+    options = ["--trace-block-size", "4", "--gpu-blocks", "40,50", "--json", str(tmp_path / "j")]
+    result = CliRunner().invoke(app, ["simulate", str(trace), *options, "--plot", str(tmp_path / "p.svg")])
+    assert result.exit_code == interrupts.STATUS
+    found = json.loads((tmp_path / "j").read_text())
+    assert found["interrupted"] is True and [row["gpu_blocks"] for row in found["results"]] == [40]
+    assert "lru" in result.output and (tmp_path / "p.svg").exists()
+
+
+@pytest.fixture
+def own_handler() -> Iterator[None]:
+    """SIGINT as it was, afterwards."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("own_handler")
+def test_a_second_interrupt_does_not_cut_the_end_short() -> None:
+    """The first is an exception; the next comes while things are being ended, and does nothing."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts.interrupt_once()
+    ended = False
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            ended = True
+    assert ended
+
+
+@pytest.mark.usefixtures("own_handler")
+def test_who_ignores_interrupts_goes_on_to() -> None:
+    """As whatever a shell's script has started in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupts.interrupt_once()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.processes
+def test_children_that_hear_of_none() -> None:
+    """SIGINT for a child that was started so changes nothing; it ends by SIGTERM."""
+    with interrupts.kept_from_children():
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with child:
+        assert child.stdin is not None and child.stdout is not None
+        child.send_signal(signal.SIGINT)
+        child.stdin.write(b"here\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"here\n"
+        child.terminate()
+        assert child.wait(_SECONDS) == -signal.SIGTERM
