@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -50,12 +49,12 @@ def interrupted(process: subprocess.Popen[str]) -> tuple[str, list[int]]:
 def opened_beside(process: subprocess.Popen[str], pipe: Path) -> int:
     """The writing end of a named pipe, once the process has opened the other one."""
     deadline = time.monotonic() + _SECONDS
-    while True:
+    while process.poll() is None and time.monotonic() < deadline:
         try:
             return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError as error:
-            assert error.errno == errno.ENXIO and process.poll() is None and time.monotonic() < deadline
+        except OSError:
             time.sleep(0.01)  # nothing tells when it has
+    raise AssertionError("it does not open the pipe")
 
 
 @pytest.mark.processes
