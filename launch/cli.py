@@ -194,15 +194,9 @@ def simulate(
     cpu_blocks: Annotated[list[str], typer.Option(help="Blocks of the CPU tier, likewise.")] = ["0"],  # noqa: B006
     storage_blocks: Annotated[list[str], typer.Option(help="Blocks of a store below it, likewise.")] = ["0"],  # noqa: B006
     policy: Annotated[list[str], typer.Option(help="Eviction policies.")] = ["lru"],  # noqa: B006
-    write_policy: Annotated[
-        str, typer.Option(help="What is copied to the CPU tier: see cpu_write_policy.")
-    ] = "write_back",
-    storage_write_policy: Annotated[
-        str, typer.Option(help="What is written to the store: see storage_write_policy.")
-    ] = "write_through",
-    storage_admission: Annotated[
-        str, typer.Option(help="What the store takes of that: second_use, or all.")
-    ] = "second_use",
+    write_policy: Annotated[str, typer.Option(help="What the CPU tier is given: see cpu_write_policy.")] = "write_back",
+    storage_write_policy: Annotated[str, typer.Option(help="What the store is offered.")] = "write_through",
+    storage_admission: Annotated[str, typer.Option(help="What it takes of that: second_use, or all.")] = "second_use",
     json: Annotated[
         Path | None, typer.Option(help="Also write the findings to this file; - is standard output.")
     ] = None,

@@ -57,11 +57,15 @@ def main() -> int:
         else None,
         wheels=given.wheels,
     )
+    return _run(wanted)
+
+
+def _run(wanted: GpuRun) -> int:
     interrupts.interrupt_once()
     try:
         return run_gpu(wanted)
     except KeyboardInterrupt:
-        print(f"gpu.sh: interrupted; {given.json} has what was found until then", file=sys.stderr)
+        print("gpu.sh: interrupted; the report has the sections that had ended", file=sys.stderr)
         return interrupts.STATUS
 
 

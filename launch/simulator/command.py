@@ -15,7 +15,7 @@ from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.findings import check_target, console_beside, progress_on, write_json
 from fastdeploy_cache.launch.simulator.bound import Clairvoyant, infinite_hit_rate
 from fastdeploy_cache.launch.simulator.plot import check_plot, draw
-from fastdeploy_cache.launch.simulator.replay import Replay, Replayed, Storage
+from fastdeploy_cache.launch.simulator.replay import Replay, Replayed, StorePlan
 from fastdeploy_cache.launch.simulator.report import show
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceRequest, read_trace
 from fastdeploy_cache.policies import EVICTION_POLICIES
@@ -120,7 +120,7 @@ def _replay_all(
                 if number % 256 == 0:
                     progress.advance(bar, min(256, len(trace.requests) - number))
 
-            store = Storage(num_blocks=storage, **policy_of_store)
+            store = StorePlan(num_blocks=storage, **policy_of_store)
             replay = Replay(trace, gpu, cpu, policy, write_policy=options.write_policy, storage=store)
             replayed = replay.run(on_request)
             if isinstance(policy, str):

@@ -42,7 +42,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Storage:
+class StorePlan:
     """The store below the CPU tier. `write_policy` and `admission` are settings of the cache with these names."""
 
     num_blocks: int = 0  # 0: there is none
@@ -66,7 +66,7 @@ class Replay:
         policy: str | EvictionPolicy = "lru",
         *,
         write_policy: str = CacheConfig.cpu_write_policy,
-        storage: Storage = Storage(),
+        storage: StorePlan = StorePlan(),
     ) -> None:
         """`policy`: a name, or an object in its place. A store needs CPU blocks to go through."""
         self._trace = trace
