@@ -250,7 +250,7 @@ def test_a_small_store_hits_less(large_blocks: Trace) -> None:
     none, small, large = (replay_stored(large_blocks, cpu=60, num_blocks=n) for n in (0, 200, NO_LIMIT))
     assert (none.storage_blocks, none.storage_token_hit_rate, none.stored_blocks) == (0, 0, 0)
     assert none.token_hit_rate < small.token_hit_rate < large.token_hit_rate
-    assert small.stored_blocks - small.storage_evicted_blocks <= 200
+    assert small.storage_evicted_blocks > 0 == large.storage_evicted_blocks
 
 
 def test_a_store_that_takes_what_is_offered_twice(large_blocks: Trace) -> None:
