@@ -1,11 +1,14 @@
-/* The fast half of fastdeploy_cache/tokens.py: a list of token ids as packed little-endian int32.
+/* The fast halves of fastdeploy_cache/tokens.py, a list of token ids as packed little-endian int32, and of
+ * fastdeploy_cache/books/block_marks.py, short marks of packed blocks.
  *
- * Never needed: where it was not built, Python does the same. It takes lists and tuples of plain integers only, and
+ * Never needed: where it was not built, Python does the same. Packing takes lists and tuples of plain integers only, and
  * answers None for all else, so that one place alone decides what is accepted and words the errors.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdint.h>
+#include <string.h>
 
 #define MAX_TOKEN_ID 0x7fffffffL
 #define TOKEN_BYTES 4
@@ -64,8 +67,112 @@ static PyObject *pack_list(PyObject *module, PyObject *token_ids)
     return packed;
 }
 
+#define MARK_FACTOR 0xD6E8FEB86659FD93ULL
+
+static uint64_t folded(uint64_t mark, uint64_t word)
+{
+    mark = (mark ^ word) * MARK_FACTOR;
+    return mark ^ (mark >> 32);
+}
+
+/* Multiply and fold, in four chains, as each has to wait for its own product. A mark tells blocks apart; it proves
+ * nothing. */
+static uint64_t mark_of(const unsigned char *block, Py_ssize_t num_bytes)
+{
+    uint64_t marks[4] = {1, 2, 3, 4}, words[4];
+    for (; num_bytes >= 32; block += 32, num_bytes -= 32) {
+        memcpy(words, block, 32);
+        for (int i = 0; i < 4; i++) {
+            marks[i] = folded(marks[i], words[i]);
+        }
+    }
+    memset(words, 0, 32);
+    memcpy(words, block, num_bytes);
+    uint64_t mark = (uint64_t)num_bytes;
+    for (int i = 0; i < 4; i++) {
+        mark = folded(mark, folded(marks[i], words[i]));
+    }
+    return mark;
+}
+
+/* The bytes of `tokens` in front of byte `start` that a key is made of, at most. */
+#define WINDOW_BYTES 64
+
+static PyObject *place_key(PyObject *module, PyObject *const *arguments, Py_ssize_t num_arguments)
+{
+    if (num_arguments != 5) {
+        PyErr_SetString(PyExc_TypeError, "place_key takes a root's hash, a block, tokens, its first byte, its bytes");
+        return NULL;
+    }
+    Py_ssize_t block = PyLong_AsSsize_t(arguments[1]);
+    Py_ssize_t start = PyLong_AsSsize_t(arguments[3]);
+    Py_ssize_t block_bytes = PyLong_AsSsize_t(arguments[4]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    Py_buffer root, tokens;
+    if (PyObject_GetBuffer(arguments[0], &root, PyBUF_SIMPLE) < 0) {
+        return NULL;
+    }
+    if (PyObject_GetBuffer(arguments[2], &tokens, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&root);
+        return NULL;
+    }
+    if (start < 0 || block_bytes <= 0 || start > tokens.len || block_bytes > tokens.len - start) {
+        PyBuffer_Release(&root);
+        PyBuffer_Release(&tokens);
+        PyErr_SetString(PyExc_ValueError, "place_key of a block that lies outside of the packed tokens");
+        return NULL;
+    }
+    const unsigned char *bytes = (const unsigned char *)tokens.buf + start;
+    Py_ssize_t window = start < WINDOW_BYTES ? start : WINDOW_BYTES;
+    uint64_t key = folded((uint64_t)block + 1, mark_of(root.buf, root.len));
+    key = folded(key, mark_of(bytes - window, window));
+    key = folded(key, mark_of(bytes, block_bytes));
+    PyBuffer_Release(&root);
+    PyBuffer_Release(&tokens);
+    return PyLong_FromUnsignedLongLong(key);
+}
+
+static PyObject *block_marks(PyObject *module, PyObject *const *arguments, Py_ssize_t num_arguments)
+{
+    if (num_arguments != 4) {
+        PyErr_SetString(PyExc_TypeError, "block_marks takes packed tokens, the first byte, blocks and bytes a block");
+        return NULL;
+    }
+    Py_ssize_t start = PyLong_AsSsize_t(arguments[1]);
+    Py_ssize_t num_blocks = PyLong_AsSsize_t(arguments[2]);
+    Py_ssize_t block_bytes = PyLong_AsSsize_t(arguments[3]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    Py_buffer tokens;
+    if (PyObject_GetBuffer(arguments[0], &tokens, PyBUF_SIMPLE) < 0) {
+        return NULL;
+    }
+    if (start < 0 || num_blocks < 0 || block_bytes <= 0 || start > tokens.len ||
+        num_blocks > (tokens.len - start) / block_bytes) {
+        PyBuffer_Release(&tokens);
+        PyErr_SetString(PyExc_ValueError, "block_marks of blocks that lie outside of the packed tokens");
+        return NULL;
+    }
+    PyObject *marks = PyBytes_FromStringAndSize(NULL, num_blocks * (Py_ssize_t)sizeof(uint32_t));
+    if (marks != NULL) {
+        char *out = PyBytes_AS_STRING(marks);
+        const unsigned char *block = (const unsigned char *)tokens.buf + start;
+        for (Py_ssize_t i = 0; i < num_blocks; i++, block += block_bytes, out += sizeof(uint32_t)) {
+            uint32_t mark = (uint32_t)(mark_of(block, block_bytes) >> 32);
+            memcpy(out, &mark, sizeof(uint32_t));
+        }
+    }
+    PyBuffer_Release(&tokens);
+    return marks;
+}
+
 static PyMethodDef methods[] = {
+    {"block_marks", (PyCFunction)(void (*)(void))block_marks, METH_FASTCALL, "Four bytes for each of some blocks."},
     {"pack_list", pack_list, METH_O, "The tokens of a list or tuple of plain integers, 0 to 2**31 - 1; else None."},
+    {"place_key", (PyCFunction)(void (*)(void))place_key, METH_FASTCALL, "64 bits for a block at its place."},
     {NULL, NULL, 0, NULL},
 };
 

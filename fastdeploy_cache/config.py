@@ -83,6 +83,9 @@ class CacheConfig:
         role: `prefill` computes prompts and offers their blocks to other instances, `decode` receives them; `mixed`
             computes both, and with `peer` may do either.
         peer: how blocks go from instance to instance; None: not at all.
+        lost_blocks_bytes: how much is remembered of blocks that are cached no more, to say why a request missed them;
+            0: nothing.
+        num_explained_requests: of how many of the last requests `explain` can tell; 0: none.
         hit_rate_window_seconds: how far back the hit-rate gauges look.
 
     Raises:
@@ -120,6 +123,8 @@ class CacheConfig:
     storage: StorageConfig | None = None
     role: Literal["mixed", "prefill", "decode"] = "mixed"
     peer: PeerConfig | None = None
+    lost_blocks_bytes: int = 8 * 2**20
+    num_explained_requests: int = 1024
     hit_rate_window_seconds: float = 300.0
 
     def __post_init__(self) -> None:
@@ -161,6 +166,9 @@ class CacheConfig:
             raise ConfigError(
                 f"eviction_history_bytes is {self.eviction_history_bytes}; use {MIN_HISTORY_BYTES} or more"
             )
+        for name in ("lost_blocks_bytes", "num_explained_requests"):
+            if (value := getattr(self, name)) < 0:
+                raise ConfigError(f"{name} is {value}; use 0 or more")
         self._check_movement()
         self._check_storage()
         self._check_peer()

@@ -9,23 +9,23 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
-from fastdeploy_cache.books.block_pool import REQUEST, BlockPool
-from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import CacheError, RequestError
+from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.life_cycle import LifeCycle
 from fastdeploy_cache.match import Match, Prefetch
 from fastdeploy_cache.movement.movement import Movement
-from fastdeploy_cache.movement.new_client import new_client, new_eviction_policy
+from fastdeploy_cache.movement.new_client import new_books, new_client
 from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.ranks import RankAccess
 from fastdeploy_cache.recorder import Recorder
 from fastdeploy_cache.request import Request
+from fastdeploy_cache.requests.accounts import Accounts
 from fastdeploy_cache.requests.active_request import WAITING
 from fastdeploy_cache.requests.loads import MatchLoads
 from fastdeploy_cache.requests.requests import Requests
@@ -81,13 +81,11 @@ class PrefixCacheManager:
         client = client if client is not None else new_client(config)  # first: it refuses what does not fit
         self._recorder = Recorder(config, clock)
         self.metrics = self._recorder.metrics
-        num_gpu_blocks, num_cpu_blocks = config.pool_sizes()
-        pools = (BlockPool("GPU", num_gpu_blocks), BlockPool("CPU", num_cpu_blocks))
-        self._books = books = Books(PrefixTree(config.block_size, pools, policy or new_eviction_policy(config, clock)))
+        self._books = books = new_books(config, policy, clock)
         # each room listens to changes from here on, in this order
         self._movement = movement = Movement(config, books, client)
         self.storage = storage = StorageAccess(config, books, movement)
-        self._requests = requests = Requests(config, books, movement, storage, self.metrics)
+        self._requests = requests = Requests(config, books, movement, storage, Accounts(config, self.metrics, clock))
         self._steps = Steps(requests, config.block_size)
         self.blocks = CallerBlocks(config, books, movement, requests)
         self._recorder.follow(books)
@@ -332,6 +330,15 @@ class PrefixCacheManager:
 
     # -- looking in
 
+    def explain(self, request_id: str) -> Explanation:
+        """Where the prompt tokens of a request came from, and why the others did not: of one that is matched now, or of
+        one of the last `num_explained_requests`.
+
+        Raises `UnknownRequestError`.
+        """
+        with self._books:
+            return self._requests.explain(request_id)
+
     def stats(self) -> CacheStats:
         """Blocks by owner, transfers, hit rates over the window, ranks."""
         from fastdeploy_cache.stats import CacheStats, TierStats  # late: an import of the manager is quick
@@ -365,6 +372,7 @@ class PrefixCacheManager:
 
         with self._books:
             road = self.peers.road
+            num_tokens, hit_tokens = self.metrics.token_counts()
             held = Held(
                 requests=list(self._requests),
                 transfers=list(self._movement.mover.in_flight.values()),
@@ -373,6 +381,8 @@ class PrefixCacheManager:
                 pins=[*self._books.pinned, *road.sends.pins, *road.receives.pins],
                 ahead=self.blocks.copies.ahead,
                 waiting=road.receives.loads,
+                num_missed_tokens=num_tokens - sum(hit_tokens),
+                missed_tokens=self._requests.accounts.missed_tokens,
             )
             check(self._books.tree, held)
 

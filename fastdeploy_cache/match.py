@@ -13,12 +13,15 @@ import msgspec
 if TYPE_CHECKING:
     import asyncio
 
+    from fastdeploy_cache.explanation import Explanation
+
 
 class MatchHandle(Protocol):
     """The way from a match back to its cache."""
 
     timeout_seconds: float
 
+    def explain(self) -> Explanation: ...
     def poll(self) -> Match: ...
     def wait(self, timeout_seconds: float | None) -> Match: ...
     def call_when_ready(self, call: Callable[[], None]) -> None: ...
@@ -102,6 +105,13 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     coming_block_ids: tuple[int, ...]
     load_ids: tuple[int, ...]
     _loads: MatchHandle
+
+    def explain(self) -> Explanation:
+        """Where the tokens of the prompt came from, and why the others did not.
+
+        After the release, too, as long as it is among the last requests: then it raises `UnknownRequestError`.
+        """
+        return self._loads.explain()
 
     @property
     def ready(self) -> bool:

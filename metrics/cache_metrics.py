@@ -27,6 +27,10 @@ STORAGE_OPERATIONS = ("read", "write")
 STORAGE_FATES = ("fetched", "unasked", "written", "skipped")
 STORAGE_LOSSES = ("evicted", "declined", "damaged")
 STEPS = ("policy", "copy_down", "write_out", "prefetch", "landing", "client", "metrics", "callback", "settling")
+CAUSES = (  # why a token was missed: see `fastdeploy_cache.causes`
+    *("new", "new_or_forgotten", "evicted", "namespace", "image", "uncommitted", "late", "slower", "rank", "room"),
+    *("limit", "reset", "partial", "last"),
+)
 PEER_KINDS = ("send", "receive")
 PEER_REASONS = ("gone", "late", "refused", "failed", "cancelled", "full")
 
@@ -34,6 +38,7 @@ BlockCounts = Iterable[tuple[str, str, int]]  # tier, state, blocks
 EvictionCounts = Iterable[tuple[str, str, int]]  # tier, kind, blocks
 RefusedCounts = Iterable[tuple[str, int]]  # kind, tasks
 RankCounts = Iterable[tuple[int, bool, int]]  # rank, up, restarts
+WorthCounts = tuple[Mapping[str, int], Mapping[str, float], Mapping[str, float]]  # by cause; by tier; by tier
 HashCounts = tuple[int, float]  # blocks, seconds
 FailureCounts = tuple[Mapping[str, int], int]  # by step, failures; quarantined blocks
 
@@ -104,6 +109,7 @@ class CacheMetrics:
         self._storage: Callable[[], StorageCounts] = StorageCounts
         self._failures: Callable[[], FailureCounts] = lambda: ({}, 0)
         self._hashes: Callable[[], HashCounts] = lambda: (0, 0.0)
+        self._worths: Callable[[], WorthCounts] = lambda: ({}, {}, {})
 
     @property
     def data_parallel_id(self) -> int:
@@ -120,11 +126,12 @@ class CacheMetrics:
         *,
         failures: Callable[[], FailureCounts] = lambda: ({}, 0),
         hashes: Callable[[], HashCounts] = lambda: (0, 0.0),
+        worths: Callable[[], WorthCounts] = lambda: ({}, {}, {}),
     ) -> None:
         """Read these at every scrape: blocks by tier and state, blocks evicted so far, ranks up and restarted, tasks
         that a full queue kept from starting; storage; steps that failed, and blocks in quarantine; blocks hashed, and
-        the seconds that this took."""
-        self._storage, self._failures, self._hashes = storage, failures, hashes
+        the seconds that this took; missed tokens by cause, seconds saved and seconds spent on moving by tier."""
+        self._worths, self._storage, self._failures, self._hashes = worths, storage, failures, hashes
         self._blocks, self._evictions, self._rank_counts, self._refused = blocks, evictions, ranks, refused
 
     def record_request(self, num_tokens: int, hit_tokens: tuple[int, ...]) -> None:
@@ -265,6 +272,7 @@ class CacheMetrics:
         refused |= {(kind,): n for kind, n in self._refused()}
         text = "Tasks that were not started because the ranks' queue was full"
         yield self._counter("refused_tasks", text, ("kind",), refused)
+        yield from self._worth_families()
         yield from self._storage_families()
         steps, num_quarantined_blocks = self._failures()
         text = "Steps that a verb took along, that failed, and that it did without"
@@ -297,6 +305,15 @@ class CacheMetrics:
             ("tier",),
             {(t,): rates[t] for t in TIERS},
         )
+
+    def _worth_families(self) -> Iterator[Metric]:
+        missed, saved, spent = self._worths()
+        text = "Prompt tokens that were computed, by the reason why no tier served them"
+        yield self._counter("tokens_missed", text, ("cause",), {(name,): missed.get(name, 0) for name in CAUSES})
+        text = "Time that computing what a tier served would have taken, by the prefill speed seen"
+        yield self._counter("saved_seconds", text, ("tier",), {(tier,): saved.get(tier, 0.0) for tier in TIERS})
+        text = "Time that requests waited for what a tier served, as far as it was moved"
+        yield self._counter("load_seconds", text, ("tier",), {(tier,): spent.get(tier, 0.0) for tier in TIERS})
 
     def _storage_families(self) -> Iterator[Metric]:
         is_up, breakers, blocks, objects, num_full_disks = self._storage()

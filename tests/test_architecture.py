@@ -51,7 +51,9 @@ PARENT_SIDE = {
 ROOMS = {
     "fastdeploy_cache": {
         "errors": set(),
-        "match": set(),
+        "causes": set(),
+        "explanation": {"causes"},
+        "match": {"explanation"},
         "config_sources": {"errors"},
         "config": {"config_sources", "errors", "policies"},
         "tokens": {"errors", "_native"},
@@ -59,9 +61,12 @@ ROOMS = {
         "stats": {"books", "policies"},
         "books": {"errors", "policies"},
         "policies": {"books", "errors"},  # beside the books: state in, choice out
-        "movement": {"books", "config", "errors", "policies"},
+        "movement": {"books", "causes", "config", "errors", "policies"},
         "storage": {"movement", "books", "config", "errors", "policies", "request", "stats"},
-        "requests": {"storage", "movement", "books", "config", "errors", "match", "policies", "request", "tokens"},
+        "requests": {
+            *("storage", "movement", "books", "causes", "config", "errors", "explanation", "match", "policies"),
+            *("request", "tokens"),
+        },
         "peers": {"requests", "storage", "movement", "books", "config", "errors", "request"},
         "callers": {"requests", "movement", "books", "config", "errors", "policies", "request", "stats"},
         "ranks": {"peers", "movement", "books", "config", "errors"},
@@ -69,7 +74,7 @@ ROOMS = {
         "recorder": {"movement", "storage", "books", "config", "errors", "stats"},
         "manager": {
             *("recorder", "callers", "life_cycle", "movement", "peers", "ranks", "requests", "storage", "books"),
-            *("policies", "config", "errors", "match", "request", "stats", "tokens"),
+            *("policies", "config", "errors", "explanation", "match", "request", "stats", "tokens"),
         },
         "adapters": {
             *("manager", "callers", "life_cycle", "peers", "books", "policies", "config", "config_sources", "errors"),

@@ -13,6 +13,7 @@ from fastdeploy_cache.books.block_pool import REQUEST, RUN, BlockPool, Owner
 from fastdeploy_cache.books.generations import Generations, Reason
 from fastdeploy_cache.books.graves import AT_ONCE, Roots
 from fastdeploy_cache.books.large_dict import piece_of, put
+from fastdeploy_cache.books.lost_blocks import Loss, LostBlocks
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import GPU, TIERS, Pin, Run, Tier, Usage
@@ -37,13 +38,21 @@ class Insertion(NamedTuple):
 class PrefixTree:
     """A radix tree of runs, one root per namespace; `residency` keeps their blocks."""
 
-    def __init__(self, block_size: int, pools: tuple[BlockPool, BlockPool], policy: EvictionPolicy) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        pools: tuple[BlockPool, BlockPool],
+        policy: EvictionPolicy,
+        lost: LostBlocks | None = None,
+    ) -> None:
+        """`lost`: what remembers the blocks that go; without it nothing does."""
         self.block_size = block_size
         self.block_bytes = block_size * TOKEN_BYTES
         self.pools = pools  # by Tier
         self.mishaps = Mishaps()
         self.policy = GuardedPolicy(policy, self.mishaps, self.runs)
-        self.residency = Residency(self.block_bytes, pools, self.policy)
+        self.lost = lost if lost is not None else LostBlocks(0, self.block_bytes)
+        self.residency = Residency(self.block_bytes, pools, self.policy, self.lost)
         self.roots: Roots = {}
         self.generations = Generations()
         self.graves = self.residency.graves
@@ -312,6 +321,7 @@ class PrefixTree:
 
     def reset(self) -> None:
         """Forget everything. What is pinned stays owned, out of reach, until it is unpinned."""
+        self.lost.reset_kind = Loss.RESET
         old, self.roots = self.roots, {}  # first of all: whatever comes, nothing of the old is found any more
         self.graves.add(old)
         self.residency.begin_epoch()

@@ -7,6 +7,7 @@ from array import array
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_pool import CALLER, RUN, BlockPool
 from fastdeploy_cache.books.graves import Graves
+from fastdeploy_cache.books.lost_blocks import Loss, LostBlocks
 from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, TIERS, Run, Tier
 from fastdeploy_cache.books.transfer import Segment
 from fastdeploy_cache.policies.guarded import GuardedPolicy
@@ -20,8 +21,11 @@ class Residency:
     anywhere beneath it, all of it is held.
     """
 
-    def __init__(self, block_bytes: int, pools: tuple[BlockPool, BlockPool], policy: GuardedPolicy) -> None:
+    def __init__(
+        self, block_bytes: int, pools: tuple[BlockPool, BlockPool], policy: GuardedPolicy, lost: LostBlocks
+    ) -> None:
         self.pools = pools  # by Tier
+        self.lost = lost
         self.policy = policy
         self.epoch = 0
         self.num_protected = [0, 0]  # held blocks by Tier
@@ -182,6 +186,7 @@ class Residency:
             num_blocks -= self.graves.free(tier, num_blocks)
         pool, victim, gone = self.pools[tier], self.policy.victim, array("i")
         in_parts = tier != 0 or pool.num_read > 0
+        self.lost.kind = Loss.CPU if tier else Loss.GPU
         try:
             while num_blocks > 0:
                 run, at_most = victim(tier, num_blocks)
@@ -201,6 +206,7 @@ class Residency:
         """Unlink a leaf that is on the GPU alone, and that the policy has named. Its ids are the caller's to free."""
         parent = run.parent
         assert parent is not None
+        self.lost.note(run, 0)
         if self.policy.hears_losses:
             self.policy.shrink(run, 0)
         if not self.policy.has_marks:
@@ -223,11 +229,13 @@ class Residency:
         """
         num_free = self.pools[tier].num_free
         if tier == 0:
+            self.lost.kind = Loss.GPU
             taken = len(run.gpu) // ID_BYTES - run.num_held
             if taken > at_most:  # noqa: PLR1730 (min() would be a tenth of a one-block call)
                 taken = at_most
             num_kept = self._evict_gpu_tail(run, taken)
         else:
+            self.lost.kind = Loss.CPU
             taken = min(at_most, run.cpu_end - max(run.num_held, run.cpu_start))
             num_kept = self._evict_cpu_tail(run, taken)
         evicted = self.num_evicted[tier]
@@ -241,6 +249,7 @@ class Residency:
         behind `evicted` and are a caller's now, but for those that are being read: they are free when they have been.
         """
         run, _ = self.policy.victim(GPU, self.pools[0].num_blocks)
+        self.lost.kind = Loss.GPU
         pool, before, num_held = self.pools[0], run.num_gpu, run.num_held
         gone, kept = run.ids_in(GPU, num_held), run.gpu[: num_held * ID_BYTES]
         unread = pool.unread(gone)
@@ -289,6 +298,7 @@ class Residency:
         """End a run after `num_blocks` blocks, of which none behind is held, and drop everything beneath it."""
         if num_blocks == run.num_blocks:
             return
+        self.lost.note(run, num_blocks, is_reset=run.epoch != self.epoch)
         if self.policy.hears_losses and run.epoch == self.epoch:
             self.policy.shrink(run, num_blocks)
         if run.children:
@@ -313,6 +323,7 @@ class Residency:
         for node in below:
             below.extend(node.children.values())
         for node in reversed(below):
+            self.lost.note(node, 0, is_reset=node.epoch != self.epoch)
             if self.policy.hears_losses and run.epoch == self.epoch:
                 self.policy.shrink(node, 0)
             self._remove(node)

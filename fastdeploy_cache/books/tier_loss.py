@@ -9,6 +9,7 @@ from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_pool import RUN
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.generations import Reason
+from fastdeploy_cache.books.lost_blocks import Loss
 from fastdeploy_cache.books.path import gpu_ids
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, Run
@@ -28,6 +29,7 @@ def drop_gpu(tree: PrefixTree) -> None:
         heir.cpu = tree.residency.take_copies(run)
     tree.reset()
     tree.generations.begin(Reason.GPU_LOST)
+    tree.lost.reset_kind = Loss.RANK
     for (name, _), heir in zip(kept, heirs.values(), strict=True):
         above = heir.parent
         assert above is not None
@@ -71,6 +73,7 @@ def drop_cpu(books: Books) -> None:
     """
     tree, pinned = books.tree, books.pinned
     tree.generations.begin(Reason.CPU_LOST)
+    tree.lost.kind = Loss.RANK
     for pin, prefix in list(pinned.items()):
         path = pin.run.path()
         num_left = len(gpu_ids(path, prefix.num_blocks))

@@ -48,6 +48,7 @@ class Transfer:
     cargo: Cargo | None = None  # until it has ended well
     done: threading.Event = field(default_factory=threading.Event)
     succeeded: bool = False
+    seconds: float = 0.0  # that the slowest rank took, once it has ended
     is_quarantined: bool = False  # it has ended, and landing it failed: see `BlockMover.finish`
     cancelled: bool = False  # nobody starts to wait for it any more; it may still succeed
     num_lost: int = 0  # blocks that have come and joined nothing

@@ -148,7 +148,7 @@ class CallerBlocks:
             if not self._own.are_current(ids):
                 active.is_detached = True
             if not active.is_admitted:
-                self._requests.admit(active)
+                self._requests.accounts.admit(active)
 
     # -- prefixes
 

@@ -69,6 +69,14 @@ class BlockMover:
         self.num_refused[kind] += mishaps.ask("client", lambda: client.available, otherwise=False)
         return False
 
+    @property
+    def is_up(self) -> bool:
+        """Whether every rank is there and has its KV arrays."""
+        client = self._client
+        return not self._ranks_without_kv and self._books.mishaps.ask(
+            "client", lambda: client.available, otherwise=False
+        )
+
     def be_quiet(self, quiet: bool) -> None:
         """Start nothing from now on, or go on."""
         self.is_quiet = quiet
@@ -249,6 +257,7 @@ class BlockMover:
             return
         assert transfer.cargo is not None
         transfer.succeeded = result.error is None
+        transfer.seconds = max([rank.seconds for rank in result.ranks], default=0.0)
         if transfer.tier is CPU:
             self.num_storing -= sum([len(segment.ids) for segment in transfer.segments])
         if self._books.mishaps.contain("landing", functools.partial(transfer.cargo.end, transfer.succeeded)):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.path import Part
 from fastdeploy_cache.books.run import GPU
+from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
 from fastdeploy_cache.movement.copy_down import CopyDown
@@ -22,14 +23,21 @@ class Loader:
     ) -> None:
         self._books, self._mover, self._copy_down, self._speeds = books, mover, copy_down, speeds
         self._min_blocks, self._max_blocks = config.load_limits()
+        self._never = config.load_policy == "never"
+        self.refused_for = Cause.ROOM  # why the last load that was refused was
         books.listen(TaskEnded, self._note_speed)
 
     def is_worth(self, num_blocks: int) -> bool:
         """Whether so many blocks are within the configured limits, and faster loaded than computed."""
-        return self._min_blocks <= num_blocks <= self._max_blocks and self._speeds.is_worth_loading(num_blocks)
+        if self._never or not self._min_blocks <= num_blocks <= self._max_blocks:
+            self.refused_for = Cause.LIMIT
+            return False
+        self.refused_for = Cause.SLOWER
+        return self._speeds.is_worth_loading(num_blocks)
 
     def is_allowed(self, num_blocks: int) -> bool:
         """Whether so many are within the upper limit: for those that were fetched from storage to be loaded."""
+        self.refused_for = Cause.LIMIT
         return num_blocks <= self._max_blocks
 
     def start(self, parts: Sequence[Part], num_cold: int, num_rest: int = 0) -> bool:
@@ -38,7 +46,11 @@ class Loader:
         Where they do not fit, they would not fit as computed blocks either.
         """
         residency = self._books.residency
-        if num_cold + num_rest > residency.num_available(GPU) or not self._mover.can(TaskKind.SWAP_IN):
+        if num_cold + num_rest > residency.num_available(GPU):
+            self.refused_for = Cause.ROOM
+            return False
+        if not self._mover.can(TaskKind.SWAP_IN):
+            self.refused_for = Cause.ROOM if self._mover.is_up else Cause.RANK
             return False
         residency.evict(GPU, max(0, num_cold - self._books.pools[GPU].num_free))
         self._mover.load(parts)

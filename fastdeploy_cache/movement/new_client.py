@@ -1,10 +1,15 @@
-"""The client and the eviction policy that the configuration asks for."""
+"""The client and the books that the configuration asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from fastdeploy_cache.books.block_hash import TOKEN_BYTES
+from fastdeploy_cache.books.block_pool import BlockPool
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.lost_blocks import LostBlocks
+from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.policies import new_policy
 from fastdeploy_cache.policies.eviction import EvictionPolicy
@@ -41,12 +46,16 @@ def new_client(config: CacheConfig) -> TransferClient:
     return InlineClient(layout, num_gpu_blocks, num_cpu_blocks, transfer.tp_size, own_kv)
 
 
-def new_eviction_policy(config: CacheConfig, clock: Callable[[], float]) -> EvictionPolicy:
-    """The policy of that name, for pools of that size. `clock`: the seconds that it goes by."""
-    return new_policy(
-        config.eviction_policy,
-        clock,
-        num_blocks=max(config.pool_sizes()),
-        block_tokens=config.block_size,
-        history_bytes=config.eviction_history_bytes,
-    )
+def new_books(config: CacheConfig, policy: EvictionPolicy | None, clock: Callable[[], float]) -> Books:
+    """Books of free blocks, as many as the configuration says.
+
+    `policy` replaces the one of that name; `clock` gives the seconds that it goes by.
+    """
+    sizes, size = config.pool_sizes(), config.block_size
+    if policy is None:
+        num_bytes = config.eviction_history_bytes
+        policy = new_policy(
+            config.eviction_policy, clock, num_blocks=max(sizes), block_tokens=size, history_bytes=num_bytes
+        )
+    pools = (BlockPool("GPU", sizes[0]), BlockPool("CPU", sizes[1]))
+    return Books(PrefixTree(size, pools, policy, LostBlocks(config.lost_blocks_bytes, size * TOKEN_BYTES, clock)))

@@ -10,8 +10,10 @@ from typing import NoReturn
 
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.changes import Change
+from fastdeploy_cache.books.lost_blocks import Loss
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.books.transfer import Transfer
+from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.errors import CommitError
 from fastdeploy_cache.movement.cargo import OneBlock
 from fastdeploy_cache.request import Request
@@ -48,6 +50,10 @@ _NEXT: dict[RequestPhase, tuple[RequestPhase, ...]] = {
 _NONE = array("i")  # never changed
 
 
+# Blocks in a row that no tier had: for one cause, how many, and where they were lost how and when.
+MissedBlocks = tuple[Cause, int, Loss | None, float]
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Committed(Change):
     """A request that is offered to another instance has committed a step."""
@@ -77,7 +83,14 @@ class ActiveRequest:
     num_pinned_blocks: int = 0
     num_asked_blocks: int = 0  # that the match looked for
     num_found_blocks: int = 0  # of these, cached in any tier
+    num_searched_blocks: int = 0  # that the match itself found: behind these are its `misses`
+    num_whole_blocks: int = 0  # of the found ones, those that end in no image's midst
     num_gpu_blocks: int = 0  # found on the GPU by the match
+    misses: Sequence[MissedBlocks] = ()  # what no tier had
+    refused_for: Cause | None = None  # why what the CPU tier has was not loaded
+    has_failed_load: bool = False
+    load_seconds: float = 0.0  # of the loads that it waited for and that came
+    computing_key: int | None = None  # see `Computing`
     num_unloaded_blocks: int = 0  # in the CPU tier, not loaded for want of room
     loads: Sequence[Transfer] = ()  # that it waits for
     prefetch: StoragePrefetch | None = None  # from storage: what may still come, and what came

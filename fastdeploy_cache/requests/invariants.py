@@ -22,6 +22,8 @@ class Held:
         gpu_ids: GPU blocks that other instances fill or read.
         pins: of callers and of peers.
         ahead: how often callers use the destinations of a load before it has ended.
+        num_missed_tokens: prompt tokens of admitted requests that no tier has served.
+        missed_tokens: the same, for each cause.
         waiting: loads that receives wait for, once for each.
     """
 
@@ -32,6 +34,8 @@ class Held:
     pins: Sequence[Pin]
     ahead: Mapping[Transfer, int]
     waiting: Sequence[Transfer]
+    num_missed_tokens: int
+    missed_tokens: Sequence[int]
 
 
 def check(tree: PrefixTree, held: Held) -> None:
@@ -50,6 +54,8 @@ def check(tree: PrefixTree, held: Held) -> None:
         _check_residency(tree, run)
     for active in requests:
         _check_request(active)
+    assert sum(held.missed_tokens) == held.num_missed_tokens, "the causes of missed tokens do not add up"
+    assert min(held.missed_tokens) >= 0, "less than nothing was missed"
     for transfer in transfers:
         num_ahead = sum(transfer in active.ahead for active in requests) + held.ahead.get(transfer, 0)
         num_waiting = sum(transfer in active.loads for active in requests) + list(held.waiting).count(transfer)

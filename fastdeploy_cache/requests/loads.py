@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from fastdeploy_cache.books.mishaps import call_user
 from fastdeploy_cache.books.transfer import Transfer, wait_done
+from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.match import Match
 from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.requests import Requests
@@ -49,6 +50,10 @@ class MatchLoads:
             load_ids=tuple([transfer.task_id for transfer in transfers]),
             _loads=self,
         )
+
+    def explain(self) -> Explanation:
+        with self._requests.books:
+            return self._requests.explain(self._active.request.request_id)
 
     def poll(self) -> Match:
         with self._requests.books:

@@ -17,6 +17,7 @@ from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import SETTLED, WAITING, ActiveRequest
+from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 from fastdeploy_cache.transfer_manager.task import TaskKind
@@ -25,7 +26,10 @@ from fastdeploy_cache.transfer_manager.task import TaskKind
 class Matcher:
     """What `PrefixCacheManager.match` does, and what becomes of a match until it is settled."""
 
-    def __init__(self, config: CacheConfig, books: Books, movement: Movement, storage: StorageAccess) -> None:
+    def __init__(
+        self, config: CacheConfig, books: Books, movement: Movement, storage: StorageAccess, misses: Misses
+    ) -> None:
+        self._misses = misses
         self._books, self._tree = books, books.tree
         self._mover, self._loader, self._storage = movement.mover, movement.loader, storage
         self._recompute_last_token = config.recompute_last_token
@@ -43,9 +47,12 @@ class Matcher:
         request, tree = active.request, self._tree
         max_blocks = (request.num_tokens - 1) // tree.block_size  # one token is left to compute
         path, num_found = tree.find(request.namespace, active.keys, max_blocks)
-        active.num_asked_blocks, active.num_found_blocks = max_blocks, num_found
+        active.num_asked_blocks = max_blocks
+        active.num_found_blocks = active.num_searched_blocks = active.num_whole_blocks = num_found
+        if num_found < max_blocks and not request.counted:
+            self._misses.find(active, path, num_found)
         if request.images:
-            num_found = request.whole_images(num_found, tree.block_size)
+            active.num_whole_blocks = num_found = request.whole_images(num_found, tree.block_size)
         if num_found:
             self._pin(active, path, num_found)
         ids = gpu_ids(path, num_found)
@@ -66,6 +73,7 @@ class Matcher:
         if num_found > active.num_pinned_blocks:
             self._load_cold(active, path, num_found, is_fetched=True)
             active.num_found_blocks = max(active.num_found_blocks, num_found)
+            active.num_whole_blocks = max(active.num_whole_blocks, num_found)
 
     def _load_cold(self, active: ActiveRequest, path: list[Run], num_found: int, *, is_fetched: bool) -> None:
         """Start to load what of the first `num_found` blocks is in the CPU tier only: all of it or nothing."""
@@ -80,6 +88,7 @@ class Matcher:
         else:
             may_load = num_cold > 0 and self._loader.is_worth(num_cold)
         if num_cold and not (may_load and self._loader.start(parts, num_cold, num_rest)):
+            active.refused_for = self._loader.refused_for
             num_near = request.whole_images(num_found - num_cold, tree.block_size)  # others have computed or load these
             self._pin(active, path, max(before, num_near))
             active.num_unloaded_blocks = num_cold
@@ -244,6 +253,10 @@ class Matcher:
         """It waits for no load any more."""
         for transfer in active.loads:
             transfer.num_waiting -= 1
+            if transfer.succeeded:
+                active.load_seconds += transfer.seconds
+            elif transfer.done.is_set():
+                active.has_failed_load = True
         active.loads = []
         if active.prefetch is not None:
             active.prefetch.loads = active.loads

@@ -11,13 +11,15 @@ from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.policies.load_or_compute import MIN_SAMPLE_TOKENS
 from fastdeploy_cache.requests.active_request import SETTLED, ActiveRequest
 from fastdeploy_cache.requests.matcher import Matcher
+from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.storage.access import StorageAccess
 
 
 class Publisher:
     """What `commit`, `write_to_storage` and `release` do with the blocks of a request."""
 
-    def __init__(self, config: CacheConfig, books: Books, movement: Movement, matcher: Matcher) -> None:
+    def __init__(self, config: CacheConfig, books: Books, movement: Movement, matcher: Matcher, misses: Misses) -> None:
+        self._misses = misses
         self._size, self._cache_outputs = config.block_size, config.cache_outputs
         self._enabled = config.enable_prefix_caching
         self._books, self._tree = books, books.tree
@@ -66,6 +68,8 @@ class Publisher:
             active.duplicates = done.duplicates
             num_blocks = start + done.num_blocks
         active.num_pinned_blocks = active.num_committed_blocks = num_blocks
+        if num_blocks < active.num_asked_blocks and active.computing_key is not None:
+            self._misses.committed(active)
         assert pin is not None
         if active.request.priority is not None:
             pin.run.store_priority = active.request.priority

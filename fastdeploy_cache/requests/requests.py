@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from array import array
 from collections.abc import Iterator
@@ -13,11 +12,13 @@ from fastdeploy_cache.books.changes import Matched
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import OutOfBlocksError, PromptTooLongError, RequestError, UnknownRequestError
-from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
+from fastdeploy_cache.requests.accounts import Accounts
 from fastdeploy_cache.requests.active_request import AHEAD, WAITING, ActiveRequest, Committed
 from fastdeploy_cache.requests.matcher import Matcher
+from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.requests.prefetches import Prefetches
 from fastdeploy_cache.requests.publisher import Publisher
 from fastdeploy_cache.requests.runs_ahead import RunsAhead
@@ -29,13 +30,15 @@ class Requests:
     """Each from match to release, by its id. Under the lock."""
 
     def __init__(
-        self, config: CacheConfig, books: Books, movement: Movement, storage: StorageAccess, metrics: CacheMetrics
+        self, config: CacheConfig, books: Books, movement: Movement, storage: StorageAccess, accounts: Accounts
     ) -> None:
-        self.books = books
-        self.matcher = Matcher(config, books, movement, storage)
+        self.books, self.accounts = books, accounts
+        accounts.follow(books, movement.speeds)
+        self._misses = misses = Misses(books)
+        self.matcher = Matcher(config, books, movement, storage, misses)
         self.ahead = RunsAhead(self.matcher, movement.mover)
-        self.publisher = Publisher(config, books, movement, self.matcher)
-        self._config, self._mover, self._metrics = config, movement.mover, metrics
+        self.publisher = Publisher(config, books, movement, self.matcher, misses)
+        self._config, self._mover = config, movement.mover
         self._requests: dict[str, ActiveRequest] = {}
         self.prefetches = Prefetches(config, books, self.matcher, storage, self._requests)
         books.listen(Fetched, self._on_fetched)
@@ -78,6 +81,20 @@ class Requests:
                 f"has {self.books.pools[GPU].num_blocks}: shorten it or raise num_gpu_blocks"
             )
 
+    def explain(self, request_id: str) -> Explanation:
+        """See `PrefixCacheManager.explain`."""
+        active = self._requests.get(request_id)
+        if active is None:
+            kept = self.accounts.recent(request_id)
+            if kept is None:
+                raise UnknownRequestError(
+                    f"request {request_id!r} is not matched now, and not among the last "
+                    f"{self._config.num_explained_requests} that were; raise num_explained_requests to remember more"
+                )
+            return kept
+        num_shown = 0 if self.matcher.is_lost(active) else len(self.matcher.arrived(active)[0])
+        return self.accounts.of(active, num_shown)
+
     # -- one by one
 
     def begin(self, request: Request) -> ActiveRequest:
@@ -99,6 +116,7 @@ class Requests:
     def abandon(self, active: ActiveRequest) -> None:
         """Its match has failed half way: it holds nothing, and may be matched again."""
         del self._requests[active.request.request_id]
+        self._misses.computing.end(active)
         self.matcher.abandon(active)
 
     def allocate(self, active: ActiveRequest, num_blocks: int, *, ahead_of_loads: bool) -> array[int]:
@@ -122,7 +140,7 @@ class Requests:
             pool.free(ids, REQUEST)
             raise
         if not active.is_admitted:
-            self.admit(active)
+            self.accounts.admit(active)
         active.stepped_at = time.monotonic()
         return ids
 
@@ -136,7 +154,7 @@ class Requests:
     def commit(self, active: ActiveRequest, num_computed_tokens: int, now: float) -> None:
         """So many tokens of a request are computed; the caller has checked the number."""
         if not active.is_admitted:
-            self.admit(active)
+            self.accounts.admit(active)
         self.publisher.commit(active, num_computed_tokens, now)
         if active.is_offered:
             self.books.note(Committed(active=active))
@@ -144,20 +162,6 @@ class Requests:
     def num_coming(self) -> int:
         """GPU blocks that are held only by copies in flight."""
         return self._mover.num_coming([active.pin for active in self if active.pin is not None])
-
-    def admit(self, active: ActiveRequest) -> None:
-        """Count a request once, when it is first admitted: not while it waits, nor when it returns from preemption."""
-        request, size, active.is_admitted = active.request, self._config.block_size, True
-        if request.counted:
-            return
-        request.counted = True
-        num_gpu = min(active.num_gpu_blocks, active.num_matched_blocks)
-        num_gpu_tokens = num_gpu * size + active.num_copied_tokens
-        num_storage = active.num_storage_blocks(num_gpu, active.num_matched_blocks)
-        num_cpu = active.num_matched_blocks - num_gpu - num_storage
-        hit_tokens = (num_gpu_tokens, num_cpu * size, num_storage * size)
-        record = functools.partial(self._metrics.record_request, request.num_tokens, hit_tokens)
-        self.books.mishaps.ask("metrics", record, None)
 
     def end(self, active: ActiveRequest) -> array[int]:
         """The request goes; returns the blocks that are its own, which are the caller's to free."""
@@ -168,6 +172,8 @@ class Requests:
         if active.ahead:
             self.ahead.leave(active)
         private_ids = active.private_ids()
+        if active.computing_key is not None:
+            self._misses.computing.end(active)
         del self._requests[active.request.request_id]  # after what may lack memory: a failed release can be repeated
         return private_ids
 

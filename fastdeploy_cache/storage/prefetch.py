@@ -68,6 +68,7 @@ class StoragePrefetch:
     num_asked: int = 0
     num_landed: int = 0
     num_in_flight: int = 0  # tasks
+    read_seconds: float = 0.0  # that the slowest rank spent on the pieces that have come
     revoked: bool = False  # nobody wants what has not come yet
     done: threading.Event = field(default_factory=threading.Event)
     on_done: list[Callable[[], None]] = field(default_factory=list)  # called without the lock

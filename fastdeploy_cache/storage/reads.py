@@ -228,6 +228,7 @@ class StorageReads:
         prefetch, ids = piece.prefetch, piece.ids
         self._num_fetching -= len(ids)
         num_good = min(result.num_blocks, len(ids)) if result.error is None else 0
+        prefetch.read_seconds += max([rank.seconds for rank in result.ranks], default=0.0)
         continues = prefetch.first + prefetch.num_landed == piece.first and prefetch.epoch == self._tree.epoch
         num_joined = 0
         if num_good and continues:

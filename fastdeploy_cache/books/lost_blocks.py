@@ -1,0 +1,130 @@
+"""A memory of blocks that were cached and are gone, so that a miss can be told from something never seen."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+
+from fastdeploy_cache.books.block_marks import MARK_BYTES, WINDOW_BYTES, block_marks, num_equal, place_key
+from fastdeploy_cache.books.run import Run
+
+_ENTRY_BYTES = 320  # of a loss without its marks: the key, the tuple, the time, a place in the dictionary
+_NUM_PARTS = 4  # of the memory: the oldest part is forgotten at once
+_BURST, _BURST_SECONDS = 1024, 0.005  # losses noted in so long, at most: a millisecond of the lock
+
+
+class Loss(IntEnum):
+    """How cached blocks were lost: evicted from the GPU, or from the CPU tier; forgotten by a reset; with a rank's or a
+    tier's memory."""
+
+    GPU = 0
+    CPU = 1
+    RESET = 2
+    RANK = 3
+
+
+Lost = tuple[bytes, Loss, float]  # the marks of blocks in a row, how they were lost, when: seconds of the clock
+
+
+class LostBlocks:
+    """Blocks in a row that left all tiers, by the key of the first one's place.
+
+    Keys and marks may meet by chance, which makes an explanation wrong and nothing else. The oldest go when `max_bytes`
+    are full. What goes is counted in `num_forgotten`, and so is what a large eviction has no time for. Under the lock.
+    """
+
+    def __init__(self, max_bytes: int, block_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`max_bytes` 0: it remembers nothing. `block_bytes`: of the packed tokens of a block."""
+        self.is_on = max_bytes > 0
+        self._part_bytes, self._block_bytes, self._clock = max_bytes // _NUM_PARTS, block_bytes, clock
+        self._newest: dict[int, Lost] = {}
+        self._parts: deque[dict[int, Lost]] = deque([self._newest])  # the newest first
+        self._num_bytes = 0  # of the newest part
+        self.num_forks = 0  # noted so far
+        self.num_forgotten = 0  # blocks
+        self.kind = Loss.GPU  # of what is lost now, but for what a reset has forgotten
+        self.reset_kind = Loss.RESET
+        self._num_left, self._burst_at = 0, -_BURST_SECONDS
+        self._last: tuple[Run, int, int] | None = None  # the run that lost its end last: where, and under which key
+
+    def note(self, run: Run, first_block: int, *, is_reset: bool = False) -> None:
+        """A run is about to lose its blocks from `first_block` on."""
+        num_blocks = run.num_blocks - first_block
+        if not self._num_left and not self._refill():
+            self.num_forgotten += num_blocks
+            return
+        self._num_left -= 1
+        size, tokens, extras = self._block_bytes, run.tokens, run.extras
+        start, depth, root = first_block * size, first_block, run
+        while (parent := root.parent) is not None:
+            depth += parent.num_blocks
+            root = parent
+        marks = block_marks(tokens, start, num_blocks, size)
+        if start < WINDOW_BYTES and run.parent is not root:
+            tokens = _with_window(run, start + size)
+            start = len(tokens) - size
+        key = place_key(root.hashes, depth, tokens, start, size)
+        if extras is not None and first_block in extras:
+            key ^= hash(extras[first_block])
+        last = self._last
+        if last is not None and last[0] is run and last[1] == run.num_blocks:  # it goes on losing its end
+            before = self._newest.pop(last[2], None)
+            if before is not None:
+                marks += before[0]
+        self.add(key, (marks, self.reset_kind if is_reset else self.kind, self._clock()))
+        self._last = (run, first_block, key)
+
+    def add(self, key: int, lost: Lost) -> None:
+        """Remember these under the key of the first one's place."""
+        self._newest[key] = lost
+        self._num_bytes += len(lost[0]) + _ENTRY_BYTES
+        if self._num_bytes > self._part_bytes:
+            self._newest, self._num_bytes = {}, 0
+            self._parts.appendleft(self._newest)
+            if len(self._parts) > _NUM_PARTS:
+                self.num_forgotten += sum([len(marks) // MARK_BYTES for marks, _, _ in self._parts.pop().values()])
+
+    def _refill(self) -> bool:
+        """Whether the last burst began long enough ago for another. By real time, whatever the cache's clock shows."""
+        now = time.monotonic()
+        if not self._part_bytes or now - self._burst_at < _BURST_SECONDS:
+            return False
+        self._num_left, self._burst_at = _BURST, now
+        return True
+
+    def get(self, key: int) -> Lost | None:
+        """What was lost from the place of this key on, the last time."""
+        for part in self._parts:
+            lost = part.get(key)
+            if lost is not None:
+                return lost
+        return None
+
+    def num_lost(self, lost: Lost, tokens: bytes, start: int, num_blocks: int) -> int:
+        """How many of so many blocks, from the byte `start` of `tokens` on, are those that were lost."""
+        num_blocks = min(num_blocks, len(lost[0]) // MARK_BYTES)
+        return num_equal(lost[0], block_marks(tokens, start, num_blocks, self._block_bytes))
+
+    # A prompt that goes another way in the midst of lost blocks will be cached up to there. The rest is to be found
+    # behind that place, by what is in front of it alone: its first block is not here to make a key of.
+
+    def fork(self, root: bytes | bytearray, block: int, window: bytes, lost: Lost, num_same: int) -> None:
+        """Of lost blocks the first `num_same` go on as others; `block` and `window` are of the place behind these."""
+        self.num_forks += 1
+        self.add(hash((bytes(root), block, window)), (lost[0][num_same * MARK_BYTES :], lost[1], lost[2]))
+
+    def forked(self, root: bytes | bytearray, block: int, window: bytes) -> Lost | None:
+        """What `fork` has noted of this place."""
+        return self.get(hash((bytes(root), block, window))) if self.num_forks else None
+
+
+def _with_window(run: Run, end: int) -> bytes:
+    """The tokens of a run up to the byte `end`, with a window of those in front of the run."""
+    tokens, missing = bytes(run.tokens[:end]), WINDOW_BYTES
+    while run.parent is not None and run.parent.parent is not None and missing > 0:
+        run = run.parent
+        window = bytes(run.tokens[-missing:])
+        tokens, missing = window + tokens, missing - len(window)
+    return tokens

@@ -1,0 +1,119 @@
+"""Why a request hit or missed what it did: a value to read, to log, or to send as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fastdeploy_cache.causes import TEXTS, Cause
+
+_TIER_TEXTS = {"gpu": "the GPU", "cpu": "the CPU tier", "storage": "storage"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hit:
+    """Tokens that came from a tier.
+
+    Attributes:
+        tier: `gpu`, `cpu` or `storage`.
+        num_tokens: of them.
+        num_bytes: that were moved for them, of all ranks together.
+        seconds: that the slowest rank spent on moving them; what several requests waited for counts for each.
+        saved_seconds: that computing them would have taken, by the prefill speed seen so far; None: not known yet.
+    """
+
+    tier: str
+    num_tokens: int
+    num_bytes: int
+    seconds: float
+    saved_seconds: float | None
+
+    def __str__(self) -> str:
+        text = f"{_tokens(self.num_tokens)} came from {_TIER_TEXTS[self.tier]}"
+        if self.num_bytes:
+            text += f": {self.num_bytes / 2**20:.1f} MiB in {self.seconds * 1000:.1f} ms"
+        if self.saved_seconds is not None:
+            text += f"; computing them takes about {self.saved_seconds * 1000:.1f} ms"
+        return text + "."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Miss:
+    """Tokens that had to be computed, for one cause.
+
+    Attributes:
+        cause: see `Cause`.
+        num_tokens: of them.
+        tier: that they were lost from, where that is known: `gpu`, `cpu`.
+        seconds_ago: how long before the match they were lost, where that is known.
+        policy: the eviction policy, where they were evicted.
+    """
+
+    cause: Cause
+    num_tokens: int
+    tier: str | None = None
+    seconds_ago: float | None = None
+    policy: str | None = None
+
+    def __str__(self) -> str:
+        when = "some time" if self.seconds_ago is None else _duration(self.seconds_ago)
+        where = "cache" if self.tier is None else _TIER_TEXTS[self.tier].removeprefix("the ")
+        text = TEXTS[self.cause].format(when=when, where=where, policy=self.policy)
+        return f"{_tokens(self.num_tokens, 'was', 'were')} missed ({self.cause}): {text}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Where the tokens of a request's prompt came from. `hits` and `misses` add up to `num_tokens`.
+
+    Attributes:
+        request_id: of the request.
+        num_tokens: of its prompt.
+        is_final: False while more of it may still come; then what is coming is counted as missed, with the cause late.
+        hits: by tier; only tiers that served something.
+        misses: from the first missed token to the last.
+    """
+
+    request_id: str
+    num_tokens: int
+    is_final: bool
+    hits: tuple[Hit, ...]
+    misses: tuple[Miss, ...]
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """Tokens that did not have to be computed."""
+        return sum(hit.num_tokens for hit in self.hits)
+
+    def missed_tokens(self) -> dict[Cause, int]:
+        """The missed tokens by cause."""
+        counts: dict[Cause, int] = {}
+        for miss in self.misses:
+            counts[miss.cause] = counts.get(miss.cause, 0) + miss.num_tokens
+        return counts
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        share = 100 * self.num_hit_tokens / self.num_tokens if self.num_tokens else 0.0
+        head = (
+            f"Request {self.request_id!r}: {self.num_hit_tokens} of {self.num_tokens} prompt tokens "
+            f"({share:.0f} %) came from the cache."
+        )
+        rest = [f"  {part}" for part in (*self.hits, *self.misses)]
+        return "\n".join([head if self.is_final else f"{head[:-1]} so far.", *rest])
+
+
+def _tokens(num_tokens: int, one: str = "", many: str = "") -> str:
+    noun, verb = ("token", one) if num_tokens == 1 else ("tokens", many)
+    return f"{num_tokens} {noun} {verb}".rstrip()
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.0f} hours"

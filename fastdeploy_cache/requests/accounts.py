@@ -1,0 +1,217 @@
+"""What each request hit and missed, and why. Under the lock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.lost_blocks import Loss
+from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.explanation import Explanation, Hit, Miss
+from fastdeploy_cache.metrics.cache_metrics import TIERS, CacheMetrics
+from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
+from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest, MissedBlocks
+
+_LOST_FROM = {Loss.GPU: "gpu", Loss.CPU: "cpu"}
+_NOTHING = (0, 0, 0)
+_LAST_PLACE, _PARTIAL_PLACE = Cause.LAST.place, Cause.PARTIAL.place
+
+
+class Account(NamedTuple):
+    """Of one request: tokens by tier, seconds of loads from the CPU tier and of reads from storage, and what it missed
+    of the blocks that it asked for."""
+
+    request_id: str
+    num_tokens: int
+    at: float
+    is_final: bool
+    hit_tokens: tuple[int, int, int]
+    load_seconds: float
+    read_seconds: float
+    prefill_tokens_per_second: float | None
+    misses: Sequence[MissedBlocks]
+
+
+class Accounts:
+    """Each request is counted once, when it is admitted, and its account is kept for a while.
+
+    Attributes:
+        missed_tokens: so far, by the place of the cause.
+        saved_seconds: so far, by tier: what computing would have taken, by the prefill speed that was known then.
+        move_seconds: so far, by tier: what moving took.
+    """
+
+    def __init__(self, config: CacheConfig, metrics: CacheMetrics, clock: Callable[[], float]) -> None:
+        self._size, self._block_bytes = config.block_size, config.block_bytes() * config.transfer.tp_size
+        self._policy = config.eviction_policy
+        self._metrics, self._clock = metrics, clock
+        self._recent: deque[Account] = deque(maxlen=config.num_explained_requests)
+        self.missed_tokens = [0] * len(Cause)
+        self.saved_seconds, self.move_seconds = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+
+    def follow(self, books: Books, speeds: LoadOrCompute) -> None:
+        """Whose mishaps these are, and who knows the prefill speed."""
+        self._mishaps, self._prefill = books.mishaps, speeds.prefill
+
+    def admit(self, active: ActiveRequest) -> None:
+        """Count a request once, when it is first admitted: not while it waits, nor when it returns from preemption."""
+        active.is_admitted = True
+        if active.request.counted:
+            return
+        active.request.counted = True
+        try:
+            self._count(self._account(active, active.num_matched_blocks, is_final=True))
+        except Exception:  # whatever it is: the request goes on uncounted
+            self._mishaps.note("metrics")
+
+    def count_others(self, num_tokens: int, hit_tokens: tuple[int, int, int]) -> None:
+        """Count a request that somebody else has matched, who does not know why it missed the rest."""
+        self.missed_tokens[Cause.NEW_OR_FORGOTTEN.place] += num_tokens - sum(hit_tokens)
+        self._metrics.record_request(num_tokens, hit_tokens)
+
+    def _count(self, account: Account) -> None:
+        num_tokens, hit_tokens, size, missed = account.num_tokens, account.hit_tokens, self._size, self.missed_tokens
+        num_behind = num_tokens
+        if hit_tokens != _NOTHING:
+            speed, saved, moved = account.prefill_tokens_per_second, self.saved_seconds, self.move_seconds
+            moved[1] += account.load_seconds
+            moved[2] += account.read_seconds
+            for tier in (0, 1, 2):
+                num_behind -= hit_tokens[tier]
+                if speed:
+                    saved[tier] += hit_tokens[tier] / speed
+        for cause, num_blocks, _, _ in account.misses:
+            missed[cause.place] += num_blocks * size
+            num_behind -= num_blocks * size
+        if num_behind:
+            missed[_LAST_PLACE] += 1
+            missed[_PARTIAL_PLACE] += num_behind - 1
+        self._metrics.record_request(num_tokens, hit_tokens)
+        self._recent.append(account)
+
+    def _account(self, active: ActiveRequest, num_blocks: int, *, is_final: bool) -> Account:
+        request, size, num_gpu = active.request, self._size, active.num_gpu_blocks
+        if num_gpu < num_blocks:
+            num_storage = active.num_storage_blocks(num_gpu, num_blocks)
+            num_cpu = num_blocks - num_gpu - num_storage
+            hit_tokens = (num_gpu * size + active.num_copied_tokens, num_cpu * size, num_storage * size)
+        elif num_blocks:
+            hit_tokens = (num_blocks * size + active.num_copied_tokens, 0, 0)
+        else:
+            hit_tokens = _NOTHING
+        misses, num_found = active.misses, active.num_found_blocks
+        if num_blocks != num_found or active.num_searched_blocks != num_found or not active.num_asked_blocks:
+            misses = self._missed(active, num_blocks)
+        prefetch = active.prefetch
+        return Account(
+            request.request_id,
+            request.num_tokens,
+            self._clock(),
+            is_final,
+            hit_tokens,
+            active.load_seconds,
+            prefetch.read_seconds if prefetch is not None and hit_tokens[2] else 0.0,
+            self._prefill.per_second,
+            misses,
+        )
+
+    def _missed(self, active: ActiveRequest, num_hit_blocks: int) -> Sequence[MissedBlocks]:
+        """The full blocks that the match has asked for, behind those that it hit."""
+        if not active.num_asked_blocks:
+            num_blocks = (active.request.num_tokens - 1) // self._size
+            return [(Cause.LIMIT, num_blocks, None, 0.0)] if num_blocks else []
+        num_found = active.num_found_blocks
+        parts = self._unused(active, num_hit_blocks, num_found) if num_found > num_hit_blocks else []
+        block, prefetch = active.num_searched_blocks, active.prefetch
+        end_late = min(prefetch.first + prefetch.num_present, active.num_asked_blocks) if prefetch is not None else 0
+        if end_late > num_found:  # storage has these, and they have not come
+            parts.append((Cause.LATE, end_late - num_found, None, 0.0))
+        skip = max(num_hit_blocks, num_found, end_late)
+        for cause, num_blocks, kind, at in active.misses:
+            num_left = block + num_blocks - max(block, skip)
+            block += num_blocks
+            if num_left > 0:
+                parts.append((cause, num_left, kind, at))
+        return parts
+
+    @staticmethod
+    def _unused(active: ActiveRequest, first: int, end: int) -> list[MissedBlocks]:
+        """Blocks [first, end), which a tier has and the request does not use."""
+        parts: list[MissedBlocks] = []
+        num_cut = end - active.num_whole_blocks
+        if active.num_unloaded_blocks and active.refused_for is not None:
+            cause = active.refused_for
+        else:
+            cause = Cause.RANK if active.has_failed_load else Cause.LATE
+        if end - num_cut > first:
+            parts.append((cause, end - num_cut - first, None, 0.0))
+            first = end - num_cut
+        parts.append((Cause.PARTIAL, end - first, None, 0.0))
+        return [part for part in parts if part[1] > 0]
+
+    # -- looking back
+
+    def of(self, active: ActiveRequest, num_readable_blocks: int) -> Explanation:
+        """Of a request that is matched now. `num_readable_blocks`: that its caller may read."""
+        if active.phase is WAITING:
+            return self._explain(self._account(active, num_readable_blocks, is_final=False))
+        kept = self.recent(active.request.request_id) if active.request.counted else None
+        account = self._account(active, active.num_matched_blocks, is_final=True)
+        return kept if kept is not None else self._explain(account)
+
+    def recent(self, request_id: str) -> Explanation | None:
+        """Of one of the last requests; the newest of that id. None: it is not among them."""
+        account = next((each for each in reversed(self._recent) if each.request_id == request_id), None)
+        return self._explain(account) if account is not None else None
+
+    def last(self, num_requests: int) -> list[Explanation]:
+        """Of the last requests, the newest first."""
+        return [self._explain(account) for account in islice(reversed(self._recent), num_requests)]
+
+    def _explain(self, account: Account) -> Explanation:
+        speed, size = account.prefill_tokens_per_second, self._size
+        num_behind = account.num_tokens - sum(account.hit_tokens) - sum([n for _, n, _, _ in account.misses]) * size
+        hits = [
+            Hit(
+                tier=tier,
+                num_tokens=num_tokens,
+                num_bytes=0 if tier == "gpu" else num_tokens // size * self._block_bytes,
+                seconds=seconds,
+                saved_seconds=num_tokens / speed if speed else None,
+            )
+            for tier, num_tokens, seconds in zip(
+                TIERS, account.hit_tokens, (0.0, account.load_seconds, account.read_seconds), strict=True
+            )
+            if num_tokens
+        ]
+        misses = [
+            Miss(
+                cause=cause,
+                num_tokens=num_blocks * size,
+                tier=_LOST_FROM.get(kind) if kind is not None else None,
+                seconds_ago=max(0.0, account.at - at) if kind is not None else None,
+                policy=self._policy if cause is Cause.EVICTED else None,
+            )
+            for cause, num_blocks, kind, at in account.misses
+        ]
+        if num_behind > 1:
+            misses.append(Miss(cause=Cause.PARTIAL, num_tokens=num_behind - 1))
+        if num_behind:
+            misses.append(Miss(cause=Cause.LAST, num_tokens=1))
+        return Explanation(
+            request_id=account.request_id,
+            num_tokens=account.num_tokens,
+            is_final=account.is_final,
+            hits=tuple(hits),
+            misses=tuple(misses),
+        )
+
+    def worths(self) -> tuple[dict[str, int], dict[str, float], dict[str, float]]:
+        """Missed tokens by cause; seconds saved, and seconds that moving took, by tier."""
+        missed = {cause.value: self.missed_tokens[cause.place] for cause in Cause}
+        saved, moved = self.saved_seconds, self.move_seconds
+        return missed, dict(zip(TIERS, saved, strict=True)), dict(zip(TIERS, moved, strict=True))

@@ -1,0 +1,137 @@
+"""Why a match has found no more of a prompt than it has. Under the lock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from fastdeploy_cache.books.block_hash import root_hash
+from fastdeploy_cache.books.block_keys import BlockKeys
+from fastdeploy_cache.books.block_marks import MARK_BYTES, WINDOW_BYTES, block_marks, num_equal, place_key
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.lost_blocks import Loss
+from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.requests.active_request import ActiveRequest, MissedBlocks
+from fastdeploy_cache.requests.computing import Computing
+
+_MAX_PARTS = 64  # that one prompt's missed blocks are looked up in: some tens of microseconds
+_MAX_LOOKED = 64  # other namespaces, and continuations that may be an image's, that are looked at
+_BY_LOSS = (Cause.EVICTED, Cause.EVICTED, Cause.RESET, Cause.RANK)
+_NEW, _FORGOTTEN = Cause.NEW, Cause.NEW_OR_FORGOTTEN
+
+
+class Misses:
+    """Asks what is remembered, what is being computed, and what is cached under other names."""
+
+    def __init__(self, books: Books) -> None:
+        self._tree, self._lost, self._size = books.tree, books.tree.lost, books.tree.block_bytes
+        self.computing = Computing(books.tree.block_bytes)
+
+    def find(self, active: ActiveRequest, path: Sequence[Run], num_found: int) -> None:
+        """Note for the request why the blocks from `num_found` on, that its match asked for, are missed, and that it
+        computes them. The path is what it has found."""
+        tree, end, keys = self._tree, active.num_asked_blocks, active.keys
+        if not self._lost.is_on:
+            active.misses = ((_FORGOTTEN, end - num_found, None, 0.0),)
+            return
+        roots, lost = tree.roots, self._lost
+        root = roots.get(active.request.namespace)
+        name = root.hashes if root is not None else root_hash(active.request.namespace, tree.block_size)
+        key = self._key(name, keys, num_found)
+        if lost.get(key) is None and key not in self.computing and keys.extras is None and len(roots) < 2:
+            known = lost.forked(name, num_found, self._window(keys, num_found)) if lost.num_forks else None
+            if known is None:  # most of them are new
+                cause = _FORGOTTEN if lost.num_forgotten or tree.graves.open else _NEW
+                active.misses = ((cause, end - num_found, None, 0.0),)
+                self.computing.begin(active, key)
+                return
+        active.misses = self._parts(active, path, num_found, name)
+        self.computing.begin(active, key)
+
+    def committed(self, active: ActiveRequest) -> None:
+        """The request has committed part of its prompt; it goes on with the block behind that."""
+        self.computing.end(active)
+        root = self._tree.roots.get(active.request.namespace)
+        if root is not None:
+            self.computing.begin(active, self._key(root.hashes, active.keys, active.num_committed_blocks))
+
+    def _key(self, root: bytes | bytearray, keys: BlockKeys, block: int) -> int:
+        size = self._size
+        start = block * size
+        first = start - WINDOW_BYTES if start > WINDOW_BYTES else 0
+        tokens, at = keys.buffer(first, start + size)
+        key = place_key(root, block, tokens, at + start - first, size)
+        if keys.extras is not None and block in keys.extras:
+            key ^= hash(keys.extras[block])
+        return key
+
+    def _window(self, keys: BlockKeys, block: int) -> bytes:
+        return keys.part(max(0, block * self._size - WINDOW_BYTES), block * self._size)
+
+    def _parts(
+        self, active: ActiveRequest, path: Sequence[Run], block: int, root: bytes | bytearray
+    ) -> list[MissedBlocks]:
+        parts: list[MissedBlocks] = []
+        keys, end = active.keys, active.num_asked_blocks
+        while block < end and len(parts) < _MAX_PARTS:
+            key = self._key(root, keys, block)
+            part = self._lost_at(key, root, keys, block, end)
+            if part is None:
+                num_computing = self.computing.num_blocks(active, key, block, end)
+                if not num_computing:
+                    break
+                part = (Cause.UNCOMMITTED, num_computing, None, 0.0)
+            parts.append(part)
+            block += part[1]
+        if block < end and keys.extras is not None and (num_same := self._num_with_other_images(active, path, block)):
+            parts.append((Cause.IMAGE, num_same, None, 0.0))
+            block += num_same
+        if block < end and (num_found := self._num_elsewhere(active, end)) > block:
+            parts.append((Cause.NAMESPACE, num_found - block, None, 0.0))
+            block = num_found
+        if block < end:
+            has_forgotten = self._lost.num_forgotten or self._tree.graves.open
+            parts.append((_FORGOTTEN if has_forgotten else _NEW, end - block, None, 0.0))
+        return parts
+
+    def _lost_at(self, key: int, root: bytes | bytearray, keys: BlockKeys, block: int, end: int) -> MissedBlocks | None:
+        """The blocks from this one on that were lost together, as far as the prompt goes on with them."""
+        lost, size = self._lost.get(key), self._size
+        is_fork = lost is None
+        if lost is None:
+            lost = self._lost.forked(root, block, self._window(keys, block))
+        if lost is None:
+            return None
+        tokens, at = keys.buffer(block * size, end * size)
+        num_lost = self._lost.num_lost(lost, tokens, at, end - block)
+        if 0 < num_lost < end - block and not is_fork and num_lost * MARK_BYTES < len(lost[0]):
+            self._lost.fork(root, block + num_lost, self._window(keys, block + num_lost), lost, num_lost)
+        return (_BY_LOSS[lost[1]], num_lost, Loss(lost[1]), lost[2]) if num_lost else None
+
+    def _num_elsewhere(self, active: ActiveRequest, end: int) -> int:
+        """How many of the prompt's first `end` blocks another namespace has; 0: not looked at, or none."""
+        own, keys, tree = active.request.namespace, active.keys, self._tree
+        key, others = tree.key(keys, 0), islice(tree.roots.items(), _MAX_LOOKED)
+        some = [name for name, root in others if name != own and root.children.get(key) is not None]
+        return max([tree.find(name, keys, end)[1] for name in some], default=0)
+
+    def _num_with_other_images(self, active: ActiveRequest, path: Sequence[Run], block: int) -> int:
+        """Blocks from `block` on whose tokens alone continue what was found."""
+        size, keys, end = self._size, active.keys, active.num_asked_blocks
+        run, offset = self._tree.place(list(path), block) if path else (None, 0)
+        at = run if run is not None else self._tree.roots.get(active.request.namespace)
+        position = block
+        while at is not None and position < end:
+            if at.parent is not None and offset < at.num_blocks:
+                num_blocks = min(at.num_blocks - offset, end - position)
+                data, start = keys.buffer(position * size, (position + num_blocks) * size)
+                ours = block_marks(at.tokens, offset * size, num_blocks, size)
+                num_same = num_equal(ours, block_marks(data, start, num_blocks, size))
+                position, offset = position + num_same, offset + num_same
+                if offset < at.num_blocks:
+                    break
+            tokens = keys.part(position * size, (position + 1) * size)
+            children = list(islice(at.children.values(), _MAX_LOOKED)) if position < end else []
+            at, offset = next((child for child in children if child.tokens.startswith(tokens)), None), 0
+        return position - block
