@@ -7,7 +7,7 @@ from typing import Final
 
 
 class Cause(StrEnum):
-    """Of a missed token. Each has one. `place`: among all of them, for counts in a list."""
+    """The reason of a missed token: each has one. `place`: among all reasons, for counts in a list."""
 
     NEW = "new"  # it was never cached here
     NEW_OR_FORGOTTEN = "new_or_forgotten"  # nothing is remembered of it, and older memories have been dropped

@@ -85,7 +85,7 @@ class PrefixCacheManager:
         # each room listens to changes from here on, in this order
         self._movement = movement = Movement(config, books, client)
         self.storage = storage = StorageAccess(config, books, movement)
-        self._requests = requests = Requests(config, books, movement, storage, Accounts(config, self.metrics, clock))
+        self._requests = requests = Requests(config, books, movement, storage, Accounts(config, self.metrics))
         self._steps = Steps(requests, config.block_size)
         self.blocks = CallerBlocks(config, books, movement, requests)
         self._recorder.follow(books)
@@ -100,7 +100,7 @@ class PrefixCacheManager:
         except BaseException:
             self.close()
             raise
-        self._recorder.show(self.stats)
+        self._recorder.show(self.stats, requests.accounts.worths)
 
     # -- the verbs of a request
 
@@ -225,8 +225,7 @@ class PrefixCacheManager:
             CommitError: fewer computed tokens than before, more than it has, or than its blocks held before.
             RequestError: no token ids from 0 to 2**31 - 1, the same request twice, or one that ran ahead of blocks that
                 did not come.
-            UnknownRequestError: not matched, or released already.
-            MemoryError: the process has none left.
+            UnknownRequestError, MemoryError: not matched, or released already; the process has none left.
 
         Raises:
             ClosedError, LifeCycleError: the cache is closed, or asleep.
@@ -331,11 +330,7 @@ class PrefixCacheManager:
     # -- looking in
 
     def explain(self, request_id: str) -> Explanation:
-        """Where the prompt tokens of a request came from, and why the others did not: of one that is matched now, or of
-        one of the last `num_explained_requests`.
-
-        Raises `UnknownRequestError`.
-        """
+        """Where the prompt tokens of a matched or recent request came from. Raises `UnknownRequestError`."""
         with self._books:
             return self._requests.explain(request_id)
 
@@ -372,17 +367,14 @@ class PrefixCacheManager:
 
         with self._books:
             road = self.peers.road
-            num_tokens, hit_tokens = self.metrics.token_counts()
             held = Held(
-                requests=list(self._requests),
+                requests=self._requests,
                 transfers=list(self._movement.mover.in_flight.values()),
                 cpu_ids=self.storage.held_ids,
                 gpu_ids=[*road.sends.held_ids, *road.receives.held_ids],
                 pins=[*self._books.pinned, *road.sends.pins, *road.receives.pins],
                 ahead=self.blocks.copies.ahead,
                 waiting=road.receives.loads,
-                num_missed_tokens=num_tokens - sum(hit_tokens),
-                missed_tokens=self._requests.accounts.missed_tokens,
             )
             check(self._books.tree, held)
 

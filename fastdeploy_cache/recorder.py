@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
-from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics, WorthCounts
 from fastdeploy_cache.movement.block_mover import TaskEnded
 from fastdeploy_cache.storage.prefetch import StorageTaskEnded
 from fastdeploy_cache.transfer_manager.task import TransferResult
@@ -37,8 +37,8 @@ class Recorder:
         books.listen(TaskEnded, self._on_task_ended)
         books.listen(StorageTaskEnded, self._on_task_ended)
 
-    def show(self, stats: Callable[[], CacheStats]) -> None:
-        """Ask these stats at each scrape."""
+    def show(self, stats: Callable[[], CacheStats], worths: Callable[[], WorthCounts]) -> None:
+        """Ask these stats at each scrape, and what was missed, saved and spent."""
         self.metrics.observe(
             lambda: stats().block_counts(),
             lambda: stats().eviction_counts(),
@@ -47,6 +47,7 @@ class Recorder:
             lambda: stats().storage_counts(),
             failures=lambda: stats().failure_counts(),
             hashes=lambda: stats().hash_counts(),
+            worths=worths,
         )
 
     def serve(self, host: str, port: int, also: Sequence[Collector]) -> str:

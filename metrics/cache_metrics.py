@@ -136,13 +136,14 @@ class CacheMetrics:
 
     def record_request(self, num_tokens: int, hit_tokens: tuple[int, ...]) -> None:
         """A request of `num_tokens` prompt tokens was admitted; `hit_tokens` in the order of `TIERS`."""
+        now = self._clock()  # first: it may be somebody's who raises
         with self._lock:
             self._num_requests += 1
             self._num_tokens += num_tokens
             if any(hit_tokens):
                 self._num_requests_hit += 1
                 self._hit_tokens = tuple(map(operator.add, self._hit_tokens, hit_tokens))
-            self._window.record(self._clock(), num_tokens, hit_tokens)
+            self._window.record(now, num_tokens, hit_tokens)
 
     def record_task(self, kind: str, rank: int, num_bytes: int, seconds: float, failed: bool) -> None:
         """One rank's part of a task has ended."""

@@ -59,7 +59,7 @@ ROOMS = {
         "tokens": {"errors", "_native"},
         "request": {"books", "errors", "tokens"},
         "stats": {"books", "policies"},
-        "books": {"errors", "policies"},
+        "books": {"_native", "errors", "policies"},
         "policies": {"books", "errors"},  # beside the books: state in, choice out
         "movement": {"books", "causes", "config", "errors", "policies"},
         "storage": {"movement", "books", "config", "errors", "policies", "request", "stats"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from enum import IntEnum
 
 from fastdeploy_cache.books.block_marks import MARK_BYTES, WINDOW_BYTES, block_marks, num_equal, place_key
@@ -12,6 +11,7 @@ from fastdeploy_cache.books.run import Run
 
 _ENTRY_BYTES = 320  # of a loss without its marks: the key, the tuple, the time, a place in the dictionary
 _NUM_PARTS = 4  # of the memory: the oldest part is forgotten at once
+_MAX_FORKS, _MAX_WAYS = 4096, 8  # places where lost blocks were parted, and ways that go on from one
 _BURST, _BURST_SECONDS = 1024, 0.005  # losses noted in so long, at most: a millisecond of the lock
 
 
@@ -25,7 +25,9 @@ class Loss(IntEnum):
     RANK = 3
 
 
-Lost = tuple[bytes, Loss, float]  # the marks of blocks in a row, how they were lost, when: seconds of the clock
+Lost = tuple[
+    bytes, Loss, float
+]  # the marks of blocks in a row, how they were lost, when: seconds of the monotonic clock
 
 
 class LostBlocks:
@@ -35,14 +37,14 @@ class LostBlocks:
     are full. What goes is counted in `num_forgotten`, and so is what a large eviction has no time for. Under the lock.
     """
 
-    def __init__(self, max_bytes: int, block_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_bytes: int, block_bytes: int) -> None:
         """`max_bytes` 0: it remembers nothing. `block_bytes`: of the packed tokens of a block."""
         self.is_on = max_bytes > 0
-        self._part_bytes, self._block_bytes, self._clock = max_bytes // _NUM_PARTS, block_bytes, clock
+        self._part_bytes, self._block_bytes = max_bytes // _NUM_PARTS, block_bytes
         self._newest: dict[int, Lost] = {}
         self._parts: deque[dict[int, Lost]] = deque([self._newest])  # the newest first
         self._num_bytes = 0  # of the newest part
-        self.num_forks = 0  # noted so far
+        self._forks: dict[int, tuple[Lost, ...]] = {}
         self.num_forgotten = 0  # blocks
         self.kind = Loss.GPU  # of what is lost now, but for what a reset has forgotten
         self.reset_kind = Loss.RESET
@@ -56,6 +58,12 @@ class LostBlocks:
             self.num_forgotten += num_blocks
             return
         self._num_left -= 1
+        try:
+            self._note(run, first_block, num_blocks, self.reset_kind if is_reset else self.kind)
+        except MemoryError:  # whatever the loss is part of goes on
+            self.num_forgotten += num_blocks
+
+    def _note(self, run: Run, first_block: int, num_blocks: int, kind: Loss) -> None:
         size, tokens, extras = self._block_bytes, run.tokens, run.extras
         start, depth, root = first_block * size, first_block, run
         while (parent := root.parent) is not None:
@@ -73,7 +81,11 @@ class LostBlocks:
             before = self._newest.pop(last[2], None)
             if before is not None:
                 marks += before[0]
-        self.add(key, (marks, self.reset_kind if is_reset else self.kind, self._clock()))
+        if (older := self.get(key)) is not None:  # what went on in another way, or further, is not forgotten
+            num_same = num_equal(older[0], marks)
+            window = _with_window(run, (first_block + num_same) * size)[-WINDOW_BYTES:]
+            self.fork(root.hashes, depth + num_same, window, older, num_same)
+        self.add(key, (marks, kind, time.monotonic()))
         self._last = (run, first_block, key)
 
     def add(self, key: int, lost: Lost) -> None:
@@ -87,7 +99,7 @@ class LostBlocks:
                 self.num_forgotten += sum([len(marks) // MARK_BYTES for marks, _, _ in self._parts.pop().values()])
 
     def _refill(self) -> bool:
-        """Whether the last burst began long enough ago for another. By real time, whatever the cache's clock shows."""
+        """Whether the last burst began long enough ago for another."""
         now = time.monotonic()
         if not self._part_bytes or now - self._burst_at < _BURST_SECONDS:
             return False
@@ -107,17 +119,25 @@ class LostBlocks:
         num_blocks = min(num_blocks, len(lost[0]) // MARK_BYTES)
         return num_equal(lost[0], block_marks(tokens, start, num_blocks, self._block_bytes))
 
-    # A prompt that goes another way in the midst of lost blocks will be cached up to there. The rest is to be found
-    # behind that place, by what is in front of it alone: its first block is not here to make a key of.
+    # A prompt that goes another way in the midst of lost blocks, or ends there, will be cached up to there. The rest is
+    # to be found behind that place, by what is in front of it alone: its first block is not here to make a key of.
 
     def fork(self, root: bytes | bytearray, block: int, window: bytes, lost: Lost, num_same: int) -> None:
-        """Of lost blocks the first `num_same` go on as others; `block` and `window` are of the place behind these."""
-        self.num_forks += 1
-        self.add(hash((bytes(root), block, window)), (lost[0][num_same * MARK_BYTES :], lost[1], lost[2]))
+        """Note that others stand behind the first `num_same` of some lost blocks; `block` and `window` are of the place
+        behind these."""
+        rest = lost[0][num_same * MARK_BYTES :]
+        if not rest:
+            return
+        key = hash((bytes(root), block, window))
+        known = [each for each in self._forks.pop(key, ()) if each[0] != rest]
+        self._forks[key] = (*known[-_MAX_WAYS + 1 :], (rest, lost[1], lost[2]))
+        if len(self._forks) > _MAX_FORKS:
+            first = next(iter(self._forks))
+            self.num_forgotten += sum([len(marks) // MARK_BYTES for marks, _, _ in self._forks.pop(first)])
 
-    def forked(self, root: bytes | bytearray, block: int, window: bytes) -> Lost | None:
-        """What `fork` has noted of this place."""
-        return self.get(hash((bytes(root), block, window))) if self.num_forks else None
+    def forked(self, root: bytes | bytearray, block: int, window: bytes) -> tuple[Lost, ...]:
+        """What `fork` has noted of this place; the newest last."""
+        return self._forks.get(hash((bytes(root), block, window)), ()) if self._forks else ()
 
 
 def _with_window(run: Run, end: int) -> bytes:

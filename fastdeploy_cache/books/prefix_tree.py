@@ -13,7 +13,7 @@ from fastdeploy_cache.books.block_pool import REQUEST, RUN, BlockPool, Owner
 from fastdeploy_cache.books.generations import Generations, Reason
 from fastdeploy_cache.books.graves import AT_ONCE, Roots
 from fastdeploy_cache.books.large_dict import piece_of, put
-from fastdeploy_cache.books.lost_blocks import Loss, LostBlocks
+from fastdeploy_cache.books.lost_blocks import Loss
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import GPU, TIERS, Pin, Run, Tier, Usage
@@ -23,6 +23,7 @@ from fastdeploy_cache.policies.guarded import GuardedPolicy
 
 _SWEEP_EVERY = 64  # namespaces that come
 _MAX_MOVED = 1024  # children that a merge hangs elsewhere: some hundred microseconds
+Pools = tuple[BlockPool, BlockPool]  # by Tier
 _NONE = array("i")  # never changed
 
 
@@ -38,28 +39,20 @@ class Insertion(NamedTuple):
 class PrefixTree:
     """A radix tree of runs, one root per namespace; `residency` keeps their blocks."""
 
-    def __init__(
-        self,
-        block_size: int,
-        pools: tuple[BlockPool, BlockPool],
-        policy: EvictionPolicy,
-        lost: LostBlocks | None = None,
-    ) -> None:
-        """`lost`: what remembers the blocks that go; without it nothing does."""
+    def __init__(self, block_size: int, pools: Pools, policy: EvictionPolicy, lost_bytes: int = 0) -> None:
+        """`lost_bytes`: what the memory of blocks that have gone may take."""
         self.block_size = block_size
         self.block_bytes = block_size * TOKEN_BYTES
         self.pools = pools  # by Tier
         self.mishaps = Mishaps()
         self.policy = GuardedPolicy(policy, self.mishaps, self.runs)
-        self.lost = lost if lost is not None else LostBlocks(0, self.block_bytes)
-        self.residency = Residency(self.block_bytes, pools, self.policy, self.lost)
+        self.residency = Residency(self.block_bytes, pools, self.policy, lost_bytes)
         self.roots: Roots = {}
         self.generations = Generations()
         self.graves = self.residency.graves
         self.names = BlockNames(block_size)
         self.policy.clear(self.residency.is_leaf, self.split)
-        self._num_roots_made = 0
-        self._num_appended = 0
+        self._num_roots_made = self._num_appended = 0
 
     def __del__(self) -> None:
         """The collector does not see runs, so their circles of parents and children are opened here."""
@@ -319,12 +312,11 @@ class PrefixTree:
             self.pools[0].take_back(ids, giver)
             raise
 
-    def reset(self) -> None:
+    def reset(self, lost_by: Loss = Loss.RESET) -> None:
         """Forget everything. What is pinned stays owned, out of reach, until it is unpinned."""
-        self.lost.reset_kind = Loss.RESET
         old, self.roots = self.roots, {}  # first of all: whatever comes, nothing of the old is found any more
         self.graves.add(old)
-        self.residency.begin_epoch()
+        self.residency.begin_epoch(lost_by)
         self.generations.begin(Reason.RESET)
         self.policy.clear(self.residency.is_leaf, self.split)
         self.graves.clear(AT_ONCE)

@@ -22,10 +22,10 @@ class Residency:
     """
 
     def __init__(
-        self, block_bytes: int, pools: tuple[BlockPool, BlockPool], policy: GuardedPolicy, lost: LostBlocks
+        self, block_bytes: int, pools: tuple[BlockPool, BlockPool], policy: GuardedPolicy, lost_bytes: int
     ) -> None:
         self.pools = pools  # by Tier
-        self.lost = lost
+        self.lost = LostBlocks(lost_bytes, block_bytes)
         self.policy = policy
         self.epoch = 0
         self.num_protected = [0, 0]  # held blocks by Tier
@@ -345,6 +345,7 @@ class Residency:
         self.withdraw(run)
         self._unlink(run, run.parent)
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, lost_by: Loss) -> None:
         """What is in the tree now is of the past: it is never evicted, only removed."""
         self.epoch += 1
+        self.lost.reset_kind = lost_by

@@ -27,9 +27,8 @@ def drop_gpu(tree: PrefixTree) -> None:
         kept, heirs = [], {}
     for run, heir in heirs.items():
         heir.cpu = tree.residency.take_copies(run)
-    tree.reset()
+    tree.reset(Loss.RANK)
     tree.generations.begin(Reason.GPU_LOST)
-    tree.lost.reset_kind = Loss.RANK
     for (name, _), heir in zip(kept, heirs.values(), strict=True):
         above = heir.parent
         assert above is not None
@@ -73,7 +72,7 @@ def drop_cpu(books: Books) -> None:
     """
     tree, pinned = books.tree, books.pinned
     tree.generations.begin(Reason.CPU_LOST)
-    tree.lost.kind = Loss.RANK
+    tree.residency.lost.kind = Loss.RANK
     for pin, prefix in list(pinned.items()):
         path = pin.run.path()
         num_left = len(gpu_ids(path, prefix.num_blocks))

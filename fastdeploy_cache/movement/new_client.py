@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.books.block_pool import BlockPool
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.lost_blocks import LostBlocks
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.policies import new_policy
@@ -58,4 +56,4 @@ def new_books(config: CacheConfig, policy: EvictionPolicy | None, clock: Callabl
             config.eviction_policy, clock, num_blocks=max(sizes), block_tokens=size, history_bytes=num_bytes
         )
     pools = (BlockPool("GPU", sizes[0]), BlockPool("CPU", sizes[1]))
-    return Books(PrefixTree(size, pools, policy, LostBlocks(config.lost_blocks_bytes, size * TOKEN_BYTES, clock)))
+    return Books(PrefixTree(size, pools, policy, config.lost_blocks_bytes))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -22,8 +24,8 @@ _LAST_PLACE, _PARTIAL_PLACE = Cause.LAST.place, Cause.PARTIAL.place
 
 
 class Account(NamedTuple):
-    """Of one request: tokens by tier, seconds of loads from the CPU tier and of reads from storage, and what it missed
-    of the blocks that it asked for."""
+    """What is kept of one request: tokens by tier, seconds of loads from the CPU tier and of reads from storage, and
+    what it missed of the blocks that it asked for."""
 
     request_id: str
     num_tokens: int
@@ -45,10 +47,10 @@ class Accounts:
         move_seconds: so far, by tier: what moving took.
     """
 
-    def __init__(self, config: CacheConfig, metrics: CacheMetrics, clock: Callable[[], float]) -> None:
+    def __init__(self, config: CacheConfig, metrics: CacheMetrics) -> None:
         self._size, self._block_bytes = config.block_size, config.block_bytes() * config.transfer.tp_size
         self._policy = config.eviction_policy
-        self._metrics, self._clock = metrics, clock
+        self._metrics = metrics
         self._recent: deque[Account] = deque(maxlen=config.num_explained_requests)
         self.missed_tokens = [0] * len(Cause)
         self.saved_seconds, self.move_seconds = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
@@ -63,18 +65,17 @@ class Accounts:
         if active.request.counted:
             return
         active.request.counted = True
-        try:
-            self._count(self._account(active, active.num_matched_blocks, is_final=True))
-        except Exception:  # whatever it is: the request goes on uncounted
-            self._mishaps.note("metrics")
+        account = functools.partial(self._account, active, active.num_matched_blocks, is_final=True)
+        self._mishaps.ask("metrics", lambda: self._count(account()), None)
 
     def count_others(self, num_tokens: int, hit_tokens: tuple[int, int, int]) -> None:
         """Count a request that somebody else has matched, who does not know why it missed the rest."""
-        self.missed_tokens[Cause.NEW_OR_FORGOTTEN.place] += num_tokens - sum(hit_tokens)
         self._metrics.record_request(num_tokens, hit_tokens)
+        self.missed_tokens[Cause.NEW_OR_FORGOTTEN.place] += num_tokens - sum(hit_tokens)
 
     def _count(self, account: Account) -> None:
         num_tokens, hit_tokens, size, missed = account.num_tokens, account.hit_tokens, self._size, self.missed_tokens
+        self._metrics.record_request(num_tokens, hit_tokens)  # first: it may fail, and then nothing is counted
         num_behind = num_tokens
         if hit_tokens != _NOTHING:
             speed, saved, moved = account.prefill_tokens_per_second, self.saved_seconds, self.move_seconds
@@ -90,7 +91,6 @@ class Accounts:
         if num_behind:
             missed[_LAST_PLACE] += 1
             missed[_PARTIAL_PLACE] += num_behind - 1
-        self._metrics.record_request(num_tokens, hit_tokens)
         self._recent.append(account)
 
     def _account(self, active: ActiveRequest, num_blocks: int, *, is_final: bool) -> Account:
@@ -110,7 +110,7 @@ class Accounts:
         return Account(
             request.request_id,
             request.num_tokens,
-            self._clock(),
+            time.monotonic(),
             is_final,
             hit_tokens,
             active.load_seconds,
@@ -156,7 +156,7 @@ class Accounts:
     # -- looking back
 
     def of(self, active: ActiveRequest, num_readable_blocks: int) -> Explanation:
-        """Of a request that is matched now. `num_readable_blocks`: that its caller may read."""
+        """What is known of a request that is matched now. `num_readable_blocks`: that its caller may read."""
         if active.phase is WAITING:
             return self._explain(self._account(active, num_readable_blocks, is_final=False))
         kept = self.recent(active.request.request_id) if active.request.counted else None
@@ -164,12 +164,12 @@ class Accounts:
         return kept if kept is not None else self._explain(account)
 
     def recent(self, request_id: str) -> Explanation | None:
-        """Of one of the last requests; the newest of that id. None: it is not among them."""
+        """The account of one of the last requests; the newest of that id. None: it is not among them."""
         account = next((each for each in reversed(self._recent) if each.request_id == request_id), None)
         return self._explain(account) if account is not None else None
 
     def last(self, num_requests: int) -> list[Explanation]:
-        """Of the last requests, the newest first."""
+        """The accounts of the last requests, the newest first."""
         return [self._explain(account) for account in islice(reversed(self._recent), num_requests)]
 
     def _explain(self, account: Account) -> Explanation:
@@ -209,6 +209,11 @@ class Accounts:
             hits=tuple(hits),
             misses=tuple(misses),
         )
+
+    def missed(self) -> tuple[int, Sequence[int]]:
+        """Missed tokens so far: all that were asked for but those that were served, and the same for each cause."""
+        num_tokens, hit_tokens = self._metrics.token_counts()
+        return num_tokens - sum(hit_tokens), self.missed_tokens
 
     def worths(self) -> tuple[dict[str, int], dict[str, float], dict[str, float]]:
         """Missed tokens by cause; seconds saved, and seconds that moving took, by tier."""

@@ -11,6 +11,7 @@ from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
 from fastdeploy_cache.books.transfer import Segment, Transfer
 from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.requests import Requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,25 +23,21 @@ class Held:
         gpu_ids: GPU blocks that other instances fill or read.
         pins: of callers and of peers.
         ahead: how often callers use the destinations of a load before it has ended.
-        num_missed_tokens: prompt tokens of admitted requests that no tier has served.
-        missed_tokens: the same, for each cause.
         waiting: loads that receives wait for, once for each.
     """
 
-    requests: Sequence[ActiveRequest]
+    requests: Requests
     transfers: Sequence[Transfer]
     cpu_ids: Sequence[int]
     gpu_ids: Sequence[int]
     pins: Sequence[Pin]
     ahead: Mapping[Transfer, int]
     waiting: Sequence[Transfer]
-    num_missed_tokens: int
-    missed_tokens: Sequence[int]
 
 
 def check(tree: PrefixTree, held: Held) -> None:
     """Raise `AssertionError` naming the first broken promise."""
-    runs, requests, transfers = list(tree.runs()), held.requests, held.transfers
+    runs, requests, transfers = list(tree.runs()), list(held.requests), held.transfers
     _check_pins(runs, requests, transfers, held.pins)
     for tier in Tier:
         held_ids = held.gpu_ids if tier is GPU else held.cpu_ids
@@ -54,8 +51,8 @@ def check(tree: PrefixTree, held: Held) -> None:
         _check_residency(tree, run)
     for active in requests:
         _check_request(active)
-    assert sum(held.missed_tokens) == held.num_missed_tokens, "the causes of missed tokens do not add up"
-    assert min(held.missed_tokens) >= 0, "less than nothing was missed"
+    num_missed, by_cause = held.requests.accounts.missed()
+    assert sum(by_cause) == num_missed and min(by_cause) >= 0, "the causes of missed tokens do not add up"
     for transfer in transfers:
         num_ahead = sum(transfer in active.ahead for active in requests) + held.ahead.get(transfer, 0)
         num_waiting = sum(transfer in active.loads for active in requests) + list(held.waiting).count(transfer)

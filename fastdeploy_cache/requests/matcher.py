@@ -51,6 +51,8 @@ class Matcher:
         active.num_found_blocks = active.num_searched_blocks = active.num_whole_blocks = num_found
         if num_found < max_blocks and not request.counted:
             self._misses.find(active, path, num_found)
+        elif max_blocks and request.num_tokens == (max_blocks + 1) * tree.block_size:
+            self._misses.pass_over(active)
         if request.images:
             active.num_whole_blocks = num_found = request.whole_images(num_found, tree.block_size)
         if num_found:

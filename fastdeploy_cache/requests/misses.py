@@ -10,6 +10,7 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_marks import MARK_BYTES, WINDOW_BYTES, block_marks, num_equal, place_key
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.lost_blocks import Loss
+from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.requests.active_request import ActiveRequest, MissedBlocks
@@ -25,30 +26,33 @@ class Misses:
     """Asks what is remembered, what is being computed, and what is cached under other names."""
 
     def __init__(self, books: Books) -> None:
-        self._tree, self._lost, self._size = books.tree, books.tree.lost, books.tree.block_bytes
+        self.mishaps = books.mishaps
+        self._tree, self._lost, self._size = books.tree, books.residency.lost, books.tree.block_bytes
         self.computing = Computing(books.tree.block_bytes)
 
+    @contained("metrics", None)
     def find(self, active: ActiveRequest, path: Sequence[Run], num_found: int) -> None:
         """Note for the request why the blocks from `num_found` on, that its match asked for, are missed, and that it
         computes them. The path is what it has found."""
         tree, end, keys = self._tree, active.num_asked_blocks, active.keys
+        active.misses = ((_FORGOTTEN, end - num_found, None, 0.0),)  # whatever happens here
         if not self._lost.is_on:
-            active.misses = ((_FORGOTTEN, end - num_found, None, 0.0),)
             return
         roots, lost = tree.roots, self._lost
         root = roots.get(active.request.namespace)
         name = root.hashes if root is not None else root_hash(active.request.namespace, tree.block_size)
         key = self._key(name, keys, num_found)
-        if lost.get(key) is None and key not in self.computing and keys.extras is None and len(roots) < 2:
-            known = lost.forked(name, num_found, self._window(keys, num_found)) if lost.num_forks else None
-            if known is None:  # most of them are new
-                cause = _FORGOTTEN if lost.num_forgotten or tree.graves.open else _NEW
-                active.misses = ((cause, end - num_found, None, 0.0),)
-                self.computing.begin(active, key)
-                return
+        is_alone = len(roots) == (root is not None) and keys.extras is None
+        is_known = lost.get(key) is not None or key in self.computing
+        if is_alone and not is_known and not lost.forked(name, num_found, self._window(keys, num_found)):
+            if not lost.num_forgotten and not tree.graves.open:  # most of them are new
+                active.misses = ((_NEW, end - num_found, None, 0.0),)
+            self.computing.begin(active, key)
+            return
         active.misses = self._parts(active, path, num_found, name)
         self.computing.begin(active, key)
 
+    @contained("metrics", None)
     def committed(self, active: ActiveRequest) -> None:
         """The request has committed part of its prompt; it goes on with the block behind that."""
         self.computing.end(active)
@@ -69,22 +73,31 @@ class Misses:
     def _window(self, keys: BlockKeys, block: int) -> bytes:
         return keys.part(max(0, block * self._size - WINDOW_BYTES), block * self._size)
 
+    def pass_over(self, active: ActiveRequest) -> None:
+        """All that the match has asked for was found; the request will commit one block more, which it never asks for."""
+        keys, block = active.keys, active.num_asked_blocks
+        root = self._tree.roots.get(active.request.namespace)
+        if root is not None and self._lost.is_on:
+            self._lost_at(self._key(root.hashes, keys, block), root.hashes, keys, block, block + 1)
+
     def _parts(
         self, active: ActiveRequest, path: Sequence[Run], block: int, root: bytes | bytearray
     ) -> list[MissedBlocks]:
         parts: list[MissedBlocks] = []
         keys, end = active.keys, active.num_asked_blocks
+        num_full = active.request.num_tokens // self._tree.block_size  # of which the last one is not asked for
         while block < end and len(parts) < _MAX_PARTS:
             key = self._key(root, keys, block)
-            part = self._lost_at(key, root, keys, block, end)
+            part = self._lost_at(key, root, keys, block, num_full)
             if part is None:
                 num_computing = self.computing.num_blocks(active, key, block, end)
                 if not num_computing:
                     break
                 part = (Cause.UNCOMMITTED, num_computing, None, 0.0)
-            parts.append(part)
-            block += part[1]
-        if block < end and keys.extras is not None and (num_same := self._num_with_other_images(active, path, block)):
+            cause, num_blocks, kind, at = part
+            parts.append((cause, min(num_blocks, end - block), kind, at))
+            block = min(end, block + num_blocks)
+        if not parts and keys.extras is not None and (num_same := self._num_with_other_images(active, path, block)):
             parts.append((Cause.IMAGE, num_same, None, 0.0))
             block += num_same
         if block < end and (num_found := self._num_elsewhere(active, end)) > block:
@@ -97,17 +110,17 @@ class Misses:
 
     def _lost_at(self, key: int, root: bytes | bytearray, keys: BlockKeys, block: int, end: int) -> MissedBlocks | None:
         """The blocks from this one on that were lost together, as far as the prompt goes on with them."""
-        lost, size = self._lost.get(key), self._size
-        is_fork = lost is None
-        if lost is None:
-            lost = self._lost.forked(root, block, self._window(keys, block))
-        if lost is None:
-            return None
+        direct, size = self._lost.get(key), self._size
         tokens, at = keys.buffer(block * size, end * size)
-        num_lost = self._lost.num_lost(lost, tokens, at, end - block)
-        if 0 < num_lost < end - block and not is_fork and num_lost * MARK_BYTES < len(lost[0]):
-            self._lost.fork(root, block + num_lost, self._window(keys, block + num_lost), lost, num_lost)
-        return (_BY_LOSS[lost[1]], num_lost, Loss(lost[1]), lost[2]) if num_lost else None
+        best: MissedBlocks | None = None
+        ways = self._lost.forked(root, block, self._window(keys, block))
+        for lost in ways if direct is None else (*ways, direct):
+            num_lost = self._lost.num_lost(lost, tokens, at, end - block)
+            if num_lost and (best is None or num_lost >= best[1]):
+                best = (_BY_LOSS[lost[1]], num_lost, Loss(lost[1]), lost[2])
+            if num_lost and num_lost * MARK_BYTES < len(lost[0]):
+                self._lost.fork(root, block + num_lost, self._window(keys, block + num_lost), lost, num_lost)
+        return best
 
     def _num_elsewhere(self, active: ActiveRequest, end: int) -> int:
         """How many of the prompt's first `end` blocks another namespace has; 0: not looked at, or none."""
