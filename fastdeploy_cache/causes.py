@@ -46,6 +46,6 @@ TEXTS: Final = {
     Cause.ROOM: "there were no free blocks to load this part into, or the queue of loads was full",
     Cause.LIMIT: "a setting forbids it (enable_prefix_caching, load_policy, min_load_tokens or max_load_share)",
     Cause.RESET: "this part was forgotten by a reset {when} before",
-    Cause.PARTIAL: "this part ends the prompt and fills no block, or lies in an image that is not cached whole",
+    Cause.PARTIAL: "this part fills no block, or lies in an image that is not cached whole",
     Cause.LAST: "the last token of a prompt is always computed",
 }

@@ -17,6 +17,7 @@ from fastdeploy_cache.requests.active_request import ActiveRequest, MissedBlocks
 from fastdeploy_cache.requests.computing import Computing
 
 _MAX_PARTS = 64  # that one prompt's missed blocks are looked up in: some tens of microseconds
+_MAX_BACK = 32  # blocks in front of one, among what is lost, from which on it may have been lost
 _MAX_LOOKED = 64  # other namespaces, and continuations that may be an image's, that are looked at
 _BY_LOSS = (Cause.EVICTED, Cause.EVICTED, Cause.RESET, Cause.RANK)
 _NEW, _FORGOTTEN = Cause.NEW, Cause.NEW_OR_FORGOTTEN
@@ -74,7 +75,7 @@ class Misses:
         return keys.part(max(0, block * self._size - WINDOW_BYTES), block * self._size)
 
     def pass_over(self, active: ActiveRequest) -> None:
-        """All that the match has asked for was found; the request will commit one block more, which it never asks for."""
+        """All that the match has asked for was found; the request will commit one more block, which nobody asks for."""
         keys, block = active.keys, active.num_asked_blocks
         root = self._tree.roots.get(active.request.namespace)
         if root is not None and self._lost.is_on:
@@ -89,6 +90,10 @@ class Misses:
         while block < end and len(parts) < _MAX_PARTS:
             key = self._key(root, keys, block)
             part = self._lost_at(key, root, keys, block, num_full)
+            for place in range(block - 1, max(active.num_found_blocks, block - _MAX_BACK) - 1, -1):
+                if part is not None:
+                    break
+                part = self._lost_over(root, keys, place, block, num_full)
             if part is None:
                 num_computing = self.computing.num_blocks(active, key, block, end)
                 if not num_computing:
@@ -121,6 +126,15 @@ class Misses:
             if num_lost and num_lost * MARK_BYTES < len(lost[0]):
                 self._lost.fork(root, block + num_lost, self._window(keys, block + num_lost), lost, num_lost)
         return best
+
+    def _lost_over(
+        self, root: bytes | bytearray, keys: BlockKeys, place: int, block: int, end: int
+    ) -> MissedBlocks | None:
+        """What was lost from an earlier place on, as far as it reaches over this block."""
+        part = self._lost_at(self._key(root, keys, place), root, keys, place, end)
+        if part is None or part[1] <= block - place:
+            return None
+        return part[0], part[1] - (block - place), part[2], part[3]
 
     def _num_elsewhere(self, active: ActiveRequest, end: int) -> int:
         """How many of the prompt's first `end` blocks another namespace has; 0: not looked at, or none."""

@@ -24,6 +24,7 @@ class _Variant(NamedTuple):
     policy: str = "lru"
     cpu_ratio: float = 0.0  # CPU blocks for each GPU block
     from_list: bool = False
+    explains: bool = True
 
 
 class _Limits(NamedTuple):
@@ -40,6 +41,8 @@ _VARIANTS = (
     _Variant("lru, from a list", from_list=True),
     _Variant("lru + CPU tier", cpu_ratio=2.0),
     _Variant("reuse", "reuse"),
+    _Variant("lru, no causes", explains=False),
+    _Variant("CPU tier, no causes", cpu_ratio=2.0, explains=False),
 )
 _LIMITS = {
     ("chat", 64): _Limits(0.8, 0.18, 0.22),
@@ -47,6 +50,7 @@ _LIMITS = {
     ("long", 64): _Limits(0.35, 0.03, 0.09),
     ("trace", 64): _Limits(1.0, 0.19, 0.21),
 }
+_WITHOUT_CAUSES = {"lru": "lru, no causes", "lru + CPU tier": "CPU tier, no causes"}
 _FULL_POOL_OF_VLLM, _FULL_POOL_OF_VLLM_FROM_LIST = 0.24, 0.25
 _STEP_MICROSECONDS = 3
 
@@ -118,8 +122,8 @@ def _run_workload(report: Report, recipe: Recipe, repeats: int, vllm: VllmProces
     runs: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in _VARIANTS}
     bare = []
     for _ in range(repeats):
-        for name, policy, cpu_ratio, from_list in _VARIANTS:
-            server = new_server(workload, policy, cpu_ratio, from_list=from_list)
+        for name, policy, cpu_ratio, from_list, explains in _VARIANTS:
+            server = new_server(workload, policy, cpu_ratio, from_list=from_list, explains=explains)
             runs[name].append(serve_workload(server, workload))
         bare.append(floors(workload))
         if vllm is not None:
@@ -136,6 +140,11 @@ def _run_workload(report: Report, recipe: Recipe, repeats: int, vllm: VllmProces
             Figure("all", times["all"], "us", bare_figures["chain"], promises.get((name, "chain"))),
             Figure("whole", times["whole"], "us", theirs, promises.get((name, "vLLM")) if vllm is not None else None),
             Figure("of lru", times["whole"] / results["lru"]["whole"], promise=promises.get((name, "lru"))),
+            *(
+                Figure("of no causes", times["whole"] / results[other]["whole"], promise=promises[name, other])
+                for other in (_WITHOUT_CAUSES.get(name),)
+                if other is not None
+            ),
             Figure("a block", times["all"] / num_blocks * 1000, "ns"),
             Figure("hit", times["hit"] * 100, "%"),
         ]
@@ -154,6 +163,8 @@ def _promises(workload: str, limits: _Limits) -> dict[tuple[str, str], Promise]:
         ("lru, from a list", "vLLM"): at_most(f"{workload}: from a list / vLLM", limits.vllm_from_list),
         ("lru + CPU tier", "lru"): at_most(f"{workload}: with CPU tier / without", 1.35),
     }
+    for name, other in _WITHOUT_CAUSES.items():
+        found[name, other] = at_most(f"{workload}: {name} / {other}", 1.05)
     if limits.chain is not None:
         found["lru", "chain"] = at_most(f"{workload}: request / SHA-256 chain", limits.chain)
     if workload.startswith("chat"):

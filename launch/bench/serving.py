@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -105,10 +106,15 @@ def serve_in_flight(
         finish(live.popleft())
 
 
-def new_server(workload: Workload, policy: str = "lru", cpu_ratio: float = 0.0, *, from_list: bool = False) -> Server:
-    """A server over a fresh manager, with the pool that the workload asks for."""
+def new_server(
+    workload: Workload, policy: str = "lru", cpu_ratio: float = 0.0, *, from_list: bool = False, explains: bool = True
+) -> Server:
+    """A server over a fresh manager, with the pool that the workload asks for. Not `explains`: without the memory of
+    what was missed and why."""
     num_blocks = workload.pool_tokens // workload.block_size
     config = bench_config(workload.block_size, num_blocks, policy, cpu_ratio)
+    if not explains:
+        config = dataclasses.replace(config, lost_blocks_bytes=0, num_explained_requests=0)
     return Server(config, workload.num_in_flight, from_list=from_list)
 
 

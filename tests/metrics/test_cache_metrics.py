@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from fastdeploy_cache.metrics.cache_metrics import (
+    CAUSES,
     EVICTION_KINDS,
     PEER_KINDS,
     PEER_REASONS,
@@ -52,6 +53,8 @@ def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]
     keys |= {key("storage_blocks_total", fate=f) for f in STORAGE_FATES}
     keys |= {key("storage_lost_objects_total", reason=r) for r in STORAGE_LOSSES}
     keys |= {key("storage_up"), key("storage_disk_full")}
+    keys |= {key("tokens_missed_total", cause=c) for c in CAUSES}
+    keys |= {key(name, tier=tier) for name in ("saved_seconds_total", "load_seconds_total") for tier in TIERS}
     for name in ("peer_transfers_total", "peer_bytes_total", "peer_seconds_total"):
         keys |= {key(name, kind=d, peer="") for d in PEER_KINDS}
     keys |= {key("peer_failures_total", kind=d, peer="", reason=r) for d in PEER_KINDS for r in PEER_REASONS}
@@ -86,7 +89,8 @@ def test_no_series_appears_later() -> None:
     ranks = [(0, True, 1), (1, True, 1)]
     failures = dict.fromkeys(STEPS, 1), 1
     observed = (tuple, lambda: evictions, lambda: ranks, lambda: refused, storage)
-    metrics.observe(*observed, failures=lambda: failures, hashes=lambda: (1, 1.0))
+    worths = dict.fromkeys(CAUSES, 1), dict.fromkeys(TIERS, 1.0), dict.fromkeys(TIERS, 1.0)
+    metrics.observe(*observed, failures=lambda: failures, hashes=lambda: (1, 1.0), worths=lambda: worths)
     samples = scrape(metrics)
     assert set(samples) == expected_keys(2)
     assert all(samples.values()), "and each was counted"
