@@ -38,7 +38,7 @@ class Requests:
         self.matcher = Matcher(config, books, movement, storage, misses)
         self.ahead = RunsAhead(self.matcher, movement.mover)
         self.publisher = Publisher(config, books, movement, self.matcher, misses)
-        self._config, self._mover = config, movement.mover
+        self._config, self._mover, self._storage = config, movement.mover, storage
         self._requests: dict[str, ActiveRequest] = {}
         self.prefetches = Prefetches(config, books, self.matcher, storage, self._requests)
         books.listen(Fetched, self._on_fetched)
@@ -140,7 +140,7 @@ class Requests:
             pool.free(ids, REQUEST)
             raise
         if not active.is_admitted:
-            self.accounts.admit(active)
+            self._admit(active)
         active.stepped_at = time.monotonic()
         return ids
 
@@ -154,7 +154,7 @@ class Requests:
     def commit(self, active: ActiveRequest, num_computed_tokens: int, now: float) -> None:
         """So many tokens of a request are computed; the caller has checked the number."""
         if not active.is_admitted:
-            self.accounts.admit(active)
+            self._admit(active)
         self.publisher.commit(active, num_computed_tokens, now)
         if active.is_offered:
             self.books.note(Committed(active=active))
@@ -162,6 +162,12 @@ class Requests:
     def num_coming(self) -> int:
         """GPU blocks that are held only by copies in flight."""
         return self._mover.num_coming([active.pin for active in self if active.pin is not None])
+
+    def _admit(self, active: ActiveRequest) -> None:
+        """It has its first blocks: it is counted, once."""
+        if not active.request.counted:
+            self._storage.note_admitted(active.request.num_tokens)
+        self.accounts.admit(active)
 
     def end(self, active: ActiveRequest) -> array[int]:
         """The request goes; returns the blocks that are its own, which are the caller's to free."""

@@ -49,6 +49,9 @@ class NoTier:
     def be_quiet(self, quiet: bool) -> None:
         """It is."""
 
+    def note_admitted(self, num_tokens: int) -> None:
+        """There is nobody to ask."""
+
     def wait_settled(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (see `StorageTier`)
         """Nothing is on its way."""
         return True

@@ -179,6 +179,11 @@ class StorageAccess:
         """How it goes; None where no store is attached."""
         return self._tier.stats()
 
+    def note_admitted(self, num_tokens: int) -> None:
+        """A request with so many tokens has its first blocks; once for each."""
+        if self.is_attached:
+            self._tier.note_admitted(num_tokens)
+
     # -- for the other rooms, not under the lock
 
     def wait_settled(self, timeout_seconds: float) -> bool:

@@ -15,6 +15,7 @@ from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import Fetched, StorageLimits, StoragePrefetch
+from fastdeploy_cache.storage.unasked import UnaskedStore
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 _MAX_REMEMBERED = 1024  # prefetches of requests that were never matched
@@ -35,9 +36,9 @@ class StorageReads:
     """All prefetches. A prefetch that finds no room waits for others to end, or for the loads of the match that follows
     it: what these have brought to the GPU needs no CPU block any more. Under the lock."""
 
-    def __init__(self, books: Books, link: StorageLink, limits: StorageLimits) -> None:
+    def __init__(self, books: Books, link: StorageLink, limits: StorageLimits, unasked: UnaskedStore) -> None:
         self._books, self._tree, self._pool = books, books.tree, books.pools[CPU]
-        self._link, self._limits = link, limits
+        self._link, self._limits, self.unasked = link, limits, unasked
         self.mishaps = books.mishaps
         self._lookups: dict[int, StoragePrefetch] = {}
         self._pieces: dict[int, _Piece] = {}
@@ -61,6 +62,7 @@ class StorageReads:
 
     def wants(self, num_missing_blocks: int) -> bool:
         """Whether to ask for so many blocks at all."""
+        self.unasked.note_asked()
         if num_missing_blocks < self._limits.min_blocks or not self._link.can(TaskKind.LOOKUP):
             return False
         is_worth = self._link.speeds.is_worth_fetching(num_missing_blocks, self._num_fetching)

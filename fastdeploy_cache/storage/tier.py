@@ -18,6 +18,7 @@ from fastdeploy_cache.storage.audits import StorageAudits
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.storage.prefetch import StorageLimits, StorageTaskEnded, StorageWentIdle
 from fastdeploy_cache.storage.reads import StorageReads
+from fastdeploy_cache.storage.unasked import UnaskedStore
 from fastdeploy_cache.storage.write_out import WriteOut
 from fastdeploy_cache.storage.writes import StorageWrites
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
@@ -42,7 +43,7 @@ class StorageTier:
         movement.speeds.forget_storage()
         self.link = StorageLink(storage, books, client, movement.speeds, self.on_result)
         limits = StorageLimits.of(config)
-        self.reads = StorageReads(books, self.link, limits)
+        self.reads = StorageReads(books, self.link, limits, UnaskedStore(config, limits.min_blocks))
         self.writes = StorageWrites(books, self.link, limits)
         self.audits = StorageAudits(books, self.link)
         self.write_out = WriteOut(config, books, self.writes, movement.copy_down)
@@ -119,6 +120,10 @@ class StorageTier:
         """Write these runs now, whatever the policies say; what is on the GPU only is copied down for it."""
         self.write_out.write(path)
         self._copy_down.store(path, unstored=True)
+
+    def note_admitted(self, num_tokens: int) -> None:
+        """A request with so many tokens has its first blocks; once for each."""
+        self.reads.unasked.note_admitted(num_tokens)
 
     def wait_settled(self, timeout_seconds: float) -> bool:
         """Wait until nothing is on its way, after `be_quiet`; False when the time is over first. Not under the lock."""
