@@ -25,6 +25,7 @@ from fastdeploy_cache.transfer_manager.storage.file_space import (
     SPACE_NAME,
     is_locked,
     last_written,
+    others_in,
     read_space,
     remove_space,
     slab_bytes,
@@ -48,9 +49,10 @@ class FileAdmin:
         self.where = f"folder {str(self._folder)!r}"
         with self._failures():
             if not self._folder.is_dir():
-                raise StorageRefusedError(f"there is no {self.where}")
+                is_file = self._folder.exists()
+                raise StorageRefusedError(f"there is no {self.where}{': it is a file' if is_file else ''}")
             self._disk.check_folder(self._folder, may_be_link=True)
-            if any(self._folder.iterdir()) and not space_folders(self._folder):
+            if others_in(self._folder):
                 raise StorageRefusedError(f"{self.where} is no store: nothing in it is one's")
 
     def spaces(self) -> list[SpaceSummary]:

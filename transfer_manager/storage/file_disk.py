@@ -12,7 +12,9 @@ from pathlib import Path
 from fastdeploy_cache.errors import StorageError, StorageRefusedError
 
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
-FOR_THE_USER = {errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM}
+FOR_THE_USER = {
+    *(errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENOTEMPTY, errno.EPERM),
+}
 Identity = tuple[int, int]
 
 
@@ -26,7 +28,10 @@ class Disk:
 
     def make_folder(self, path: Path) -> None:
         """Make it and what is missing above; for the owner's eyes, as blocks tell of prompts."""
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise _no_folder(path, error) from error
 
     def check_folder(self, path: Path, *, may_be_link: bool = False) -> None:
         """Raise EPERM where a folder is not this user's, or others can put files into it; ELOOP where it is a link."""
@@ -43,7 +48,10 @@ class Disk:
             raise PermissionError(errno.EPERM, text, str(path))
         if found.st_mode & 0o022:
             mode = stat.S_IMODE(found.st_mode)
-            text = f"others can write to the folder, its mode is {mode:o}; chmod go-w it, or use one of your own"
+            is_shared = mode & stat.S_ISVTX  # such as /tmp: it is meant for everybody, and has to stay so
+            own = "name a folder of your own"
+            remedy = f"{own}, such as a new one in it" if is_shared else f"chmod go-w it, or {own}"
+            text = f"others can write to the folder, its mode is {mode:o}; {remedy}"
             raise PermissionError(errno.EPERM, text, str(path))
 
     def open(self, path: Path, *, create: bool = False) -> int:
@@ -137,7 +145,17 @@ class Disk:
 def storage_error(what: str, error: OSError) -> StorageError:
     """What the disk says as an error of ours: `StorageRefusedError` where only the user can mend it."""
     kind = StorageRefusedError if error.errno in FOR_THE_USER else StorageError
-    return kind(f"could not {what}: {error}")
+    path, reason = error.filename, error.strerror or str(error)
+    is_named = path is None or what.endswith((str(path), repr(str(path))))
+    return kind(f"could not {what}: {reason}" if is_named else f"could not {what}: {reason} ({path})")
+
+
+def _no_folder(path: Path, error: OSError) -> OSError:
+    """The error of a folder that cannot be made, with what is in its place or above it."""
+    found = next((each for each in (path, *path.parents) if each.is_symlink() or each.exists()), path)
+    kind = "a link that leads to no folder" if found.is_symlink() else "a file"
+    text = f"{'it' if found == path else repr(str(found))} is {kind}; name a folder, or one that does not exist yet"
+    return type(error)(error.errno, text, str(path))
 
 
 def _open(path: Path, flags: int, *, may_be_link: bool = False) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import tempfile
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from fastdeploy_cache.errors import StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.file_disk import FOR_THE_USER, Disk
+from fastdeploy_cache.transfer_manager.storage.file_space import check_mine
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,8 @@ def check_place(storage: StorageConfig | None) -> None:
     that does not answer within `start_timeout_seconds`.
 
     Raises:
-        StorageRefusedError: the folder cannot be made or written to, or is not this user's.
+        StorageRefusedError: the folder cannot be made or written to, is not this user's, or was made for something
+            else: it is not empty, and nothing in it is a store's.
     """
     if storage is None or storage.folder is None:
         return
@@ -38,10 +41,17 @@ def check_place(storage: StorageConfig | None) -> None:
     for error in failures:
         if error.errno in _FOR_THE_USER:
             raise StorageRefusedError(
-                f"storage.folder is {str(folder)!r}, which cannot be used: {error.strerror} ({error.filename}); "
-                "name a folder that this user can make or write to"
+                f"storage.folder is {str(folder)!r}, which cannot be used: {_reason(folder, error)}"
             ) from error
         logger.warning("event=storage_folder_fails folder=%s error=%r", folder, error)
+
+
+def _reason(folder: Path, error: OSError) -> str:
+    """What it says, and what to do. Errors of ours say that by themselves."""
+    if error.errno is None or error.strerror != os.strerror(error.errno):
+        return str(error.strerror)
+    where = "" if str(error.filename) == str(folder) else f" ({error.filename})"
+    return f"{error.strerror}{where}; name a folder that this user can make or write to"
 
 
 def _try(folder: Path, failures: list[OSError]) -> None:
@@ -49,7 +59,8 @@ def _try(folder: Path, failures: list[OSError]) -> None:
     try:
         disk.make_folder(folder)
         disk.check_folder(folder, may_be_link=True)
-        with tempfile.TemporaryFile(dir=folder):
+        check_mine(folder)
+        with tempfile.TemporaryFile(dir=folder, prefix=".try-"):  # hidden: another engine's `check_mine` may see it
             pass
     except OSError as error:
         failures.append(error)

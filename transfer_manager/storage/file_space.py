@@ -5,6 +5,7 @@ A space's folder has `space.json`, `lock`, `journal` and slabs. Whoever holds th
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
@@ -34,6 +35,26 @@ def space_folders(folder: Path) -> list[Path]:
     return sorted(
         path for path in folder.iterdir() if DIGEST.fullmatch(path.name) and not path.is_symlink() and path.is_dir()
     )
+
+
+def check_mine(folder: Path) -> None:
+    """Raise ENOTEMPTY where `others_in` finds something; other OSErrors where the folder cannot be read."""
+    if names := others_in(folder):
+        text = (
+            f"it is not empty, and what is in it, such as {names[0]!r}, is not a store's; "
+            "name a folder that is empty, or one that does not exist yet"
+        )
+        raise OSError(errno.ENOTEMPTY, text, str(folder))
+
+
+def others_in(folder: Path) -> list[str]:
+    """What is in a folder that was made for something else: not empty, and nothing in it is called as spaces are.
+
+    What file systems put into a new folder by themselves does not count: `lost+found`, and what is hidden. Raises
+    OSError.
+    """
+    names = [path.name for path in folder.iterdir() if path.name != "lost+found" and not path.name.startswith(".")]
+    return [] if any(map(DIGEST.fullmatch, names)) else sorted(names)
 
 
 def read_space(disk: Disk, path: Path) -> KeySpace | None:
@@ -87,11 +108,12 @@ def last_written(path: Path) -> float:
 
 
 def open_space(disk: Disk, folder: Path, space: KeySpace) -> tuple[Path, int]:
-    """Make and take a space's folder; returns it and the descriptor that holds its lock. Raises OSError,
-    `StorageRefusedError` while another engine has it, `StorageError` when a passer-by holds it for a moment."""
+    """Make and take a space's folder; returns it and the descriptor that holds its lock. Raises OSError, such as that of
+    `check_mine`, `StorageRefusedError` while another engine has it, `StorageError` when a passer-by holds it for a moment."""
     path = folder / space.digest
     disk.make_folder(folder)
     disk.check_folder(folder, may_be_link=True)
+    check_mine(folder)
     if not any(folder.glob(f"*/{SPACE_NAME}")):
         # Not only when we have just made it: whoever did may have been killed before it got here.
         with suppress(PermissionError):  # we may enter what is above, but not read it

@@ -68,10 +68,13 @@ def test_a_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
 @pytest.mark.parametrize("which", ["store", "space"])
 def test_a_folder_that_others_can_write_to(tmp_path: Path, which: str, mode: int) -> None:
-    """They could put links there, also while it is in use."""
+    """They could put links there, also while it is in use. One for everybody, as /tmp, is not to be closed to them."""
     path = filled(tmp_path / "store")
     (path if which == "space" else path.parent).chmod(mode)
-    refused_by_all(path.parent, f"others can write to the folder, its mode is {mode:o}; chmod go-w it")
+    remedy = (
+        "name a folder of your own, such as a new one in it" if mode & 0o1000 else "chmod go-w it, or name a folder"
+    )
+    refused_by_all(path.parent, f"others can write to the folder, its mode is {mode:o}; {remedy}")
 
 
 def test_a_folder_that_others_may_read(tmp_path: Path) -> None:

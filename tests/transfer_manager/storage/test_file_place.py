@@ -46,9 +46,44 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, place: str) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(StorageRefusedError, match=r"^storage\.folder is '.*', which cannot be used: .*; name a folder"):
+    with pytest.raises(
+        StorageRefusedError, match=r"^storage\.folder is '.*', which cannot be used: .*; .*name a folder"
+    ) as refused:
         check_place(storage_at(tmp_path / place))
+    words = {
+        "file": "it is a file; ",
+        "file/below": f"'{tmp_path / 'file'}' is a file; ",
+        "dangling": "it is a link that",
+    }
+    assert f"cannot be used: {words.get(place, '')}" in str(refused.value)
+    assert str(refused.value).count(f"{tmp_path / place}") == 1 or place in ("loop/store", "n" * 300)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_of_something_else(tmp_path: Path) -> None:
+    """It is refused, by the engine and by the store itself, with an example of what is in it; nothing is put there."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "accounts.txt").write_text("mine")
+    with pytest.raises(
+        StorageRefusedError, match=r"such as 'accounts\.txt', is not a store's; name a folder that is e"
+    ):
+        check_place(storage_at(tmp_path))
+    with pytest.raises(StorageRefusedError, match=r"could not open .*: it is not empty, and what is in it, such as"):
+        Rig(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["accounts.txt", "notes"]
+
+
+def test_a_folder_that_only_looks_foreign(tmp_path: Path) -> None:
+    """What a new disk has is nobody's, and one in which the store has ever had a space is the store's."""
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / ".snapshot").mkdir()
+    check_place(storage_at(tmp_path))
+    with Rig(tmp_path) as rig:
+        rig.write(1)
+    (tmp_path / "README").write_text("what is here is a cache")
+    check_place(storage_at(tmp_path))
+    with Rig(tmp_path) as rig:
+        assert rig.read(1) == 1
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EPERM])
