@@ -7,9 +7,12 @@ import shutil
 from pathlib import Path
 
 from fastdeploy_cache import CacheConfig
-from fastdeploy_cache.errors import CacheError, DeviceError, LaunchError
+from fastdeploy_cache.errors import CacheError, DeviceError, LaunchError, StorageRefusedError
 from fastdeploy_cache.ipc.memory_limit import check_available
+from fastdeploy_cache.ipc.peer_channel import load_keys
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
+from fastdeploy_cache.transfer_manager.peer.signature import load_secret
+from fastdeploy_cache.transfer_manager.storage import check_store
 from fastdeploy_cache.transfer_manager.storage.file_place import check_place
 from fastdeploy_cache.transfer_manager.storage.file_space import slab_bytes, space_folders
 
@@ -29,7 +32,8 @@ def describe(config: CacheConfig) -> str:
         lines.append(f"parts of a block in each of {layout.num_layers} layers: {_parts(layout)}")
     if (storage := config.storage) is not None:
         place = {"file": storage.folder, "valkey": storage.server_url, "mooncake": storage.master_address}
-        lines.append(f"storage: {storage.kind} {place.get(storage.kind) or ''}, weights {storage.weights_id!r}")
+        kind = f"{storage.kind} {place.get(storage.kind) or ''}".rstrip()
+        lines.append(f"storage: {kind}, weights {storage.weights_id!r}")
         if storage.kind == "file":
             lines.append(f"bytes on disk: {storage.capacity_bytes} in all, {storage.capacity_bytes // 2**30} GiB")
     return "\n".join(lines)
@@ -38,7 +42,7 @@ def describe(config: CacheConfig) -> str:
 def find_problems(config: CacheConfig) -> list[str]:
     """What an engine with it would lack on this machine now: each in a line. Leaves nothing behind."""
     problems = []
-    for check in (_check_memory, _check_device, _check_storage):
+    for check in (_check_memory, _check_device, _check_storage, _check_folder, _check_peer):
         try:
             check(config)
         except CacheError as error:
@@ -64,6 +68,17 @@ def _check_device(config: CacheConfig) -> None:
 
 
 def _check_storage(config: CacheConfig) -> None:
+    """Whether the store can be opened as it is configured. Servers are not asked: an engine starts without them."""
+    storage = config.storage
+    if storage is not None:
+        try:
+            check_store(storage.kind, storage.store_options(config.transfer.tp_size))
+        except StorageRefusedError as error:
+            where = "; this command looks in PYTHONPATH and among installed packages" if storage.is_own_store else ""
+            raise StorageRefusedError(f"{error}{where}") from error
+
+
+def _check_folder(config: CacheConfig) -> None:
     if config.storage is None or config.storage.folder is None:
         return
     folder = Path(config.storage.folder).absolute()
@@ -77,6 +92,14 @@ def _check_storage(config: CacheConfig) -> None:
         for path in made:
             with contextlib.suppress(OSError):  # it could not be made, or is in use by now
                 path.rmdir()
+
+
+def _check_peer(config: CacheConfig) -> None:
+    peer = config.peer
+    if peer is not None and peer.secret_file is not None:
+        load_secret(Path(peer.secret_file))
+    if peer is not None and peer.keys_folder is not None:
+        load_keys(Path(peer.keys_folder))
 
 
 def _is_missing(path: Path) -> bool:

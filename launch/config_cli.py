@@ -13,7 +13,7 @@ _FILE = typer.Argument(help="TOML file.")
 
 @config_app.command(epilog="Example: fastdeploy-cache config check cache.toml")
 def check(file: Annotated[Path, _FILE]) -> None:
-    """Check a configuration file, print the sizes that follow from it, and try memory, device, folder and disk space.
+    """Check a configuration file, print the sizes that follow from it, and try memory, device, store, keys and disk.
 
     Exit status 0: an engine can start with it here and now; 1: it cannot, and why, a line each.
     """

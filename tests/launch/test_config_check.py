@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,6 +81,41 @@ def test_room_on_the_real_disk(tmp_path: Path) -> None:
     num_bytes = shutil.disk_usage(tmp_path).total * 2
     status, _, (problem,) = check(tmp_path, storage(tmp_path / "new", num_bytes))
     assert status == 1 and f"storage.capacity_bytes is {num_bytes}" in problem
+
+
+STORES = {  # settings that an engine refuses, by what it says
+    "kind = 'valkey'\nserver_url = 'localhost:6379'": "storage.server_url (valkey server",
+    "kind = 'valkey'\npassword_file = '/no/such/file'": "storage.password_file '/no/such/file' cannot be read",
+    "kind = 'no_such_module:Store'": "and no_such_module:Store cannot be imported: No module named",
+    "kind = 'tests.rigs.memory_storage:Misspelt'": "and tests.rigs.memory_storage:Misspelt cannot be imported",
+}
+
+
+@pytest.mark.parametrize("settings", STORES)
+def test_a_store_that_an_engine_refuses(tmp_path: Path, settings: str) -> None:
+    """Status 1 and the engine's own words; the store itself is not asked."""
+    status, _, (problem,) = check(tmp_path, f"[storage]\nweights_id = 'w1'\n{settings}\n")
+    assert status == 1 and STORES[settings] in problem
+
+
+@pytest.mark.parametrize(("kind", "package"), [("valkey", "valkey"), ("mooncake", "mooncake.store")])
+def test_a_store_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, package: str) -> None:
+    """Status 1, and what to install."""
+    monkeypatch.setitem(sys.modules, package, None)
+    status, _, (problem,) = check(tmp_path, f"[storage]\nweights_id = 'w1'\nkind = '{kind}'\n")
+    assert status == 1 and f"storage.kind '{kind}' needs pip install" in problem
+
+
+@pytest.mark.parametrize("kind", ["valkey", "tests.rigs.memory_storage:MemoryStorage"])
+def test_a_store_that_can_be_opened(tmp_path: Path, kind: str) -> None:
+    """Its settings are understood: an engine starts with it, also while no server answers."""
+    assert check(tmp_path, f"[storage]\nweights_id = 'w1'\nkind = '{kind}'\n")[0] == 0
+
+
+def test_the_secret_of_a_group(tmp_path: Path) -> None:
+    """One that is not there, as the engine says it."""
+    status, _, (problem,) = check(tmp_path, "[peer]\nweights_id = 'w1'\nsecret_file = '/no/such/file'\n")
+    assert status == 1 and "peer.secret_file /no/such/file" in problem
 
 
 def test_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ _CLASSES = {
     "mooncake": "fastdeploy_cache.transfer_manager.storage.mooncake:MooncakeStorage",
     "valkey": "fastdeploy_cache.transfer_manager.storage.valkey:ValkeyStorage",
 }
+_WITH_PACKAGE = {kind: _CLASSES[kind].partition(":")[0] for kind in ("mooncake", "valkey")}
 
 
 def open_storage(kind: str, options: Mapping[str, Any], space: KeySpace, segment: Segment) -> Storage:
@@ -27,6 +28,25 @@ def open_storage(kind: str, options: Mapping[str, Any], space: KeySpace, segment
         StorageRefusedError: it cannot be found, a package is missing, or its settings are wrong.
         StorageError: it cannot be reached now.
     """
+    opener = _opener(kind)
+    try:
+        return opener(options, space, segment)
+    except _MISTAKES as error:
+        raise StorageRefusedError(f"storage.kind is {kind!r}, and opening it fails: {error!r}") from error
+
+
+def check_store(kind: str, options: Mapping[str, Any]) -> None:
+    """Try what can be told without the store: its code and its package can be imported, its settings are understood.
+
+    Raises:
+        StorageRefusedError: what `open_storage` would refuse for these.
+    """
+    _opener(kind)
+    if (module := _WITH_PACKAGE.get(kind)) is not None:
+        importlib.import_module(module).check_options(options)
+
+
+def _opener(kind: str) -> OpenStorage:
     module, _, name = _CLASSES.get(kind, kind).partition(":")
     try:
         opener: OpenStorage = getattr(importlib.import_module(module), name)
@@ -34,7 +54,4 @@ def open_storage(kind: str, options: Mapping[str, Any], space: KeySpace, segment
         raise StorageRefusedError(
             f"storage.kind is {kind!r}, and {module}:{name} cannot be imported: {error}"
         ) from error
-    try:
-        return opener(options, space, segment)
-    except _MISTAKES as error:
-        raise StorageRefusedError(f"storage.kind is {kind!r}, and opening it fails: {error!r}") from error
+    return opener

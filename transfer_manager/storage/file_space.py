@@ -108,8 +108,9 @@ def last_written(path: Path) -> float:
 
 
 def open_space(disk: Disk, folder: Path, space: KeySpace) -> tuple[Path, int]:
-    """Make and take a space's folder; returns it and the descriptor that holds its lock. Raises OSError, such as that of
-    `check_mine`, `StorageRefusedError` while another engine has it, `StorageError` when a passer-by holds it for a moment."""
+    """Make and take a space's folder; returns it and the descriptor that holds its lock. Raises OSError, also that of
+    `check_mine`, `StorageRefusedError` while another engine has it, `StorageError` when a passer-by holds it for a
+    moment."""
     path = folder / space.digest
     disk.make_folder(folder)
     disk.check_folder(folder, may_be_link=True)

@@ -175,6 +175,11 @@ def connect(options: Mapping[str, Any]) -> Any:
         ) from error
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise what `connect` raises, and connect to nothing."""
+    connect(options).close()
+
+
 @contextmanager
 def failures(where: str) -> Iterator[None]:
     """Makes whatever the client library raises a `StorageError`."""
