@@ -15,7 +15,22 @@ from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.config import CONFIG_KINDS
 
 _WIDTH = 110
-_REQUIRED = {"block_size": 64, "num_gpu_blocks": 1024}  # what a sample must say, as it has no default
+_SAID = {  # what a sample says, as it has no default: with a small model's layout it can be tried as it is
+    "block_size": 64,
+    "num_gpu_blocks": 256,
+    "layout.num_layers": 30,
+    "layout.num_kv_heads": 3,
+    "layout.head_dim": 64,
+}
+_EXAMPLES = {  # what has no default, of tables that a sample leaves out
+    "storage.weights_id": "my-model@1",
+    "storage.folder": "/ssd/kv",
+    "peer.weights_id": "my-model@1",
+}
+_LAYOUT_NOTE = (
+    "The model's KV, here that of SmolLM2-135M as an example: put yours. A model's config.json calls these "
+    "num_hidden_layers, num_key_value_heads and head_dim. `serve` knows its model: leave the table out there."
+)
 
 
 class InForce(NamedTuple):
@@ -63,17 +78,31 @@ def sample_file() -> str:
     """A TOML file that loads as it is: every setting with its meaning, commented out where it has a default."""
     lines = ["# Every setting of the cache. What is commented out has the value that it shows, or none.", ""]
     for table, kind in CONFIG_KINDS.items():
-        lines += [f"# [{table}]", ""] if table else []
+        lines += _header(table)
         meanings = _meanings(kind)
         for field in dataclasses.fields(kind):
             if not table and field.name in CONFIG_KINDS:
                 continue
-            lines += textwrap.wrap(meanings[field.name], _WIDTH, initial_indent="# ", subsequent_indent="# ")
-            if not table and field.name in _REQUIRED:
-                lines += [f"{field.name} = {_REQUIRED[field.name]}", ""]
+            name = f"{table}.{field.name}" if table else field.name
+            lines += _comment(meanings[field.name])
+            if name in _SAID:
+                lines += [f"{field.name} = {_SAID[name]}", ""]
+            elif name in _EXAMPLES:
+                lines += [f"# {field.name} = {_toml(_EXAMPLES[name])}  # an example, and no default", ""]
             else:
                 lines += [f"# {field.name} = {_default(field)}".rstrip(), ""]
     return "\n".join(lines)
+
+
+def _header(table: str) -> list[str]:
+    if not table:
+        return []
+    is_said = any(name.startswith(f"{table}.") for name in _SAID)
+    return [*_comment(_LAYOUT_NOTE), f"[{table}]", ""] if is_said else [f"# [{table}]", ""]
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 
 def _meanings(kind: type) -> dict[str, str]:

@@ -20,9 +20,10 @@ from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.config import CONFIG_KINDS
 from fastdeploy_cache.launch.bench import machine
 from fastdeploy_cache.launch.cli import app
+from fastdeploy_cache.launch.config_check import find_problems
 from fastdeploy_cache.launch.config_show import sample_file
 from fastdeploy_cache.policies import EVICTION_POLICIES
-from fastdeploy_cache.transfer_manager.kv.layout import STORAGE_DTYPES
+from fastdeploy_cache.transfer_manager.kv.layout import STORAGE_DTYPES, KVLayout
 
 COMMAND = [sys.executable, "-m", "fastdeploy_cache.launch"]
 
@@ -54,7 +55,8 @@ def test_show_says_where_each_value_comes_from(tmp_path: Path) -> None:
 
 
 def test_the_sample_loads_and_has_every_setting(tmp_path: Path) -> None:
-    """As it is, and with all that has a value uncommented: every key is known, and means its default."""
+    """As it is, which `config check` has nothing against, and with all that has a value uncommented: every key is
+    known, and means its default. What has no default, and is needed, has an example."""
     text = sample_file()
     assert all(
         f"{field.name} =" in text
@@ -63,13 +65,19 @@ def test_the_sample_loads_and_has_every_setting(tmp_path: Path) -> None:
         if (field.name not in CONFIG_KINDS)
     )
     (tmp_path / "cache.toml").write_text(text)
-    config = CacheConfig.load(tmp_path / "cache.toml", environment={"FASTDEPLOY_CACHE_TRANSFER_CLIENT": "inline"})
-    assert config == CacheConfig(block_size=64, num_gpu_blocks=1024, transfer_client="inline")
+    config = CacheConfig.load(tmp_path / "cache.toml", environment={})
+    layout = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64)
+    assert config == CacheConfig(block_size=64, num_gpu_blocks=256, layout=layout)
+    assert find_problems(config) == []
     settings = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# [") or " = " in line]
     values = [line for line in settings if not line.endswith("=") and line.partition(" = ")[0].isidentifier()]
     assert len(values) > 60
     for line in values:
         tomllib.loads(line)
+    for table, kind in CONFIG_KINDS.items():
+        for field in dataclasses.fields(kind):
+            if field.default is field.default_factory is dataclasses.MISSING:
+                assert any(line.startswith(f"{field.name} = ") for line in values), f"{table}.{field.name}"
 
 
 def test_names_in_docstrings_are_the_choices() -> None:
