@@ -32,11 +32,33 @@ def check(file: Annotated[Path, _FILE]) -> None:
 def show(
     file: Annotated[Path | None, _FILE] = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="What `serve --config FILE` has, or without a FILE `serve` alone.")
+    ] = False,
 ) -> None:
-    """Show what is in force, and where each value comes from: the file and its line, a variable, or a default."""
-    from fastdeploy_cache.launch.config_show import settings_in_force, show_json, show_table
+    """Show what is in force, and where each value comes from: the file and its line, a variable, or a default.
 
-    found = settings_in_force(file)
+    What says nothing by itself is shown with what it comes to. Settings that are not enough, or that cannot be, are
+    shown as they were said, and exit status 1 is with the reason.
+    """
+    from fastdeploy_cache.errors import ConfigError
+    from fastdeploy_cache.launch.config_show import (
+        settings_in_force,
+        settings_of_serve,
+        settings_said,
+        show_json,
+        show_table,
+    )
+
+    try:
+        found = settings_of_serve(file) if serve else settings_in_force(file)
+    except ConfigError as error:
+        said = settings_said(file)
+        if said:
+            typer.echo(show_json(said) if json else show_table(said))
+        if file is None and not serve:
+            raise ConfigError(f"{error}; give a FILE, or say it by variables such as FASTDEPLOY_CACHE_...") from error
+        raise
     typer.echo(show_json(found) if json else show_table(found))
 
 

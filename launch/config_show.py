@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.config import CONFIG_KINDS
+from fastdeploy_cache.config_sources import Sources, from_environment, from_file
 
 _WIDTH = 110
+_FOLLOWS = "follows from"
 _SAID = {  # what a sample says, as it has no default: with a small model's layout it can be tried as it is
     "block_size": 64,
     "num_gpu_blocks": 256,
@@ -38,7 +41,12 @@ class InForce(NamedTuple):
 
     name: str  # in a table with the table's name: `transfer.tp_size`
     value: Any
-    origin: str  # "default", or where it was said
+    origin: str  # "default", where it was said, or what it follows from
+
+    @property
+    def is_said(self) -> bool:
+        """Whether somebody has said so."""
+        return self.origin != "default" and not self.origin.startswith(_FOLLOWS)
 
 
 def settings_in_force(path: Path | None) -> list[InForce]:
@@ -48,7 +56,44 @@ def settings_in_force(path: Path | None) -> list[InForce]:
         ConfigError: the settings cannot be.
     """
     config, origins = CacheConfig.load_with_origins(path)
+    return _in_force(config, origins)
+
+
+def settings_of_serve(path: Path | None) -> list[InForce]:
+    """What `serve` has in force with this file, or with its own one: with its model's layout.
+
+    Raises:
+        ConfigError: the settings cannot be.
+        ModelLoadError: its model is not here.
+    """
+    from fastdeploy_cache.launch.reference_engine.serving import layout_of
+    from fastdeploy_cache.launch.reference_engine.weights import load_model_files
+    from fastdeploy_cache.launch.server.settings import DEFAULT_FILE
+
+    layout = layout_of(load_model_files().spec)
+    config, origins = CacheConfig.load_with_origins(path or DEFAULT_FILE, layout=layout)
+    return _in_force(config, {name: "the model" if said == "argument" else said for name, said in origins.items()})
+
+
+def settings_said(path: Path | None) -> list[InForce]:
+    """What file and environment say, where that is not enough for a configuration, or cannot be.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    sources = from_file(path) if path is not None else Sources()
+    sources.merge(from_environment(os.environ), ())
     found = []
+    for name, origin in sources.origins.items():
+        table, _, key = name.rpartition(".")
+        value = (sources.settings[table] if table else sources.settings).get(key)
+        if not isinstance(value, dict):
+            found.append(InForce(name, value, origin))
+    return found
+
+
+def _in_force(config: CacheConfig, origins: Mapping[str, str]) -> list[InForce]:
+    following, found = _following(config), []
     for table in CONFIG_KINDS:
         part = getattr(config, table) if table else config
         if part is None:
@@ -56,14 +101,29 @@ def settings_in_force(path: Path | None) -> list[InForce]:
         for field in dataclasses.fields(part):
             if table or field.name not in CONFIG_KINDS:
                 name = f"{table}.{field.name}" if table else field.name
-                found.append(InForce(name, getattr(part, field.name), origins.get(name, "default")))
+                said = InForce(name, getattr(part, field.name), origins.get(name, "default"))
+                found.append(following.get(name, said) if said.value in (None, ()) else said)
     return found
 
 
+def _following(config: CacheConfig) -> dict[str, InForce]:
+    """What settings come to that say nothing by themselves."""
+    (num_gpu_blocks, num_cpu_blocks), transfer = config.pool_sizes(), config.transfer
+    sizes = [name for name in ("cpu_memory_bytes", "cpu_to_gpu_ratio") if getattr(config, name)]
+    origin = f"{_FOLLOWS} {'storage.staging_bytes' if not sizes else sizes[0]}" if num_cpu_blocks else "default"
+    found = (
+        InForce("num_gpu_blocks", num_gpu_blocks, f"{_FOLLOWS} gpu_memory_bytes"),
+        InForce("num_cpu_blocks", num_cpu_blocks, origin),
+        InForce("transfer.kv_owner", transfer.owner_of_kv, f"{_FOLLOWS} transfer.device"),
+        InForce("transfer.device_ids", list(map(transfer.device_id, range(transfer.tp_size))), f"{_FOLLOWS} tp_size"),
+    )
+    return {each.name: each for each in found}
+
+
 def show_table(found: Sequence[InForce]) -> str:
-    """Aligned columns; what is not a default is marked by a star."""
-    rows = [("" if each.origin == "default" else "*", each.name, _toml(each.value), each.origin) for each in found]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    """Aligned columns; what somebody has said is marked by a star."""
+    rows = [("*" if each.is_said else "", each.name, _toml(each.value), each.origin) for each in found]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
     return "\n".join(
         f"{row[0]:{widths[0]}} {row[1]:{widths[1]}}  {row[2]:{widths[2]}}  {row[3]}".rstrip() for row in rows
     )

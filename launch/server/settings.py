@@ -12,7 +12,7 @@ from fastdeploy_cache.errors import ConfigError, LaunchError
 from fastdeploy_cache.launch.reference_engine.serving import layout_of
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
 
-_DEFAULT_FILE = Path(__file__).parent.with_name("serve.toml")
+DEFAULT_FILE = Path(__file__).parent.with_name("serve.toml")
 
 
 def load_config(
@@ -83,7 +83,7 @@ def _load(files: ModelFiles, path: Path | None, settings: Sequence[str]) -> Cach
         parsed = value.split(",") if key == "device_ids" else value
         (overrides.setdefault(table, {}) if table else overrides)[key] = parsed
     layout = layout_of(files.spec)
-    config = CacheConfig.load(path or _DEFAULT_FILE, **{"layout": layout, **overrides})
+    config = CacheConfig.load(path or DEFAULT_FILE, **{"layout": layout, **overrides})
     if config.layout != layout:
         raise ConfigError(f"layout is {config.layout}, but the model's is {layout}; leave the table [layout] out")
     if config.transfer.tp_size not in (1, 3):

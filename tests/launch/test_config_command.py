@@ -11,17 +11,21 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.config import CONFIG_KINDS
+from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.launch.bench import machine
 from fastdeploy_cache.launch.cli import app
 from fastdeploy_cache.launch.config_check import find_problems
 from fastdeploy_cache.launch.config_show import sample_file
+from fastdeploy_cache.launch.reference_engine import weights
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.transfer_manager.kv.layout import STORAGE_DTYPES, KVLayout
 
@@ -52,6 +56,47 @@ def test_show_says_where_each_value_comes_from(tmp_path: Path) -> None:
     assert found["block_size"] == {"value": CacheConfig(num_gpu_blocks=8, transfer_client="inline").block_size} | {
         "origin": "default"
     }
+
+
+def shown(*words: str) -> tuple[int, dict[str, list[str]], str]:
+    """Status, value and origin by name, and standard error."""
+    result = CliRunner().invoke(app, ["config", "show", *words])
+    assert result.exception is None or isinstance(result.exception, (SystemExit, ConfigError))
+    rows = [line.lstrip("* ").split(maxsplit=2) for line in result.stdout.splitlines()]
+    return result.exit_code, {name: rest for name, *rest in rows}, str(result.exception or "")
+
+
+def test_show_says_what_follows(tmp_path: Path) -> None:
+    """Sizes that come of a ratio or of bytes, who owns the KV, the devices: not empty, and not marked as said."""
+    path = tmp_path / "cache.toml"
+    layout = "[layout]\nnum_layers = 1\nnum_kv_heads = 2\nhead_dim = 8\n[transfer]\ntp_size = 2\n"
+    path.write_text("gpu_memory_bytes = 1048576\ncpu_to_gpu_ratio = 2.0\n" + layout)
+    status, rows, _ = shown(str(path))
+    num_blocks = CacheConfig.load(path, environment={}).pool_sizes()[0]
+    assert status == 0 and rows["num_gpu_blocks"] == [str(num_blocks), "follows from gpu_memory_bytes"]
+    assert rows["num_cpu_blocks"] == [str(2 * num_blocks), "follows from cpu_to_gpu_ratio"]
+    assert rows["transfer.kv_owner"] == ['"engine"', "follows from transfer.device"]
+    assert " ".join(" ".join(rows["transfer.device_ids"]).split()) == "[0, 1] follows from tp_size"
+
+
+def test_show_of_settings_that_are_not_enough(tmp_path: Path) -> None:
+    """What was said is shown, with its lines; the reason comes with status 1. Without a file one is asked for."""
+    path = tmp_path / "cache.toml"
+    path.write_text("num_cpu_blocks = 200\n[transfer]\ntp_size = 3\n")
+    status, rows, reason = shown(str(path))
+    assert status == 1 and "give one of num_gpu_blocks" in reason
+    assert rows == {"num_cpu_blocks": ["200", f"{path}, line 1"], "transfer.tp_size": ["3", f"{path}, line 3"]}
+    status, rows, reason = shown()
+    assert status == 1 and not rows and "give a FILE" in reason
+
+
+def test_show_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own file, wherever that is, and the layout of its model."""
+    spec = SimpleNamespace(num_layers=5, num_kv_heads=3, head_dim=64)
+    monkeypatch.setattr(weights, "load_model_files", lambda: SimpleNamespace(spec=spec))
+    status, rows, _ = shown("--serve")
+    assert status == 0 and rows["layout.num_layers"] == ["5", "the model"]
+    assert "serve.toml, line" in rows["num_gpu_blocks"][1]
 
 
 def test_the_sample_loads_and_has_every_setting(tmp_path: Path) -> None:
