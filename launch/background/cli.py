@@ -149,22 +149,35 @@ def control_server(
     tier: Annotated[list[str] | None, typer.Option(help="sleep: gpu or cpu alone; both without it.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that it may take, up to 600.")] = 30.0,
 ) -> None:
-    """Pause, resume, put to sleep, wake or clear a running server, or tell it of new weights.
+    """Pause, resume, put to sleep, wake or clear a running server, or tell it of new weights; print how it is then.
 
     Exit status 0: done; 1: refused or failed; 3: no server listens there.
     """
     from fastdeploy_cache.launch.background.run_folder import RunFolder
+    from fastdeploy_cache.launch.background.single import absence
     from fastdeploy_cache.launch.server.control_client import ask
 
-    socket = socket or RunFolder(run_dir).control_socket
+    folder = RunFolder(run_dir)
+    path = socket or folder.control_socket
     _check_control(verb, weights_id, tier, timeout)
     given = {"tiers": tier or None, "weights_id": weights_id}
     fields = {name: value for name, value in given.items() if value is not None}
     try:
-        typer.echo(ask(socket, verb, timeout, **fields))
+        status = ask(path, verb, timeout, **fields)
     except (FileNotFoundError, ConnectionRefusedError):
-        typer.echo(f"fastdeploy-cache: not running: no server listens at {socket}", err=True)
+        text = absence(folder) if socket is None else "not running"
+        typer.echo(f"fastdeploy-cache: {text}: no server listens at {path}", err=True)
         raise typer.Exit(3) from None
+    typer.echo(_done(verb, weights_id, tier or []) + status)
+
+
+def _done(verb: str, weights_id: str | None, tiers: list[str]) -> str:
+    """What was done, where the status that follows does not say it."""
+    if verb == "clear":
+        return "cleared; "
+    if verb == "update-weights":
+        return f"cleared, for the weights {weights_id!r}; " if weights_id is not None else "cleared, for new weights; "
+    return f"the {tiers[0].upper()} tier alone was put to sleep; " if len(set(tiers)) == 1 else ""
 
 
 def _check_control(verb: str, weights_id: str | None, tier: list[str] | None, timeout: float) -> None:

@@ -7,7 +7,7 @@ from fastdeploy_cache.ipc.private_directory import PrivateDirectory
 from fastdeploy_cache.launch.background.group_plan import ROUTER, GroupPlan, discovery_file, secret_file
 from fastdeploy_cache.launch.background.program import START_SECONDS, EndSignals, Program
 from fastdeploy_cache.launch.background.run_folder import RunFolder
-from fastdeploy_cache.launch.background.single import NOT_ANSWERING, NOT_RUNNING, Say, end_all, http_status
+from fastdeploy_cache.launch.background.single import NOT_ANSWERING, NOT_RUNNING, Say, death, end_all, http_status
 
 
 def start_group(plan: GroupPlan, folder: RunFolder, say: Say) -> None:
@@ -43,21 +43,21 @@ def stop_group(folder: RunFolder, say: Say) -> None:
     """
     with folder.locked("group"):
         slots = [folder.group, *folder.members]
-        has_run = any(slot.pid is not None for slot in slots)
+        has_run, without = any(slot.pid is not None for slot in slots), _absence(folder)
         has_killed = end_all([folder.group], say)  # it ends its members
         has_killed |= end_all(folder.members, say)  # of one that was killed
         for file in (secret_file(folder), discovery_file(folder)):
             file.unlink(missing_ok=True)
     if has_killed:
         raise LaunchError("not all of it ended by itself")
-    say("stopped" if has_run else "not running")
+    say("stopped" if has_run else without)
 
 
 def show_group(folder: RunFolder, say: Say) -> int:
     """Each member and where it listens; returns the exit status."""
     members = folder.members
     if not any(slot.pid is not None for slot in (folder.group, *members)):
-        say("not running")
+        say(_absence(folder))
         return NOT_RUNNING
     status = 0
     for slot in members:
@@ -79,3 +79,9 @@ def show_group(folder: RunFolder, say: Say) -> int:
         say("nobody watches over it: its supervisor was killed; end the rest with `up --stop`")
         status = NOT_ANSWERING
     return status
+
+
+def _absence(folder: RunFolder) -> str:
+    """What to say where no group runs."""
+    single = "; a single server is: see `status`, or end it with `stop`" if folder.server.pid is not None else ""
+    return f"not running{death(folder.group)}{single}"

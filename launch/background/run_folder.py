@@ -51,6 +51,11 @@ class Slot:
         return pid if b"fastdeploy-cache" in command or b"fastdeploy_cache" in command else None
 
     @property
+    def has_died(self) -> bool:
+        """Whether it was started, does not run, and nobody has stopped it: it was killed, or the machine was."""
+        return self.pid_file.exists() and self.pid is None
+
+    @property
     def facts(self) -> dict[str, str]:
         """Where it listens: `url`, and `metrics` where it has a port for these. Empty before it was ready."""
         try:

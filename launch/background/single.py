@@ -51,8 +51,8 @@ def stop(folder: RunFolder, say: Say) -> None:
     slot = folder.server
     pid = slot.pid
     if pid is None:
+        say(absence(folder))
         slot.forget()
-        say("not running")
         return
     killed = end_all([slot], say)
     if killed:
@@ -60,6 +60,19 @@ def stop(folder: RunFolder, say: Say) -> None:
             f"pid {pid} did not end within {END_SECONDS:.0f} s and was killed; its log is {slot.log_file}"
         )
     say(f"stopped (pid {pid})")
+
+
+def absence(folder: RunFolder) -> str:
+    """What to say where no server runs: how it ended, and whether a group runs from the same folder."""
+    text = f"not running{death(folder.server)}"
+    if any(each.pid is not None for each in (folder.group, *folder.members)):
+        text += "; a group is: see `up --status`, or end it with `up --stop`"
+    return text
+
+
+def death(slot: Slot) -> str:
+    """What to add of one that was not stopped and does not run."""
+    return f"; it ended without being stopped; its log is {slot.log_file}" if slot.has_died else ""
 
 
 def end_all(slots: Sequence[Slot], say: Say) -> bool:
@@ -85,8 +98,7 @@ def status(folder: RunFolder, say: Say, *, as_json: bool) -> int:
     slot = folder.server
     pid, facts = slot.pid, slot.facts
     if pid is None:
-        has_group = any(each.pid is not None for each in (folder.group, *folder.members))
-        say("not running" + ("; a group is: see `up --status`" if has_group else ""))
+        say(absence(folder))
         return NOT_RUNNING
     try:
         document = json.loads(get(f"{facts.get('url')}/status"))

@@ -13,14 +13,16 @@ import threading
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.background import program, supervisor
+from fastdeploy_cache.launch.background import program, single, supervisor
 from fastdeploy_cache.launch.background.deployment import describe, filled_in
 from fastdeploy_cache.launch.background.group import show_group
 from fastdeploy_cache.launch.background.group_plan import GroupPlan, at_known_ports
-from fastdeploy_cache.launch.background.run_folder import RunFolder, default_run_folder
+from fastdeploy_cache.launch.background.run_folder import RunFolder, Slot, default_run_folder
 from fastdeploy_cache.launch.background.supervisor import Supervisor
+from fastdeploy_cache.launch.cli import app
 from fastdeploy_cache.launch.server.readiness import ReadySocket, tell_ready
 
 PLAY = """
@@ -208,6 +210,35 @@ def test_a_signal_wakes_whoever_waits(tmp_path: Path) -> None:
         assert end_signals.is_set
     taker.join()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("runs", ["nothing", "dead", "group", "single"])
+def test_what_is_said_where_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: str) -> None:
+    """Of one that was killed its log, and of what else runs from the folder the commands for it: in every command."""
+    folder = RunFolder(tmp_path)
+    folder.make()
+    if runs in ("group", "single"):
+        monkeypatch.setattr(Slot, "pid", property(lambda slot: os.getpid() if slot.pid_file.exists() else None))
+    slots = {"nothing": [], "dead": [folder.server, folder.group], "group": [folder.group], "single": [folder.server]}
+    for slot in slots[runs]:
+        slot.note(2**22 + 1)  # more than there are pids
+    log = "; it ended without being stopped; its log is {}"
+    of_server = {"dead": log.format(folder.server.log_file), "group": "; a group is: see `up --status`, or end it with"}
+    of_group = {"dead": log.format(folder.group.log_file), "single": "; a single server is: see `status`, or end it"}
+    said: list[str] = []
+    if runs != "group":
+        assert show_group(folder, said.append) == 3
+        assert said.pop().startswith(f"not running{of_group.get(runs, '')}")
+    if runs != "single":
+        assert single.status(folder, said.append, as_json=False) == 3
+        control = CliRunner().invoke(app, ["control", "pause", "--run-dir", str(tmp_path)])
+        assert control.exit_code == 3
+        single.stop(folder, said.append)
+        for line in (*said, control.stderr.removeprefix("fastdeploy-cache: ")):
+            assert line.startswith(f"not running{of_server.get(runs, '')}")
+        said.clear()
+        single.stop(folder, said.append)  # it is forgotten now
+        assert "without being stopped" not in said[0]
 
 
 def test_a_group_has_one_supervisor(tmp_path: Path) -> None:

@@ -297,9 +297,11 @@ def test_a_long_path_is_no_obstacle(tmp_path: Path) -> None:
 def test_exit_statuses_of_the_command(stub: Stub, path: Path) -> None:
     """0 and the status; 1 and one line with the reason; 2 for wrong usage; 3 where no server is."""
     done = control(path, "sleep", "--tier", "gpu", "--timeout", "4")
-    assert (done.returncode, done.stdout) == (0, "after sleep\n")
-    control(path, "update-weights", "v3")
-    assert stub.calls == [("sleep", 4.0, ("gpu",)), ("update-weights", 30.0, "v3")]
+    assert (done.returncode, done.stdout) == (0, "the GPU tier alone was put to sleep; after sleep\n")
+    assert control(path, "update-weights", "v3").stdout == "cleared, for the weights 'v3'; after update-weights\n"
+    assert control(path, "clear").stdout == "cleared; after clear\n"
+    assert control(path, "sleep").stdout == "after sleep\n"
+    assert stub.calls[:2] == [("sleep", 4.0, ("gpu",)), ("update-weights", 30.0, "v3")]
     stub.before = lambda: 1 / 0
     refused = control(path, "pause")
     assert (refused.returncode, refused.stdout, len(refused.stderr.splitlines())) == (1, "", 1)
