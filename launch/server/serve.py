@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import signal
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -59,7 +60,8 @@ def serve(
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: endings.put("asked"))
-    server, control = _listen(host, port, control_socket)  # before the ranks start: what is taken should cost nothing
+    _check_metrics_port(host, metrics_port)  # and the others before the ranks start: what is taken should cost nothing
+    server, control = _listen(host, port, control_socket)
     try:
         config = named(config, server.port) if role != "mixed" else config
         with running_engine(files, config, recompute_not_received=recompute_not_received) as engine:
@@ -116,6 +118,15 @@ def _flush(cache: PrefixCacheManager) -> None:
         logger.info("event=storage_flushed all=%s", cache.storage.flush(_FLUSH_SECONDS))
     except LifeCycleError as error:
         logger.warning("event=storage_not_flushed reason=%r", f"{error}; wake the server before it is ended")
+
+
+def _check_metrics_port(host: str, port: int) -> None:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        reason = error.strerror or error
+        text = f"metrics cannot listen on {host}:{port}: {reason}; choose another --metrics-port, or 0 for a free one"
+        raise LaunchError(text) from error
 
 
 def _listen(host: str, port: int, control_socket: Path | None) -> tuple[HttpServer, ControlServer | None]:

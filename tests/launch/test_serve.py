@@ -169,9 +169,13 @@ def test_what_was_asked_before_a_restart_hits_from_disk(tmp_path: Path) -> None:
 
 
 def test_a_taken_port_is_one_line(server: Server) -> None:
-    """A second server on the same port says so in one line, without a traceback, with status 1."""
+    """A second server on a port of the API or of metrics says so in one line, with the option; no rank was started."""
     port = server.url.rpartition(":")[2]
-    result = subprocess.run([*CLI, "serve", "--port", port], capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 1
-    assert "Traceback" not in result.stderr
-    assert result.stderr.strip().splitlines()[-1].startswith(f"fastdeploy-cache: cannot listen on 127.0.0.1:{port}")
+    words = {"--port": "", "--metrics-port": "metrics "}
+    for option, what in words.items():
+        command = [*CLI, "serve", "--port", "0", "--metrics-port", "0", option, port]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (result.returncode, "Traceback" in result.stderr, "rank" in result.stderr) == (1, False, False)
+        line = result.stderr.strip().splitlines()[-1]
+        assert line.startswith(f"fastdeploy-cache: {what}cannot listen on 127.0.0.1:{port}: Address already in use")
+        assert f"choose another {option}" in line
