@@ -302,10 +302,14 @@ class CacheConfig:
     ) -> tuple[CacheConfig, Mapping[str, str]]:
         """Build as `load` does, and say where each setting that is no default comes from (`transfer.tp_size`)."""
         # late: an engine may make its configuration itself
-        from fastdeploy_cache.config_sources import Sources, from_arguments, from_environment, from_file
+        from fastdeploy_cache.config_sources import Sources, check_types, from_arguments, from_environment, from_file
         from fastdeploy_cache.transfer_manager.sizes import with_sizes
 
         sources = from_file(path) if path is not None else Sources()
+        try:
+            check_types(sources.settings, CONFIG_KINDS)
+        except ConfigError as error:
+            raise sources.blame(error, CONFIG_KINDS) from error
         sources.merge(from_environment(os.environ if environment is None else environment), _ALTERNATIVES)
         arguments = {key: _as_settings(value) for key, value in overrides.items()}
         sources.merge(from_arguments(arguments), _ALTERNATIVES)
@@ -334,7 +338,13 @@ def _check_table(prefix: str, settings: Mapping[str, Any], table: Any) -> None:
     known = [f.name for f in dataclasses.fields(table)]
     for key in settings:
         if key not in known:
-            raise ConfigError(f"unknown key {prefix + key!r}; did you mean {prefix + nearest(key, known)!r}?")
+            part = next((name for name in _TABLES if not prefix and key.startswith(f"{name}_")), None)
+            if part is not None:  # `transfer_tp_size`: of a table, and joined to its name in another way
+                names = [f.name for f in dataclasses.fields(_TABLES[part])]
+                meant = f"{part}.{nearest(key.removeprefix(f'{part}_'), names)}"
+            else:
+                meant = prefix + nearest(key, known)
+            raise ConfigError(f"unknown key {prefix + key!r}; did you mean {meant!r}?")
 
 
 def _one_of(config: CacheConfig, names: tuple[str, ...], required: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tomllib
 import typing
@@ -15,6 +16,7 @@ from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE
 
 ENVIRONMENT_PREFIX = "FASTDEPLOY_CACHE_"
 _EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "array": "a list"}
+_NUMBER_OR_BOOLEAN = re.compile(r"[-+]?[0-9._]+(e[-+]?\d+)?|true|false", re.IGNORECASE)
 _AT = re.compile(r"(?P<text>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
 
 
@@ -52,6 +54,8 @@ class Sources:
         named = unknown[1] if unknown is not None else text.partition(" ")[0]
         origin = self.origins.get(named) or self.origins.get(path, "")
         if unknown is not None and origin.startswith("environment"):
+            if "." not in named and (meant := re.search(r"did you mean '(\w+)\.(\w+)'", text)) is not None:
+                text += f" As a variable that is {ENVIRONMENT_PREFIX}{meant[1].upper()}__{meant[2].upper()}."
             text += " Unset the variable if it is not meant for this cache."
         return ConfigError(f"{origin}: {text}" if origin else text)
 
@@ -75,6 +79,22 @@ def from_file(path: str | Path) -> Sources:
         raise ConfigError(f"cannot read configuration {path}: {error}") from error
     lines = _lines_of(text)
     return Sources(settings, {key: f"{path}, line {lines.get(key, 1)}" for key in _keys(settings)})
+
+
+def check_types(settings: Mapping[str, Any], kinds: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise `ConfigError` for a text where a file, which can say numbers, has to. Sizes in bytes may have a unit."""
+    declared = {item.name: str(item.type) for item in dataclasses.fields(kinds[prefix])}
+    for name, value in settings.items():
+        if not prefix and name in kinds and isinstance(value, Mapping):
+            check_types(value, kinds, name)
+            continue
+        kind, where = declared.get(name, "").removesuffix(" | None"), f"{prefix}.{name}" if prefix else name
+        is_list = kind == "tuple[int, ...]"
+        kind = "int" if is_list else kind
+        texts = [each for each in (value if is_list and isinstance(value, list) else [value]) if isinstance(each, str)]
+        if texts and kind in ("int", "float", "bool") and not name.endswith("_bytes"):
+            advice = ", without quotes" if _NUMBER_OR_BOOLEAN.fullmatch(texts[0].strip()) else ""
+            raise ConfigError(f"{where} is {value!r}; give {_EXPECTED[kind]}{advice}")
 
 
 def from_environment(environment: Mapping[str, str]) -> Sources:

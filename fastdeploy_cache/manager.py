@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +23,7 @@ from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.ranks import RankAccess
 from fastdeploy_cache.recorder import Recorder
-from fastdeploy_cache.request import Request
+from fastdeploy_cache.request import Request, whole_number
 from fastdeploy_cache.requests.accounts import Accounts
 from fastdeploy_cache.requests.active_request import WAITING
 from fastdeploy_cache.requests.loads import MatchLoads
@@ -111,7 +110,7 @@ class PrefixCacheManager:
         where it does not fit beside the rest of the prompt, or is outside the configured limits.
 
         Raises:
-            RequestError: the request is matched already (release it first).
+            RequestError: the request is matched already (release it first), or is no `Request`.
             PromptTooLongError: it can never fit.
         """
         requests = self._requests
@@ -158,7 +157,7 @@ class PrefixCacheManager:
             try_once = functools.partial(self.allocate, request, num_blocks, ahead_of_loads=ahead_of_loads)
             return self._movement.mover.when_room(try_once, wait_seconds)
         if type(num_blocks) is not int:
-            num_blocks = operator.index(num_blocks)
+            num_blocks = whole_number(num_blocks, "num_blocks")
         with self._books:
             active = self._requests.active(request)
             if self._books.asleep:
@@ -199,7 +198,7 @@ class PrefixCacheManager:
             CommitError: fewer tokens than before, or more than the request has or its blocks hold; nothing was changed.
         """
         if type(num_computed_tokens) is not int:
-            num_computed_tokens = operator.index(num_computed_tokens)
+            num_computed_tokens = whole_number(num_computed_tokens, "num_computed_tokens")
         requests = self._requests
         with self._books:
             active = requests.active(request)

@@ -15,6 +15,22 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.tokens import PackedTokens, TokenIds, pack
 
+
+def no_request(given: object) -> RequestError:
+    """The error for something else in the place of a request."""
+    return RequestError(
+        f"a {type(given).__name__} was given in the place of a request; make a fastdeploy_cache.Request"
+    )
+
+
+def whole_number(given: Any, name: str) -> int:
+    """The number, which may be NumPy's. Raises `RequestError` for what is none."""
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise RequestError(f"{name} is {given!r}; give a whole number") from None
+
+
 _EXTRA = struct.Struct("<QQI")
 
 

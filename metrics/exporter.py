@@ -42,16 +42,19 @@ class MetricsExporter:
 
         Raises:
             PortInUseError: the address cannot be listened on.
-            MetricsError: the host is not known.
+            MetricsError: the host is not known, or the port is none.
         """
+        if type(port) is not int or not 0 <= port <= 65535:
+            raise MetricsError(f"metrics cannot listen on port {port!r}; use 1 to 65535, or 0 for a free one")
         registry = CollectorRegistry()
         registry.register(Together(collectors))
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
         except socket.gaierror as error:
             raise MetricsError(f"metrics cannot listen on {host}:{port}: {error}; use another host") from error
-        except (OSError, OverflowError) as error:
-            raise PortInUseError(f"metrics cannot listen on {host}:{port}: {error}; use another port") from error
+        except OSError as error:
+            reason = error.strerror or error
+            raise PortInUseError(f"metrics cannot listen on {host}:{port}: {reason}; use another port") from error
         self.url = f"http://{host}:{self._server.server_port}/metrics"
 
     def close(self) -> None:

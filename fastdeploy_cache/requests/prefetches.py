@@ -9,7 +9,7 @@ from fastdeploy_cache.books.block_hash import root_hash
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.match import Prefetch
-from fastdeploy_cache.request import Request
+from fastdeploy_cache.request import Request, no_request
 from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.storage.access import StorageAccess
 
@@ -26,6 +26,8 @@ class Prefetches:
 
     def begin(self, request: Request, *, with_last_token: bool = False) -> Prefetch:
         """Look at what is cached, and fetch the rest where that is worth it."""
+        if not isinstance(request, Request):
+            raise no_request(request)
         size, books = self._config.block_size, self._books
         keys, num_blocks = request.keys(size), (request.num_tokens - (not with_last_token)) // size
         with books:  # it may send a probe
@@ -52,5 +54,7 @@ class Prefetches:
 
     def end(self, request: Request) -> None:
         """The request has gone without being matched: what has not come yet is not wanted."""
+        if not isinstance(request, Request):
+            raise no_request(request)
         with self._books:
             self._storage.reads.forget(request.request_id)

@@ -14,7 +14,7 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import OutOfBlocksError, PromptTooLongError, RequestError, UnknownRequestError
 from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.movement.movement import Movement
-from fastdeploy_cache.request import Request
+from fastdeploy_cache.request import Request, no_request
 from fastdeploy_cache.requests.accounts import Accounts
 from fastdeploy_cache.requests.active_request import AHEAD, WAITING, ActiveRequest, Committed
 from fastdeploy_cache.requests.matcher import Matcher
@@ -54,7 +54,10 @@ class Requests:
 
     def active(self, request: Request) -> ActiveRequest:
         """What is kept of a matched request. Raises `UnknownRequestError`, or `ClosedError`."""
-        active = self._requests.get(request.request_id)
+        try:
+            active = self._requests.get(request.request_id)
+        except AttributeError:
+            raise no_request(request) from None
         if active is None or active.request is not request or self.books.is_closed:
             self.books.check_open()
             if active is not None:
@@ -66,7 +69,9 @@ class Requests:
         return active
 
     def check_new(self, request: Request) -> None:
-        """Raise `RequestError` where it is matched already, `PromptTooLongError` where it can never fit."""
+        """Raise `RequestError` where it is none, or is matched already, `PromptTooLongError` where it can never fit."""
+        if not isinstance(request, Request):
+            raise no_request(request)
         if request.request_id in self._requests:
             is_same = self._requests[request.request_id].request is request
             raise RequestError(

@@ -62,9 +62,32 @@ def test_what_cannot_be_in_a_file_is_told_in_our_words(tmp_path: Path, more: str
     [
         ("BLOCK_SIZE", "zz", "BLOCK_SIZE: block_size is 'zz'; give a whole number"),
         ("TRANSFER__DEVICE", "tpu", "TRANSFER__DEVICE: transfer.device is 'tpu'; known: cpu, cuda"),
+        ("TRANSFER_TP_SIZE", "2", ".*mean .transfer.tp_size.\\?.* that is FASTDEPLOY_CACHE_TRANSFER__TP_SIZE"),
+        ("STORAGE_FOLDR", "/x", ".*mean .storage.folder.\\?.* that is FASTDEPLOY_CACHE_STORAGE__FOLDER"),
         ("HOME", "/root", "HOME: unknown key 'home'; .* Unset the variable if it is not meant for this cache."),
     ],
 )
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("block_size = '64'", "line 1: block_size is '64'; give a whole number, without quotes"),
+        ("hit_rate_window_seconds = '6e1'", "hit_rate_window_seconds is '6e1'; give a number, without quotes"),
+        ("cache_outputs = 'true'", "line 1: cache_outputs is 'true'; give true or false, without quotes"),
+        ("transfer = {tp_size = '2'}", "transfer.tp_size is '2'; give a whole number, without quotes"),
+        ("transfer = {device_ids = ['0']}", "transfer.device_ids is ['0']; give a whole number, without quotes"),
+    ],
+)
+def test_a_text_is_no_number_in_a_file(tmp_path: Path, more: str, said: str) -> None:
+    """A variable and `--set` can say nothing but texts; a file can, and does."""
+    path = tmp_path / "cache.toml"
+    path.write_text(f'{more}\nnum_gpu_blocks = 64\ntransfer_client = "inline"\n')
+    with pytest.raises(ConfigError) as caught:
+        CacheConfig.load(path, environment={})
+    assert str(caught.value).endswith(said) and str(path) in str(caught.value)
+    path.write_text('num_gpu_blocks = 64\ntransfer_client = "inline"\neviction_history_bytes = "4MiB"\n')
+    assert CacheConfig.load(path, environment={"FASTDEPLOY_CACHE_BLOCK_SIZE": "64"}).eviction_history_bytes == 2**22
+
+
 def test_a_variable_is_named(name: str, value: str, said: str) -> None:
     """The whole name, as it stands in the environment; also one that is meant for something else."""
     with pytest.raises(ConfigError, match=f"^environment variable FASTDEPLOY_CACHE_{said}"):

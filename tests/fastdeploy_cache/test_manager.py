@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
@@ -255,12 +257,12 @@ def test_namespaces_that_leave_nothing_are_forgotten() -> None:
 
 
 def test_a_count_that_is_no_integer_changes_nothing() -> None:
-    """Half a block is a TypeError before anything moves."""
+    """Half a block is an error of ours before anything moves."""
     model = CacheModel(4, 8, 0)
     live = model.match(A[:9])
     assert live is not None
     for call in (model.cache.allocate, model.cache.commit):
-        with pytest.raises(TypeError):
+        with pytest.raises(RequestError, match=r"is .*; give a whole number"):
             call(live.request, 1.5)  # type: ignore[arg-type]
     model.cache.check_invariants()
     model.finish()
@@ -281,3 +283,27 @@ def test_any_block_size(block_size: int) -> None:
         cache.release(request)
         cache.check_invariants()
     cache.close()
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda cache, given: cache.match(given),
+        lambda cache, given: cache.prefetch(given),
+        lambda cache, given: cache.end_prefetch(given),
+        lambda cache, given: cache.allocate(given, 1),
+        lambda cache, given: cache.confirm(given, arrived=True),
+        lambda cache, given: cache.commit(given, 1),
+        lambda cache, given: cache.write_to_storage(given),
+        lambda cache, given: cache.release(given),
+    ],
+)
+def test_what_is_no_request_is_told_so(verb: Callable[[PrefixCacheManager, object], object]) -> None:
+    """A mapping in the place of a request: one of our errors, and nothing has happened."""
+    with PrefixCacheManager(CacheConfig(num_gpu_blocks=4, transfer_client="inline")) as cache:
+        before = cache.stats()
+        with pytest.raises(
+            RequestError, match=r"a dict was given in the place of a request; make a fastdeploy_cache\."
+        ):
+            verb(cache, {"request_id": "a"})
+        assert cache.stats() == before

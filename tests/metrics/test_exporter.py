@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import urllib.error
@@ -62,6 +63,14 @@ def test_a_port_in_use_is_named() -> None:
         with pytest.raises(PortInUseError, match=f"127.0.0.1:{port}.*another port") as refusal:
             MetricsExporter(CacheMetrics(), port=port)
     assert isinstance(refusal.value, MetricsError)
+
+
+@pytest.mark.parametrize("port", [99999, -1, "9400", None])
+def test_a_port_that_is_none(port: object) -> None:
+    """It is told so, and not to be in use."""
+    with pytest.raises(MetricsError, match=re.escape(f"port {port!r}; use 1 to 65535, or 0")) as refusal:
+        MetricsExporter(CacheMetrics(), port=port)  # type: ignore[arg-type]
+    assert not isinstance(refusal.value, PortInUseError)
 
 
 def test_two_exporters_can_run_side_by_side() -> None:
