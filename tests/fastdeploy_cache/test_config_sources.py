@@ -58,16 +58,6 @@ def test_what_cannot_be_in_a_file_is_told_in_our_words(tmp_path: Path, more: str
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("BLOCK_SIZE", "zz", "BLOCK_SIZE: block_size is 'zz'; give a whole number"),
-        ("TRANSFER__DEVICE", "tpu", "TRANSFER__DEVICE: transfer.device is 'tpu'; known: cpu, cuda"),
-        ("TRANSFER_TP_SIZE", "2", ".*mean .transfer.tp_size.\\?.* that is FASTDEPLOY_CACHE_TRANSFER__TP_SIZE"),
-        ("STORAGE_FOLDR", "/x", ".*mean .storage.folder.\\?.* that is FASTDEPLOY_CACHE_STORAGE__FOLDER"),
-        ("HOME", "/root", "HOME: unknown key 'home'; .* Unset the variable if it is not meant for this cache."),
-    ],
-)
-@pytest.mark.parametrize(
     ("more", "said"),
     [
         ("block_size = '64'", "line 1: block_size is '64'; give a whole number, without quotes"),
@@ -88,6 +78,16 @@ def test_a_text_is_no_number_in_a_file(tmp_path: Path, more: str, said: str) -> 
     assert CacheConfig.load(path, environment={"FASTDEPLOY_CACHE_BLOCK_SIZE": "64"}).eviction_history_bytes == 2**22
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("BLOCK_SIZE", "zz", "BLOCK_SIZE: block_size is 'zz'; give a whole number"),
+        ("TRANSFER__DEVICE", "tpu", "TRANSFER__DEVICE: transfer.device is 'tpu'; known: cpu, cuda"),
+        ("TRANSFER_TP_SIZE", "2", ".*mean .transfer.tp_size.\\?.* that is FASTDEPLOY_CACHE_TRANSFER__TP_SIZE"),
+        ("STORAGE_FOLDR", "/x", ".*mean .storage.folder.\\?.* that is FASTDEPLOY_CACHE_STORAGE__FOLDER"),
+        ("HOME", "/root", "HOME: unknown key 'home'; .* Unset the variable if it is not meant for this cache."),
+    ],
+)
 def test_a_variable_is_named(name: str, value: str, said: str) -> None:
     """The whole name, as it stands in the environment; also one that is meant for something else."""
     with pytest.raises(ConfigError, match=f"^environment variable FASTDEPLOY_CACHE_{said}"):
