@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 import signal
@@ -55,15 +56,21 @@ def test_a_damaged_space_of_others_keeps_no_engine_from_starting(tmp_path: Path)
         assert fetched(cache, Engine(cache, 1), PROMPT) == (24, 24)
 
 
-def test_a_second_engine_on_one_folder_is_refused(tmp_path: Path) -> None:
-    """With a clear error, at its start, and nothing stays behind."""
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_second_engine_on_one_folder_is_refused(
+    tmp_path: Path, log_format: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At its start, in one line that begins with the reason, said once; and nothing stays behind."""
+    monkeypatch.setenv("FASTDEPLOY_CACHE_LOG_FORMAT", log_format)
     config = storage_config(1, file_storage(tmp_path))
-    with (
-        PrefixCacheManager(config),
-        pytest.raises(StorageRefusedError, match="folder of its own"),
-        PrefixCacheManager(config),
-    ):
-        pass
+    with PrefixCacheManager(config), caplog.at_level(logging.WARNING):
+        with pytest.raises(StorageRefusedError) as refused:
+            PrefixCacheManager(config)
+        reason = (
+            rf"{re.escape(str(tmp_path))}/[0-9a-f]+ is in use by another engine; give each engine a folder of its own"
+        )
+        assert re.fullmatch(rf"storage of kind 'file' cannot be opened: rank 0: {reason}", str(refused.value))
+        assert not caplog.records
 
 
 def test_a_killed_storage_process_costs_a_miss(tmp_path: Path) -> None:

@@ -95,7 +95,9 @@ class ProcessIO:
     def _tick(self, rank: RankSupervisor, now: float) -> None:
         has_failed = rank.phase in (Phase.DOWN, Phase.OFF) and not self.started.is_set()
         if has_failed and (not self._kind.is_optional or rank.exit_code == EXIT_REFUSED):
-            self.start_failure = f"start of {self._config.tp_size} ranks failed: {rank.last_failure}"
+            # What is refused is refused by each rank: the reason comes first.
+            what = "" if rank.exit_code == EXIT_REFUSED else f"start of {self._config.tp_size} ranks failed: "
+            self.start_failure = f"{what}{rank.last_failure}"
             self.stopping = True
             return
         had_process = rank.process is not None

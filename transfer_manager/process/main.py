@@ -46,7 +46,7 @@ def serve_process(setup_type: type[S], open_server: Callable[[S, RankSignal], Pr
         signal_words = RankSignal(SharedArray(setup.signal_fd, RankSignal.NUM_BYTES))
         server = open_server(setup, signal_words)
     except (TransferError, IPCError) as error:  # what is missing, for the engine's message: no traceback
-        logger.error("event=cannot_start rank=%d reason=%s", setup.rank, error)
+        logger.error("event=cannot_start rank=%d reason=%s", setup.rank, error)  # `supervisor` looks for this
         return EXIT_REFUSED if isinstance(error, (StorageRefusedError, PeerRefusedError)) else 1
     start_heartbeat(signal_words, setup.heartbeat_seconds)
     server.run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from fastdeploy_cache.errors import IPCError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.task_queue import TaskQueue
 from fastdeploy_cache.transfer_manager.config import TransferConfig
+from fastdeploy_cache.transfer_manager.process.wire import EXIT_REFUSED
 from fastdeploy_cache.transfer_manager.process.words import RankSignal
 from fastdeploy_cache.transfer_manager.task import Lane
 
@@ -177,7 +180,10 @@ class RankSupervisor:
         reason = f"rank {self.rank} exited with code {code}"
         if self._killed_for:
             reason += f", killed because {self._killed_for}"
-        self._died(now, f"{reason}; end of its log:\n{self.process.log_tail() or '(empty)'}")
+        tail = self.process.log_tail()
+        refusal = _refusal(tail, self.rank) if code == EXIT_REFUSED else ""
+        whole = f"{reason}; end of its log:\n{tail or '(empty)'}"
+        self._died(now, f"rank {self.rank}: {refusal}" if refusal else whole)
         return True
 
     def tick(self, now: float) -> None:
@@ -232,10 +238,21 @@ class RankSupervisor:
             )
         else:
             self._restart_at = now + delay
-            logger.warning(
+            # What the first process of an optional kind refuses ends the start with an error, which says it.
+            is_told = self.exit_code == EXIT_REFUSED and self.incarnation == 1
+            logger.log(
+                logging.INFO if is_told else logging.WARNING,
                 "event=rank_died process=%s rank=%d restart_in_seconds=%.2f failure=%r",
                 self._name,
                 self.rank,
                 delay,
                 failure,
             )
+
+
+def _refusal(log_tail: str, rank: int) -> str:
+    """The reason in the last line of a process that refused to start; empty where there is none."""
+    line = log_tail.splitlines()[-1] if log_tail else ""
+    with contextlib.suppress(ValueError):  # it is text
+        line = str(json.loads(line)["message"])
+    return line.partition(f"event=cannot_start rank={rank} reason=")[2].strip()
