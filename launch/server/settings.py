@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastdeploy_cache import CacheConfig
+from fastdeploy_cache import CacheConfig, KVLayout
+from fastdeploy_cache.config_sources import Sources, from_file
 from fastdeploy_cache.errors import ConfigError, LaunchError
 from fastdeploy_cache.launch.reference_engine.serving import layout_of
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
@@ -83,9 +84,22 @@ def _load(files: ModelFiles, path: Path | None, settings: Sequence[str]) -> Cach
         parsed = value.split(",") if key == "device_ids" else value
         (overrides.setdefault(table, {}) if table else overrides)[key] = parsed
     layout = layout_of(files.spec)
-    config = CacheConfig.load(path or DEFAULT_FILE, **{"layout": layout, **overrides})
-    if config.layout != layout:
-        raise ConfigError(f"layout is {config.layout}, but the model's is {layout}; leave the table [layout] out")
+    if "layout" in overrides:
+        raise ConfigError("--set layout...: serve has its model's layout; leave it out")
+    if path is not None:
+        _check_layout(from_file(path), layout)
+    config = CacheConfig.load(path or DEFAULT_FILE, layout=layout, **overrides)
     if config.transfer.tp_size not in (1, 3):
         raise ConfigError(f"transfer.tp_size is {config.transfer.tp_size}; the model has 3 KV heads, so use 1 or 3")
     return config
+
+
+def _check_layout(said: Sources, layout: KVLayout) -> None:
+    """A file for another model would be taken for one of this."""
+    given = said.settings.get("layout")
+    for name, value in given.items() if isinstance(given, dict) else ():
+        if hasattr(layout, name) and getattr(layout, name) != value:
+            raise ConfigError(
+                f"{said.origins[f'layout.{name}']}: leave the table [layout] out, as serve has its model's: "
+                f"there {name} is {getattr(layout, name)!r}, and not {value!r}"
+            )

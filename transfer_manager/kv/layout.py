@@ -116,8 +116,8 @@ class KVLayout:
         if tp_size % self.num_kv_heads == 0:
             return 1
         raise LayoutError(
-            f"{self.num_kv_heads} KV heads neither divide by {tp_size} ranks nor {tp_size} by {self.num_kv_heads}; "
-            f"use a tp_size that divides {self.num_kv_heads} or is a multiple of it"
+            f"transfer.tp_size is {tp_size}, but the model's {self.num_kv_heads} KV heads neither divide by {tp_size} "
+            f"ranks nor {tp_size} by {self.num_kv_heads}; use one that divides {self.num_kv_heads}, or a multiple of it"
         )
 
     def for_rank(self, tp_size: int, block_size: int) -> RankLayout:
