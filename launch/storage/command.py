@@ -85,6 +85,8 @@ def _checked(console: Console, admin: StorageAdmin, weights_id: str | None, remo
 
 def clear(place: Place, weights_id: str, dry_run: bool, json_file: Path | None) -> bool:
     """Remove the weights' objects; returns whether none were kept."""
+    if not weights_id:
+        raise LaunchError("--weights-id is empty, so nothing is cleared; name the weights, as `storage ls` shows them")
     console = _console(json_file)
     admin, names = open_place(place, weights_id)
     if dry_run:
@@ -95,8 +97,8 @@ def clear(place: Place, weights_id: str, dry_run: bool, json_file: Path | None) 
     if cleared.num_objects or cleared.removed or cleared.kept:
         fate = f"would be removed from {admin.where}" if dry_run else f"are gone from {admin.where}"
         _say(console, f"{cleared.num_objects:,} objects of weights {weights_id!r} {fate}")
-    else:
-        _say(console, _absence(admin, names, weights_id))
+    else:  # mistyped, and what was meant is still there
+        raise LaunchError(_absence(admin, names, weights_id))
     return _kept_none(console, admin, names, cleared, dry_run, json_file)
 
 

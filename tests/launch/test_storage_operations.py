@@ -121,8 +121,19 @@ def test_an_empty_id_begins_nothing(folder: Path) -> None:
     """A variable that is not set in a script clears nothing."""
     for weights_id in (OLD, NEW):
         shutil.rmtree(space_path(folder, weights_id))
-    assert run(folder, "clear", "--weights-id", "").text.startswith("nothing of weights ''")
+    for more in ((), ("--dry-run",)):
+        with pytest.raises(LaunchError, match="--weights-id is empty, so nothing is cleared"):
+            run(folder, "clear", "--weights-id", "", *more)
     assert space_path(folder, OTHER).exists()
+
+
+def test_clear_of_an_unknown_id_is_an_error(folder: Path) -> None:
+    """It was mistyped, and what was meant is still there: the message has what is; nothing changes."""
+    before = snapshot(folder)
+    for more in ((), ("--dry-run",)):
+        with pytest.raises(LaunchError, match=f"nothing of weights 'llama@2' is in .*; there is: .*{OLD}"):
+            run(folder, "clear", "--weights-id", "llama@2", *more)
+    assert snapshot(folder) == before
 
 
 def test_a_dry_run_of_clear(folder: Path) -> None:
