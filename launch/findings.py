@@ -10,12 +10,14 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fastdeploy_cache.errors import LaunchError
 
 STANDARD_OUTPUT = Path("-")
+_MAX_WIDTH = 10_000  # of a table: more than any name has
 
 
 def check_target(file: Path | None) -> None:
@@ -37,6 +39,13 @@ def console_beside(file: Path | None, width: int) -> Console:
     console = Console(highlight=False, stderr=file == STANDARD_OUTPUT)
     console.width = max(console.width, width)
     return console
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table as wide as it is: a name that is cut by lines can neither be read nor copied."""
+    measured = Measurement.get(console, console.options.update(max_width=_MAX_WIDTH), table)
+    console.width = max(console.width, measured.maximum)
+    console.print(table)
 
 
 def table_of(columns: Sequence[str], *, words: Collection[str] = (), is_narrow: bool = False) -> Table:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.findings import check_target, console_beside, progress_on, write_json
+from fastdeploy_cache.launch.findings import check_target, console_beside, print_table, progress_on, write_json
 from fastdeploy_cache.launch.storage import report
 from fastdeploy_cache.launch.storage.place import Place, open_place
 from fastdeploy_cache.launch.storage.report import Facts
@@ -33,7 +33,7 @@ def list_weights(place: Place, weights_id: str | None, json_file: Path | None) -
     weights_id = _whole_id(console, admin, weights_id)
     rows = report.by_weights(_summaries(admin, names, weights_id))
     if rows:
-        console.print(report.weights_table(rows))
+        print_table(console, report.weights_table(rows))
     else:
         _say(console, f"nothing is in {admin.where}")
     write_json(json_file, _facts(console, admin) | {"weights": rows, "damaged": _damaged(console, admin)})
@@ -62,7 +62,7 @@ def verify(place: Place, weights_id: str | None, remove: bool, json_file: Path |
         raise LaunchError(_absence(admin, names, weights_id))
     rows = report.in_order(report.checked_facts(checked, names) for checked in found)
     if rows:
-        console.print(report.checked_table(rows))
+        print_table(console, report.checked_table(rows))
         for row in rows:
             for line in report.damage(row, _NUM_SHOWN, was_to_go=remove):
                 _say(console, line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
@@ -172,7 +173,7 @@ def details(row: Facts) -> list[str]:
     facts = {
         "weights": weights(row),
         "rank": None if row["rank"] is None else rank(row),
-        "layout": row["layout"] and shown(row["layout"]),
+        "layout": row["layout"] and _readable(shown(row["layout"])),
         "block size": row["block_size"] and f"{row['block_size']} tokens, {size(row['object_bytes'])}",
         "objects": f"{row['objects']:,}",
         "bytes": size(row["bytes"]),
@@ -181,3 +182,8 @@ def details(row: Facts) -> list[str]:
         "open": {True: "an engine has it", False: "no engine has it", None: None}[row["open"]],
     }
     return [shown(row["where"]), *(f"  {name:<14}{fact}" for name, fact in facts.items() if fact is not None)]
+
+
+def _readable(layout: str) -> str:
+    """A layout's image, which names a place in the shape of each part, for people."""
+    return re.sub(r" tokens at (\d+)", r" (axis \1 counts the block's tokens)", layout)

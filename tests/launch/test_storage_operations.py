@@ -8,12 +8,15 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from typer.main import get_command
 
+from fastdeploy_cache import KVLayout
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.cli import app
+from fastdeploy_cache.transfer_manager.storage.keys import describe_image
 from tests.rigs.file_rig import Rig, name_of, space_of
 
 COMMAND = get_command(app)
@@ -255,3 +258,23 @@ def test_verify_shows_how_far_it_is(folder: Path) -> None:
     """On a terminal, with the number of objects; elsewhere it does not."""
     assert f"{NUM_OBJECTS}/{NUM_OBJECTS}" in run(folder, "verify", "--weights-id", OLD, FORCE_COLOR="1").text
     assert "/24" not in run(folder, "verify", "--weights-id", OLD).text
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_a_long_id_is_on_one_line(tmp_path: Path, columns: str) -> None:
+    """Such as that of `serve`, a digest of 64 digits: it can be copied from a terminal of any width."""
+    weights_id = "0123456789abcdef" * 4
+    with Rig(tmp_path, space=space_of(weights_id), num_slots=1000) as rig:
+        rig.write(1)
+    for command in ("ls", "verify"):
+        lines = [line for line in run(tmp_path, command, COLUMNS=columns).text.splitlines() if line.startswith("│")]
+        assert len(lines) == 1 and f"│ {weights_id} │" in lines[0] and lines[0].endswith("│")
+
+
+def test_stat_says_what_the_numbers_of_a_shape_are(tmp_path: Path) -> None:
+    """Of each part of a block, which of them counts tokens."""
+    layout = KVLayout(num_layers=2, num_kv_heads=3, head_dim=8).for_rank(1, 16)
+    with Rig(tmp_path, space=msgspec.structs.replace(space_of(), layout=describe_image(layout)), num_slots=1000) as rig:
+        rig.write(1)
+    text = run(tmp_path, "stat").text
+    assert "2 layers of key float16[16, 3, 8] (axis 0 counts the block's tokens), value" in text
