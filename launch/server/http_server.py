@@ -118,8 +118,22 @@ def route_of_the_rest(known: Mapping[str, str]) -> web.RouteDef:
     """The answer where there is nothing: `known` says by method what is wrong with {path}, and where to turn to."""
 
     async def refuse(request: web.Request) -> web.StreamResponse:
+        if methods := await _methods_of(request):
+            text = f"{request.method} is not for {request.path}; use {' or '.join(methods)}"
+            response = failure(405, text, ends=request.method != "GET")
+            response.headers["Allow"] = ", ".join(methods)
+            return response
         if request.method not in known:
             return failure(501, f"Unsupported method ({request.method!r})", ends=True)
         return failure(404, known[request.method].format(path=request.path_qs), ends=request.method == "POST")
 
     return web.route("*", "/{path:.*}", refuse)
+
+
+async def _methods_of(request: web.Request) -> list[str]:
+    """What the path of a request can be asked with."""
+    found = set[str]()
+    for resource in request.app.router.resources():
+        if not any(route.method == "*" for route in resource):  # that of the rest has every path
+            found |= (await resource.resolve(request))[1]
+    return sorted(found)

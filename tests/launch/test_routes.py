@@ -139,3 +139,21 @@ def test_heads_that_are_too_much(ports: dict[str, int], name: str, method: str, 
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(12) in (b"HTTP/1.0 400", b"HTTP/1.1 400", b"HTTP/1.1 404", b"HTTP/1.1 200", b"")
     assert status_of(port, "GET", "/health") == 200
+
+
+@pytest.mark.parametrize(("name", "method", "path"), all_routes())
+def test_a_path_with_another_method_says_which(ports: dict[str, int], name: str, method: str, path: str) -> None:
+    """Status 405, with the methods of the path in the answer and its head; a page that is none stays 404."""
+    for other in ("GET", "POST", "DELETE", "PUT"):
+        if (other, path) not in all_methods(name):
+            connection = http.client.HTTPConnection("127.0.0.1", ports[name], timeout=SECONDS)
+            with contextlib.closing(connection):
+                connection.request(other, path)
+                answer = connection.getresponse()
+                assert answer.status == 405 and method in (answer.headers["Allow"] or "").split(", ")
+                assert f"{other} is not for {path}; use " in answer.read().decode()
+    assert status_of(ports[name], "GET", "/no/such/page") == 404
+
+
+def all_methods(name: str) -> set[tuple[str, str]]:
+    return {(method, path) for method, path in ROUTES[name]}
