@@ -99,6 +99,15 @@ class Intake:
         config = self._cache.config
         return min(self._context_length, config.pool_sizes()[0] * config.block_size)
 
+    @property
+    def limit_reason(self) -> str:
+        """What `max_tokens` comes of, for messages."""
+        config = self._cache.config
+        num_blocks = config.pool_sizes()[0]
+        if num_blocks * config.block_size < self._context_length:
+            return f"as the GPU pool has {num_blocks} blocks of {config.block_size} tokens"
+        return "the model's context"
+
     def _new_request(self, prompt_token_ids: np.ndarray[Any, Any], namespace: str, name: str) -> Request:
         self._line.check_open()
         request_id = f"{name}-{next(self._numbers)}"  # a name that came from outside may come twice

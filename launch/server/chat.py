@@ -90,13 +90,17 @@ class ChatApi:
                 raise RefusedFieldError("prompt", text, code="invalid_value")
 
     def _check_fits(self, what: str, num_least: int, unit: str, request: ApiRequest) -> None:
-        limit, num_new = self._engine.intake.max_tokens, request.max_new_tokens
+        intake, num_new = self._engine.intake, request.max_new_tokens
+        limit, why = intake.max_tokens, intake.limit_reason
         if num_least + num_new <= limit:
             return
         if num_new >= limit and request.new_tokens_field is not None:  # no prompt at all would fit
-            text = f"{request.new_tokens_field} is {num_new}; prompt and answer together have at most {limit} tokens"
+            at_most = f"prompt and answer together have at most {limit} tokens, {why}"
+            text = f"{request.new_tokens_field} is {num_new}; {at_most}"
             raise RefusedFieldError(request.new_tokens_field, text, code="invalid_value")
-        text = f"{what} {num_least} {unit}, and {num_new} new ones are asked for; together they must be at most {limit}"
+        by_default = " by default (max_tokens)" if request.new_tokens_field is None else ""
+        asked = f"{num_new} new ones are asked for{by_default}"
+        text = f"{what} {num_least} {unit}, and {asked}; together they must be at most {limit}, {why}"
         raise RefusedFieldError(request.prompt_field, text, code="context_length_exceeded")
 
     def cancel(self, *generations: Generation) -> None:

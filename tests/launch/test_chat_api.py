@@ -265,7 +265,7 @@ def test_a_prompt_that_the_answer_makes_too_long() -> None:
     with instances(prefill) as (there,):
         api, limit = ChatApi(there.engine, Numbers()), 400 - len(PROMPT)
         too_long = ChatRequest(messages=CHAT.messages, max_tokens=limit + 1)
-        words = f"messages have 22 tokens, and {limit + 1} new ones are asked for; together they must be at most 400"
+        words = f"messages have 22 tokens, and {limit + 1} new ones are asked for; together they must be at most 400, "
         for ask in (api.submit, api.prefills.compute):
             with pytest.raises(RefusedFieldError, match=words) as refused:
                 asyncio.run(ask(too_long))  # type: ignore[arg-type]
@@ -273,3 +273,23 @@ def test_a_prompt_that_the_answer_makes_too_long() -> None:
         generation, _ = compute(api, ChatRequest(messages=CHAT.messages, max_tokens=limit))
         assert generation is not None
         api.cancel(generation)
+
+
+@pytest.mark.parametrize(
+    ("num_new", "words"),
+    [
+        (
+            None,
+            r"390 tokens, and 64 new ones are asked for by default \(max_tokens\); together they must be at most 400, ",
+        ),
+        (20, "390 tokens, and 20 new ones are asked for; together they must be at most 400, "),
+        (999_999, "max_tokens is 999999; prompt and answer together have at most 400 tokens, "),
+    ],
+)
+def test_a_limit_says_what_it_comes_of(num_new: int | None, words: str) -> None:
+    """The pool with its blocks, and the setting that asks for so many tokens, also where nobody has set it."""
+    with instances(prefill) as (there,):
+        api, config = ChatApi(there.engine, Numbers()), there.cache.config
+        pool = f"as the GPU pool has {config.pool_sizes()[0]} blocks of {config.block_size} tokens"
+        with pytest.raises(RefusedFieldError, match=f"{words}({pool}|the model's context)"):
+            api._check_fits("messages have", 390, "tokens", ChatRequest(messages=CHAT.messages, max_tokens=num_new))
