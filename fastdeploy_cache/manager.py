@@ -333,6 +333,11 @@ class PrefixCacheManager:
         with self._books:
             return self._requests.explain(request_id)
 
+    def explain_last(self, num_requests: int) -> list[Explanation]:
+        """The same for the last requests that were admitted, the newest first; fewer where fewer are remembered."""
+        with self._books:
+            return self._requests.accounts.last(num_requests)
+
     def stats(self) -> CacheStats:
         """Blocks by owner, transfers, hit rates over the window, ranks."""
         from fastdeploy_cache.stats import CacheStats, TierStats  # late: an import of the manager is quick
@@ -362,20 +367,11 @@ class PrefixCacheManager:
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the books do not add up. Walks the whole tree: for tests and for doubt."""
-        from fastdeploy_cache.requests.invariants import Held, check
+        from fastdeploy_cache.self_check import check_all
 
         with self._books:
-            road = self.peers.road
-            held = Held(
-                requests=self._requests,
-                transfers=list(self._movement.mover.in_flight.values()),
-                cpu_ids=self.storage.held_ids,
-                gpu_ids=[*road.sends.held_ids, *road.receives.held_ids],
-                pins=[*self._books.pinned, *road.sends.pins, *road.receives.pins],
-                ahead=self.blocks.copies.ahead,
-                waiting=road.receives.loads,
-            )
-            check(self._books.tree, held)
+            mover, requests = self._movement.mover, self._requests
+            check_all(self._books, mover, requests, self.storage, peers=self.peers, blocks=self.blocks)
 
     def serve_metrics(self, host: str = "127.0.0.1", port: int = 0, *, also: Sequence[Collector] = ()) -> str:
         """Start the Prometheus endpoint of this cache; returns its URL. Port 0 takes a free one.

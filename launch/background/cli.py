@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,7 @@ LogLevel = Annotated[
 LogFormat = Annotated[
     str | None, typer.Option(help=f"text, or json for an object in each line; otherwise {FORMAT_VARIABLE}.")
 ]
+_LOOK_SECONDS = 5.0
 _GOES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -178,6 +180,39 @@ def _done(verb: str, weights_id: str | None, tiers: list[str]) -> str:
     if verb == "update-weights":
         return f"cleared, for the weights {weights_id!r}; " if weights_id is not None else "cleared, for new weights; "
     return f"the {tiers[0].upper()} tier alone was put to sleep; " if len(set(tiers)) == 1 else ""
+
+
+@background_app.command(epilog="Example: fastdeploy-cache explain --last 3")
+def explain(
+    run_dir: RunDir,
+    request_id: Annotated[
+        str | None,
+        typer.Argument(metavar="[ID]", help="Its X-Request-ID, or its id in the log."),
+    ] = None,
+    last: Annotated[int, typer.Option(min=1, max=100, help="Without an id: so many of the last requests.")] = 1,
+    socket: Annotated[
+        Path | None, typer.Option(help="The server's --control-socket; else that of the server in the background.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="As JSON, a list.")] = False,
+) -> None:
+    """Show where the prompt tokens of a request came from, and why the others did not.
+
+    Exit status 0: shown; 1: the server does not remember such a request; 3: no server listens there.
+    """
+    from fastdeploy_cache.launch.background.run_folder import RunFolder
+    from fastdeploy_cache.launch.server.control_client import look
+
+    socket = socket or RunFolder(run_dir).control_socket
+    try:
+        if request_id is None:
+            found = look(socket, "explain-last", _LOOK_SECONDS, num_requests=last)
+        else:
+            found = look(socket, "explain", _LOOK_SECONDS, request_id=request_id)
+    except (FileNotFoundError, ConnectionRefusedError):
+        typer.echo(f"fastdeploy-cache: not running: no server listens at {socket}", err=True)
+        raise typer.Exit(3) from None
+    texts = [each.pop("text") for each in found]
+    typer.echo(dumps(found, indent=2) if json else "\n".join(texts) or "no request has been admitted yet")
 
 
 def _check_control(verb: str, weights_id: str | None, tier: list[str] | None, timeout: float) -> None:

@@ -8,13 +8,14 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
 from fastdeploy_cache.errors import CacheError, LaunchError
+from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.launch.server.control_socket import MAX_SECONDS, PrivateListener, peer_uid, receive_line
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,8 @@ _MAX_REQUEST_BYTES = 4096
 _READ_SECONDS = 5.0
 _WRITE_SECONDS = 5.0
 _KNOWN = (
-    "the verbs are pause, resume, sleep (with tiers: gpu, cpu), wake, clear and update-weights (with weights_id); each "
+    "the verbs are pause, resume, sleep (with tiers: gpu, cpu), wake, clear, update-weights (with weights_id), explain "
+    "(with request_id) and explain-last (with num_requests); each "
     f"takes timeout_seconds, above 0 and up to {MAX_SECONDS:.0f}"
 )
 
@@ -42,6 +44,8 @@ class Control(Protocol):
     def wake(self, timeout_seconds: float) -> None: ...
     def clear(self, timeout_seconds: float) -> None: ...
     def update_weights(self, timeout_seconds: float, weights_id: str | None) -> None: ...
+    def explain(self, request_id: str) -> Sequence[Explanation]: ...
+    def explain_last(self, num_requests: int) -> Sequence[Explanation]: ...
 
 
 class _Verb(msgspec.Struct, tag_field="verb", forbid_unknown_fields=True):
@@ -82,7 +86,21 @@ class _UpdateWeights(_Verb, tag="update-weights"):
         control.update_weights(self.timeout_seconds, self.weights_id)
 
 
-_Request = _Pause | _Resume | _Sleep | _Wake | _Clear | _UpdateWeights
+class _Explain(_Verb, tag="explain", kw_only=True):
+    request_id: str
+
+    def apply(self, control: Control) -> list[dict[str, Any]]:
+        return [{**each.as_dict(), "text": str(each)} for each in control.explain(self.request_id)]
+
+
+class _ExplainLast(_Verb, tag="explain-last"):
+    num_requests: Annotated[int, msgspec.Meta(ge=1, le=100)] = 10
+
+    def apply(self, control: Control) -> list[dict[str, Any]]:
+        return [{**each.as_dict(), "text": str(each)} for each in control.explain_last(self.num_requests)]
+
+
+_Request = _Explain | _ExplainLast | _Pause | _Resume | _Sleep | _Wake | _Clear | _UpdateWeights
 
 
 class ControlServer:
@@ -129,8 +147,8 @@ class ControlServer:
                 logger.info("event=control_dropped request=%r reason=its_sender_has_gone", line)
                 return
             logger.info("event=control request=%r", line)
-            request.apply(control)
-            answer = {"status": control.status}
+            found = request.apply(control)
+            answer = {"status": control.status} if found is None else {"status": control.status, "found": found}
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             answer = {"error": f"{error}; {_KNOWN}"}
         except (CacheError, OSError) as error:
@@ -138,7 +156,7 @@ class ControlServer:
         except Exception as error:  # a server that nobody can resume any more would be worse
             logger.exception("event=control_failed")
             answer = {"error": f"{type(error).__name__}: {error}; see the server's log"}
-        logger.info("event=control_answer answer=%s", answer)
+        logger.info("event=control_answer answer=%s", answer.get("error", answer.get("status")))
         _send(connection, answer)
 
 

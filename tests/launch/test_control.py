@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
+from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.errors import LaunchError, LifeCycleError
+from fastdeploy_cache.explanation import Explanation, Miss
 from fastdeploy_cache.launch.server import control as control_module
 from fastdeploy_cache.launch.server.control import ControlServer
-from fastdeploy_cache.launch.server.control_client import ask
+from fastdeploy_cache.launch.server.control_client import ask, look
 from fastdeploy_cache.launch.server.control_socket import connected
 from tests.rigs.command_line import CLI
 
@@ -38,6 +40,8 @@ class Stub:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.status = "running"
+        miss = Miss(cause=Cause.EVICTED, num_tokens=4, tier="cpu", seconds_ago=1.5, policy="lru")
+        self.explanation = Explanation(request_id="r", num_tokens=4, is_final=True, hits=(), misses=(miss,))
         self.before: Callable[[], object] = lambda: None
 
     def _note(self, *call: Any) -> None:
@@ -62,6 +66,14 @@ class Stub:
 
     def update_weights(self, timeout_seconds: float, weights_id: str | None) -> None:
         self._note("update-weights", timeout_seconds, weights_id)
+
+    def explain(self, request_id: str) -> list[Explanation]:
+        self._note("explain", request_id)
+        return [self.explanation]
+
+    def explain_last(self, num_requests: int) -> list[Explanation]:
+        self._note("explain-last", num_requests)
+        return [self.explanation] * num_requests
 
 
 @pytest.fixture
@@ -315,3 +327,20 @@ def test_exit_statuses_of_the_command(stub: Stub, path: Path) -> None:
             3,
             f"fastdeploy-cache: not running: no server listens at {nowhere}\n",
         )
+
+
+def test_explanations_come_as_text_and_as_fields(stub: Stub, path: Path) -> None:
+    """Of one request, and of the last ones."""
+    (found,) = look(path, "explain", 5, request_id="r")
+    assert found["text"] == str(stub.explanation) and "evicted from the CPU tier" in found["text"]
+    assert found["misses"][0]["cause"] == "evicted" and found["misses"][0]["seconds_ago"] == 1.5
+    assert len(look(path, "explain-last", 5, num_requests=3)) == 3
+    assert stub.calls == [("explain", "r"), ("explain-last", 3)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"request_id": 5}, {"request_id": "r", "more": 1}])
+def test_an_explanation_of_nothing_is_refused(stub: Stub, path: Path, fields: dict[str, Any]) -> None:
+    """One clear line, and nothing is asked."""
+    with pytest.raises(LaunchError, match=r"request_id|more"):
+        look(path, "explain", 5, **fields)
+    assert not stub.calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.server.control_client import ask
+from tests.rigs.command_line import CLI
 from tests.rigs.reference_model import needs_model
 from tests.rigs.server_process import CHAT, Server
 
@@ -103,3 +105,25 @@ def test_a_server_that_is_still_ends_on_sigterm(tmp_path: Path, verb: str) -> No
     assert status == 503 and b"stopped" in body
     assert ("event=storage_flushed all=True" if verb == "pause" else "event=storage_not_flushed") in server.rest
     assert not path.exists()
+
+
+def explain(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*CLI, "explain", *arguments, "--socket", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_request_can_be_explained_by_the_id_that_it_was_sent_with(server: tuple[Server, Path]) -> None:
+    """By the command line, as text and as JSON: where its tokens came from, adding up to its prompt; an id that nobody
+    knows is one line and status 1."""
+    running, path = server
+    prompt = {"messages": [{"role": "user", "content": "Why is the sky blue, and why is it red in the evening?"}]}
+    for name in ("first-of-two", "second-of-two"):
+        status, body = running.post({**prompt, "max_tokens": 4}, request_id=name)
+        assert status == 200
+    num_cached = json.loads(body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    (found,) = json.loads(explain(path, "second-of-two", "--json").stdout)
+    hits, misses = (sum(part["num_tokens"] for part in found[name]) for name in ("hits", "misses"))
+    assert hits == num_cached > 0 and hits + misses == found["num_tokens"]
+    assert "missed (new)" in explain(path, "first-of-two").stdout
+    unknown = explain(path, "third")
+    assert (unknown.returncode, unknown.stdout) == (1, "") and "no request 'third'" in unknown.stderr

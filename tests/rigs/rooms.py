@@ -53,9 +53,21 @@ ROOMS = {
         "callers": {"requests", "movement", "books", "config", "errors", "policies", "request", "stats"},
         "ranks": {"peers", "movement", "books", "config", "errors"},
         "life_cycle": {"peers", "requests", "storage", "movement", "books", "config", "errors"},
+        "self_check": {"callers", "peers", "requests", "storage", "movement", "books"},
         "recorder": {"movement", "storage", "books", "config", "errors", "stats"},
         "manager": {
-            *("recorder", "callers", "life_cycle", "movement", "peers", "ranks", "requests", "storage", "books"),
+            *(
+                "recorder",
+                "self_check",
+                "callers",
+                "life_cycle",
+                "movement",
+                "peers",
+                "ranks",
+                "requests",
+                "storage",
+                "books",
+            ),
             *("policies", "config", "errors", "explanation", "match", "request", "stats", "tokens"),
         },
         "adapters": {

@@ -32,10 +32,12 @@ class Server:
                 return
         raise AssertionError(f"the server ended: {text}")
 
-    def post(self, body: Any) -> tuple[int, bytes]:
+    def post(self, body: Any, request_id: str | None = None) -> tuple[int, bytes]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {} if request_id is None else {"X-Request-ID": request_id}
+        request = urllib.request.Request(f"{self.url}/v1/chat/completions", data, headers)
         try:
-            with urllib.request.urlopen(f"{self.url}/v1/chat/completions", data, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()

@@ -1,0 +1,28 @@
+"""The books of all rooms against each other. Under the lock."""
+
+from __future__ import annotations
+
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.callers.blocks import CallerBlocks
+from fastdeploy_cache.movement.block_mover import BlockMover
+from fastdeploy_cache.peers.peers import Peers
+from fastdeploy_cache.requests.invariants import Held, check
+from fastdeploy_cache.requests.requests import Requests
+from fastdeploy_cache.storage.access import StorageAccess
+
+
+def check_all(
+    books: Books, mover: BlockMover, requests: Requests, storage: StorageAccess, *, peers: Peers, blocks: CallerBlocks
+) -> None:
+    """Raise `AssertionError` naming the first broken promise. Walks the whole tree."""
+    road = peers.road
+    held = Held(
+        requests=requests,
+        transfers=list(mover.in_flight.values()),
+        cpu_ids=storage.held_ids,
+        gpu_ids=[*road.sends.held_ids, *road.receives.held_ids],
+        pins=[*books.pinned, *road.sends.pins, *road.receives.pins],
+        ahead=blocks.copies.ahead,
+        waiting=road.receives.loads,
+    )
+    check(books.tree, held)
