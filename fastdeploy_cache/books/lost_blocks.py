@@ -135,6 +135,11 @@ class LostBlocks:
             first = next(iter(self._forks))
             self.num_forgotten += sum([len(marks) // MARK_BYTES for marks, _, _ in self._forks.pop(first)])
 
+    @property
+    def has_forks(self) -> bool:
+        """Whether `fork` has noted anything."""
+        return bool(self._forks)
+
     def forked(self, root: bytes | bytearray, block: int, window: bytes) -> tuple[Lost, ...]:
         """What `fork` has noted of this place; the newest last."""
         return self._forks.get(hash((bytes(root), block, window)), ()) if self._forks else ()

@@ -17,7 +17,7 @@ from fastdeploy_cache.requests.active_request import ActiveRequest, MissedBlocks
 from fastdeploy_cache.requests.computing import Computing
 
 _MAX_PARTS = 64  # that one prompt's missed blocks are looked up in: some tens of microseconds
-_MAX_BACK = 32  # blocks in front of one, among what is lost, from which on it may have been lost
+_MAX_BACK = 4  # blocks in front of one, among what is lost, from which on it may have been lost
 _MAX_LOOKED = 64  # other namespaces, and continuations that may be an image's, that are looked at
 _BY_LOSS = (Cause.EVICTED, Cause.EVICTED, Cause.RESET, Cause.RANK)
 _NEW, _FORGOTTEN = Cause.NEW, Cause.NEW_OR_FORGOTTEN
@@ -31,21 +31,26 @@ class Misses:
         self._tree, self._lost, self._size = books.tree, books.residency.lost, books.tree.block_bytes
         self.computing = Computing(books.tree.block_bytes)
 
-    @contained("metrics", None)
     def find(self, active: ActiveRequest, path: Sequence[Run], num_found: int) -> None:
         """Note for the request why the blocks from `num_found` on, that its match asked for, are missed, and that it
         computes them. The path is what it has found."""
-        tree, end, keys = self._tree, active.num_asked_blocks, active.keys
-        active.misses = ((_FORGOTTEN, end - num_found, None, 0.0),)  # whatever happens here
+        active.misses = ((_FORGOTTEN, active.num_asked_blocks - num_found, None, 0.0),)  # if memory runs out here
         if not self._lost.is_on:
             return
+        try:
+            self._find(active, path, num_found)
+        except MemoryError:
+            self.mishaps.note("metrics")
+
+    def _find(self, active: ActiveRequest, path: Sequence[Run], num_found: int) -> None:
+        tree, end, keys = self._tree, active.num_asked_blocks, active.keys
         roots, lost = tree.roots, self._lost
         root = roots.get(active.request.namespace)
         name = root.hashes if root is not None else root_hash(active.request.namespace, tree.block_size)
         key = self._key(name, keys, num_found)
         is_alone = len(roots) == (root is not None) and keys.extras is None
         is_known = lost.get(key) is not None or key in self.computing
-        if is_alone and not is_known and not lost.forked(name, num_found, self._window(keys, num_found)):
+        if is_alone and not is_known and not self._has_forks(name, keys, num_found):
             if not lost.num_forgotten and not tree.graves.open:  # most of them are new
                 active.misses = ((_NEW, end - num_found, None, 0.0),)
             self.computing.begin(active, key)
@@ -70,6 +75,9 @@ class Misses:
         if keys.extras is not None and block in keys.extras:
             key ^= hash(keys.extras[block])
         return key
+
+    def _has_forks(self, root: bytes | bytearray, keys: BlockKeys, block: int) -> bool:
+        return self._lost.has_forks and bool(self._lost.forked(root, block, self._window(keys, block)))
 
     def _window(self, keys: BlockKeys, block: int) -> bytes:
         return keys.part(max(0, block * self._size - WINDOW_BYTES), block * self._size)
