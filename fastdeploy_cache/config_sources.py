@@ -15,6 +15,9 @@ from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE
 
 ENVIRONMENT_PREFIX = "FASTDEPLOY_CACHE_"
+RUN_FOLDER_VARIABLE, PYTHON_VARIABLE = f"{ENVIRONMENT_PREFIX}RUN_DIR", f"{ENVIRONMENT_PREFIX}PYTHON"
+# variables of ours that are no settings of a cache: they are for programs and scripts, and any process may have them
+_NO_SETTINGS = frozenset({LEVEL_VARIABLE, FORMAT_VARIABLE, RUN_FOLDER_VARIABLE, PYTHON_VARIABLE})
 _EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "array": "a list"}
 _NUMBER_OR_BOOLEAN = re.compile(r"[-+]?[0-9._]+(e[-+]?\d+)?|true|false", re.IGNORECASE)
 _AT = re.compile(r"(?P<text>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
@@ -100,11 +103,11 @@ def check_types(settings: Mapping[str, Any], kinds: Mapping[str, Any], prefix: s
 def from_environment(environment: Mapping[str, str]) -> Sources:
     """What variables say whose names begin with the prefix: tables are joined by two underscores.
 
-    Those of the log are left out: they are for processes without a configuration, too.
+    Those of the log, of the scripts and of programs in the background are left out: they are no settings of a cache.
     """
     found = Sources()
     for name, value in environment.items():
-        if name.startswith(ENVIRONMENT_PREFIX) and name not in (LEVEL_VARIABLE, FORMAT_VARIABLE):
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in _NO_SETTINGS:
             table, _, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().rpartition("__")
             parsed = [part for part in value.split(",") if part] if key == "device_ids" else value
             (found.settings.setdefault(table, {}) if table else found.settings)[key] = parsed

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from fastdeploy_cache.config_sources import RUN_FOLDER_VARIABLE
 from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE, set_up_log
-from fastdeploy_cache.launch.background.run_folder import RUN_FOLDER_VARIABLE, default_run_folder
+from fastdeploy_cache.launch.background.run_folder import default_run_folder
 
 background_app = typer.Typer()
 RunDir = Annotated[

@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.background.run_folder import RUN_FOLDER_VARIABLE, Slot
+from fastdeploy_cache.launch.background.run_folder import Slot
 from fastdeploy_cache.launch.server.readiness import ReadySocket
 
 START_SECONDS, END_SECONDS = 120.0, 30.0
@@ -64,8 +64,6 @@ class Program:
             LaunchError: it cannot be started.
         """
         self.slot, self.ready = slot, ReadySocket(sockets / f"{slot.name}.ready")
-        # settings in the environment are the servers' to read, but this one is ours
-        environment = {name: value for name, value in os.environ.items() if name != RUN_FOLDER_VARIABLE}
         with contextlib.ExitStack() as undo:
             undo.callback(self.ready.close)
             try:
@@ -77,7 +75,7 @@ class Program:
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        env={**environment, "NOTIFY_SOCKET": str(self.ready.path), "PYTHONUNBUFFERED": "1"},
+                        env={**os.environ, "NOTIFY_SOCKET": str(self.ready.path), "PYTHONUNBUFFERED": "1"},
                         start_new_session=True,
                     )
             except OSError as error:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from fastdeploy_cache.errors import LaunchError
 
-RUN_FOLDER_VARIABLE = "FASTDEPLOY_CACHE_RUN_DIR"
 _TAIL_LINES, _TAIL_BYTES = 5, 4000
 
 

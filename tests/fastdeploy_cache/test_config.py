@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, StorageConfig, TransferConfig
+from fastdeploy_cache.config import check_keys
+from fastdeploy_cache.config_sources import ENVIRONMENT_PREFIX, from_environment
 from fastdeploy_cache.errors import ConfigError, NotEnoughMemoryError
 
+ROOT = Path(__file__).parent.parent.parent
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, dtype="float16")
 BLOCK_BYTES = 2 * 2 * 16 * 4 * 8 * 2  # layers, key and value, tokens, heads, head_dim, float16
 
@@ -111,6 +114,21 @@ def test_variables_of_the_log_are_no_keys() -> None:
     assert CacheConfig.load(environment=environment, layout=LAYOUT, num_gpu_blocks=4).pool_sizes() == (4, 0)
     with pytest.raises(ConfigError, match="log_levels"):
         CacheConfig.load(environment={"FASTDEPLOY_CACHE_LOG_LEVELS": "debug"}, num_gpu_blocks=4)
+
+
+def test_every_variable_of_ours_is_a_setting_or_is_left_out() -> None:
+    """What programs and pages of ours name can be in the environment of any engine: no configuration refuses it."""
+    files = [
+        file
+        for place in ("launch", "docs", "examples", "README.md", "SECURITY.md", "fastdeploy_cache/config_sources.py")
+        for file in ([ROOT / place] if (ROOT / place).is_file() else (ROOT / place).rglob("*"))
+        if file.suffix in (".py", ".sh", ".md", ".toml", ".yml", ".service")
+    ]
+    text = "".join(file.read_text() for file in files)
+    named = set(re.findall(rf"{ENVIRONMENT_PREFIX}[A-Z_]*[A-Z]", text))
+    named |= {f"{ENVIRONMENT_PREFIX}{end}" for end in re.findall(r'{ENVIRONMENT_PREFIX}([A-Z_]+)"', text)}
+    assert {f"{ENVIRONMENT_PREFIX}{end}" for end in ("RUN_DIR", "PYTHON", "LOG_LEVEL", "LOG_FORMAT")} <= named
+    check_keys(from_environment(dict.fromkeys(named, "1")).settings)
 
 
 def test_bytes_are_per_rank() -> None:
