@@ -21,6 +21,7 @@ _NO_SETTINGS = frozenset({LEVEL_VARIABLE, FORMAT_VARIABLE, RUN_FOLDER_VARIABLE, 
 _EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "array": "a list"}
 _NUMBER_OR_BOOLEAN = re.compile(r"[-+]?[0-9._]+(e[-+]?\d+)?|true|false", re.IGNORECASE)
 _AT = re.compile(r"(?P<text>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
+_ENTRY = re.compile(r"\[([^\]]*)\]")  # of a list by its number, or of a table by `...`: some entry
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Sources:
         if (found := _AT.fullmatch(text)) is not None:
             text, path = _plain(found["text"], found["path"], self._value(found["path"]), kinds)
         unknown = re.match(r"unknown key '([^']*)'", text)
-        named = unknown[1] if unknown is not None else text.partition(" ")[0]
-        origin = self.origins.get(named) or self.origins.get(path, "")
+        named = unknown[1] if unknown is not None else _ENTRY.sub("", text.partition(" ")[0])
+        origin = self.origins.get(named) or self.origins.get(_ENTRY.sub("", path), "")
         if unknown is not None and origin.startswith("environment"):
             if "." not in named and (meant := re.search(r"did you mean '(\w+)\.(\w+)'", text)) is not None:
                 text += f" As a variable that is {ENVIRONMENT_PREFIX}{meant[1].upper()}__{meant[2].upper()}."
@@ -64,8 +65,11 @@ class Sources:
 
     def _value(self, path: str) -> Any:
         value: Any = self.settings
-        for part in path.split(".") if path else []:
-            value = value.get(part) if isinstance(value, Mapping) else None
+        for part in _ENTRY.sub(r".\1", path.replace("[...]", "")).split(".") if path else []:
+            if isinstance(value, Mapping):
+                value = value.get(part)
+            else:
+                value = value[int(part)] if isinstance(value, Sequence) and part.isdigit() else None
         return value
 
 
@@ -145,7 +149,10 @@ def _plain(text: str, path: str, value: Any, kinds: Mapping[str, Any]) -> tuple[
         return f"{whole} is missing; give it", path
     if (wrong := re.fullmatch(r"Expected `([^`]*)`, got .*", text)) is not None:
         names = [name for name in wrong[1].split(" | ") if name != "null"]
-        return f"{path} is {value!r}; give {' or '.join(_EXPECTED.get(name, 'a table') for name in names)}", path
+        wanted = " or ".join(_EXPECTED.get(name, "a table") for name in names)
+        if path.endswith("[...]"):
+            return f"{path.removesuffix('[...]')} is {value!r}; give {wanted} for each entry", path
+        return f"{path} is {value!r}; give {wanted}", path
     if text.startswith("Invalid enum value"):
         table, _, name = path.rpartition(".")
         choices = [str(choice) for choice in _choices(typing.get_type_hints(kinds[table])[name])]

@@ -21,17 +21,19 @@ tp_size = 2
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "wrong", "said"),
     [
-        ("num_gpu_blocks = 64", "line 2: num_gpu_blocks is 'x'; give a whole number"),
-        ("tp_size = 2", "line 6: transfer.tp_size is 'x'; give a whole number"),
-        ("block_size = 16", "line 1: block_size is 'x'; give a whole number"),
+        ("num_gpu_blocks = 64", "num_gpu_blocks = 'x'", "line 2: num_gpu_blocks is 'x'; give a whole number"),
+        ("tp_size = 2", "tp_size = 'x'", "line 6: transfer.tp_size is 'x'; give a whole number"),
+        ("tp_size = 2", "device_ids = 1", "line 6: transfer.device_ids is 1; give a list"),
+        ("tp_size = 2", "device_ids = [0, 'x']", "line 6: transfer.device_ids[1] is 'x'; give a whole number"),
+        ("block_size = 16", "block_size = 'x'", "line 1: block_size is 'x'; give a whole number"),
     ],
 )
-def test_a_wrong_type_in_a_file_is_told_with_its_line(tmp_path: Path, line: str, said: str) -> None:
-    """The file, the line, the key with its table, the value seen, and what it should be."""
+def test_a_wrong_type_in_a_file_is_told_with_its_line(tmp_path: Path, line: str, wrong: str, said: str) -> None:
+    """The file, the line, the key with its table, the value seen (in a list the entry), and what it should be."""
     path = tmp_path / "cache.toml"
-    path.write_text(FILE.replace(line, f"{line.partition('=')[0]}= 'x'"))
+    path.write_text(FILE.replace(line, wrong))
     with pytest.raises(ConfigError) as caught:
         CacheConfig.load(path, environment={})
     assert str(caught.value) == f"{path}, {said}"
@@ -44,6 +46,7 @@ def test_a_wrong_type_in_a_file_is_told_with_its_line(tmp_path: Path, line: str,
         ("load_policy = 'often'\n", "line 1: load_policy is 'often'; use one of auto, always, never"),
         ("enable_prefix_caching = 3\n", "line 1: enable_prefix_caching is 3; give true or false"),
         ("cpu_write_high_water = 7.0\n", "line 1: cpu_write_high_water is 7.0; it is a share, use 0 to 1"),
+        ("storage.options = {a = 3}\n", "line 1: storage.options is {'a': 3}; give a text for each entry"),
         ("storage.folder = '/x'\n", "storage.weights_id is missing; give it"),
     ],
 )
@@ -85,6 +88,7 @@ def test_a_text_is_no_number_in_a_file(tmp_path: Path, more: str, said: str) -> 
         ("TRANSFER__DEVICE", "tpu", "TRANSFER__DEVICE: transfer.device is 'tpu'; known: cpu, cuda"),
         ("TRANSFER_TP_SIZE", "2", ".*mean .transfer.tp_size.\\?.* that is FASTDEPLOY_CACHE_TRANSFER__TP_SIZE"),
         ("STORAGE_FOLDR", "/x", ".*mean .storage.folder.\\?.* that is FASTDEPLOY_CACHE_STORAGE__FOLDER"),
+        ("TRANSFER__DEVICE_IDS", "0,b", r"TRANSFER__DEVICE_IDS: transfer\.device_ids\[1\] is 'b'; give a whole number"),
         ("HOME", "/root", "HOME: unknown key 'home'; .* Unset the variable if it is not meant for this cache."),
     ],
 )
