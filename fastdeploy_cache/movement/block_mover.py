@@ -241,7 +241,8 @@ class BlockMover:
             transfer = self.in_flight.get(result.task.task_id)
             self._finish(result)
         if result.error is not None:
-            is_wanted = transfer is None or not transfer.cancelled  # else nobody waits for it any more
+            # nobody waits for what was cancelled; and a manager that closes cancels what its ranks have not begun
+            is_wanted = not self._books.is_closed and (transfer is None or not transfer.cancelled)
             log = logger.warning if is_wanted else logger.debug
             log("event=transfer_failed task_id=%d error=%r", result.task.task_id, result.error)
 

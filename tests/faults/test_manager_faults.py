@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 import signal
 import threading
@@ -148,3 +150,16 @@ def test_a_failed_start_raises_and_leaves_nothing(rank_code: Callable[[str], Non
     rank_code("raise SystemExit('this installation is broken')")
     with pytest.raises(RankStartError, match=r"(?s)rank \d exited with code 1.*this installation is broken"):
         PrefixCacheManager(new_config(2, 8, 16))
+
+
+def test_a_normal_end_is_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    """A program that ends at once has copies on their way, which `close` cancels: nothing of that is a warning."""
+    config = dataclasses.replace(new_config(2, num_gpu=8, num_cpu=60), cpu_write_policy="write_back")
+    for _ in range(3):
+        with PrefixCacheManager(config) as cache:
+            request = Request(request_id="only", prompt_token_ids=PROMPT)
+            cache.match(request)
+            cache.allocate(request, 6)
+            cache.commit(request, len(PROMPT))
+            cache.release(request)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
