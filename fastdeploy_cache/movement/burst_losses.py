@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from fastdeploy_cache.books.block_pool import BlockPool
 from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.ipc.event_log import event_log
 
 logger = event_log(__name__)
+
+_SOONER = 'see that all ranks are up; then lower cpu_write_high_water, or set cpu_write_policy to "write_through"'
+_LARGER = "the CPU tier has no room for them; give it more blocks (num_cpu_blocks or cpu_memory_bytes)"
 
 
 class BurstLosses:
@@ -16,8 +20,8 @@ class BurstLosses:
     more than once, so some losses are not told of; none is told of that is none.
     """
 
-    def __init__(self, residency: Residency) -> None:
-        self._residency = residency
+    def __init__(self, residency: Residency, cpu_pool: BlockPool) -> None:
+        self._residency, self._cpu_pool = residency, cpu_pool
         self._num_told = 0
         self.num_declined = 0  # blocks that were not copied, since what the CPU tier holds is worth more
 
@@ -26,8 +30,9 @@ class BurstLosses:
         num_lost = self._residency.num_evicted[GPU][1] - self.num_declined
         if num_lost <= 2 * self._num_told:
             return
-        self._num_told = num_lost
-        remedy = (
-            'see that all ranks are up; then lower cpu_write_high_water, or set cpu_write_policy to "write_through"'
-        )
-        logger.warning("event=blocks_lost reason=evicted_before_copied num_blocks=%d remedy=%r", num_lost, remedy)
+        num_new, self._num_told = num_lost - self._num_told, num_lost
+        # Into a full tier nothing is copied at once, and to copy more would only make it lose what it holds.
+        is_full = self._cpu_pool.num_free < num_new
+        reason, remedy = ("cpu_tier_full", _LARGER) if is_full else ("evicted_before_copied", _SOONER)
+        what = "event=blocks_lost reason=%s num_blocks=%d num_cpu_blocks=%d remedy=%r"
+        logger.warning(what, reason, num_lost, self._cpu_pool.num_blocks, remedy)

@@ -56,7 +56,8 @@ class CopyDown:
         self._num_started = 0  # blocks that were on their way after the last look
         self._young: dict[Run, None] = {}  # released, and not given to the ranks yet
         self._num_young = 0  # blocks of these that had no copy
-        self._losses = BurstLosses(self._tree.residency)
+        self._tells_losses = config.layout is not None  # without one there are no bytes, as in a simulation
+        self._losses = BurstLosses(self._tree.residency, self._pool)
         books.listen(TaskEnded, self._on_task_ended)
         books.listen(LetGo, lambda gone: self.moved(max(0, gone.num_held - gone.run.num_held)))
 
@@ -92,7 +93,8 @@ class CopyDown:
             self._num_moved += num_blocks
             if self._num_moved >= self._look_after or (self._has_more and not self._mover.num_storing):
                 self.look_ahead()
-                self._losses.look()
+                if self._tells_losses:
+                    self._losses.look()
 
     def _on_task_ended(self, ended: TaskEnded) -> None:
         """A copy has ended: go on with what was left for want of room in flight, once half of that has ended: each look

@@ -15,6 +15,8 @@ from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.cache_model import CacheModel
 from tests.rigs.write_policies import A, B, C, D, copied, in_cold_zone, look_ahead, no_copies, traffic, write_back
 
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float16")
+
 
 def coldest_first(policy: str, *prompts: list[int]) -> list[list[int]]:
     """In the order in which to serve them, so that the first one is the coldest."""
@@ -69,14 +71,31 @@ def test_a_full_tier_is_not_copied_into_at_release() -> None:
     model.finish()
 
 
-def test_what_a_burst_loses_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Each time that the number of blocks that were evicted before they were copied has doubled; with the remedy."""
-    model = write_back()
+def told_losses(caplog: pytest.LogCaptureFixture, **settings: object) -> list[str]:
+    """What the log says while twenty blocks after twenty are lost."""
+    model = write_back(**settings)  # type: ignore[arg-type]
     with no_copies(model):
         for start in range(0, 4000, 100):
             model.serve([start + i for i in range(20)], stays=False, patient=True)
-    lines = [record.getMessage() for record in caplog.records if "event=blocks_lost" in record.getMessage()]
+    return [line for record in caplog.records if "event=blocks_lost" in (line := record.getMessage())]
+
+
+def test_what_a_burst_loses_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Each time that the number of blocks that were evicted before they were copied has doubled; with the remedy."""
+    lines = told_losses(caplog, layout=LAYOUT, num_cpu=4000)
     assert 3 <= len(lines) <= 8 and all("cpu_write_policy" in line for line in lines)
+
+
+def test_what_has_no_room_is_told_to_need_room(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the CPU tier could not take what was lost, copying sooner would only make it lose what it has."""
+    lines = told_losses(caplog, layout=LAYOUT, num_cpu=10)
+    assert lines and not any("cpu_write_policy" in line for line in lines)
+    assert all("reason=cpu_tier_full" in line and "num_cpu_blocks or" in line for line in lines)
+
+
+def test_a_simulation_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a layout no bytes move, so there is nothing to lose."""
+    assert told_losses(caplog) == []
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
