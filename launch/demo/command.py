@@ -13,6 +13,7 @@ from rich.console import Console
 from fastdeploy_cache import CacheConfig, StorageConfig, TransferConfig
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.demo.conversations import CONVERSATIONS
+from fastdeploy_cache.launch.demo.next_steps import next_steps
 from fastdeploy_cache.launch.demo.report import BLOCK_TOKENS, course_of, facts, show
 from fastdeploy_cache.launch.demo.scenario import Played, play, play_again, prompt_of, warm_up
 from fastdeploy_cache.launch.findings import check_target, console_beside, progress_on, write_json
@@ -25,13 +26,6 @@ _PROMPT_BLOCKS, _TURNS = 32, 2
 _NUM_CPU_BLOCKS = 256
 _STORAGE_BYTES = 1536 * 2**20
 _MIN_PREFETCH_TOKENS = 32  # the prompts here are short
-
-
-_NEXT = """
-What next?
-  ./launch/start.sh          a server with OpenAI's API at 127.0.0.1:8000
-  ./launch/engines.sh vllm   a real vLLM with the cache, and without it
-  less docs/engine.md        the cache in an engine of your own"""
 
 
 def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: Path | None, kill: bool) -> bool:
@@ -53,7 +47,7 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
     write_json(json_file, found)
     if json_file is not None:
         console.print(f"Facts written to {json_file}")
-    console.print(_NEXT)
+    console.print(next_steps(), soft_wrap=True)
     return all(found["checks"].values())
 
 
