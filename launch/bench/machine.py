@@ -20,14 +20,15 @@ def describe_machine() -> dict[str, Any]:
             model = line.partition(":")[2].strip()
             break
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    busy = f"; BUSY (load {load:.1f} on {cores} cores): these figures mean little" if load > cores else ""
+    busy = f"BUSY (load {load:.1f} on {cores} cores): these figures mean little" if load > cores else ""
     python, numpy = platform.python_version(), np.__version__
     return {
         "processor": model,
         "num_cores": cores,
         "load": load,
+        "busy": busy,  # a remark to print beside figures, or nothing
         "python": python,
         "numpy": numpy,
         "platform": sys.platform,
-        "text": f"{model}, {cores} cores, load {load:.1f}; Python {python}, NumPy {numpy}{busy}",
+        "text": f"{model}, {cores} cores, load {load:.1f}; Python {python}, NumPy {numpy}{busy and '; ' + busy}",
     }

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fastdeploy_cache import CacheConfig, StorageConfig, TransferConfig
 from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.demo.conversations import CONVERSATIONS
 from fastdeploy_cache.launch.demo.next_steps import next_steps
 from fastdeploy_cache.launch.demo.report import BLOCK_TOKENS, course_of, facts, show
@@ -34,6 +35,7 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
     if num_ranks not in (1, 3):
         raise LaunchError(f"--ranks is {num_ranks}; the model has 3 KV heads, so use 1 or 3")
     check_target(json_file)
+    machine = describe_machine()  # before this has a load of its own
     console.print("Loading SmolLM2-135M-Instruct (the first time its weights are converted, about 10 s) ...")
     files = load_model_files()
     num_gpu_blocks = _PROMPT_BLOCKS + max_new_tokens * _TURNS * 4 // BLOCK_TOKENS
@@ -41,7 +43,7 @@ def demo(num_ranks: int, max_new_tokens: int, json_file: Path | None, log_dir: P
     with tempfile.TemporaryDirectory(prefix="fastdeploy-cache-demo-") as folder:
         config = _config(files, num_ranks, num_gpu_blocks, log_dir, folder)
         cached, again, plain = _run(console, files, config, max_new_tokens, num_ranks - 1 if kill else None)
-    found = facts(cached, again, plain)
+    found = {"machine": machine, **facts(cached, again, plain)}
     found["conversation"] = course_of(CONVERSATIONS[0], cached, again, ChatTokenizer(files))
     show(console, found)
     write_json(json_file, found)

@@ -102,6 +102,8 @@ def show(console: Console, found: dict[str, Any]) -> None:
     console.print(
         'A "cold" prompt was never seen: it is computed as with the cache off, so 1.0x is what to expect of it.'
     )
+    if found["machine"]["busy"]:
+        console.print(f"[yellow]This machine was {found['machine']['busy']}.[/yellow]")
     _show_course(console, found["conversation"])
     rates = found["hit_rates"]
     console.print(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 
+from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.cli import app
 from fastdeploy_cache.launch.demo.next_steps import next_steps
+from fastdeploy_cache.launch.demo.report import KINDS, show
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -32,3 +38,28 @@ def test_what_comes_next_after_a_wheel_are_commands(tmp_path: Path) -> None:
     known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     named = re.findall(r"^  fastdeploy-cache (\S+)", text, re.MULTILINE)
     assert named == ["start", "engines"] and set(named) <= set(known)
+
+
+@pytest.mark.parametrize(("load", "is_busy"), [(9.0, True), (0.5, False)])
+def test_a_busy_machine_is_told_beside_the_times(monkeypatch: pytest.MonkeyPatch, load: float, is_busy: bool) -> None:
+    """A cold prompt that seems slower than without a cache is no riddle then."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    row = {"requests": 1, "prompt_tokens": 9, "tokens_reused": 0, "median_seconds_to_first_token": None}
+    found: dict[str, Any] = {
+        "machine": describe_machine(),
+        "kinds": {kind: {**row, "median_seconds_to_first_token_cache_off": None} for kind in KINDS},
+        "conversation": [],
+        "hit_rates": dict.fromkeys(("request", "token", "gpu", "cpu"), 0.5),
+        "hit_rates_after_restart": {"token": 0.5},
+        "task_bytes": {"swap_out": 0, "swap_in": 0},
+        "num_ranks": 1,
+        "load_seconds": 0.0,
+        "waited_for_layers_seconds": 0.0,
+        "killed_rank": None,
+        "checks": {},
+        "different_answers": [],
+    }
+    printed = StringIO()
+    show(Console(file=printed, width=200), found)
+    assert ("This machine was BUSY (load 9.0 on 2 cores): these figures mean little." in printed.getvalue()) == is_busy
