@@ -1,20 +1,23 @@
-"""Every error of the project, in a leaf that each of its packages may import.
+"""Every error that a user can see, in a leaf that each package may import.
 
 CacheError
 +-- ConfigError (ValueError)        an impossible or unknown setting
+|   +-- UnknownVersionError *       a FastDeploy whose cache manager has calls that are not known here
 +-- RequestError (ValueError)       a request that cannot be served as given
 |   +-- PromptTooLongError          needs more blocks than the GPU pool has
 |   +-- UnknownRequestError         not matched, or released already
-|   +-- CommitError                 more tokens than were given or allocated
+|   |   +-- UnknownTaskError *      the same, of a task of FastDeploy's; a KeyError, too
+|   +-- CommitError                 more tokens than were given or allocated, or fewer than were committed before
 +-- OutOfBlocksError                no room now; `.missing` and `.coming` say how much
+|   +-- NotEnoughBlocksError *      the same, for FastDeploy's callers; an AssertionError, too
 +-- BlockOwnerError                 a block id given back by one who does not own it
 +-- LifeCycleError                  asleep or paused where it must not be, or a change that came to no end in time
 +-- ClosedError                     the manager is closed
 +-- TransferError                   the processes that move bytes
-|   +-- LayoutError                 settings of a layout, of the ranks or of storage that cannot be
+|   +-- LayoutError                 a KV layout that cannot be, or KV arrays that do not fit it or have no place here
 |   +-- RankStartError              a rank did not become ready
+|   |   +-- PeersLateError *        the ranks of a FastDeploy are ready, and their links to other instances are not
 |   +-- DeviceError                 a copy that cannot be done as asked
-|   +-- LinkError                   bytes of another instance could not be read; `.reason`, `.may_write_later`
 |   +-- StorageError                a store failed; where it concerns a caller it is
 |   |   +-- StorageGoneError        it has to be opened anew
 |   |   +-- StorageRefusedError     it cannot be opened as configured
@@ -28,7 +31,20 @@ CacheError
 +-- MetricsError                    the metrics endpoint
 |   +-- PortInUseError              it cannot listen where it should
 +-- LaunchError                     a program cannot do what it was asked to
-    +-- ModelLoadError              the model cannot be loaded here
+|   +-- ModelLoadError              the model cannot be loaded here
+|   +-- TraceError *                a trace for `simulate` cannot be read
++-- GenerationError *               the reference engine could not produce an answer
+    +-- GenerationTimeoutError *    it has not come in time, and still may
+    +-- GenerationRefusedError *    it can never be had as asked
+    +-- GenerationBusyError *       this client has as much under way as it may
+
+Those with a star live with the adapter or the program that they belong to, below `fastdeploy_cache`:
+- `adapters.fastdeploy.hook`: UnknownVersionError
+- `adapters.fastdeploy.task`: UnknownTaskError, NotEnoughBlocksError
+- `adapters.fastdeploy.current_cache`: PeersLateError
+- `launch.simulator.trace`: TraceError
+- `launch.reference_engine.generation`: GenerationError, GenerationTimeoutError, GenerationRefusedError,
+  GenerationBusyError
 
 What a package keeps to itself (an error that it catches again) is not here.
 """
@@ -57,7 +73,7 @@ class UnknownRequestError(RequestError):
 
 
 class CommitError(RequestError):
-    """More tokens committed than the request has, or than its blocks hold."""
+    """More tokens committed than the request has or than its blocks hold, or fewer than were committed before."""
 
 
 class OutOfBlocksError(CacheError):
@@ -97,7 +113,7 @@ class TransferError(CacheError):
 
 
 class LayoutError(TransferError):
-    """Sizes of a KV layout or of the transfer configuration that cannot be."""
+    """A KV layout that cannot be, or KV arrays that do not fit it or cannot be used here."""
 
 
 class RankStartError(TransferError):

@@ -26,7 +26,7 @@ tp_size = 2
         ("num_gpu_blocks = 64", "num_gpu_blocks = 'x'", "line 2: num_gpu_blocks is 'x'; give a whole number"),
         ("tp_size = 2", "tp_size = 'x'", "line 6: transfer.tp_size is 'x'; give a whole number"),
         ("tp_size = 2", "device_ids = 1", "line 6: transfer.device_ids is 1; give a list"),
-        ("tp_size = 2", "device_ids = [0, 'x']", "line 6: transfer.device_ids[1] is 'x'; give a whole number"),
+        ("tp_size = 2", "device_ids = [0, 1.5]", "line 6: transfer.device_ids[1] is 1.5; give a whole number"),
         ("block_size = 16", "block_size = 'x'", "line 1: block_size is 'x'; give a whole number"),
     ],
 )
