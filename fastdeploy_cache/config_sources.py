@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.errors import ConfigError, reason_of
 from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE
 
 ENVIRONMENT_PREFIX = "FASTDEPLOY_CACHE_"
@@ -83,7 +83,7 @@ def from_file(path: str | Path) -> Sources:
         text = Path(path).read_text()
         settings = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read configuration {path}: {error}") from error
+        raise ConfigError(f"cannot read configuration {path}: {reason_of(error)}") from error
     lines = _lines_of(text)
     return Sources(settings, {key: f"{path}, line {lines.get(key, 1)}" for key in _keys(settings)})
 

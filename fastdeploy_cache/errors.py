@@ -52,6 +52,11 @@ What a package keeps to itself (an error that it catches again) is not here.
 from __future__ import annotations
 
 
+def reason_of(error: Exception) -> str:
+    """What it says; of an error of the system without its number and path, which our own words have already."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 class CacheError(Exception):
     """Base of every error that the project raises."""
 

@@ -14,7 +14,7 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.errors import LaunchError, reason_of
 
 STANDARD_OUTPUT = Path("-")
 _MAX_WIDTH = 10_000  # of a table: more than any name has
@@ -81,4 +81,4 @@ def write_json(file: Path | None, found: dict[str, Any]) -> None:
         try:
             file.write_text(text)
         except OSError as error:
-            raise LaunchError(f"cannot write {file}: {error}") from error
+            raise LaunchError(f"cannot write {file}: {reason_of(error)}") from error

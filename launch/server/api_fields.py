@@ -37,17 +37,30 @@ _NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# What a field may be, where the library's words do not say it.
-_ALLOWED = {
+# What each field has to be, those of a message among them.
+ALLOWED = {
+    "annotations": "null or empty",
+    "audio": "null: the model writes text alone",
+    "cache_salt": "a text of 1 to 1024 characters",
     "content": "a text, or a list of parts of type text",
+    "function_call": "null: tools are not done here",
+    "include_obfuscation": "true or false",
+    "include_usage": "true or false",
+    "kv_offer": "what /v1/prefill has answered for the same prompt, as base64",
     "max_completion_tokens": "a whole number from 1 on",
     "max_tokens": "a whole number from 1 on",
+    "messages": "a list of at least one message, each an object with a role and a content",
+    "model": "a text",
+    "name": "a text",
     "prompt": f"a text, a list of token ids, or a list of up to {MAX_PROMPTS} of either; not empty",
+    "refusal": "null",
     "role": "system, developer, user or assistant",
     "seed": "a whole number of 64 bits",
     "stop": "a text, or up to 4 of them, none empty and none over 1024 characters",
+    "stream": "true or false",
     "stream_options": "an object with include_usage",
     "temperature": "a number from 0 to 2",
+    "text": "a text",
     "tool_calls": "null: tools are not done here",
     "top_p": "a number from 0 to 1",
     "type": "text",
@@ -86,8 +99,8 @@ def asked_fields(body: Any, known: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None and name in known}
 
 
-def refusal_of(error: Exception, known: Collection[str]) -> RefusedFieldError:
-    """What msgspec has found, by the name of the field and with what it may be."""
+def refusal_of(error: Exception, fields: Mapping[str, Any], known: Collection[str]) -> RefusedFieldError:
+    """What msgspec has found in these fields, by the name of the field, with its value and what it has to be."""
     text, path = str(error), ""
     if found := _PATH.search(text):
         text, path = text[: found.start()], found.group(1)
@@ -95,11 +108,22 @@ def refusal_of(error: Exception, known: Collection[str]) -> RefusedFieldError:
         name = found.group(1)
         field = f"{path}.{name}" if path else name
         return _unknown(field, name, known)
-    if found := _MISSING.match(text):
+    is_missing = (found := _MISSING.match(text)) is not None
+    if found is not None:
         path = f"{path}.{found.group(1)}" if path else found.group(1)
     last = re.sub(r"\[[^]]*\]", "", path).rpartition(".")[2]
-    allowed = f"; {last} is {_ALLOWED[last]}" if last in _ALLOWED else ""
-    return RefusedFieldError(path or None, f"{path}: {text}{allowed}" if path else text, code="invalid_value")
+    wanted = f"; {last} has to be {ALLOWED[last]}" if last in ALLOWED else f": {text}"
+    seen = "missing" if is_missing else _short(_value_at(fields, path))
+    return RefusedFieldError(path or None, f"{path} is {seen}{wanted}" if path else text, code="invalid_value")
+
+
+def _value_at(fields: Any, path: str) -> Any:
+    for part in re.findall(r"[^.\[\]]+", path):
+        if isinstance(fields, list):
+            fields = fields[int(part)] if part.isdigit() else fields
+        elif isinstance(fields, Mapping):
+            fields = fields.get(part)
+    return fields
 
 
 def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:

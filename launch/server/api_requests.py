@@ -183,6 +183,8 @@ def decode_request(body: bytes, kind: type[ApiRequest] | None = None) -> ApiRequ
     try:
         asked = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise refusal_of(error, {*known, *Message.__struct_fields__, *StreamOptions.__struct_fields__}) from error
+        raise refusal_of(
+            error, fields, {*known, *Message.__struct_fields__, *StreamOptions.__struct_fields__}
+        ) from error
     asked.check()
     return asked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.errors import LaunchError, reason_of
 
 _TIERS = {"gpu_blocks": "GPU", "cpu_blocks": "CPU", "storage_blocks": "storage"}
 PLOT_SUFFIXES = (".png", ".svg")
@@ -62,7 +62,7 @@ def draw(file: Path, found: dict[str, Any]) -> None:
     try:
         figure.savefig(file, dpi=120)
     except (OSError, ValueError) as error:
-        raise LaunchError(f"cannot write {file}: {error}") from error
+        raise LaunchError(f"cannot write {file}: {reason_of(error)}") from error
 
 
 def _add_line(axes: Any, label: str, points: list[tuple[int, float]], **style: Any) -> None:

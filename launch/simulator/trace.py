@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.errors import LaunchError, reason_of
 
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -128,4 +128,4 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             with gzip.open(raw) if compressed else raw as lines:
                 yield from ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
     except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"cannot read trace {path}: {error}") from error
+        raise TraceError(f"cannot read trace {path}: {reason_of(error)}") from error

@@ -60,6 +60,13 @@ def test_what_cannot_be_in_a_file_is_told_in_our_words(tmp_path: Path, more: str
     assert str(path) in str(caught.value)
 
 
+def test_a_file_that_is_not_there_is_told_without_a_number(tmp_path: Path) -> None:
+    """The path and the reason, once each."""
+    with pytest.raises(ConfigError) as caught:
+        CacheConfig.load(tmp_path / "none.toml", environment={})
+    assert str(caught.value) == f"cannot read configuration {tmp_path / 'none.toml'}: No such file or directory"
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache.launch.reference_engine.sampling import Sampling
-from fastdeploy_cache.launch.server.api_fields import _IDLE, _NOT_DONE, RefusedFieldError
-from fastdeploy_cache.launch.server.api_requests import ChatRequest, CompletionRequest, decode_request
+from fastdeploy_cache.launch.server.api_fields import _IDLE, _NOT_DONE, ALLOWED, RefusedFieldError
+from fastdeploy_cache.launch.server.api_requests import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    StreamOptions,
+    TextPart,
+    decode_request,
+)
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -72,6 +79,31 @@ def test_a_developer_is_the_system() -> None:
     assert [message.model_role for message in messages] == ["system", "system", "user", "assistant"]
 
 
+STRUCTS = (ChatRequest, CompletionRequest, Message, TextPart, StreamOptions)
+IN_A_MESSAGE = {
+    **{name: {"role": "user", name: [[]]} for name in Message.__struct_fields__},
+    "text": {"role": "user", "content": [{"type": "text", "text": [[]]}]},
+    "type": {"role": "user", "content": [{"type": []}]},
+}
+WRONG: dict[str, dict[str, Any]] = {
+    **{name: {name: [[]]} for name in (*ChatRequest.__struct_fields__, "prompt")},
+    **{name: {"stream_options": {name: [[]]}} for name in StreamOptions.__struct_fields__},
+    **{name: {"messages": [message]} for name, message in IN_A_MESSAGE.items()},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_every_field_says_what_it_has_to_be(name: str) -> None:
+    """In our words, with the value that was sent: none of the library's is in the answer."""
+    said = str(refusal(completion if name == "prompt" else chat, **WRONG[name]))
+    assert re.fullmatch(rf"[\w.\[\]]+ is \[.*\]; {name} has to be {re.escape(ALLOWED[name])}", said), said
+
+
+def test_no_field_is_forgotten() -> None:
+    """Each field of each structure is among those."""
+    assert {name for kind in STRUCTS for name in kind.__struct_fields__} <= set(WRONG)
+
+
 IDLE = {
     "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": True,
     "prompt_cache_key": "k", "safety_identifier": "s", "stream_options": {"include_usage": True},
@@ -104,7 +136,7 @@ def test_what_changes_nothing_is_accepted(name: str) -> None:
         ({"top_k": 1}, "top_k", "did you mean 'top_p'?"),
         ({"zzz": 1}, "zzz", "taken are cache_salt, kv_offer, "),
         ({"temperature": 2.5}, "temperature", "a number from 0 to 2"),
-        ({"temperature": "hot"}, "temperature", "a number from 0 to 2"),
+        ({"temperature": "hot"}, "temperature", "temperature is 'hot'; temperature has to be a number from 0 to 2"),
         ({"top_p": -0.1}, "top_p", "a number from 0 to 1"),
         ({"seed": 1.5}, "seed", "a whole number of 64 bits"),
         ({"seed": 2**63}, "seed", "a whole number of 64 bits"),
@@ -112,8 +144,8 @@ def test_what_changes_nothing_is_accepted(name: str) -> None:
         ({"max_completion_tokens": "9"}, "max_completion_tokens", "a whole number from 1 on"),
         ({"stop": ""}, "stop", "none empty"),
         ({"stop": list("abcde")}, "stop", "up to 4"),
-        ({"stop": ["a", 1]}, "stop[1]", "up to 4"),
-        ({"stream": "yes"}, "stream", "bool"),
+        ({"stop": ["a", 1]}, "stop[1]", "stop[1] is 1; stop has to be a text, or up to 4"),
+        ({"stream": "yes"}, "stream", "stream is 'yes'; stream has to be true or false"),
         ({"stream_options": {"include_usages": True}}, "stream_options.include_usages", "'include_usage'"),
         ({"stream_options": []}, "stream_options", "include_usage"),
     ],
@@ -160,7 +192,7 @@ def test_the_page_names_every_field() -> None:
     """Those that are taken, those that change nothing, and those that are not done."""
     page = (Path(__file__).parent.parent.parent / "docs" / "server.md").read_text()
     named = set(re.findall(r"`(\w+)`", page))
-    taken = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__} - {"messages"}
+    taken = {name for kind in STRUCTS for name in kind.__struct_fields__} - {"messages", "text"}
     assert not {*taken, *_IDLE, *_NOT_DONE} - named
 
 
@@ -169,7 +201,8 @@ def test_the_page_names_every_field() -> None:
     [
         (b"[]", None, "the body is a list; send a JSON object"),
         (b"no", None, "no JSON"),
-        (b"{}", "messages", "required"),
+        (b"{}", "messages", "messages is missing; messages has to be a list of at least one message"),
+        (b'{"messages": []}', "messages", "messages has to be a list of at least one message"),
         (b'{"prompt": ""}', "prompt", "not empty"),
         (b'{"prompt": []}', "prompt", "not empty"),
         (b'{"prompt": ["a", ""]}', "prompt[1]", "not empty"),

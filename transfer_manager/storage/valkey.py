@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from fastdeploy_cache.errors import StorageError, StorageRefusedError
+from fastdeploy_cache.errors import StorageError, StorageRefusedError, reason_of
 from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES, Blocks, Segment, StorageStats, Written, seal
 from fastdeploy_cache.transfer_manager.storage.keys import KEY_VERSION, KeySpace, weights_prefix
 
@@ -222,7 +222,9 @@ def _credentials(password_file: str | None) -> dict[str, str]:
     try:
         text = Path(password_file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise StorageRefusedError(f"storage.password_file {password_file!r} cannot be read: {error}") from error
+        raise StorageRefusedError(
+            f"storage.password_file {password_file!r} cannot be read: {reason_of(error)}"
+        ) from error
     user, colon, password = text.partition(":")  # a password that has a colon in it needs its user before it
     return {"username": user, "password": password} if colon else {"password": text}
 
@@ -238,7 +240,7 @@ def _trust(tls_ca_file: str | None, url: str) -> dict[str, Any]:
     try:
         ssl.create_default_context(cafile=tls_ca_file)
     except OSError as error:  # ssl.SSLError is one
-        raise StorageRefusedError(f"storage.tls_ca_file {tls_ca_file!r} cannot be used: {error}") from error
+        raise StorageRefusedError(f"storage.tls_ca_file {tls_ca_file!r} cannot be used: {reason_of(error)}") from error
     return {"ssl_ca_certs": tls_ca_file, "ssl_check_hostname": True}
 
 

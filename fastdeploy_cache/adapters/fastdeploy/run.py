@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.adapters.fastdeploy import hook
-from fastdeploy_cache.errors import CacheError, ConfigError
+from fastdeploy_cache.errors import CacheError, ConfigError, reason_of
 
 _SELF = "fastdeploy_cache.adapters.fastdeploy.run"
 _RUNNING = "FDCACHE_DOOR_MODULE"  # environment: tells a spawned child which module is the main one
@@ -135,7 +135,7 @@ def _read(path: Path) -> dict[str, Any]:
         settings = tomllib.loads(path.read_text())
         check_settings(settings)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, CacheError) as error:
-        raise ConfigError(f"cannot use the settings {str(path)!r}: {error}") from error
+        raise ConfigError(f"cannot use the settings {str(path)!r}: {reason_of(error)}") from error
     return settings
 
 
