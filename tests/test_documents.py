@@ -158,6 +158,20 @@ def test_the_verbs_in_pages_are_there() -> None:
                 assert hasattr(PrefixCacheManager, verb), f"{page}: cache.{verb}"
 
 
+def test_every_verb_of_the_manager_is_in_a_page() -> None:
+    """With each of its keywords: what no page shows, nobody finds."""
+    text = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    verbs = inspect.getmembers(PrefixCacheManager, lambda each: inspect.isfunction(each) and each.__name__[0] != "_")
+    keywords = {
+        (name, parameter.name)
+        for name, verb in verbs
+        for parameter in inspect.signature(verb).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    assert not [name for name, _ in verbs if not re.search(rf"\bcache\.{name}\(", text)]
+    assert not [pair for pair in keywords if not re.search(rf"\b{pair[1]}\b", text)]
+
+
 def test_decisions_are_short() -> None:
     """Each has a number of its own and at most ten lines."""
     entries = re.split(r"^#+ ", (ROOT / "DECISIONS.md").read_text(), flags=re.MULTILINE)
