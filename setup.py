@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.sdist import sdist
 
 # Installed, everything is `fastdeploy_cache.*`. The folders beside it are its subpackages by `package_dir` alone: the
-# symbolic links inside it serve checkouts, and a wheel made from an archive without links is the same.
+# symbolic links inside it serve checkouts and unpacked archives, and a wheel made without links is the same.
 BESIDE = ["transfer_manager", "ipc", "metrics", "launch"]
 LINKED = [pattern for name in BESIDE for pattern in (name, f"{name}.*")]
 PACKAGES = [
@@ -19,7 +20,19 @@ VERSION = re.findall(r'^__version__ = "(.+)"', (HERE / "fastdeploy_cache/__init_
 # its links are relative to the repository, so they lead nowhere on other pages: only their texts stay
 README = re.sub(r"\[([^]]+)\]\((?!https?://)[^)]+\)", r"\1", (HERE / "README.md").read_text())
 
+
+class SourceArchive(sdist):
+    """With the links that a checkout has: setuptools knows files alone."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        """As it does, and the links."""
+        super().make_release_tree(base_dir, files)
+        for name in BESIDE:
+            (Path(base_dir) / "fastdeploy_cache" / name).symlink_to(f"../{name}")
+
+
 setup(
+    cmdclass={"sdist": SourceArchive},
     name="fastdeploy-cache",
     version=VERSION,
     description="A KV-cache manager for large-language-model engines: GPU, CPU and storage tiers, one process per rank",

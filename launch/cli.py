@@ -21,16 +21,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help=__doc__,
+    epilog="Example: fastdeploy-cache start",
 )
 app.add_typer(background_app)
 app.add_typer(config_app, name="config")
-bench_app = typer.Typer(no_args_is_help=True, help="Measure the cache beside its floors, in one run.")
+bench_app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure the cache beside its floors, in one run.",
+    epilog="Example: fastdeploy-cache bench control",
+)
 app.add_typer(bench_app, name="bench")
 app.add_typer(storage_app, name="storage")
 engines_app = typer.Typer(
     no_args_is_help=True,
     help="Run an installed vLLM or SGLang alone and with this cache, and compare the answers. In a checkout of this "
     "project, launch/engines.sh installs the engine first.",
+    epilog="Example: fastdeploy-cache engines vllm --only-answers",
 )
 app.add_typer(engines_app, name="engines")
 

@@ -7,7 +7,11 @@ from typing import Annotated
 
 import typer
 
-config_app = typer.Typer(no_args_is_help=True, help="Look at settings: check them, show them, print a sample.")
+config_app = typer.Typer(
+    no_args_is_help=True,
+    help="Look at settings: check them, show them, print a sample.",
+    epilog="Example: fastdeploy-cache config sample > cache.toml",
+)
 _FILE = typer.Argument(help="TOML file.")
 
 

@@ -135,6 +135,24 @@ def test_a_source_archive_is_complete(archive: Path) -> None:
     assert {"fastdeploy_cache/_native.c", "examples/toy_engine.py", "launch/start.sh", "docs/engine.md"} <= inside
 
 
+def test_a_source_archive_runs_where_it_lies(archive: Path) -> None:
+    """Unpacked, it is as a checkout: the package has all its parts, by links."""
+    program = (
+        "from fastdeploy_cache import PrefixCacheManager; import fastdeploy_cache.launch as it; print(it.__file__)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=archive,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.strip() == str(archive / "fastdeploy_cache" / "launch" / "__init__.py"), done.stderr
+
+
 def inside(wheel: Path) -> set[str]:
     """The wheel's files, but for those that say what it is."""
     with zipfile.ZipFile(wheel) as packed:
@@ -143,11 +161,14 @@ def inside(wheel: Path) -> set[str]:
 
 @needs_wheels
 def test_a_wheel_is_complete(copy: Path, archive: Path, wheel: Path, tmp_path: Path) -> None:
-    """It has each module and each data file of the packages, and nothing else; one from the archive is the same."""
+    """It has each module and each data file of the packages, and nothing else. One from the archive without its links
+    is the same."""
+    bare = tmp_path / "bare"
+    shutil.copytree(archive, bare, ignore=lambda folder, names: [n for n in names if Path(folder, n).is_symlink()])
     ours = {name for name in tracked_files() if name.partition("/")[0] in (*BESIDE, "fastdeploy_cache")}
     ours = {name for name in ours if Path(name).suffix not in CHECKOUT_ONLY}
     expected = {name if name.startswith("fastdeploy_cache/") else f"fastdeploy_cache/{name}" for name in ours}
-    assert inside(wheel) == expected == inside(wheel_of(archive, tmp_path))
+    assert inside(wheel) == expected == inside(wheel_of(bare, tmp_path))
     data = {name.removeprefix("fastdeploy_cache/") for name in expected if not name.endswith(".py")}
     deploy = {str(path.relative_to(copy)) for path in (copy / "launch" / "background" / "deploy").iterdir()}
     assert data == {"py.typed", "_native.pyi", "launch/serve.toml", *deploy} and len(deploy) >= 4

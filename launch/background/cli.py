@@ -10,7 +10,7 @@ import typer
 
 from fastdeploy_cache.config_sources import RUN_FOLDER_VARIABLE
 from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE, set_up_log
-from fastdeploy_cache.launch.background.run_folder import default_run_folder
+from fastdeploy_cache.launch.background.run_folder import RunFolder, default_run_folder
 
 background_app = typer.Typer()
 RunDir = Annotated[
@@ -48,7 +48,6 @@ def _arguments_of_serve(context: typer.Context) -> tuple[str, ...]:
 )
 def start(context: typer.Context, run_dir: RunDir) -> None:
     """Start `serve` in the background and wait until it is ready. Other options go on to it; see `serve --help`."""
-    from fastdeploy_cache.launch.background.run_folder import RunFolder
     from fastdeploy_cache.launch.background.single import start as run
 
     run(RunFolder(run_dir), _arguments_of_serve(context), _say)
@@ -57,7 +56,6 @@ def start(context: typer.Context, run_dir: RunDir) -> None:
 @background_app.command(epilog="Example: fastdeploy-cache stop")
 def stop(run_dir: RunDir) -> None:
     """End the server in the background cleanly; it is killed after 30 seconds."""
-    from fastdeploy_cache.launch.background.run_folder import RunFolder
     from fastdeploy_cache.launch.background.single import stop as run
 
     run(RunFolder(run_dir), _say)
@@ -72,10 +70,13 @@ def status(
 
     Exit status 3: it is not running; 4: it does not answer.
     """
-    from fastdeploy_cache.launch.background.run_folder import RunFolder
     from fastdeploy_cache.launch.background.single import status as run
 
-    raise typer.Exit(run(RunFolder(run_dir), typer.echo if json else _say, as_json=json))
+    folder, said = RunFolder(run_dir), list[str]()
+    code = run(folder, said.append if json else _say, as_json=json)
+    if json:  # what is said of a server that does not answer is no JSON
+        typer.echo(said[0] if code == 0 else dumps({"pid": folder.server.pid, "problem": said[0]}, indent=2))
+    raise typer.Exit(code)
 
 
 @background_app.command(context_settings=_GOES_ON, epilog="Example: fastdeploy-cache up")
@@ -89,6 +90,7 @@ def up(
     host: Annotated[str, typer.Option(help="Address of the router.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the router; 0 takes a free one.")] = 8000,
     show: Annotated[bool, typer.Option("--status", help="Show each member of the group that runs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --status: as JSON.")] = False,
     stop_it: Annotated[bool, typer.Option("--stop", help="End the group.")] = False,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay, as a service does, until SIGTERM.")] = False,
     log_level: LogLevel = None,
@@ -99,18 +101,19 @@ def up(
     Other options go on to `serve`, of every instance. A member that ends is started again, at its ports, after a second
     or, when it goes on like that, up to a minute. With --status exit status 3: nothing runs; 4: not all of it does.
     """
-    from fastdeploy_cache.launch.background.group import show_group, start_group, stop_group
+    from fastdeploy_cache.launch.background.group import start_group, stop_group
     from fastdeploy_cache.launch.background.group_plan import GroupPlan
-    from fastdeploy_cache.launch.background.run_folder import RunFolder
 
     set_up_log(log_level, log_format)  # it goes on to all processes
     folder = RunFolder(run_dir)
+    if json and not show:
+        raise typer.BadParameter("--json goes with --status")
     if show or stop_it:
         if context.args or (show and stop_it):
             raise typer.BadParameter(f"--status and --stop take nothing beside them; got {' '.join(context.args)}")
         if stop_it:
             stop_group(folder, _say)
-        raise typer.Exit(show_group(folder, _say) if show else 0)
+        raise typer.Exit(_show_group(folder, as_json=json) if show else 0)
     plan = GroupPlan(
         num_prefill=prefill,
         num_decode=decode,
@@ -126,6 +129,17 @@ def up(
     from fastdeploy_cache.launch.background.supervisor import Supervisor
 
     raise typer.Exit(0 if Supervisor(plan, folder).run() else 1)
+
+
+def _show_group(folder: RunFolder, *, as_json: bool) -> int:
+    """Returns the exit status."""
+    from fastdeploy_cache.launch.background.group import describe_group, show_group
+
+    if not as_json:
+        return show_group(folder, _say)
+    document, code = describe_group(folder)
+    typer.echo(dumps(document, indent=2))
+    return code
 
 
 @background_app.command(epilog="Example: fastdeploy-cache deploy --print prometheus.yml > prometheus.yml")
@@ -156,7 +170,6 @@ def control_server(
 
     Exit status 0: done; 1: refused or failed; 3: no server listens there.
     """
-    from fastdeploy_cache.launch.background.run_folder import RunFolder
     from fastdeploy_cache.launch.background.single import absence
     from fastdeploy_cache.launch.server.control_client import ask
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.ipc.private_directory import PrivateDirectory
 from fastdeploy_cache.launch.background.group_plan import ROUTER, GroupPlan, discovery_file, secret_file
 from fastdeploy_cache.launch.background.program import START_SECONDS, EndSignals, Program
-from fastdeploy_cache.launch.background.run_folder import RunFolder
+from fastdeploy_cache.launch.background.run_folder import RunFolder, Slot
 from fastdeploy_cache.launch.background.single import NOT_ANSWERING, NOT_RUNNING, Say, death, end_all, http_status
 
 
@@ -61,20 +63,9 @@ def show_group(folder: RunFolder, say: Say) -> int:
         return NOT_RUNNING
     status = 0
     for slot in members:
-        url, metrics = slot.facts.get("url"), slot.facts.get("metrics")
-        code = http_status(f"{url}/ready") if slot.pid is not None else None
-        if code == 200:
-            say(f"{slot.name}: up, API {url}{f', metrics {metrics}' if metrics else ''}")
-            continue
-        status = NOT_ANSWERING
-        if slot.pid is None:
-            say(f"{slot.name}: NOT RUNNING; its log is {slot.log_file}; it is started again by itself")
-        elif slot.name == ROUTER and code == 503:
-            say(f"{slot.name}: up, no decode instance ready, API {url}")
-        elif code == 503:
-            say(f"{slot.name}: up, not ready: paused or asleep, API {url}")
-        else:
-            say(f"{slot.name}: DOES NOT ANSWER at {url}; its log is {slot.log_file}")
+        state, line = _look_at(slot)
+        say(line)
+        status = status if state == "up" else NOT_ANSWERING
     if folder.group.pid is None:
         say("nobody watches over it: its supervisor was killed; end the rest with `up --stop`")
         status = NOT_ANSWERING
@@ -85,3 +76,29 @@ def _absence(folder: RunFolder) -> str:
     """What to say where no group runs."""
     single = "; a single server is: see `status`, or end it with `stop`" if folder.server.pid is not None else ""
     return f"not running{death(folder.group)}{single}"
+
+
+def describe_group(folder: RunFolder) -> tuple[dict[str, Any], int]:
+    """The same for programs: `is_watched` by its supervisor, and each of `members` by name. Also the exit status."""
+    members = {slot.name: {"pid": slot.pid, **slot.facts, "state": _look_at(slot)[0]} for slot in folder.members}
+    is_watched = folder.group.pid is not None
+    document = {"is_watched": is_watched, "members": members}
+    if not is_watched and not any(each["pid"] is not None for each in members.values()):
+        return document, NOT_RUNNING
+    is_whole = is_watched and all(each["state"] == "up" for each in members.values())
+    return document, 0 if is_whole else NOT_ANSWERING
+
+
+def _look_at(slot: Slot) -> tuple[str, str]:
+    """How a member is: in a word, and in a line. Only one that is `up` takes requests."""
+    url, metrics = slot.facts.get("url"), slot.facts.get("metrics")
+    if slot.pid is None:
+        return "not_running", f"{slot.name}: NOT RUNNING; its log is {slot.log_file}; it is started again by itself"
+    code = http_status(f"{url}/ready")
+    if code == 200:
+        return "up", f"{slot.name}: up, API {url}{f', metrics {metrics}' if metrics else ''}"
+    if slot.name == ROUTER and code == 503:
+        return "not_ready", f"{slot.name}: up, no decode instance ready, API {url}"
+    if code == 503:
+        return "not_ready", f"{slot.name}: up, not ready: paused or asleep, API {url}"
+    return "not_answering", f"{slot.name}: DOES NOT ANSWER at {url}; its log is {slot.log_file}"

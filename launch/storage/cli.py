@@ -15,7 +15,11 @@ from fastdeploy_cache.launch.size_option import size_given
 if TYPE_CHECKING:
     from fastdeploy_cache.launch.storage.place import Place
 
-storage_app = typer.Typer(no_args_is_help=True, help="Look after a store: what is in it, is it whole, clear it.")
+storage_app = typer.Typer(
+    no_args_is_help=True,
+    help="Look after a store: what is in it, is it whole, clear it.",
+    epilog="Example: fastdeploy-cache storage ls --folder /ssd/kv",
+)
 
 # Of every command, by the fields of `Place`.
 WHERE: dict[str, Any] = {

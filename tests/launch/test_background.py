@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.background import program, single, supervisor
+from fastdeploy_cache.launch.background import group, program, single, supervisor
 from fastdeploy_cache.launch.background.deployment import describe, filled_in
 from fastdeploy_cache.launch.background.group import show_group
 from fastdeploy_cache.launch.background.group_plan import GroupPlan, at_known_ports
@@ -92,6 +92,33 @@ def test_a_group_starts_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
         Supervisor(GroupPlan(), folder).run()
     assert not list(folder.group_folder.iterdir())
     assert show_group(folder, lambda _: None) == 3
+
+
+@pytest.mark.parametrize("words", [["status"], ["up", "--status"]])
+def test_where_nothing_runs_that_is_json_too(tmp_path: Path, words: list[str]) -> None:
+    """Status 3, and standard output is an object: a program that reads it needs no other case."""
+    done = CliRunner().invoke(app, [*words, "--json", "--run-dir", str(tmp_path)])
+    assert (done.exit_code, done.stderr) == (3, "")
+    told = json.loads(done.stdout)
+    if words == ["status"]:
+        assert told["pid"] is None and "not running" in told["problem"]
+    else:
+        assert told == {"is_watched": False, "members": {}}
+
+
+def test_a_group_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each member with where it listens and how it is; status 4 where not all of it is up."""
+    folder = RunFolder(tmp_path)
+    monkeypatch.setattr(RunFolder, "members", [folder.member("decode-0"), folder.member("router")])
+    monkeypatch.setattr(Slot, "pid", 7)
+    monkeypatch.setattr(Slot, "facts", {"url": "http://a:1"})
+    for code, state, status in ((200, "up", 0), (503, "not_ready", 4), (None, "not_answering", 4)):
+        monkeypatch.setattr(group, "http_status", lambda url, code=code: code)
+        done = CliRunner().invoke(app, ["up", "--status", "--json", "--run-dir", str(tmp_path)])
+        member = {"pid": 7, "url": "http://a:1", "state": state}
+        told = {"is_watched": True, "members": {"decode-0": member, "router": member}}
+        assert (done.exit_code, json.loads(done.stdout)) == (status, told)
+        assert show_group(folder, lambda _: None) == status
 
 
 @pytest.mark.processes
