@@ -362,6 +362,8 @@ class PrefixCacheManager:
                 num_quarantined_blocks=mover.num_quarantined_blocks,
                 epoch=books.tree.epoch,
                 hit_rates=self.metrics.hit_rates(),
+                missed_tokens=self._requests.accounts.worths()[0],
+                saved_seconds=self._requests.accounts.worths()[1],
                 ranks=tuple(self._movement.client.statuses()),
             )
 

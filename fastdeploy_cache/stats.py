@@ -107,6 +107,8 @@ class CacheStats:
     num_quarantined_blocks: int  # of tasks that have ended and whose landing failed: nobody's, for good
     epoch: int
     hit_rates: Mapping[str, float]
+    missed_tokens: Mapping[str, int]  # since the start, by cause
+    saved_seconds: Mapping[str, float]  # since the start, by tier: of computing, by the prefill speed seen
     ranks: tuple[RankStatus, ...]
 
     def _tiers(self) -> tuple[tuple[str, TierStats], ...]:

@@ -147,7 +147,18 @@ def _describe(document: dict[str, Any]) -> list[str]:
         breakers = ", ".join(f"{operation} breaker {state}" for operation, state in storage["breakers"].items())
         lines.append(f"storage: {state}; {', '.join(counts)}; {breakers}")
     rates = ", ".join(f"{name} {rate:.0%}" for name, rate in document["hit_rates"].items())
-    return [*lines, f"hit rates, recently: {rates}"]
+    return [*lines, f"hit rates, recently: {rates}", *_worth(document)]
+
+
+def _worth(document: dict[str, Any]) -> list[str]:
+    """What the cache has saved, and why it has not saved more; nothing before the first request."""
+    lines, missed = [], {cause: count for cause, count in document["missed_tokens"].items() if count}
+    if saved := sum(document["saved_seconds"].values()):
+        lines.append(f"computing saved: {saved:.1f} seconds")
+    if all_missed := sum(missed.values()):
+        causes = sorted(missed.items(), key=lambda item: -item[1])
+        lines.append("missed tokens: " + ", ".join(f"{cause} {count / all_missed:.0%}" for cause, count in causes))
+    return lines
 
 
 def _open(pid: int) -> int | None:

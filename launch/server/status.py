@@ -20,6 +20,8 @@ def status_of(cache: PrefixCacheManager) -> dict[str, Any]:
         "storage": _storage_status(stats),
         "peers": _peer_status(cache) if cache.config.peer is not None else None,
         "hit_rates": dict(stats.hit_rates),
+        "missed_tokens": dict(stats.missed_tokens),
+        "saved_seconds": dict(stats.saved_seconds),
         "requests": stats.num_requests,
         "transfers_in_flight": stats.num_transfers_in_flight,
         "open_sends": stats.num_open_sends,

@@ -125,5 +125,7 @@ def test_a_request_can_be_explained_by_the_id_that_it_was_sent_with(server: tupl
     hits, misses = (sum(part["num_tokens"] for part in found[name]) for name in ("hits", "misses"))
     assert hits == num_cached > 0 and hits + misses == found["num_tokens"]
     assert "missed (new)" in explain(path, "first-of-two").stdout
+    status = json.loads(running.get(f"{running.url}/status"))
+    assert status["missed_tokens"]["new"] > 0 and status["saved_seconds"]["gpu"] > 0
     unknown = explain(path, "third")
     assert (unknown.returncode, unknown.stdout) == (1, "") and "no request 'third'" in unknown.stderr
