@@ -91,7 +91,7 @@ def up(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the router; 0 takes a free one.")] = 8000,
     show: Annotated[bool, typer.Option("--status", help="Show each member of the group that runs.")] = False,
     json: Annotated[bool, typer.Option("--json", help="With --status: as JSON.")] = False,
-    stop_it: Annotated[bool, typer.Option("--stop", help="End the group.")] = False,
+    stop_it: Annotated[bool, typer.Option("--stop", help="End the group, also one that is starting.")] = False,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay, as a service does, until SIGTERM.")] = False,
     log_level: LogLevel = None,
     log_format: LogFormat = None,

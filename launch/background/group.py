@@ -7,7 +7,7 @@ from typing import Any
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.ipc.private_directory import PrivateDirectory
 from fastdeploy_cache.launch.background.group_plan import ROUTER, GroupPlan, discovery_file, secret_file
-from fastdeploy_cache.launch.background.program import START_SECONDS, EndSignals, Program
+from fastdeploy_cache.launch.background.program import START_SECONDS, STOP_SECONDS, EndSignals, Program
 from fastdeploy_cache.launch.background.run_folder import RunFolder, Slot
 from fastdeploy_cache.launch.background.single import NOT_ANSWERING, NOT_RUNNING, Say, death, end_all, http_status
 
@@ -38,12 +38,12 @@ def start_group(plan: GroupPlan, folder: RunFolder, say: Say) -> None:
 
 
 def stop_group(folder: RunFolder, say: Say) -> None:
-    """SIGTERM, then SIGKILL after 30 seconds.
+    """SIGTERM, then SIGKILL after 30 seconds. A start that is at work is ended first.
 
     Raises:
         LaunchError: not all of it ended by itself.
     """
-    with folder.locked("group"):
+    with folder.locked_to_stop("group", STOP_SECONDS, say):
         slots = [folder.group, *folder.members]
         has_run, without = any(slot.pid is not None for slot in slots), _absence(folder)
         has_killed = end_all([folder.group], say)  # it ends its members

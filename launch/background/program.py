@@ -20,6 +20,7 @@ from fastdeploy_cache.launch.background.run_folder import Slot
 from fastdeploy_cache.launch.server.readiness import ReadySocket
 
 START_SECONDS, END_SECONDS = 120.0, 30.0
+STOP_SECONDS = 3 * END_SECONDS  # of a start that is given up: it ends a supervisor, which ends its members
 
 
 class EndSignals:

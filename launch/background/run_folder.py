@@ -6,13 +6,17 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+import select
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from fastdeploy_cache.errors import LaunchError
 
 _TAIL_LINES, _TAIL_BYTES = 5, 4000
+_MAX_HOLDERS = 3  # starts and stops that a stop outlasts before it gives up
 
 
 def default_run_folder() -> Path:
@@ -43,11 +47,9 @@ class Slot:
     def pid(self) -> int | None:
         """The pid, if it runs and still is one of ours."""
         try:
-            pid = int(self.pid_file.read_text())
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            return _ours(self.pid_file.read_text())
         except (OSError, ValueError):
             return None
-        return pid if b"fastdeploy-cache" in command or b"fastdeploy_cache" in command else None
 
     @property
     def has_died(self) -> bool:
@@ -120,15 +122,77 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self, name: str, other: str = "another start or stop is at work") -> Iterator[None]:
-        """One start or stop at a time, or whatever else `name` stands for. The lock goes with this process.
+        """One start at a time, or whatever else `name` stands for. The lock goes with this process.
 
         Raises:
             LaunchError: another process has it; `other` says what that does.
         """
-        self.make()
-        with (self.path / f"{name}.lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise LaunchError(f"{other} in {self.path}") from error
+        with self._open_lock(name) as file:
+            if not _take(file, "start"):
+                raise LaunchError(f"{other} in {self.path}")
             yield
+
+    @contextlib.contextmanager
+    def locked_to_stop(self, name: str, seconds: float, say: Callable[[str], None]) -> Iterator[None]:
+        """As `locked`, for who ends what was started. A start that has the lock is asked to end, and ends what it has
+        started; another stop that has it is waited for. Each has so many seconds.
+
+        Raises:
+            LaunchError: who has it is there after that time, or cannot be told.
+        """
+        if not self.path.exists():  # nothing was ever started from here
+            yield
+            return
+        with self._open_lock(name) as file:
+            for _ in range(_MAX_HOLDERS):
+                if _take(file, "stop"):
+                    yield
+                    return
+                file.seek(0)
+                work, _, number = file.read().partition(" ")
+                if (pid := _ours(number)) is None or not _outlast(pid, seconds, ask=work == "start"):
+                    break
+                say(f"another {work} has ended")
+        raise LaunchError(f"another start or stop is at work in {self.path}; try again when it has ended")
+
+    def _open_lock(self, name: str) -> TextIO:
+        self.make()
+        return (self.path / f"{name}.lock").open("a+")  # not emptied: it says who has it
+
+
+def _take(file: TextIO, work: str) -> bool:
+    """Take the lock and write down who has it, and for what; False where another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    file.truncate(0)
+    file.write(f"{work} {os.getpid()}")
+    file.flush()
+    return True
+
+
+def _ours(number: str) -> int | None:
+    """The pid in this text where it is of a living process of ours."""
+    try:
+        pid = int(number)
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (OSError, ValueError):
+        return None
+    return pid if b"fastdeploy-cache" in command or b"fastdeploy_cache" in command else None
+
+
+def _outlast(pid: int, seconds: float, *, ask: bool) -> bool:
+    """Wait until this process has ended, and `ask` it to before; False when the time is over first."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        if ask:
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        return bool(select.select([pidfd], [], [], seconds)[0])
+    except ProcessLookupError:
+        return True
+    finally:
+        os.close(pidfd)

@@ -12,7 +12,14 @@ from typing import Any
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.ipc.private_directory import PrivateDirectory
-from fastdeploy_cache.launch.background.program import END_SECONDS, START_SECONDS, EndSignals, Program, wait_ends
+from fastdeploy_cache.launch.background.program import (
+    END_SECONDS,
+    START_SECONDS,
+    STOP_SECONDS,
+    EndSignals,
+    Program,
+    wait_ends,
+)
 from fastdeploy_cache.launch.background.run_folder import RunFolder, Slot
 
 NOT_RUNNING, NOT_ANSWERING = 3, 4  # exit statuses
@@ -43,18 +50,18 @@ def start(folder: RunFolder, arguments: Sequence[str], say: Say) -> None:
 
 
 def stop(folder: RunFolder, say: Say) -> None:
-    """SIGTERM, then SIGKILL after 30 seconds.
+    """SIGTERM, then SIGKILL after 30 seconds. A start that is at work is ended first.
 
     Raises:
         LaunchError: it had to be killed.
     """
     slot = folder.server
-    pid = slot.pid
+    with folder.locked_to_stop("start", STOP_SECONDS, say):
+        pid, text = slot.pid, absence(folder)
+        killed = end_all([slot], say)
     if pid is None:
-        say(absence(folder))
-        slot.forget()
+        say(text)
         return
-    killed = end_all([slot], say)
     if killed:
         raise LaunchError(
             f"pid {pid} did not end within {END_SECONDS:.0f} s and was killed; its log is {slot.log_file}"

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.background import group, program, single, supervisor
 from fastdeploy_cache.launch.background.deployment import describe, filled_in
-from fastdeploy_cache.launch.background.group import show_group
+from fastdeploy_cache.launch.background.group import show_group, stop_group
 from fastdeploy_cache.launch.background.group_plan import GroupPlan, at_known_ports
 from fastdeploy_cache.launch.background.run_folder import RunFolder, Slot, default_run_folder
 from fastdeploy_cache.launch.background.supervisor import Supervisor
@@ -283,6 +283,48 @@ def test_a_second_start_waits_for_nobody(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     with folder.locked("start"), pytest.raises(LaunchError, match="another start or stop"), folder.locked("start"):
         raise AssertionError("both had it")
+
+
+STARTER = """
+import sys
+from pathlib import Path
+from fastdeploy_cache.launch.background import group, group_plan, program, run_folder, single
+folder = run_folder.RunFolder(Path({path!r}))
+play = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
+program.command_of = lambda arguments: [sys.executable, "-c", play]
+def say(line):
+    print(line, flush=True)
+if {is_group}:
+    group.start_group(group_plan.GroupPlan(), folder, say)
+else:
+    single.start(folder, [], say)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_group", [False, True])
+def test_a_stop_ends_a_start_that_is_at_work(tmp_path: Path, is_group: bool) -> None:
+    """Of one server or a group, at any moment of it. What was started ends, and the start is interrupted."""
+    folder = RunFolder(tmp_path / "run")
+    code = STARTER.format(path=str(folder.path), is_group=is_group)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as starter:
+        assert starter.stdout is not None and b"starting" in starter.stdout.readline()
+        said = list[str]()
+        (stop_group if is_group else single.stop)(folder, said.append)
+        assert starter.wait(60) == -signal.SIGINT  # KeyboardInterrupt, of which the command line makes 130
+    assert said == ["another start has ended", "not running"]
+    assert not [*folder.group_folder.iterdir(), *folder.path.glob("*.pid")]
+
+
+def test_a_stop_refuses_what_it_cannot_end(tmp_path: Path) -> None:
+    """Whoever has the lock, and is no process of ours, is not asked; a stop of nothing makes no folder."""
+    folder = RunFolder(tmp_path / "run")
+    single.stop(folder, lambda _: None)
+    assert not folder.path.exists()
+    with folder.locked("start"):
+        (folder.path / "start.lock").write_text("start 1")
+        with pytest.raises(LaunchError, match=r"another start or stop is at work in \S+; try again"):
+            single.stop(folder, lambda _: None)
 
 
 def test_files_for_other_programs(tmp_path: Path) -> None:
