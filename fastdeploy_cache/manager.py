@@ -15,6 +15,7 @@ from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import CacheError, RequestError
 from fastdeploy_cache.explanation import Explanation
+from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.life_cycle import LifeCycle
 from fastdeploy_cache.match import Match, Prefetch
 from fastdeploy_cache.movement.movement import Movement
@@ -153,9 +154,9 @@ class PrefixCacheManager:
         Raises:
             OutOfBlocksError: not that many can be had now; nothing was changed.
         """
-        if wait_seconds:
+        if wait_seconds != 0:
             try_once = functools.partial(self.allocate, request, num_blocks, ahead_of_loads=ahead_of_loads)
-            return self._movement.mover.when_room(try_once, wait_seconds)
+            return self._movement.mover.when_room(try_once, seconds_to_wait("allocate", wait_seconds))
         if type(num_blocks) is not int:
             num_blocks = whole_number(num_blocks, "num_blocks")
         with self._books:
@@ -177,10 +178,10 @@ class PrefixCacheManager:
         False, also after `kv_lost`: what was computed for this request is worth nothing; release it and match it again.
         True for a request that runs ahead of nothing.
         """
+        seconds = seconds_to_wait("confirm", timeout_seconds, self.config.transfer.task_timeout_seconds)
         with self._books:
             active = self._requests.active(request)
         if active.is_ahead and arrived:
-            seconds = self.config.transfer.task_timeout_seconds if timeout_seconds is None else timeout_seconds
             wait_done(active.ahead, seconds)
         with self._books:
             self._requests.active(request)
@@ -310,7 +311,7 @@ class PrefixCacheManager:
         """
         with self._books:
             transfers = list(self._movement.mover.in_flight.values())
-        return wait_done(transfers, timeout_seconds)
+        return wait_done(transfers, seconds_to_wait("wait_for_transfers", timeout_seconds))
 
     def close(self) -> None:
         """End the ranks and give the memory up; views that the engine holds stay valid. Safe to call twice."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from fastdeploy_cache.ipc.waits import seconds_to_wait
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -23,7 +25,7 @@ class MatchHandle(Protocol):
 
     def explain(self) -> Explanation: ...
     def poll(self) -> Match: ...
-    def wait(self, timeout_seconds: float | None) -> Match: ...
+    def wait(self, timeout_seconds: float) -> Match: ...
     def call_when_ready(self, call: Callable[[], None]) -> None: ...
 
     @property
@@ -69,10 +71,11 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
 
         Call it outside any lock that other cache calls need.
         """
+        given = None if timeout_seconds is None else seconds_to_wait("wait", timeout_seconds)
         while not self.ready and self._fetch is not None:
             left = self._fetch.deadline - time.monotonic()
-            if timeout_seconds is not None and timeout_seconds < left:
-                return self._fetch.done.wait(max(0.0, timeout_seconds))
+            if given is not None and given < left:
+                return self._fetch.done.wait(given)
             self._fetch.done.wait(max(0.0, left))
         return True
 
@@ -128,7 +131,7 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         Returns when nothing is on its way any more or the time is over; without a time, that of a transfer task. Call
         it outside any lock that other cache calls need.
         """
-        return self._loads.wait(timeout_seconds)
+        return self._loads.wait(seconds_to_wait("wait", timeout_seconds, self._loads.timeout_seconds))
 
     def on_ready(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when nothing is on its way any more: now, or later on the cache's I/O thread.
@@ -143,6 +146,7 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """`wait` for asyncio: other tasks of the event loop run meanwhile. Cancelling it cuts nothing off."""
         import asyncio  # late: most engines do without
 
+        seconds = seconds_to_wait("arrived", timeout_seconds, self._loads.timeout_seconds)
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
 
@@ -155,7 +159,6 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                 loop.call_soon_threadsafe(set_ready)
 
         self.on_ready(wake)
-        seconds = self._loads.timeout_seconds if timeout_seconds is None else timeout_seconds
         while seconds > 0 and not ready.done():
             left = self._loads.fetch_seconds_left
             started = loop.time()

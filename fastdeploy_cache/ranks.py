@@ -14,6 +14,7 @@ from fastdeploy_cache.books.tier_loss import drop_gpu
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
 
@@ -47,7 +48,7 @@ class RankAccess:
 
     def wait_ready(self, timeout_seconds: float) -> bool:
         """Wait until every rank is ready, after one has died; False when the time is over first."""
-        return self._client.wait_ready(timeout_seconds)
+        return self._client.wait_ready(seconds_to_wait("wait_ready", timeout_seconds))
 
     def statuses(self) -> list[RankStatus]:
         """One entry for each rank."""

@@ -23,6 +23,7 @@ import numpy as np
 from fastdeploy_cache.errors import IPCError, NotEnoughMemoryError
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.ipc.shared_signal import SharedSignal
+from fastdeploy_cache.ipc.waits import seconds_to_wait
 
 _FOLDER = Path("/dev/shm")  # noqa: S108 (where shared memory has its names)
 _WORD_BYTES = 4
@@ -141,7 +142,7 @@ class NamedSignal:
 
         `set` ends the sleep at once. Other programs store without waking anybody, so it looks again every 100 ms.
         """
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + seconds_to_wait("wait_change", timeout_seconds)
         unsigned = seen % 2**32
         while (value := int(self._words[index])) == seen and (left := deadline - time.monotonic()) > 0:
             self._signal.wait(index, lambda now: now != unsigned, min(left, _LOOK_SECONDS))

@@ -20,6 +20,7 @@ from fastdeploy_cache.callers.own_blocks import OwnBlocks, as_first, as_ids
 from fastdeploy_cache.callers.transfers import CallerLoad, CallerTransfer
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import RequestError
+from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.movement.cargo import CallersBlocks
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
@@ -56,6 +57,7 @@ class BlockCopies:
         Raises:
             BlockOwnerError: a block is not the caller's; nothing was copied.
         """
+        seconds = seconds_to_wait("copy", timeout_seconds, self._config.transfer.task_timeout_seconds)
         sources, destinations = as_ids(source_ids), as_ids(destination_ids)
         if len(sources) != len(destinations):
             raise RequestError(f"copy of {len(sources)} blocks into {len(destinations)}; give as many")
@@ -75,7 +77,6 @@ class BlockCopies:
             oldest = self._own.oldest(sources, source_tier)
             cargo = self._own.fill(destinations, tier, oldest, then=lambda: source.end_reading(sources))
             transfer = self._send(kind, sources, cargo, num_tokens)
-        seconds = self._config.transfer.task_timeout_seconds if timeout_seconds is None else timeout_seconds
         return CallerTransfer((transfer,), len(sources)).wait(seconds)
 
     def swap_in(self, request: Request, block_ids: Sequence[int], *, first_block: int = 0) -> CallerTransfer:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.transfer import Transfer, wait_done
+from fastdeploy_cache.ipc.waits import seconds_to_wait
 
 
 class CallerTransfer:
@@ -30,7 +31,7 @@ class CallerTransfer:
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until it has ended; whether all ranks succeeded in time. Every task ends at its own deadline."""
-        wait_done(self._transfers, timeout_seconds)
+        wait_done(self._transfers, seconds_to_wait("wait", timeout_seconds))
         return self.succeeded
 
 

@@ -10,6 +10,7 @@ from fastdeploy_cache.books.changes import Forgotten
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import PeerError, PeerRefusedError, RequestError
 from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.absent import NoRoad
@@ -127,7 +128,7 @@ class Peers:
 
         True where there are none: without a table `peer`, and through storage.
         """
-        return self.road.processes.wait_ready(timeout_seconds)
+        return self.road.processes.wait_ready(seconds_to_wait("wait_ready", timeout_seconds))
 
     def statuses(self) -> list[RankStatus]:
         """One entry for each peer process; none where there are none."""

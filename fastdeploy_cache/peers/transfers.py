@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from fastdeploy_cache.books.mishaps import call_user
 from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.transfer_manager.task import TransferResult
 
 logger = event_log(__name__)
@@ -44,7 +45,7 @@ class PeerTransfer:
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until it has ended; whether it succeeded in time."""
-        self._done.wait(timeout_seconds)
+        self._done.wait(seconds_to_wait("wait", timeout_seconds))
         return self.succeeded
 
     def on_done(self, call: Callable[[], None]) -> None:

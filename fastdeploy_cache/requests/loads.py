@@ -60,9 +60,7 @@ class MatchLoads:
             self._requests.active(self._active.request)
             return self.describe()
 
-    def wait(self, timeout_seconds: float | None) -> Match:
-        if timeout_seconds is None:
-            timeout_seconds = self.timeout_seconds
+    def wait(self, timeout_seconds: float) -> Match:
         self._wait_until_settled(time.monotonic() + timeout_seconds)
         with self._requests.books:
             self._requests.active(self._active.request)

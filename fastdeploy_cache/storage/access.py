@@ -13,6 +13,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.storage.absent import NoReads, NoTier
@@ -138,7 +139,7 @@ class StorageAccess:
         disk; what is missing so is written by the next flush. False: no store, one that fails, declines or drops, the
         time is over, or traffic beside it that adds as much as a round writes: flush when requests have stopped.
         """
-        deadline, tier = time.monotonic() + timeout_seconds, self._tier
+        deadline, tier = time.monotonic() + seconds_to_wait("flush", timeout_seconds), self._tier
         if isinstance(tier, NoTier):
             return False
         from fastdeploy_cache.storage.flush import Flush
