@@ -84,6 +84,8 @@ def from_file(path: str | Path) -> Sources:
         settings = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read configuration {path}: {reason_of(error)}") from error
+    except RecursionError:
+        raise ConfigError(f"cannot read configuration {path}: a value in it is nested too deep") from None
     lines = _lines_of(text)
     return Sources(settings, {key: f"{path}, line {lines.get(key, 1)}" for key in _keys(settings)})
 

@@ -134,8 +134,10 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked_to_stop(self, name: str, seconds: float, say: Callable[[str], None]) -> Iterator[None]:
-        """The lock of `locked`, for who ends what was started. A start that has the lock is asked to end, and ends what it has
-        started; another stop that has it is waited for. Each has so many seconds.
+        """The lock of `locked`, for who ends what was started.
+
+        A start that has it is asked to end, and ends what it has started; another stop that has it is waited for. Each
+        has so many seconds.
 
         Raises:
             LaunchError: who has it is there after that time, or cannot be told.

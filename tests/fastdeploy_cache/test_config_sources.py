@@ -128,3 +128,12 @@ def test_misspelt_and_missing_names_of_a_call(kind: Any, given: dict[str, Any], 
     """A call of the class itself: one of our errors, with the nearest name."""
     with pytest.raises(ConfigError, match=said):
         kind(**given)
+
+
+@pytest.mark.parametrize("text", ["a=" + "[" * 3000 + "]" * 3000, "a=" + "{a=" * 3000 + "1" + "}" * 3000])
+def test_values_that_are_nested_too_deep_are_one_line(tmp_path: Path, text: str) -> None:
+    """Lists and tables; the parser gives up, and that is an error about the file."""
+    path = tmp_path / "cache.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"^cannot read configuration \S+: a value in it is nested too deep$"):
+        CacheConfig.load(path, environment={})

@@ -134,7 +134,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         settings = tomllib.loads(path.read_text())
         check_settings(settings)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, CacheError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, CacheError, RecursionError) as error:
         raise ConfigError(f"cannot use the settings {str(path)!r}: {reason_of(error)}") from error
     return settings
 
