@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ RUN_FOLDER_VARIABLE, PYTHON_VARIABLE = f"{ENVIRONMENT_PREFIX}RUN_DIR", f"{ENVIRO
 _NO_SETTINGS = frozenset({LEVEL_VARIABLE, FORMAT_VARIABLE, RUN_FOLDER_VARIABLE, PYTHON_VARIABLE})
 _EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "array": "a list"}
 _NUMBER_OR_BOOLEAN = re.compile(r"[-+]?[0-9._]+(e[-+]?\d+)?|true|false", re.IGNORECASE)
+_MAX_LINES_OF_VALUE = 200  # of a longer one, and of what follows it, no line is told
 _AT = re.compile(r"(?P<text>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _ENTRY = re.compile(r"\[([^\]]*)\]")  # of a list by its number, or of a table by `...`: some entry
 
@@ -87,7 +89,9 @@ def from_file(path: str | Path) -> Sources:
     except RecursionError:
         raise ConfigError(f"cannot read configuration {path}: a value in it is nested too deep") from None
     lines = _lines_of(text)
-    return Sources(settings, {key: f"{path}, line {lines.get(key, 1)}" for key in _keys(settings)})
+    return Sources(
+        settings, {key: f"{path}, line {lines[key]}" if key in lines else str(path) for key in _keys(settings)}
+    )
 
 
 def check_types(settings: Mapping[str, Any], kinds: Mapping[str, Any], prefix: str = "") -> None:
@@ -133,15 +137,36 @@ def _keys(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _lines_of(text: str) -> dict[str, int]:
-    lines: dict[str, int] = {}
-    table = ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if (header := re.fullmatch(r"\s*\[\s*([\w.-]+)\s*\]\s*(?:#.*)?", line)) is not None:
-            table = header[1]
-            lines.setdefault(table, number)
-        elif (key := re.match(r"\s*([\w.-]+)\s*=", line)) is not None:
-            lines.setdefault(f"{table}.{key[1]}" if table else key[1], number)
-    return lines
+    """The line that each key begins at, those in tables with the table's name; of what cannot be told, nothing.
+
+    Each statement is parsed by itself, by the parser of the whole, so that quotes, dots and values of many lines mean
+    here what they mean there. A line that does not parse alone begins a value of several lines: they are parsed
+    together.
+    """
+    found: dict[str, int] = {}
+    table: tuple[str, ...] = ()
+    lines, first = text.split("\n"), 0
+    while first < len(lines):
+        for end in range(first + 1, min(len(lines), first + _MAX_LINES_OF_VALUE) + 1):
+            with contextlib.suppress(tomllib.TOMLDecodeError):
+                said = tomllib.loads("\n".join(lines[first:end]))
+                break
+        else:
+            return found
+        is_header = lines[first].lstrip().startswith("[")
+        paths = list(_paths(said))
+        for path in paths:
+            found.setdefault(".".join(path if is_header else (*table, *path)), first + 1)
+        table, first = paths[-1] if is_header else table, end
+    return found
+
+
+def _paths(said: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The keys of one statement, each with those that it lies in, and the innermost last."""
+    for key, value in said.items():
+        yield (key,)
+        for path in _paths(value) if isinstance(value, Mapping) else ():
+            yield (key, *path)
 
 
 def _plain(text: str, path: str, value: Any, kinds: Mapping[str, Any]) -> tuple[str, str]:

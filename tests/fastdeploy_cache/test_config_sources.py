@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, StorageConfig, TransferConfig
+from fastdeploy_cache.config_sources import from_file
 from fastdeploy_cache.errors import ConfigError
 
 FILE = """\
@@ -137,3 +138,62 @@ def test_values_that_are_nested_too_deep_are_one_line(tmp_path: Path, text: str)
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"^cannot read configuration \S+: a value in it is nested too deep$"):
         CacheConfig.load(path, environment={})
+
+
+LINES = '''# a comment = 1
+"block_size" = 16
+'num_gpu_blocks' = 64  # both in quotes
+namespace = """
+num_cpu_blocks = 3
+[storage]
+"""
+list = [
+  1, # [peer]
+  2,
+]
+peer.name = "x"
+layout = { num_layers = 2, head_dim = 8 }
+
+[ "transfer" ]
+"tp_size" = 2
+device_ids = [
+  0,
+]
+[[many]]
+many_name = 1
+[storage]
+'folder'='/x'
+'''
+WHERE = {
+    "block_size": 2,
+    "num_gpu_blocks": 3,
+    "namespace": 4,
+    "list": 8,
+    "peer": 12,
+    "peer.name": 12,
+    "layout": 13,
+    "layout.num_layers": 13,
+    "layout.head_dim": 13,
+    "transfer": 15,
+    "transfer.tp_size": 16,
+    "transfer.device_ids": 17,
+    "many": 20,
+    "storage": 22,
+    "storage.folder": 23,
+}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_each_key_has_its_line_however_it_is_written(tmp_path: Path, end: str) -> None:
+    """In quotes, with dots, in inline tables, below values of many lines whose text looks like keys."""
+    path = tmp_path / "cache.toml"
+    path.write_bytes(LINES.replace("\n", end).encode())
+    assert from_file(path).origins == {key: f"{path}, line {line}" for key, line in WHERE.items()}
+
+
+def test_no_line_is_better_than_a_wrong_one(tmp_path: Path) -> None:
+    """Behind a value of very many lines nothing more is looked for: the file alone is named."""
+    path = tmp_path / "cache.toml"
+    path.write_text("block_size = 16\nlist = [\n" + "1,\n" * 10_000 + "]\nnum_gpu_blocks = 3\n")
+    origins = from_file(path).origins
+    assert origins == {"block_size": f"{path}, line 1", "list": str(path), "num_gpu_blocks": str(path)}
