@@ -112,7 +112,7 @@ def clear(
     dry_run: DryRun = False,
     json: Json = None,
 ) -> bool:
-    """Remove all objects of some weights. Status 1: some stay, as an engine has them open."""
+    """Remove all objects of some weights. Status 1: some stay, which an engine has open, or may, in a damaged space."""
     from fastdeploy_cache.launch.storage.command import clear as run
 
     return run(place, weights_id, dry_run, json)

@@ -84,7 +84,7 @@ def _checked(console: Console, admin: StorageAdmin, weights_id: str | None, remo
 
 
 def clear(place: Place, weights_id: str, dry_run: bool, json_file: Path | None) -> bool:
-    """Remove the weights' objects; returns whether none were kept."""
+    """Remove the weights' objects; returns whether none were kept, and no other space may be of these weights."""
     if not weights_id:
         raise LaunchError("--weights-id is empty, so nothing is cleared; name the weights, as `storage ls` shows them")
     console = _console(json_file)
@@ -97,9 +97,10 @@ def clear(place: Place, weights_id: str, dry_run: bool, json_file: Path | None) 
     if cleared.num_objects or cleared.removed or cleared.kept:
         fate = f"would be removed from {admin.where}" if dry_run else f"are gone from {admin.where}"
         _say(console, f"{cleared.num_objects:,} objects of weights {weights_id!r} {fate}")
-    else:  # mistyped, and what was meant is still there
+    damaged = _damaged(console, admin)  # nobody can tell whether they are of these weights
+    if not (cleared.num_objects or cleared.removed or cleared.kept):  # mistyped, and what was meant is still there
         raise LaunchError(_absence(admin, names, weights_id))
-    return _kept_none(console, admin, names, cleared, dry_run, json_file)
+    return _kept_none(console, admin, names, cleared, dry_run, json_file) and not damaged
 
 
 def collect(place: Place, capacity_bytes: int, dry_run: bool, json_file: Path | None) -> bool:
@@ -120,6 +121,8 @@ def _kept_none(
     kept = [report.space_facts(space, names) for space in cleared.kept]
     for row in kept:
         _say(console, f"kept, as an engine has it open: {report.title(row)}")
+    for where in cleared.kept_nameless:
+        _say(console, f"kept, as an engine has it open, though its space.json is damaged: {where}")
     found = {
         "store": admin.where,
         "dry_run": dry_run,
@@ -127,9 +130,10 @@ def _kept_none(
         "freed_bytes": cleared.freed_bytes,
         "removed": [report.space_facts(space, names) for space in cleared.removed],
         "kept": kept,
+        "kept_damaged": list(cleared.kept_nameless),
     }
     write_json(json_file, found)
-    return not kept
+    return not kept and not cleared.kept_nameless
 
 
 def _whole_id(console: Console, admin: StorageAdmin, given: str | None) -> str | None:

@@ -83,3 +83,22 @@ def test_damaged_names(pristine: Path, tmp_path: Path) -> None:
     name.write_bytes(b"\xff")
     assert run(tmp_path / "store", "gc", "--capacity-bytes", str(10**9))[0] == 0
     assert not name.parent.exists() and run(tmp_path / "store", "verify")[0] == 0
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_damaged_name_of_a_space_that_an_engine_has(tmp_path: Path, is_there: bool) -> None:
+    """`gc` and `clear` leave it, say so and end with status 1, also where the name has gone; later `gc` removes it."""
+    folder = tmp_path / "store"
+    with Rig(folder) as rig:
+        rig.write(1, 2, 3, 4)
+        name = rig.path / "space.json"
+        name.write_text("{") if is_there else name.unlink()
+        line = f"kept, as an engine has it open, though its space.json is damaged: {rig.path}\n"
+        for dry_run in ((), ("--dry-run",)):
+            status, words = run(folder, "gc", "--capacity-bytes", "0", *dry_run)
+            assert status == 1 and line in words
+        status, words = run(folder, "clear", "--weights-id", "llama@1")
+        assert status == 1 and ("its space.json is damaged; the engine of that" in words) == is_there
+        assert rig.read(1, 2, 3, 4) == 4
+    assert run(folder, "gc", "--capacity-bytes", "0")[0] == 0
+    assert not rig.path.exists()

@@ -123,12 +123,14 @@ class Cleared:
     Attributes:
         removed: spaces that are gone, as far as the store knew them.
         kept: spaces that should have gone, but engines have them open.
+        kept_nameless: likewise, of what nobody can tell any more what it is for; see `StorageAdmin.damaged`.
         freed_bytes: of the disk; None: the store has no files.
     """
 
     num_objects: int
     removed: tuple[Space, ...] = ()
     kept: tuple[Space, ...] = ()
+    kept_nameless: tuple[str, ...] = ()
     freed_bytes: int | None = None
 
 

@@ -103,9 +103,15 @@ class FileAdmin:
         with self._failures():
             folders = space_folders(self._folder)
             surplus_bytes = sum(map(slab_bytes, folders)) - capacity_bytes
-            nameless_bytes = sum(self._remove_nameless(path, dry_run) for path in folders)
+            nameless = {path: slab_bytes(path) for path in folders if self._is_nameless(path)}
+            kept = [path for path in nameless if not self._is_nameless_removed(path, dry_run)]
+            nameless_bytes = sum(num_bytes for path, num_bytes in nameless.items() if path not in kept)
             cleared = self._remove(self.spaces(), surplus_bytes - nameless_bytes, dry_run)
-            return dataclasses.replace(cleared, freed_bytes=nameless_bytes + (cleared.freed_bytes or 0))
+            return dataclasses.replace(
+                cleared,
+                freed_bytes=nameless_bytes + (cleared.freed_bytes or 0),
+                kept_nameless=tuple(str(path) for path in kept if not _is_being_made(path)),
+            )
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -185,13 +191,10 @@ class FileAdmin:
                 break
         return False
 
-    def _remove_nameless(self, path: Path, dry_run: bool) -> int:
-        """Remove what is left of a space that got no name, or lost it; returns the size of its slabs. An engine that
-        makes a new one has nothing in it before it has the lock."""
-        if not self._is_nameless(path):
-            return 0
-        num_bytes = slab_bytes(path)
-        return num_bytes if self._is_removable(path) and (dry_run or self._remove_space(path)) else 0
+    def _is_nameless_removed(self, path: Path, dry_run: bool) -> bool:
+        """Remove what is left of a space that got no name, or lost it, unless an engine has it. One that makes a new
+        space has nothing in it before it has the lock."""
+        return self._is_removable(path) and (dry_run or self._remove_space(path))
 
     def _is_removable(self, path: Path) -> bool:
         self._refuse_foreign_files(path)
@@ -211,6 +214,11 @@ class FileAdmin:
 
 def _files_by_pattern(path: Path) -> list[Path]:
     return [*path.glob(SLAB_GLOB), *path.glob(f"*{TEMPORARY_SUFFIX}")]
+
+
+def _is_being_made(path: Path) -> bool:
+    """Whether a nameless folder has nothing yet but what an engine names it with."""
+    return not any((path / name).exists() for name in (SPACE_NAME, JOURNAL_NAME)) and not any(path.glob(SLAB_GLOB))
 
 
 def _space(path: Path, key_space: KeySpace) -> Space:
