@@ -51,8 +51,8 @@ class CacheConfig:
             priority, pin, mru, filo or reuse.
         eviction_history_bytes: what the policy `reuse` may spend on remembering blocks, evicted ones included.
         cpu_write_policy: which blocks are copied to the CPU tier: `write_back` all while that tier has free
-            blocks, and then those that would be evicted next, ahead of that; `write_through` all, at commit and
-            release; `write_through_selective` those of the n-th use on.
+            blocks (in batches: a burst may lose less than one), and then those that would be evicted next, ahead of
+            that; `write_through` all, at commit and release; `write_through_selective` those of the n-th use on.
         cpu_write_high_water: share of the GPU pool above which `write_back` keeps no block that is neither free nor
             copied from being copied: the rest of the pool is for bursts of allocation.
         cpu_write_min_uses: the n of `write_through_selective`.
