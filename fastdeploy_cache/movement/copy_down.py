@@ -27,10 +27,10 @@ class CopyDown:
     """`write_through` copies what is committed; `write_through_selective` what has been used often enough.
 
     `write_back` copies all that is released as long as the CPU tier has free blocks: in batches, as a task for each
-    release costs more than its books. So a burst loses nothing that fits, but for less than a batch. Then it copies ahead of eviction: of the
-    runs whose ends would be evicted next (the cold zone: as many blocks as are to be free or copied) what has no copy.
-    Such a copy takes free CPU blocks or those of something colder than its source, never the copy of what is in the
-    cold zone itself: so copying comes to rest, and trades no copy for another.
+    release costs more than its books. So a burst loses nothing that fits, but for less than a batch. Then it copies
+    ahead of eviction: of the runs whose ends would be evicted next (the cold zone: as many blocks as are to be free or
+    copied) what has no copy. Such a copy takes free CPU blocks or those of something colder than its source, never the
+    copy of what is in the cold zone itself: so copying comes to rest, and trades no copy for another.
     """
 
     def __init__(self, config: CacheConfig, books: Books, mover: BlockMover) -> None:
