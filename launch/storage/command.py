@@ -58,7 +58,7 @@ def verify(place: Place, weights_id: str | None, remove: bool, json_file: Path |
     admin, names = open_place(place, weights_id)
     weights_id = _whole_id(console, admin, weights_id)
     found = _checked(console, admin, weights_id, remove)
-    if weights_id is not None and not found:
+    if weights_id is not None and not found and not admin.unreadable():
         raise LaunchError(_absence(admin, names, weights_id))
     rows = report.in_order(report.checked_facts(checked, names) for checked in found)
     if rows:
@@ -112,7 +112,10 @@ def collect(place: Place, capacity_bytes: int, dry_run: bool, json_file: Path | 
         _say(console, f"{'would be removed' if dry_run else 'removed'}: {report.title(row)}")
     fate = "would be free" if dry_run else "are free again"
     _say(console, f"{report.size(cleared.freed_bytes)} {fate} in {admin.where}")
-    return _kept_none(console, admin, names, cleared, dry_run, json_file)
+    unreadable = admin.unreadable()
+    for what in unreadable:
+        _say(console, f"not the store's, so its space is left as it is: {what}")
+    return _kept_none(console, admin, names, cleared, dry_run, json_file) and not unreadable
 
 
 def _kept_none(
@@ -173,11 +176,13 @@ def _facts(console: Console, admin: StorageAdmin) -> Facts:
 
 
 def _damaged(console: Console, admin: StorageAdmin) -> list[str]:
-    """Spaces of which nobody can tell what they are for, each named in a line."""
-    found = admin.damaged()
+    """Spaces of which nobody can tell what they are for, or that hold what is not the store's; each named in a line."""
+    found, unreadable = admin.damaged(), admin.unreadable()
     for where in found:
         _say(console, f"its space.json is damaged; the engine of that space mends it, gc removes it: {where}")
-    return found
+    for what in unreadable:
+        _say(console, f"not the store's, so its space is left as it is: {what}")
+    return [*found, *unreadable]
 
 
 def _console(json_file: Path | None) -> Console:

@@ -159,7 +159,7 @@ def damage(row: Facts, num_shown: int, *, was_to_go: bool) -> list[str]:
     if len(objects) > num_shown:
         lines.append(f"damaged: {len(objects) - num_shown:,} more; --json FILE has all")
     if not row["listed"]:
-        lines.append(f"its journal is damaged, objects are lost: {title(row)}")
+        lines.append(f"its journal is damaged or missing, objects are lost: {title(row)}")
     if lines and row["mended"]:
         lines.append(f"removed what is damaged: {title(row)}")
     elif lines and was_to_go:

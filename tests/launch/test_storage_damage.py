@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
     """Status and words, as `main` makes them of errors that it knows; every other error is raised."""
     result = CliRunner().invoke(COMMAND, ["storage", *arguments, "--folder", str(folder)])
     if isinstance(result.exception, CacheError):
-        return 1, str(result.exception)
+        return 1, f"{result.output}{result.exception}"
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
@@ -102,3 +103,31 @@ def test_a_damaged_name_of_a_space_that_an_engine_has(tmp_path: Path, is_there: 
         assert rig.read(1, 2, 3, 4) == 4
     assert run(folder, "gc", "--capacity-bytes", "0")[0] == 0
     assert not rig.path.exists()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_journal_that_is_missing(pristine: Path, tmp_path: Path, is_there: bool) -> None:
+    """Slabs without one, or with an empty one, are lost objects: status 1, until `--remove` has made room of them."""
+    folder = tmp_path / "store"
+    shutil.copytree(pristine, folder)
+    journal = min(folder.glob("*/journal"))
+    journal.write_bytes(b"") if is_there else journal.unlink()
+    status, words = run(folder, "verify")
+    assert status == 1 and "its journal is damaged or missing, objects are lost" in words
+    status, words = run(folder, "verify", "--remove")
+    assert status == 0 and "removed what is damaged" in words
+    assert not list(journal.parent.glob("slab-*")) and run(folder, "verify")[0] == 0
+
+
+def test_a_pipe_in_place_of_a_journal(pristine: Path, tmp_path: Path) -> None:
+    """Every command names it and goes on with the other space; those that check or remove end with status 1."""
+    folder = tmp_path / "store"
+    shutil.copytree(pristine, folder)
+    journal = min(folder.glob("*/journal"))
+    journal.unlink()
+    os.mkfifo(journal)
+    line = f"not the store's, so its space is left as it is: {journal}: it is a pipe or device, and no file; move it"
+    for command in COMMANDS:
+        status, words = run(folder, *command)
+        assert line in words and status == int(command[0] not in ("ls", "stat"))
+    assert [path.name for path in folder.iterdir()] == [journal.parent.name]

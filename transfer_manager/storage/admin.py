@@ -163,6 +163,11 @@ class StorageAdmin(Protocol):
         engine that it belongs to names it anew when it starts."""
         ...
 
+    def unreadable(self) -> list[str]:
+        """What others have put in the place of the store's files, and why it is not used: a text for each space. Such a
+        space is left alone, and nothing of it is checked, counted or removed that cannot be."""
+        ...
+
     def verify(
         self, weights_id: str | None = None, *, remove: bool = False, on_object: Callable[[], object] = unheard
     ) -> list[Checked]:

@@ -18,9 +18,10 @@ from typing import Any
 from fastdeploy_cache.errors import StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage.admin import Checked, Cleared, Space, SpaceSummary, unheard
 from fastdeploy_cache.transfer_manager.storage.file_check import SpaceCheck
-from fastdeploy_cache.transfer_manager.storage.file_disk import Disk, storage_error
+from fastdeploy_cache.transfer_manager.storage.file_disk import FOR_THE_USER, Disk, storage_error
 from fastdeploy_cache.transfer_manager.storage.file_journal import JOURNAL_NAME, TEMPORARY_SUFFIX, read_journal
 from fastdeploy_cache.transfer_manager.storage.file_space import (
+    LOCK_NAME,
     SLAB_GLOB,
     SPACE_NAME,
     is_locked,
@@ -57,8 +58,11 @@ class FileAdmin:
 
     def spaces(self) -> list[SpaceSummary]:
         """See `StorageAdmin`; those first that were written to the longest time ago."""
+        found = list[SpaceSummary]()
         with self._failures():
-            found = [self._summary(path, key_space) for path, key_space in self._spaces()]
+            for path, key_space in self._spaces():
+                with _foreign():
+                    found.append(self._summary(path, key_space))
         return sorted(found, key=lambda summary: summary.last_written_seconds or 0.0)
 
     def damaged(self) -> list[str]:
@@ -66,9 +70,24 @@ class FileAdmin:
         with self._failures():
             return [str(path) for path in space_folders(self._folder) if self._is_damaged(path)]
 
+    def unreadable(self) -> list[str]:
+        """See `StorageAdmin`."""
+        with self._failures():
+            return [why for path in space_folders(self._folder) if (why := self._why_unreadable(path)) is not None]
+
+    def _why_unreadable(self, path: Path) -> str | None:
+        with _foreign() as found:
+            self._disk.check_folder(path)
+            for file in (*(path / name for name in (SPACE_NAME, JOURNAL_NAME, LOCK_NAME)), *path.glob(SLAB_GLOB)):
+                with suppress(FileNotFoundError):
+                    self._disk.close(self._disk.open_to_read(file))
+        return found[0] if found else None
+
     def _is_damaged(self, path: Path) -> bool:
         """A space that an engine is just making has no name yet, and its lock is taken."""
-        is_made = (path / SPACE_NAME).exists() or not is_locked(self._disk, path)
+        is_made = (path / SPACE_NAME).exists()
+        with _foreign():
+            is_made = is_made or not is_locked(self._disk, path)
         return is_made and self._is_nameless(path)
 
     def weights_ids(self) -> set[str]:
@@ -85,12 +104,13 @@ class FileAdmin:
         self, weights_id: str | None = None, *, remove: bool = False, on_object: Callable[[], object] = unheard
     ) -> list[Checked]:
         """See `StorageAdmin`."""
+        found = list[Checked]()
         with self._failures():
-            return [
-                self._verify(path, key_space, remove, on_object)
-                for path, key_space in self._spaces()
-                if weights_id is None or key_space.weights_id == weights_id
-            ]
+            for path, key_space in self._spaces():
+                if weights_id is None or key_space.weights_id == weights_id:
+                    with _foreign():
+                        found.append(self._verify(path, key_space, remove, on_object))
+        return found
 
     def clear(self, weights_id: str, *, dry_run: bool = False) -> Cleared:
         """See `StorageAdmin`."""
@@ -110,7 +130,7 @@ class FileAdmin:
             return dataclasses.replace(
                 cleared,
                 freed_bytes=nameless_bytes + (cleared.freed_bytes or 0),
-                kept_nameless=tuple(str(path) for path in kept if not _is_being_made(path)),
+                kept_nameless=tuple(str(path) for path in kept if not (_is_being_made(path) or _has_folders(path))),
             )
 
     @contextmanager
@@ -122,17 +142,19 @@ class FileAdmin:
 
     def _spaces(self) -> Iterator[tuple[Path, KeySpace]]:
         for path in space_folders(self._folder):
-            with suppress(FileNotFoundError):  # removed meanwhile, or without a name
+            key_space = None
+            with _foreign(), suppress(FileNotFoundError):  # removed meanwhile, or without a name
                 key_space = read_space(self._disk, path)
-                if key_space is not None:
-                    yield path, key_space
+            if key_space is not None:
+                yield path, key_space
 
     def _is_nameless(self, path: Path) -> bool:
         """Whether there are a store's files, and nothing that says what for."""
-        try:
+        is_named = False
+        with _foreign() as found, suppress(FileNotFoundError):
             is_named = read_space(self._disk, path) is not None
-        except FileNotFoundError:
-            is_named = False
+        if found:  # nobody can tell
+            return False
         return not is_named and bool(_files_by_pattern(path) or (path / JOURNAL_NAME).is_file())
 
     def _summary(self, path: Path, key_space: KeySpace) -> SpaceSummary:
@@ -168,6 +190,8 @@ class FileAdmin:
             if freed_bytes >= surplus_bytes:
                 break
             path = Path(summary.space.where)
+            if _has_folders(path):  # else it would be half removed when that is found out
+                continue
             num_bytes = slab_bytes(path)
             if self._is_removable(path) if dry_run else self._is_removed(path):
                 removed.append(summary.space)
@@ -194,7 +218,9 @@ class FileAdmin:
     def _is_nameless_removed(self, path: Path, dry_run: bool) -> bool:
         """Remove what is left of a space that got no name, or lost it, unless an engine has it. One that makes a new
         space has nothing in it before it has the lock."""
-        return self._is_removable(path) and (dry_run or self._remove_space(path))
+        with _foreign():
+            return not _has_folders(path) and self._is_removable(path) and (dry_run or self._remove_space(path))
+        return False
 
     def _is_removable(self, path: Path) -> bool:
         self._refuse_foreign_files(path)
@@ -210,6 +236,25 @@ class FileAdmin:
         for file in _files_by_pattern(path):
             if file.name not in _TEMPORARIES and not _SLAB.fullmatch(file.name):
                 raise StorageRefusedError(f"{str(file)!r} is not the store's; move it away, and try again")
+
+
+@contextmanager
+def _foreign() -> Iterator[list[str]]:
+    """What others have put in the place of a store's file ends what is done to its space, and nothing else; what it was
+    is in the list then. Other failures of the disk are raised."""
+    found = list[str]()
+    try:
+        yield found
+    except OSError as error:
+        if error.errno not in FOR_THE_USER:
+            raise
+        found.append(f"{error.filename}: {error.strerror}")
+
+
+def _has_folders(path: Path) -> bool:
+    """Whether a folder lies where a file of the store would, which cannot be removed like one."""
+    files = (*(path / name for name in (SPACE_NAME, JOURNAL_NAME, LOCK_NAME)), *_files_by_pattern(path))
+    return any(file.is_dir() and not file.is_symlink() for file in files)
 
 
 def _files_by_pattern(path: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from fastdeploy_cache.transfer_manager.storage.file_journal import (
     Put,
     read_journal,
 )
-from fastdeploy_cache.transfer_manager.storage.file_space import is_locked, slab_path, take_space
+from fastdeploy_cache.transfer_manager.storage.file_space import SLAB_GLOB, is_locked, slab_path, take_space
 
 _NUM_LOOKS = 3
 
@@ -70,8 +70,9 @@ class SpaceCheck:
             return False
         try:
             replay = self._replay()
-            if replay is None:
-                self._disk.remove(self._path / JOURNAL_NAME)
+            if replay is None:  # nobody can tell what is where in the slabs
+                for name in (JOURNAL_NAME, *sorted(slab.name for slab in self._path.glob(SLAB_GLOB))):
+                    self._disk.remove(self._path / name)
                 return True
             # nobody writes any more: what is whole by now may stay
             doubtful = [put for put in replay.puts() if put in self.damaged]
@@ -105,8 +106,10 @@ class SpaceCheck:
         return (replay.geometry, replay.puts()) if replay else (Geometry(1, 1), [])
 
     def _is_listed(self) -> bool:
-        if is_locked(self._disk, self._path) or _size(self._path / JOURNAL_NAME) == 0:
+        if is_locked(self._disk, self._path):
             return True
+        if _size(self._path / JOURNAL_NAME) == 0:  # an engine writes one before it has slabs
+            return not any(map(_size, self._path.glob(SLAB_GLOB)))
         replay = self._replay()
         return replay is not None and replay.is_whole
 

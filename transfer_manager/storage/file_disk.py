@@ -174,7 +174,9 @@ def _open_own_file(path: Path, flags: int) -> int:
     if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
         return fd
     os.close(fd)
-    text = f"it is no file of user {os.geteuid()}, but of user {found.st_uid} with mode {found.st_mode:o}; remove it"
+    text = f"it is no file of user {os.geteuid()}, but of user {found.st_uid}; remove it"
+    if not stat.S_ISREG(found.st_mode):
+        text = f"it is a {'folder' if stat.S_ISDIR(found.st_mode) else 'pipe or device'}, and no file; move it away"
     raise PermissionError(errno.EPERM, text, str(path))
 
 

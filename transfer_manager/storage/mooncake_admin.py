@@ -88,6 +88,10 @@ class MooncakeAdmin:
         """See `StorageAdmin`: the keys themselves say what they are for."""
         return []
 
+    def unreadable(self) -> list[str]:
+        """See `StorageAdmin`: it has no files."""
+        return []
+
     def weights_ids(self) -> set[str]:
         """See `StorageAdmin`: the keys have digests alone."""
         return set()

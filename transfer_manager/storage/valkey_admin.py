@@ -71,6 +71,10 @@ class ValkeyAdmin:
         """See `StorageAdmin`: the keys themselves say what they are for."""
         return []
 
+    def unreadable(self) -> list[str]:
+        """See `StorageAdmin`: it has no files."""
+        return []
+
     def weights_ids(self) -> set[str]:
         """See `StorageAdmin`."""
         with self._server() as client:

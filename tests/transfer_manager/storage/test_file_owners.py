@@ -70,11 +70,20 @@ def test_a_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_folder_that_others_can_write_to(tmp_path: Path, which: str, mode: int) -> None:
     """They could put links there, also while it is in use. One for everybody, as /tmp, is not to be closed to them."""
     path = filled(tmp_path / "store")
-    (path if which == "space" else path.parent).chmod(mode)
     remedy = (
         "name a folder of your own, such as a new one in it" if mode & 0o1000 else "chmod go-w it, or name a folder"
     )
-    refused_by_all(path.parent, f"others can write to the folder, its mode is {mode:o}; {remedy}")
+    words = f"others can write to the folder, its mode is {mode:o}; {remedy}"
+    (path if which == "space" else path.parent).chmod(mode)
+    if which == "store":
+        refused_by_all(path.parent, words)
+        return
+    with pytest.raises(StorageRefusedError, match=words):
+        Rig(path.parent)
+    before, admin = sorted(path.iterdir()), FileAdmin({"folder": str(path.parent)})
+    assert admin.spaces() == admin.verify(remove=True) == []
+    assert admin.clear("llama@1").removed == admin.gc(0).removed == ()
+    assert sorted(path.iterdir()) == before and words in admin.unreadable()[0]
 
 
 def test_a_folder_that_others_may_read(tmp_path: Path) -> None:
@@ -159,12 +168,32 @@ def test_what_is_no_file(tmp_path: Path, name: str) -> None:
     path = filled(tmp_path / "store")
     (path / name).unlink()
     os.mkfifo(path / name)
-    with pytest.raises(StorageRefusedError, match=f"it is no file of user.*{name}"):
+    with pytest.raises(StorageRefusedError, match=f"it is a pipe or device, and no file; move it away.*{name}"):
         Rig(tmp_path / "store")
     (path / name).unlink()
     (path / name).mkdir()
     with pytest.raises(StorageRefusedError, match=name):
         Rig(tmp_path / "store")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_stops_no_other_space(tmp_path: Path, name: str, kind: str) -> None:
+    """An operator's commands name it, leave a folder and what is beside it, and go on with the rest of the store."""
+    path, other = filled(tmp_path / "store"), filled(tmp_path / "store", "other@1")
+    (path / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(path / name)
+    else:
+        (path / name).mkdir()
+    before, admin = sorted(path.iterdir()), FileAdmin({"folder": str(tmp_path / "store")})
+    words = "it is a pipe or device, and no file" if kind == "pipe" else "it is a folder, and no file"
+    assert [f"{path / name}: {words}; move it away"] == admin.unreadable()
+    assert [checked.num_objects for checked in admin.verify(remove=True)] == [4]
+    assert "other@1" in [summary.space.weights_id for summary in admin.spaces()]
+    admin.clear("llama@1")
+    assert sorted(path.iterdir()) == before if kind == "folder" or name != "slab-00000" else not path.exists()
+    assert other in [Path(space.where) for space in admin.gc(0).removed] and not other.exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
