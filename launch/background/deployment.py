@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ def filled_in(name: str, run_folder: Path) -> str:
     program = str(beside) if beside.exists() else shutil.which("fastdeploy-cache") or "fastdeploy-cache"
     values = {
         "@PROGRAM@": program,
-        "@RUN_DIR@": str(run_folder.absolute()),
+        "@RUN_DIR@": json.dumps(str(run_folder.absolute()), ensure_ascii=False)[1:-1],  # it stands in quotes in YAML
         "@VERSION@": __version__,
         "@PYTHON@": _PYTHON,
     }

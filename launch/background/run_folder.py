@@ -66,17 +66,23 @@ class Slot:
         return {str(name): str(value) for name, value in facts.items()} if isinstance(facts, dict) else {}
 
     def note(self, pid: int) -> None:
-        """It has been started."""
-        self.pid_file.write_text(f"{pid}\n")
+        """It has been started. Raises `LaunchError` where that cannot be written down."""
+        try:
+            self.pid_file.write_text(f"{pid}\n")
+        except OSError as error:
+            raise LaunchError(f"{self.pid_file} cannot be written: {error.strerror}; remove it by hand") from error
 
     def note_facts(self, facts: dict[str, str]) -> None:
         """It is ready."""
         self._facts_file.write_text(json.dumps(facts) + "\n")
 
     def forget(self) -> None:
-        """It has ended, and nobody starts it again."""
-        self.pid_file.unlink(missing_ok=True)
-        self._facts_file.unlink(missing_ok=True)
+        """It has ended, and nobody starts it again. Raises `LaunchError` where its files cannot be removed."""
+        for file in (self.pid_file, self._facts_file):
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                raise LaunchError(f"{file} cannot be removed: {error.strerror}; remove it by hand") from error
 
     def log_tail(self) -> str:
         """The last lines of its log."""

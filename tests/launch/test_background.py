@@ -210,6 +210,11 @@ def test_a_pid_file_counts_while_its_process_is_ours(tmp_path: Path) -> None:
     assert slot.facts["url"] == "http://127.0.0.1:80"
     slot.forget()
     assert not slot.facts and not list(tmp_path.iterdir())
+    slot.pid_file.mkdir()
+    assert slot.pid is None
+    for call in (slot.forget, lambda: slot.note(1)):
+        with pytest.raises(LaunchError, match=r"serve\.pid cannot be \w+: Is a directory; remove it by hand"):
+            call()
 
 
 def test_the_run_folder_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,6 +345,7 @@ def test_files_for_other_programs(tmp_path: Path) -> None:
     assert f"ARG PYTHON_VERSION={version}\n        FROM python:$${{PYTHON_VERSION}}-slim\n" in filled_in(
         "compose.yaml", tmp_path
     )
+    assert r"/a\"b\\c/prefill_decode/" in filled_in("prometheus.yml", Path('/a"b\\c'))
     with pytest.raises(LaunchError, match=r"there is no file 'nginx' to print; there are compose\.yaml, "):
         filled_in("nginx", tmp_path)
 
