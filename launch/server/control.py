@@ -138,9 +138,8 @@ class ControlServer:
     def _answer(self, connection: socket.socket, control: Control) -> None:
         try:
             _check_user(peer_uid(connection))
-            if not (
-                line := receive_line(connection, _READ_SECONDS, _MAX_REQUEST_BYTES)
-            ):  # somebody who looks whether we live
+            line = receive_line(connection, _READ_SECONDS, _MAX_REQUEST_BYTES)
+            if line is None:  # somebody who looks whether we live
                 return
             request = msgspec.json.decode(line, type=_Request)
             if _has_gone(connection):

@@ -124,8 +124,8 @@ def peer_uid(connection: socket.socket) -> int:
     return int(_UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[1])
 
 
-def receive_line(connection: socket.socket, timeout_seconds: float, max_bytes: int) -> bytes:
-    """One line without its end; empty where the peer says nothing at all.
+def receive_line(connection: socket.socket, timeout_seconds: float, max_bytes: int) -> bytes | None:
+    """One line without its end; None where the peer says nothing at all.
 
     Raises:
         TimeoutError: not whole within the time.
@@ -144,7 +144,7 @@ def receive_line(connection: socket.socket, timeout_seconds: float, max_bytes: i
         if not more:
             if data:
                 raise LaunchError("received a line without an end; end it with a newline")
-            break
+            return None
     return data.removesuffix(b"\n")
 
 

@@ -168,6 +168,7 @@ def test_who_does_not_finish_a_line_is_not_waited_for(stub: Stub, path: Path, mo
         assert b"without an end" in connection.makefile("rb").readline()
     monkeypatch.setattr(control_module, "_READ_SECONDS", 0.05)
     assert "no whole line within 0.05 s" in send(path, b'{"verb": "pause"')["error"]
+    assert "pause" in send(path, b"\n")["error"]  # a line of nothing is answered, too
     with connected(path, 5):
         pass  # says nothing at all
     assert ask(path, "pause", 1) == "after pause"
