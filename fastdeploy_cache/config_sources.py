@@ -59,6 +59,8 @@ class Sources:
         unknown = re.match(r"unknown key '([^']*)'", text)
         named = unknown[1] if unknown is not None else _ENTRY.sub("", text.partition(" ")[0])
         origin = self.origins.get(named) or self.origins.get(_ENTRY.sub("", path), "")
+        if unknown is not None and not origin:  # a table that is said by what is in it
+            origin = next((where for key, where in self.origins.items() if key.startswith(f"{named}.")), "")
         if unknown is not None and origin.startswith("environment"):
             if "." not in named and (meant := re.search(r"did you mean '(\w+)\.(\w+)'", text)) is not None:
                 text += f" As a variable that is {ENVIRONMENT_PREFIX}{meant[1].upper()}__{meant[2].upper()}."

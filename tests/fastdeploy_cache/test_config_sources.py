@@ -93,6 +93,7 @@ def test_a_text_is_no_number_in_a_file(tmp_path: Path, more: str, said: str) -> 
     ("name", "value", "said"),
     [
         ("BLOCK_SIZE", "zz", "BLOCK_SIZE: block_size is 'zz'; give a whole number"),
+        ("TRANSFER__TP_SIZE__X", "5", "TRANSFER__TP_SIZE__X: unknown key 'transfer__tp_size'; did you mean .*"),
         ("TRANSFER__DEVICE", "tpu", "TRANSFER__DEVICE: transfer.device is 'tpu'; known: cpu, cuda"),
         ("TRANSFER_TP_SIZE", "2", ".*mean .transfer.tp_size.\\?.* that is FASTDEPLOY_CACHE_TRANSFER__TP_SIZE"),
         ("STORAGE_FOLDR", "/x", ".*mean .storage.folder.\\?.* that is FASTDEPLOY_CACHE_STORAGE__FOLDER"),
