@@ -44,7 +44,7 @@ TEXTS: Final = {
     Cause.SLOWER: "computing this part was expected to be faster than loading it",
     Cause.RANK: "a rank was down, or the memory that held this part was lost",
     Cause.ROOM: "there were no free blocks to load this part into, or the queue of loads was full",
-    Cause.LIMIT: "a setting forbids it (enable_prefix_caching, load_policy, min_load_tokens or max_load_share)",
+    Cause.LIMIT: "a setting does not allow this part to be used",
     Cause.RESET: "this part was forgotten by a reset {when} before",
     Cause.PARTIAL: "this part fills no block, or lies in an image that is not cached whole",
     Cause.LAST: "the last token of a prompt is always computed",

@@ -47,6 +47,7 @@ class Miss:
         tier: that they were lost from, where that is known: `gpu`, `cpu`.
         seconds_ago: how long before the match they were lost, where that is known.
         policy: the eviction policy, where they were evicted.
+        detail: further evidence, such as the numbers that were compared.
     """
 
     cause: Cause
@@ -54,12 +55,14 @@ class Miss:
     tier: str | None = None
     seconds_ago: float | None = None
     policy: str | None = None
+    detail: str | None = None
 
     def __str__(self) -> str:
         when = "some time" if self.seconds_ago is None else _duration(self.seconds_ago)
         where = "cache" if self.tier is None else _TIER_TEXTS[self.tier].removeprefix("the ")
+        detail = "" if self.detail is None else f" ({self.detail})"
         text = TEXTS[self.cause].format(when=when, where=where, policy=self.policy)
-        return f"{_tokens(self.num_tokens, 'was', 'were')} missed ({self.cause}): {text}."
+        return f"{_tokens(self.num_tokens, 'was', 'were')} missed ({self.cause}): {text}{detail}."
 
 
 @dataclass(frozen=True, kw_only=True)

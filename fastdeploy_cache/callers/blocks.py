@@ -255,11 +255,11 @@ class CallerBlocks:
                 self._tree.mishaps.ask("policy", functools.partial(self._count_use, request, run, end, asked), path)
             return num_blocks
 
-    def count_request(self, num_tokens: int, hit_tokens: tuple[int, int, int]) -> None:
-        """Count a request that was matched in its caller's own blocks: prompt tokens, and those that the GPU, the CPU
-        tier and storage have served. Why it missed the rest is not known here."""
+    def count_request(self, request: Request, hit_tokens: tuple[int, int, int]) -> None:
+        """Count a request that was matched in its caller's own blocks: the tokens of its prompt that the GPU, the CPU
+        tier and storage have served. Why it missed the rest is told by what is cached and remembered here."""
         with self._books:
-            self._requests.accounts.count_others(num_tokens, hit_tokens)
+            self._requests.count(request, hit_tokens)
 
     def _pin(self, path: list[Run], num_blocks: int) -> PinnedPrefix | None:
         """None for want of memory: what is cached has its owners already, and the caller must hear whose each is."""

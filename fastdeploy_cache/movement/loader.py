@@ -22,22 +22,38 @@ class Loader:
         self, config: CacheConfig, books: Books, mover: BlockMover, copy_down: CopyDown, speeds: LoadOrCompute
     ) -> None:
         self._books, self._mover, self._copy_down, self._speeds = books, mover, copy_down, speeds
+        self._size = config.block_size
         self._min_blocks, self._max_blocks = config.load_limits()
-        self._never = config.load_policy == "never"
-        self.refused_for = Cause.ROOM  # why the last load that was refused was
+        self._config = config
+        self.refused_for = Cause.ROOM, ""  # why the last load that was refused was, and with which numbers
         books.listen(TaskEnded, self._note_speed)
 
     def is_worth(self, num_blocks: int) -> bool:
         """Whether so many blocks are within the configured limits, and faster loaded than computed."""
-        if self._never or not self._min_blocks <= num_blocks <= self._max_blocks:
-            self.refused_for = Cause.LIMIT
+        if self._config.load_policy == "never":
+            self.refused_for = Cause.LIMIT, "load_policy is 'never'"
             return False
-        self.refused_for = Cause.SLOWER
-        return self._speeds.is_worth_loading(num_blocks)
+        if num_blocks < self._min_blocks:
+            least = self._config.min_load_tokens
+            self.refused_for = Cause.LIMIT, f"min_load_tokens is {least}, and it has {num_blocks * self._size}"
+            return False
+        if not self.is_allowed(num_blocks):
+            return False
+        is_worth = self._speeds.is_worth_loading(num_blocks)
+        if not is_worth:
+            load, compute = (
+                self._speeds.load_seconds(num_blocks) or 0.0,
+                self._speeds.compute_seconds(num_blocks) or 0.0,
+            )
+            times = f"loading was expected to take {load * 1000:.1f} ms, and computing {compute * 1000:.1f} ms"
+            self.refused_for = Cause.SLOWER, times
+        return is_worth
 
     def is_allowed(self, num_blocks: int) -> bool:
         """Whether so many are within the upper limit: for those that were fetched from storage to be loaded."""
-        self.refused_for = Cause.LIMIT
+        if num_blocks > self._max_blocks:
+            share = f"max_load_share allows {self._max_blocks} blocks, and it has {num_blocks}"
+            self.refused_for = Cause.LIMIT, share
         return num_blocks <= self._max_blocks
 
     def start(self, parts: Sequence[Part], num_cold: int, num_rest: int = 0) -> bool:
@@ -46,11 +62,14 @@ class Loader:
         Where they do not fit, they would not fit as computed blocks either.
         """
         residency = self._books.residency
-        if num_cold + num_rest > residency.num_available(GPU):
-            self.refused_for = Cause.ROOM
+        num_available = residency.num_available(GPU)
+        if num_cold + num_rest > num_available:
+            rooms = f"the prompt needs {num_cold + num_rest} blocks, and {num_available} can be had"
+            self.refused_for = Cause.ROOM, rooms
             return False
         if not self._mover.can(TaskKind.SWAP_IN):
-            self.refused_for = Cause.ROOM if self._mover.is_up else Cause.RANK
+            is_up = self._mover.is_up
+            self.refused_for = (Cause.ROOM, "the queue of loads is full") if is_up else (Cause.RANK, "a rank is down")
             return False
         residency.evict(GPU, max(0, num_cold - self._books.pools[GPU].num_free))
         self._mover.load(parts)

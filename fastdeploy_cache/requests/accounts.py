@@ -68,10 +68,13 @@ class Accounts:
         account = functools.partial(self._account, active, active.num_matched_blocks, is_final=True)
         self._mishaps.ask("metrics", lambda: self._count(account()), None)
 
-    def count_others(self, num_tokens: int, hit_tokens: tuple[int, int, int]) -> None:
-        """Count a request that somebody else has matched, who does not know why it missed the rest."""
-        self._metrics.record_request(num_tokens, hit_tokens)
-        self.missed_tokens[Cause.NEW_OR_FORGOTTEN.place] += num_tokens - sum(hit_tokens)
+    def count_other(self, active: ActiveRequest, hit_tokens: tuple[int, int, int]) -> None:
+        """Count a request that somebody else has matched, with the blocks that it has missed."""
+        request, speed = active.request, self._prefill.per_second
+        name, num_tokens = request.request_id, request.num_prompt_tokens
+        misses = self._missed(active, -(-sum(hit_tokens) // self._size))
+        account = Account(name, num_tokens, time.monotonic(), True, hit_tokens, 0.0, 0.0, speed, misses)
+        self._mishaps.ask("metrics", lambda: self._count(account), None)
 
     def _count(self, account: Account) -> None:
         num_tokens, hit_tokens, size, missed = account.num_tokens, account.hit_tokens, self._size, self.missed_tokens
@@ -85,7 +88,7 @@ class Accounts:
                 num_behind -= hit_tokens[tier]
                 if speed:
                     saved[tier] += hit_tokens[tier] / speed
-        for cause, num_blocks, _, _ in account.misses:
+        for cause, num_blocks, _, _, _ in account.misses:
             missed[cause.place] += num_blocks * size
             num_behind -= num_blocks * size
         if num_behind:
@@ -123,19 +126,23 @@ class Accounts:
         """The full blocks that the match has asked for, behind those that it hit."""
         if not active.num_asked_blocks:
             num_blocks = (active.request.num_tokens - 1) // self._size
-            return [(Cause.LIMIT, num_blocks, None, 0.0)] if num_blocks else []
+            return (
+                [(Cause.LIMIT, num_blocks, None, 0.0, "enable_prefix_caching is off, or the tier is asleep")]
+                if num_blocks
+                else []
+            )
         num_found = active.num_found_blocks
         parts = self._unused(active, num_hit_blocks, num_found) if num_found > num_hit_blocks else []
         block, prefetch = active.num_searched_blocks, active.prefetch
         end_late = min(prefetch.first + prefetch.num_present, active.num_asked_blocks) if prefetch is not None else 0
         if end_late > num_found:  # storage has these, and they have not come
-            parts.append((Cause.LATE, end_late - num_found, None, 0.0))
+            parts.append((Cause.LATE, end_late - num_found, None, 0.0, "storage has it"))
         skip = max(num_hit_blocks, num_found, end_late)
-        for cause, num_blocks, kind, at in active.misses:
+        for cause, num_blocks, kind, at, detail in active.misses:
             num_left = block + num_blocks - max(block, skip)
             block += num_blocks
             if num_left > 0:
-                parts.append((cause, num_left, kind, at))
+                parts.append((cause, num_left, kind, at, detail))
         return parts
 
     @staticmethod
@@ -144,13 +151,15 @@ class Accounts:
         parts: list[MissedBlocks] = []
         num_cut = end - active.num_whole_blocks
         if active.num_unloaded_blocks and active.refused_for is not None:
-            cause = active.refused_for
+            cause, detail = active.refused_for
+        elif active.has_failed_load:
+            cause, detail = Cause.RANK, "its load failed"
         else:
-            cause = Cause.RANK if active.has_failed_load else Cause.LATE
+            cause, detail = Cause.LATE, "it was being loaded"
         if end - num_cut > first:
-            parts.append((cause, end - num_cut - first, None, 0.0))
+            parts.append((cause, end - num_cut - first, None, 0.0, detail))
             first = end - num_cut
-        parts.append((Cause.PARTIAL, end - first, None, 0.0))
+        parts.append((Cause.PARTIAL, end - first, None, 0.0, "it lies in an image"))
         return [part for part in parts if part[1] > 0]
 
     # -- looking back
@@ -174,7 +183,7 @@ class Accounts:
 
     def _explain(self, account: Account) -> Explanation:
         speed, size = account.prefill_tokens_per_second, self._size
-        num_behind = account.num_tokens - sum(account.hit_tokens) - sum([n for _, n, _, _ in account.misses]) * size
+        num_behind = account.num_tokens - sum(account.hit_tokens) - sum([part[1] for part in account.misses]) * size
         hits = [
             Hit(
                 tier=tier,
@@ -195,8 +204,9 @@ class Accounts:
                 tier=_LOST_FROM.get(kind) if kind is not None else None,
                 seconds_ago=max(0.0, account.at - at) if kind is not None else None,
                 policy=self._policy if cause is Cause.EVICTED else None,
+                detail=detail or None,
             )
-            for cause, num_blocks, kind, at in account.misses
+            for cause, num_blocks, kind, at, detail in account.misses
         ]
         if num_behind > 1:
             misses.append(Miss(cause=Cause.PARTIAL, num_tokens=num_behind - 1))

@@ -50,8 +50,8 @@ _NEXT: dict[RequestPhase, tuple[RequestPhase, ...]] = {
 _NONE = array("i")  # never changed
 
 
-# Blocks in a row that no tier had: for one cause, how many, and where they were lost how and when.
-MissedBlocks = tuple[Cause, int, Loss | None, float]
+# Blocks in a row that were missed for one cause: how many, where they were lost how and when, and further evidence.
+MissedBlocks = tuple[Cause, int, Loss | None, float, str]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -87,7 +87,7 @@ class ActiveRequest:
     num_whole_blocks: int = 0  # of the found ones, those that end in no image's midst
     num_gpu_blocks: int = 0  # found on the GPU by the match
     misses: Sequence[MissedBlocks] = ()  # what no tier had
-    refused_for: Cause | None = None  # why what the CPU tier has was not loaded
+    refused_for: tuple[Cause, str] | None = None  # why what the CPU tier has was not loaded
     has_failed_load: bool = False
     load_seconds: float = 0.0  # of the loads that it waited for and that came
     computing_key: int | None = None  # see `Computing`

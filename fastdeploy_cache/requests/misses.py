@@ -34,7 +34,7 @@ class Misses:
     def find(self, active: ActiveRequest, path: Sequence[Run], num_found: int) -> None:
         """Note for the request why the blocks from `num_found` on, that its match asked for, are missed, and that it
         computes them. The path is what it has found."""
-        active.misses = ((_FORGOTTEN, active.num_asked_blocks - num_found, None, 0.0),)  # if memory runs out here
+        active.misses = ((_FORGOTTEN, active.num_asked_blocks - num_found, None, 0.0, ""),)  # if memory runs out here
         if not self._lost.is_on:
             return
         try:
@@ -52,7 +52,7 @@ class Misses:
         is_known = lost.get(key) is not None or key in self.computing
         if is_alone and not is_known and not self._has_forks(name, keys, num_found):
             if not lost.num_forgotten and not tree.graves.open:  # most of them are new
-                active.misses = ((_NEW, end - num_found, None, 0.0),)
+                active.misses = ((_NEW, end - num_found, None, 0.0, ""),)
             self.computing.begin(active, key)
             return
         active.misses = self._parts(active, path, num_found, name)
@@ -106,19 +106,25 @@ class Misses:
                 num_computing = self.computing.num_blocks(active, key, block, end)
                 if not num_computing:
                     break
-                part = (Cause.UNCOMMITTED, num_computing, None, 0.0)
-            cause, num_blocks, kind, at = part
-            parts.append((cause, min(num_blocks, end - block), kind, at))
+                part = (Cause.UNCOMMITTED, num_computing, None, 0.0, "")
+            cause, num_blocks, kind, at, _ = part
+            parts.append((cause, min(num_blocks, end - block), kind, at, ""))
             block = min(end, block + num_blocks)
-        if not parts and keys.extras is not None and (num_same := self._num_with_other_images(active, path, block)):
-            parts.append((Cause.IMAGE, num_same, None, 0.0))
+        has_place = bool(path) or not block  # else nobody knows where in the tree the prompt goes on
+        if (
+            not parts
+            and has_place
+            and keys.extras is not None
+            and (num_same := self._num_with_other_images(active, path, block))
+        ):
+            parts.append((Cause.IMAGE, num_same, None, 0.0, ""))
             block += num_same
         if block < end and (num_found := self._num_elsewhere(active, end)) > block:
-            parts.append((Cause.NAMESPACE, num_found - block, None, 0.0))
+            parts.append((Cause.NAMESPACE, num_found - block, None, 0.0, ""))
             block = num_found
         if block < end:
             has_forgotten = self._lost.num_forgotten or self._tree.graves.open
-            parts.append((_FORGOTTEN if has_forgotten else _NEW, end - block, None, 0.0))
+            parts.append((_FORGOTTEN if has_forgotten else _NEW, end - block, None, 0.0, ""))
         return parts
 
     def _lost_at(self, key: int, root: bytes | bytearray, keys: BlockKeys, block: int, end: int) -> MissedBlocks | None:
@@ -130,7 +136,7 @@ class Misses:
         for lost in ways if direct is None else (*ways, direct):
             num_lost = self._lost.num_lost(lost, tokens, at, end - block)
             if num_lost and (best is None or num_lost >= best[1]):
-                best = (_BY_LOSS[lost[1]], num_lost, Loss(lost[1]), lost[2])
+                best = (_BY_LOSS[lost[1]], num_lost, Loss(lost[1]), lost[2], "")
             if num_lost and num_lost * MARK_BYTES < len(lost[0]):
                 self._lost.fork(root, block + num_lost, self._window(keys, block + num_lost), lost, num_lost)
         return best
@@ -142,7 +148,7 @@ class Misses:
         part = self._lost_at(self._key(root, keys, place), root, keys, place, end)
         if part is None or part[1] <= block - place:
             return None
-        return part[0], part[1] - (block - place), part[2], part[3]
+        return part[0], part[1] - (block - place), part[2], part[3], ""
 
     def _num_elsewhere(self, active: ActiveRequest, end: int) -> int:
         """How many of the prompt's first `end` blocks another namespace has; 0: not looked at, or none."""

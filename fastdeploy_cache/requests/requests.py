@@ -156,6 +156,18 @@ class Requests:
         del active.block_ids[first:]
         self.books.pools[GPU].free(ids, REQUEST)
 
+    def count(self, request: Request, hit_tokens: tuple[int, int, int]) -> None:
+        """Count a request that was never matched here, and has hit so many tokens of each tier."""
+        size, tree = self._config.block_size, self.books.tree
+        active = ActiveRequest(request, request.keys(size), tree.generation)
+        active.num_asked_blocks = (request.num_prompt_tokens - 1) // size
+        path, num_found = tree.find(request.namespace, active.keys, active.num_asked_blocks)
+        active.num_found_blocks = active.num_searched_blocks = active.num_whole_blocks = num_found
+        if num_found < active.num_asked_blocks:
+            self._misses.find(active, path, num_found)
+            self._misses.computing.end(active)
+        self.accounts.count_other(active, hit_tokens)
+
     def commit(self, active: ActiveRequest, num_computed_tokens: int, now: float) -> None:
         """So many tokens of a request are computed; the caller has checked the number."""
         if not active.is_admitted:

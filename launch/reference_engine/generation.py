@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from fastdeploy_cache import Match, Request
 from fastdeploy_cache.errors import CacheError
+from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.launch.reference_engine.sampling import Sampling
 from fastdeploy_cache.peers.transfers import Receive, Send
 
@@ -51,6 +52,7 @@ class Generation:
     num_gpu_tokens: int = 0
     num_cpu_tokens: int = 0
     num_storage_tokens: int = 0
+    explain: Callable[[], Explanation] | None = None  # see `Match.explain`
     num_peer_tokens: int = 0  # received of another instance; the match then finds them on the GPU
     matched: float | None = None
     first_token: float | None = None
@@ -129,6 +131,7 @@ class Generation:
             self.num_gpu_tokens = match.num_gpu_tokens
             self.num_cpu_tokens = match.num_cpu_tokens
             self.num_storage_tokens = match.num_storage_tokens
+            self.explain = match.explain
 
     def push(self, token_id: int) -> None:
         """A sampled token."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
 
+from fastdeploy_cache.errors import CacheError
 from fastdeploy_cache.launch.reference_engine.generation import Generation
 
 logger = logging.getLogger(__name__)
@@ -69,9 +72,20 @@ def _facts_of(generations: Sequence[Generation]) -> dict[str, Any]:
         "cpu_tokens": sum(each.num_cpu_tokens for each in generations),
         "storage_tokens": sum(each.num_storage_tokens for each in generations),
         "peer_tokens": num_peer,
+        "missed": _missed(generations) or None,
         "queue_milliseconds": _milliseconds(max(matched)) if matched else None,
         "first_token_milliseconds": _milliseconds(max(first)) if first else None,
     }
+
+
+def _missed(generations: Sequence[Generation]) -> str:
+    """Missed tokens by cause, of all prompts together; empty where that is not known (any more)."""
+    counts: Counter[str] = Counter()
+    for generation in generations:
+        if generation.explain is not None:
+            with contextlib.suppress(CacheError):  # it is not among the last requests, or the cache is closed
+                counts.update({cause.value: count for cause, count in generation.explain().missed_tokens().items()})
+    return ",".join(f"{cause}:{count}" for cause, count in counts.items())
 
 
 def _milliseconds(seconds: float) -> float:

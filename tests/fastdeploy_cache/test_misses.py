@@ -217,21 +217,23 @@ def test_a_load_that_fails_is_a_rank_s_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "cause"),
+    ("config", "cause", "evidence"),
     [
-        ({"load_policy": "never"}, Cause.LIMIT),
-        ({"min_load_tokens": 100}, Cause.LIMIT),
-        ({"max_load_share": 0.1}, Cause.LIMIT),
-        ({"load_policy": "auto", "prefill_tokens_per_second": 1e12}, Cause.SLOWER),
+        ({"load_policy": "never"}, Cause.LIMIT, "load_policy is 'never'"),
+        ({"min_load_tokens": 100}, Cause.LIMIT, "min_load_tokens is 100, and it has 40"),
+        ({"max_load_share": 0.1}, Cause.LIMIT, "max_load_share allows 2 blocks, and it has 10"),
+        ({"load_policy": "auto", "prefill_tokens_per_second": 1e12}, Cause.SLOWER, "loading was expected to take 10"),
     ],
 )
-def test_what_is_not_loaded_on_purpose_says_why(config: dict[str, Any], cause: Cause) -> None:
+def test_what_is_not_loaded_on_purpose_says_why(config: dict[str, Any], cause: Cause, evidence: str) -> None:
     """A configured bound, or a load that is expected to be slower than computing."""
     asker = Asker(num_gpu=24, num_cpu=60, cpu_write_policy="write_through", **config)
     asker.only_in_cpu(A[:42], B[:94])
     asker.cache._movement.speeds._block_bytes = 1  # blocks without a layout have none, and so take no time
     asker.cache._movement.speeds.cpu.note(1.0, 1.0)
     assert asker.serve(A[:42]) == {cause: 40, **TAIL}
+    (miss,) = [each for each in asker.cache.explain("r3").misses if each.cause is cause]
+    assert miss.detail is not None and evidence in miss.detail
 
 
 def test_no_room_and_no_rank_are_told_apart() -> None:
@@ -255,6 +257,24 @@ def test_no_room_and_no_rank_are_told_apart() -> None:
     with pytest.raises(OutOfBlocksError):
         held.cache.allocate(request, 11)
     assert match.explain().missed_tokens() == {Cause.ROOM: 40, **TAIL}
+    assert "the prompt needs 11 blocks, and" in str(match.explain())
+
+
+def test_a_request_that_its_caller_has_matched_is_explained_likewise() -> None:
+    """By the hits that the caller tells of, and what is remembered here of the rest; it computes nothing here."""
+    asker = Asker(num_gpu=14)
+    asker.serve(A[:42])
+    asker.serve(B[:56])
+    for name in ("first", "second"):
+        request = Request(request_id=name, prompt_token_ids=[*A[:40], *C[:10]])
+        asker.cache.blocks.count_request(request, (4, 0, 0))
+        asker.cache.check_invariants()
+        explanation = asker.cache.explain(name)
+        assert explanation.missed_tokens() == {Cause.EVICTED: 36, Cause.NEW: 8, **TAIL}
+        assert [(hit.tier, hit.num_tokens) for hit in explanation.hits] == [("gpu", 4)]
+    whole = Request(request_id="whole", prompt_token_ids=C[:8])
+    asker.cache.blocks.count_request(whole, (4, 4, 0))
+    assert asker.cache.explain("whole").missed_tokens() == {}
 
 
 def test_without_prefix_caching_a_setting_is_the_cause() -> None:
