@@ -110,13 +110,7 @@ class Misses:
             cause, num_blocks, kind, at, _ = part
             parts.append((cause, min(num_blocks, end - block), kind, at, ""))
             block = min(end, block + num_blocks)
-        has_place = bool(path) or not block  # else nobody knows where in the tree the prompt goes on
-        if (
-            not parts
-            and has_place
-            and keys.extras is not None
-            and (num_same := self._num_with_other_images(active, path, block))
-        ):
+        if not parts and keys.extras is not None and (num_same := self._num_with_other_images(active, path, block)):
             parts.append((Cause.IMAGE, num_same, None, 0.0, ""))
             block += num_same
         if block < end and (num_found := self._num_elsewhere(active, end)) > block:
