@@ -27,11 +27,16 @@ pytestmark = [
 
 
 def can_make_wheels() -> bool:
-    """By version: to look for the command would import setuptools into this process, which changes distutils."""
-    if importlib.util.find_spec("pip") is None or importlib.util.find_spec("setuptools") is None:
+    """By what is installed: to look for the modules would change `distutils` in this process.
+
+    To import setuptools replaces it, and the mere search for pip makes setuptools leave it alone from then on, so that
+    Paddle cannot be imported any more.
+    """
+    installed = {distribution.name for distribution in metadata.distributions()}
+    if not installed >= {"pip", "setuptools"}:
         return False
     numbers = re.findall(r"\d+", metadata.version("setuptools"))
-    return tuple(map(int, numbers[:2])) >= (70, 1) or importlib.util.find_spec("wheel") is not None
+    return tuple(map(int, numbers[:2])) >= (70, 1) or "wheel" in installed
 
 
 needs_wheels = pytest.mark.skipif(not can_make_wheels(), reason="a wheel takes pip, and setuptools 70.1 or newer")

@@ -137,7 +137,7 @@ def _telltale(imports: str, target: str) -> str:
         ([], "the module to run is missing; usage: "),
         (["--setings", "x", SERVER], "there is no option '--setings'; usage: "),
         (["--settings"], "cannot use the settings '.'"),
-        (["--settings", "none.toml", SERVER], "cannot use the settings 'none.toml': [Errno 2]"),
+        (["--settings", "none.toml", SERVER], "cannot use the settings 'none.toml': No such file"),
         (["--settings=bad.toml", SERVER], "cannot use the settings 'bad.toml': Expected '=' after a key"),
         (["--settings", "key.toml", SERVER], "unknown key 'lod_policy'; did you mean 'load_policy'?"),
         (["--settings", "value.toml", SERVER], "transfer.max_tasks_in_flight is 0"),
