@@ -34,6 +34,7 @@ from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.tokens import TokenIds
 
 if TYPE_CHECKING:
+    from fastdeploy_cache.doctor import Finding
     from fastdeploy_cache.metrics.exporter import Collector
     from fastdeploy_cache.stats import CacheStats
     from fastdeploy_cache.transfer_manager.peer.client import PeerClient
@@ -305,10 +306,7 @@ class PrefixCacheManager:
         self.life.reset(weights_id=weights_id)
 
     def wait_for_transfers(self, timeout_seconds: float) -> bool:
-        """Wait until the copies that are in flight now have ended; False when the time is over first.
-
-        For an engine that has nothing to run while blocks are `coming`, and for tests.
-        """
+        """Wait until the copies that are in flight now have ended; False when the time is over first."""
         with self._books:
             transfers = list(self._movement.mover.in_flight.values())
         return wait_done(transfers, seconds_to_wait("wait_for_transfers", timeout_seconds))
@@ -338,6 +336,12 @@ class PrefixCacheManager:
         """The same for the last requests that were admitted, the newest first; fewer where fewer are remembered."""
         with self._books:
             return self._requests.accounts.last(num_requests)
+
+    def examine(self) -> list[Finding]:
+        """What is wrong with this cache as far as its last requests show, the worst first."""
+        from fastdeploy_cache.doctor import examine  # late: it is seldom asked
+
+        return examine(self.config, self.stats(), self.explain_last(self.config.num_explained_requests), self._books)
 
     def stats(self) -> CacheStats:
         """Blocks by owner, transfers, hit rates over the window, ranks."""
@@ -372,9 +376,7 @@ class PrefixCacheManager:
         """Raise `AssertionError` if the books do not add up. Walks the whole tree: for tests and for doubt."""
         from fastdeploy_cache.self_check import check_all
 
-        with self._books:
-            mover, requests = self._movement.mover, self._requests
-            check_all(self._books, mover, requests, self.storage, peers=self.peers, blocks=self.blocks)
+        check_all(self._books, self._movement, self._requests, self.storage, peers=self.peers, blocks=self.blocks)
 
     def serve_metrics(self, host: str = "127.0.0.1", port: int = 0, *, also: Sequence[Collector] = ()) -> str:
         """Start the Prometheus endpoint of this cache; returns its URL. Port 0 takes a free one.

@@ -1,10 +1,10 @@
-"""The books of all rooms against each other. Under the lock."""
+"""The books of all rooms against each other."""
 
 from __future__ import annotations
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.callers.blocks import CallerBlocks
-from fastdeploy_cache.movement.block_mover import BlockMover
+from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.requests.invariants import Held, check
 from fastdeploy_cache.requests.requests import Requests
@@ -12,17 +12,18 @@ from fastdeploy_cache.storage.access import StorageAccess
 
 
 def check_all(
-    books: Books, mover: BlockMover, requests: Requests, storage: StorageAccess, *, peers: Peers, blocks: CallerBlocks
+    books: Books, movement: Movement, requests: Requests, storage: StorageAccess, *, peers: Peers, blocks: CallerBlocks
 ) -> None:
-    """Raise `AssertionError` naming the first broken promise. Walks the whole tree."""
-    road = peers.road
-    held = Held(
-        requests=requests,
-        transfers=list(mover.in_flight.values()),
-        cpu_ids=storage.held_ids,
-        gpu_ids=[*road.sends.held_ids, *road.receives.held_ids],
-        pins=[*books.pinned, *road.sends.pins, *road.receives.pins],
-        ahead=blocks.copies.ahead,
-        waiting=road.receives.loads,
-    )
-    check(books.tree, held)
+    """Raise `AssertionError` naming the first broken promise. A turn of its own, which walks the whole tree."""
+    with books:
+        road = peers.road
+        held = Held(
+            requests=requests,
+            transfers=list(movement.mover.in_flight.values()),
+            cpu_ids=storage.held_ids,
+            gpu_ids=[*road.sends.held_ids, *road.receives.held_ids],
+            pins=[*books.pinned, *road.sends.pins, *road.receives.pins],
+            ahead=blocks.copies.ahead,
+            waiting=road.receives.loads,
+        )
+        check(books.tree, held)

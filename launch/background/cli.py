@@ -1,10 +1,10 @@
-"""The commands `start`, `stop`, `status`, `control`, `up` and `deploy`."""
+"""The commands `start`, `stop`, `status`, `explain`, `doctor`, `control`, `up` and `deploy`."""
 
 from __future__ import annotations
 
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +25,10 @@ LogLevel = Annotated[
 LogFormat = Annotated[
     str | None, typer.Option(help=f"text, or json for an object in each line; otherwise {FORMAT_VARIABLE}.")
 ]
+Socket = Annotated[
+    Path | None, typer.Option(help="The server's --control-socket; else that of the server in the background.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON, a list.")]
 _LOOK_SECONDS = 5.0
 _GOES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -160,9 +164,7 @@ def control_server(
     weights_id: Annotated[
         str | None, typer.Argument(help="update-weights: the new name of the weights; needed with storage.")
     ] = None,
-    socket: Annotated[
-        Path | None, typer.Option(help="The server's --control-socket; else that of the server in the background.")
-    ] = None,
+    socket: Socket = None,
     tier: Annotated[list[str] | None, typer.Option(help="sleep: gpu or cpu alone; both without it.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that it may take, up to 600.")] = 30.0,
 ) -> None:
@@ -204,29 +206,42 @@ def explain(
         typer.Argument(metavar="[ID]", help="Its X-Request-ID, or its id in the log."),
     ] = None,
     last: Annotated[int, typer.Option(min=1, max=100, help="Without an id: so many of the last requests.")] = 1,
-    socket: Annotated[
-        Path | None, typer.Option(help="The server's --control-socket; else that of the server in the background.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="As JSON, a list.")] = False,
+    socket: Socket = None,
+    json: AsJson = False,
 ) -> None:
     """Show where the prompt tokens of a request came from, and why the others did not.
 
     Exit status 0: shown; 1: the server does not remember such a request; 3: no server listens there.
     """
-    from fastdeploy_cache.launch.background.run_folder import RunFolder
+    socket = socket or RunFolder(run_dir).control_socket
+    if request_id is None:
+        found = _look(socket, "explain-last", num_requests=last)
+    else:
+        found = _look(socket, "explain", request_id=request_id)
+    texts = [each.pop("text") for each in found]
+    typer.echo(dumps(found, indent=2) if json else "\n".join(texts) or "no request has been admitted yet")
+
+
+@background_app.command(epilog="Example: fastdeploy-cache doctor")
+def doctor(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> None:
+    """Say what is wrong with a running server's cache: the evidence, what to change, and what that can give.
+
+    Exit status 0: nothing is; 1: it cannot be asked; 3: no server listens there; 4: something is wrong.
+    """
+    found = _look(socket or RunFolder(run_dir).control_socket, "examine")
+    texts = [each.pop("text") for each in found]
+    typer.echo(dumps(found, indent=2) if json else "\n".join(texts) or "nothing is wrong, as far as can be seen")
+    raise typer.Exit(4 if found else 0)
+
+
+def _look(socket: Path, verb: str, **fields: object) -> list[dict[str, Any]]:
     from fastdeploy_cache.launch.server.control_client import look
 
-    socket = socket or RunFolder(run_dir).control_socket
     try:
-        if request_id is None:
-            found = look(socket, "explain-last", _LOOK_SECONDS, num_requests=last)
-        else:
-            found = look(socket, "explain", _LOOK_SECONDS, request_id=request_id)
+        return look(socket, verb, _LOOK_SECONDS, **fields)
     except (FileNotFoundError, ConnectionRefusedError):
         typer.echo(f"fastdeploy-cache: not running: no server listens at {socket}", err=True)
         raise typer.Exit(3) from None
-    texts = [each.pop("text") for each in found]
-    typer.echo(dumps(found, indent=2) if json else "\n".join(texts) or "no request has been admitted yet")
 
 
 def _check_control(verb: str, weights_id: str | None, tier: list[str] | None, timeout: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import select
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
+from fastdeploy_cache.doctor import Finding
 from fastdeploy_cache.errors import CacheError, LaunchError
 from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.launch.server.control_socket import MAX_SECONDS, PrivateListener, peer_uid, receive_line
@@ -25,7 +27,7 @@ _READ_SECONDS = 5.0
 _WRITE_SECONDS = 5.0
 _KNOWN = (
     "the verbs are pause, resume, sleep (with tiers: gpu, cpu), wake, clear, update-weights (with weights_id), explain "
-    "(with request_id) and explain-last (with num_requests); each "
+    "(with request_id), explain-last (with num_requests) and examine; each "
     f"takes timeout_seconds, above 0 and up to {MAX_SECONDS:.0f}"
 )
 
@@ -46,6 +48,7 @@ class Control(Protocol):
     def update_weights(self, timeout_seconds: float, weights_id: str | None) -> None: ...
     def explain(self, request_id: str) -> Sequence[Explanation]: ...
     def explain_last(self, num_requests: int) -> Sequence[Explanation]: ...
+    def examine(self) -> Sequence[Finding]: ...
 
 
 class _Verb(msgspec.Struct, tag_field="verb", forbid_unknown_fields=True):
@@ -100,7 +103,12 @@ class _ExplainLast(_Verb, tag="explain-last"):
         return [{**each.as_dict(), "text": str(each)} for each in control.explain_last(self.num_requests)]
 
 
-_Request = _Explain | _ExplainLast | _Pause | _Resume | _Sleep | _Wake | _Clear | _UpdateWeights
+class _Examine(_Verb, tag="examine"):
+    def apply(self, control: Control) -> list[dict[str, Any]]:
+        return [{**dataclasses.asdict(each), "text": str(each)} for each in control.examine()]
+
+
+_Request = _Examine | _Explain | _ExplainLast | _Pause | _Resume | _Sleep | _Wake | _Clear | _UpdateWeights
 
 
 class ControlServer:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
+from fastdeploy_cache.doctor import Finding
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.launch.reference_engine.engine import Engine
@@ -78,6 +79,10 @@ class EngineControl:
     def explain_last(self, num_requests: int) -> list[Explanation]:
         """The same for the last requests, the newest first."""
         return self._cache.explain_last(num_requests)
+
+    def examine(self) -> list[Finding]:
+        """What is wrong with the cache, the worst first."""
+        return self._cache.examine()
 
     @contextmanager
     def _still(self, timeout_seconds: float) -> Iterator[float]:

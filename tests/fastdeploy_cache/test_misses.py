@@ -3,76 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from fastdeploy_cache import CacheConfig, Match, PrefixCacheManager, Request
+from fastdeploy_cache import Request
 from fastdeploy_cache.books import lost_blocks
 from fastdeploy_cache.causes import TEXTS, Cause
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, UnknownRequestError
 from fastdeploy_cache.metrics.cache_metrics import CAUSES
 from fastdeploy_cache.transfer_manager.task import TaskKind
-from tests.rigs.simulated_client import SimulatedClient
+from tests.rigs.asker import Asker
 
 A, B, C = ([base + i for i in range(400)] for base in (1000, 2000, 3000))
 TAIL = {Cause.PARTIAL: 1, Cause.LAST: 1}  # of a prompt with two tokens behind its full blocks
-
-
-class Asker:
-    """A manager with blocks of four tokens over simulated memory, and requests that say what they have missed."""
-
-    def __init__(self, num_gpu: int = 40, num_cpu: int = 0, **config: Any) -> None:
-        self.client = SimulatedClient(num_gpu, num_cpu)
-        self.config = CacheConfig(
-            **{"load_policy": "always", **config},
-            block_size=4,
-            num_gpu_blocks=num_gpu,
-            num_cpu_blocks=num_cpu,
-            transfer_client="inline",
-        )
-        self.cache = PrefixCacheManager(self.config, client=self.client)
-        self.num_requests = 0
-
-    def match(self, tokens: Sequence[int], namespace: str = "", images: Sequence[Any] = ()) -> tuple[Request, Match]:
-        self.num_requests += 1
-        request = Request(
-            request_id=f"r{self.num_requests}", prompt_token_ids=tokens, namespace=namespace, images=images
-        )
-        return request, self.cache.match(request)
-
-    def admit(self, request: Request, match: Match) -> dict[Cause, int]:
-        """Allocate the rest; what the request has missed."""
-        match = match.poll()
-        self.cache.allocate(request, -(-request.num_tokens // 4) - len(match.block_ids))
-        self.cache.check_invariants()
-        explanation = self.cache.explain(request.request_id)
-        assert explanation.is_final and explanation.num_hit_tokens == match.num_tokens
-        assert (
-            sum(hit.num_tokens for hit in explanation.hits) + sum(miss.num_tokens for miss in explanation.misses)
-            == len(request.tokens) // 4
-        ), "hits and misses do not add up"
-        return explanation.missed_tokens()
-
-    def serve(self, tokens: Sequence[int], namespace: str = "", images: Sequence[Any] = ()) -> dict[Cause, int]:
-        """A whole request, which waits for its loads; what it has missed."""
-        request, match = self.match(tokens, namespace, images)
-        self.client.land_all()
-        missed = self.admit(request, match)
-        self.cache.commit(request, request.num_tokens)
-        self.cache.release(request)
-        self.client.land_all()
-        self.cache.check_invariants()
-        return missed
-
-    def only_in_cpu(self, tokens: Sequence[int], *others: Sequence[int]) -> None:
-        """A prompt that was evicted from the GPU, by others, and has its copy."""
-        self.serve(tokens)
-        for other in others:
-            self.serve(other)
-        request = Request(request_id="", prompt_token_ids=tokens)
-        assert self.cache.blocks.lookup(request).num_blocks == len(tokens) // 4, "no copy"
 
 
 def test_each_cause_has_a_text_and_a_label() -> None:

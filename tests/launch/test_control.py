@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.doctor import Finding
 from fastdeploy_cache.errors import LaunchError, LifeCycleError
 from fastdeploy_cache.explanation import Explanation, Miss
 from fastdeploy_cache.launch.server import control as control_module
@@ -70,6 +71,10 @@ class Stub:
     def explain(self, request_id: str) -> list[Explanation]:
         self._note("explain", request_id)
         return [self.explanation]
+
+    def examine(self) -> list[Finding]:
+        self._note("examine")
+        return [Finding(name="sick", evidence="It coughs.", advice="Let it sleep.", share=0.25)]
 
     def explain_last(self, num_requests: int) -> list[Explanation]:
         self._note("explain-last", num_requests)
@@ -337,6 +342,18 @@ def test_explanations_come_as_text_and_as_fields(stub: Stub, path: Path) -> None
     assert found["misses"][0]["cause"] == "evicted" and found["misses"][0]["seconds_ago"] == 1.5
     assert len(look(path, "explain-last", 5, num_requests=3)) == 3
     assert stub.calls == [("explain", "r"), ("explain-last", 3)]
+
+
+def test_findings_come_as_text_and_as_fields(stub: Stub, path: Path) -> None:
+    """What the doctor says, and its status: 4 where something is wrong."""
+    (found,) = look(path, "examine", 5)
+    assert (found["name"], found["share"]) == ("sick", 0.25) and found["text"].startswith(
+        "sick: It coughs. Let it sleep."
+    )
+    done = subprocess.run(
+        [*CLI, "doctor", "--socket", str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (4, found["text"])
 
 
 @pytest.mark.parametrize("fields", [{}, {"request_id": 5}, {"request_id": "r", "more": 1}])

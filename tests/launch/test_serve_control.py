@@ -127,5 +127,9 @@ def test_a_request_can_be_explained_by_the_id_that_it_was_sent_with(server: tupl
     assert "missed (new)" in explain(path, "first-of-two").stdout
     status = json.loads(running.get(f"{running.url}/status"))
     assert status["missed_tokens"]["new"] > 0 and status["saved_seconds"]["gpu"] > 0
+    healthy = subprocess.run(
+        [*CLI, "doctor", "--socket", str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (healthy.returncode, healthy.stdout.strip()) == (0, "nothing is wrong, as far as can be seen")
     unknown = explain(path, "third")
     assert (unknown.returncode, unknown.stdout) == (1, "") and "no request 'third'" in unknown.stderr

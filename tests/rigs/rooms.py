@@ -53,12 +53,15 @@ ROOMS = {
         "callers": {"requests", "movement", "books", "config", "errors", "policies", "request", "stats"},
         "ranks": {"peers", "movement", "books", "config", "errors"},
         "life_cycle": {"peers", "requests", "storage", "movement", "books", "config", "errors"},
+        "doctor": {"books", "causes", "config", "explanation", "policies", "stats"},
         "self_check": {"callers", "peers", "requests", "storage", "movement", "books"},
         "recorder": {"movement", "storage", "books", "config", "errors", "stats"},
         "manager": {
             *(
                 "recorder",
+                "doctor",
                 "self_check",
+                "doctor",
                 "callers",
                 "life_cycle",
                 "movement",
