@@ -249,7 +249,7 @@ class SchedulerHalf:
         sequence.is_counted = True
         hits = (sequence.num_vllm_tokens, hit.num_cpu_tokens, hit.num_storage_tokens)
         sequence.num_found_blocks = sum(hits) // self._config.block_size
-        self._cache.blocks.count_request(sequence.request, hits)
+        self._cache.blocks.count_request(sequence.tokens, hits)
 
     @property
     def _longest_seconds(self) -> float:
