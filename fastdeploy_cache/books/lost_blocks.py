@@ -12,7 +12,7 @@ from fastdeploy_cache.books.run import Run
 _ENTRY_BYTES = 320  # of a loss without its marks: the key, the tuple, the time, a place in the dictionary
 _NUM_PARTS = 4  # of the memory: the oldest part is forgotten at once
 _MAX_FORKS, _MAX_WAYS = 4096, 8  # places where lost blocks were parted, and ways that go on from one
-_BURST, _BURST_SECONDS = 1024, 0.005  # losses noted in so long, at most: a millisecond of the lock
+_BURST, _BURST_SECONDS = 256, 0.005  # losses noted in so long, at most: a third of a millisecond of the lock
 
 
 class Loss(IntEnum):
@@ -25,9 +25,8 @@ class Loss(IntEnum):
     RANK = 3
 
 
-Lost = tuple[
-    bytes, Loss, float
-]  # the marks of blocks in a row, how they were lost, when: seconds of the monotonic clock
+# The marks of blocks in a row, how they were lost, and when, by the monotonic clock.
+Lost = tuple[bytes, int, float]
 
 
 class LostBlocks:
@@ -85,7 +84,7 @@ class LostBlocks:
             num_same = num_equal(older[0], marks)
             window = _with_window(run, (first_block + num_same) * size)[-WINDOW_BYTES:]
             self.fork(root.hashes, depth + num_same, window, older, num_same)
-        self.add(key, (marks, kind, time.monotonic()))
+        self.add(key, (marks, int(kind), time.monotonic()))  # with an enumeration the collector would look at it
         self._last = (run, first_block, key)
 
     def add(self, key: int, lost: Lost) -> None:
