@@ -139,7 +139,8 @@ def test_a_ranks_death_in_both_directions_answers_everything(
         results = answers.wait(120)
         assert sorted(order(answers)) == list(range(120))
         failed = [result for result in results if result.error is not None]
-        assert len(failed) == 120 if is_stopped else 0 < len(failed) < 120
+        # none, where the thread that notices the second answer was so late that the rank had done them all by then
+        assert len(failed) == 120 if is_stopped else len(failed) < 120
         assert all("rank 1" in str(result.error) for result in failed)
         eventually(lambda: client.statuses()[1].num_restarts == 1)
         assert client.wait_ready(SECONDS) and all(client.has_room(kind) for kind in TaskKind)
