@@ -118,6 +118,15 @@ def test_a_ranks_death_in_both_directions_answers_everything(
     eventually: Callable[..., None],
 ) -> None:
     """Each task has one answer; those that the dead rank had not done fail; the next incarnation works."""
+    for _ in range(10):  # where the thread that notices two answers is late, the rank may have done them all by then
+        num_failed = die_in_both_directions(is_stopped, eventually)
+        if num_failed:
+            break
+    assert num_failed == 120 if is_stopped else 0 < num_failed < 120
+
+
+def die_in_both_directions(is_stopped: bool, eventually: Callable[..., None]) -> int:
+    """Kill a rank that has 120 tasks, before it begins or when two are answered; how many failed."""
     with big_client(tp_size=2) as (client, answers):
         victim = pids(client)[1]
         stopped(victim)  # until all tasks lie before it: else it may have done them before it is killed
@@ -139,14 +148,13 @@ def test_a_ranks_death_in_both_directions_answers_everything(
         results = answers.wait(120)
         assert sorted(order(answers)) == list(range(120))
         failed = [result for result in results if result.error is not None]
-        # none, where the thread that notices the second answer was so late that the rank had done them all by then
-        assert len(failed) == 120 if is_stopped else len(failed) < 120
         assert all("rank 1" in str(result.error) for result in failed)
         eventually(lambda: client.statuses()[1].num_restarts == 1)
         assert client.wait_ready(SECONDS) and all(client.has_room(kind) for kind in TaskKind)
         for task_id, kind in ((200, OUT), (201, IN)):
             client.submit(task(task_id, kind, [0], [0]))
         assert all(result.error is None for result in answers.wait(122)[120:])
+        return len(failed)
 
 
 def test_more_tasks_than_a_lane_holds_are_refused_at_once() -> None:
