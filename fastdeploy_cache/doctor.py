@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from fastdeploy_cache.books.block_marks import MARK_BYTES, block_marks
+from fastdeploy_cache.books.block_marks import block_marks
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.config import CacheConfig
@@ -176,7 +176,6 @@ def _first_blocks(case: _Case) -> Iterator[Finding]:
             seconds += [block_marks(run.tokens, size, 1, size) for run in runs]
     if len(seconds) < _MIN_REQUESTS:
         return
-    assert all(len(mark) == MARK_BYTES for mark in seconds)
     num_alike = len(seconds) - len(set(seconds))
     if num_alike >= len(seconds) / 2:
         yield Finding(

@@ -335,7 +335,8 @@ class PrefixCacheManager:
     def explain_last(self, num_requests: int) -> list[Explanation]:
         """The same for the last requests that were admitted, the newest first; fewer where fewer are remembered."""
         with self._books:
-            return self._requests.accounts.last(num_requests)
+            accounts = self._requests.accounts.last(num_requests)
+        return self._requests.accounts.explained(accounts)
 
     def examine(self) -> list[Finding]:
         """What is wrong with this cache as far as its last requests show, the worst first."""
@@ -367,8 +368,8 @@ class PrefixCacheManager:
                 num_quarantined_blocks=mover.num_quarantined_blocks,
                 epoch=books.tree.epoch,
                 hit_rates=self.metrics.hit_rates(),
-                missed_tokens=self._requests.accounts.worths()[0],
-                saved_seconds=self._requests.accounts.worths()[1],
+                missed_tokens=self._requests.accounts.missed_by_cause(),
+                saved_seconds=self._requests.accounts.saved_by_tier(),
                 ranks=tuple(self._movement.client.statuses()),
             )
 
