@@ -344,6 +344,7 @@ def test_explanations_come_as_text_and_as_fields(stub: Stub, path: Path) -> None
     assert stub.calls == [("explain", "r"), ("explain-last", 3)]
 
 
+@pytest.mark.processes
 def test_findings_come_as_text_and_as_fields(stub: Stub, path: Path) -> None:
     """What the doctor says, and its status: 4 where something is wrong."""
     (found,) = look(path, "examine", 5)
