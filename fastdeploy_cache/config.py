@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from fastdeploy_cache.errors import ConfigError, LayoutError
+from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES, MIN_HISTORY_BYTES
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
@@ -28,6 +29,7 @@ _TABLES: dict[str, type] = {
     "transfer": TransferConfig,
     "storage": StorageConfig,
     "peer": PeerConfig,
+    "insight": InsightConfig,
 }
 _OPTIONAL_TABLES = ("layout", "storage", "peer")
 ROLES = ("mixed", "prefill", "decode")
@@ -87,6 +89,7 @@ class CacheConfig:
             0: nothing.
         num_explained_requests: of how many of the last requests `explain` can tell; 0: none.
         hit_rate_window_seconds: how far back the hit-rate gauges look.
+        insight: what an operator sees.
 
     Raises:
         ConfigError: an impossible value, with the numbers.
@@ -126,6 +129,7 @@ class CacheConfig:
     lost_blocks_bytes: int = 8 * 2**20
     num_explained_requests: int = 1024
     hit_rate_window_seconds: float = 300.0
+    insight: InsightConfig = field(default_factory=InsightConfig)
 
     def __post_init__(self) -> None:
         self._check_values()

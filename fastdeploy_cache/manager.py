@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from fastdeploy_cache.books.block_pool import REQUEST
-from fastdeploy_cache.books.run import CPU, GPU, Tier
+from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import CacheError, RequestError
 from fastdeploy_cache.explanation import Explanation
+from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.life_cycle import LifeCycle
 from fastdeploy_cache.match import Match, Prefetch
@@ -34,7 +35,7 @@ from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.tokens import TokenIds
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.doctor import Finding
+    from fastdeploy_cache.insight.doctor import Finding
     from fastdeploy_cache.metrics.exporter import Collector
     from fastdeploy_cache.stats import CacheStats
     from fastdeploy_cache.transfer_manager.peer.client import PeerClient
@@ -54,6 +55,7 @@ class PrefixCacheManager:
         blocks: verbs for callers that keep their own requests.
         ranks: KV arrays and the processes that serve them.
         life: pause, sleep, wake, changes of weights.
+        insight: what an operator looks at.
     """
 
     def __init__(
@@ -93,6 +95,9 @@ class PrefixCacheManager:
         self.peers = Peers(config, books, requests, self.metrics)
         self.ranks = RankAccess(config, books, movement, self.peers, on_kv_lost)
         self.life = LifeCycle(config, books, movement, requests=requests, storage=storage, peers=self.peers)
+        self.insight = Insight(
+            config, books, movement, requests=requests, storage=storage, peers=self.peers, metrics=self.metrics
+        )
         client.start(movement.mover.on_result, self.ranks.on_kv_lost)
         try:
             if config.storage is not None:
@@ -101,7 +106,7 @@ class PrefixCacheManager:
         except BaseException:
             self.close()
             raise
-        self._recorder.show(self.stats, requests.accounts.worths)
+        self._recorder.show(self.insight.stats, requests.accounts.worths)
 
     # -- the verbs of a request
 
@@ -329,49 +334,19 @@ class PrefixCacheManager:
 
     def explain(self, request_id: str) -> Explanation:
         """Where the prompt tokens of a matched or recent request came from. Raises `UnknownRequestError`."""
-        with self._books:
-            return self._requests.explain(request_id)
+        return self.insight.explain(request_id)
 
     def explain_last(self, num_requests: int) -> list[Explanation]:
         """The same for the last requests that were admitted, the newest first; fewer where fewer are remembered."""
-        with self._books:
-            accounts = self._requests.accounts.last(num_requests)
-        return self._requests.accounts.explained(accounts)
+        return self.insight.explain_last(num_requests)
 
     def examine(self) -> list[Finding]:
         """What is wrong with this cache as far as its last requests show, the worst first."""
-        from fastdeploy_cache.doctor import examine  # late: it is seldom asked
-
-        return examine(self.config, self.stats(), self.explain_last(self.config.num_explained_requests), self._books)
+        return self.insight.examine()
 
     def stats(self) -> CacheStats:
         """Blocks by owner, transfers, hit rates over the window, ranks."""
-        from fastdeploy_cache.stats import CacheStats, TierStats  # late: an import of the manager is quick
-
-        with self._books:
-            books, mover, road = self._books, self._movement.mover, self.peers.road
-            gpu, cpu = (TierStats.of(books.pools[tier], books.residency, tier) for tier in Tier)
-            return CacheStats(
-                gpu=gpu,
-                cpu=cpu,
-                storage=self.storage.stats(),
-                num_requests=len(self._requests),
-                num_transfers_in_flight=sum(not t.done.is_set() for t in mover.in_flight.values()),
-                num_open_sends=len(road.sends),
-                num_open_receives=len(road.receives),
-                num_swapped_in_blocks=mover.num_landed[GPU],
-                num_swapped_out_blocks=mover.num_landed[CPU],
-                num_refused_transfers={d.value: n for d, n in mover.num_refused.items()},
-                num_failed_steps=dict(books.mishaps.counts),
-                num_hashed_blocks=books.tree.names.num_hashed,
-                hash_seconds=books.tree.names.seconds,
-                num_quarantined_blocks=mover.num_quarantined_blocks,
-                epoch=books.tree.epoch,
-                hit_rates=self.metrics.hit_rates(),
-                missed_tokens=self._requests.accounts.missed_by_cause(),
-                saved_seconds=self._requests.accounts.saved_by_tier(),
-                ranks=tuple(self._movement.client.statuses()),
-            )
+        return self.insight.stats()
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the books do not add up. Walks the whole tree: for tests and for doubt."""

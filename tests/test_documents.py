@@ -19,6 +19,7 @@ from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, PrefixCacheManag
 from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.callers.copies import BlockCopies
 from fastdeploy_cache.callers.view import BlockView
+from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.ipc.peer_channel import make_keys
 from fastdeploy_cache.ipc.private_directory import PrivateDirectory
 from fastdeploy_cache.launch.cli import app
@@ -34,7 +35,7 @@ from fastdeploy_cache.transfer_manager.peer.signature import make_secret
 from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
 
 ROOT = Path(__file__).parent.parent
-TABLES = ("layout", "transfer", "storage", "peer")
+TABLES = ("layout", "transfer", "storage", "peer", "insight")
 SPLIT = ("fastdeploy_cache", "transfer_manager", "launch")  # into rooms
 
 
@@ -224,6 +225,7 @@ def test_every_setting_is_documented() -> None:
     fields |= {f"transfer.{f.name}": f for f in dataclasses.fields(TransferConfig)}
     fields |= {f"storage.{f.name}": f for f in dataclasses.fields(StorageConfig)}
     fields |= {f"peer.{f.name}": f for f in dataclasses.fields(PeerConfig)}
+    fields |= {f"insight.{f.name}": f for f in dataclasses.fields(InsightConfig)}
     assert rows.keys() == fields.keys()
     for name, field in fields.items():
         if isinstance(field.default, int | float) and not isinstance(field.default, bool):

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from fastdeploy_cache.doctor import Finding
 from fastdeploy_cache.errors import CacheError, LaunchError
 from fastdeploy_cache.explanation import Explanation
+from fastdeploy_cache.insight.doctor import Finding
 from fastdeploy_cache.launch.server.control_socket import MAX_SECONDS, PrivateListener, peer_uid, receive_line
 
 logger = logging.getLogger(__name__)

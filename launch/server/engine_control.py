@@ -6,9 +6,9 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from fastdeploy_cache.doctor import Finding
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.explanation import Explanation
+from fastdeploy_cache.insight.doctor import Finding
 from fastdeploy_cache.launch.reference_engine.engine import Engine
 from fastdeploy_cache.life_cycle import LifeCycleStatus, TierName
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from fastdeploy_cache import Request
-from fastdeploy_cache.doctor import examine
+from fastdeploy_cache.insight.doctor import examine
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.stats import StorageTierStats
 from tests.rigs.asker import Asker

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache.causes import Cause
-from fastdeploy_cache.doctor import Finding
 from fastdeploy_cache.errors import LaunchError, LifeCycleError
 from fastdeploy_cache.explanation import Explanation, Miss
+from fastdeploy_cache.insight.doctor import Finding
 from fastdeploy_cache.launch.server import control as control_module
 from fastdeploy_cache.launch.server.control import ControlServer
 from fastdeploy_cache.launch.server.control_client import ask, look

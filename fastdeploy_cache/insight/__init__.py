@@ -1,0 +1,1 @@
+"""What an operator sees of a cache and may do to it while it runs."""
