@@ -19,6 +19,7 @@ from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, PrefixCacheManag
 from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.callers.copies import BlockCopies
 from fastdeploy_cache.callers.view import BlockView
+from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.ipc.peer_channel import make_keys
 from fastdeploy_cache.ipc.private_directory import PrivateDirectory
@@ -82,7 +83,9 @@ def test_the_storage_sample_hits_from_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("page", ["adapters/fastdeploy", "adapters/sglang", "adapter_verbs", "prefill_decode"])
+@pytest.mark.parametrize(
+    "page", ["adapters/fastdeploy", "adapters/sglang", "adapter_verbs", "prefill_decode", "control"]
+)
 def test_the_samples_of_pages_print_what_they_say(page: str) -> None:
     """The first sample of such a page runs as it stands; the other adapters' own tests do the same."""
     sample = blocks(f"docs/{page}.md", "python")[0]
@@ -147,11 +150,12 @@ def test_every_adapter_has_its_page_and_is_named() -> None:
 def test_the_verbs_in_pages_are_there() -> None:
     """Whatever pages call `cache.PART.verb`, and `cache.verb(` outside the pages of adapters, exists."""
     parts = {"storage": StorageAccess, "peers": Peers, "blocks": CallerBlocks, "ranks": RankAccess, "life": LifeCycle}
+    parts["insight"] = Insight
     parts |= {"blocks.copies": BlockCopies, "blocks.view": BlockView}
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         text = page.read_text()
         for part, verb in re.findall(
-            r"\bcache\.((?:storage|peers|blocks|ranks|life)(?:\.copies|\.view)?)\.(\w+)", text
+            r"\bcache\.((?:storage|peers|blocks|ranks|life|insight)(?:\.copies|\.view)?)\.(\w+)", text
         ):
             assert verb in {"copies", "view"} or hasattr(parts[part], verb), f"{page}: cache.{part}.{verb}"
         if page.parent.name != "adapters":

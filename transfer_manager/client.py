@@ -13,12 +13,13 @@ OnResult = Callable[[TransferResult], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """One process of a rank as seen from the engine."""
+    """One process of a rank as seen from the engine. `num_busy_lanes`: of its two, those that work on a task now."""
 
     rank: int
     up: bool
     num_restarts: int
     pid: int | None = None
+    num_busy_lanes: int = 0
 
 
 class TaskClient(Protocol):

@@ -71,6 +71,11 @@ class LargeDict(Generic[K, V]):
         for piece in self._pieces[: self._num_pieces]:
             yield from piece.items()
 
+    @property
+    def num_pieces(self) -> int:
+        """So many numbers in a row name all of its entries."""
+        return self._num_pieces
+
     def piece(self, number: int) -> dict[K, V]:
         """Some of its entries: each is in one of the pieces that so many numbers in a row name."""
         return self._pieces[number % self._num_pieces]

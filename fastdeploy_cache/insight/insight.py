@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
@@ -16,11 +18,20 @@ from fastdeploy_cache.storage.access import StorageAccess
 
 if TYPE_CHECKING:
     from fastdeploy_cache.insight.doctor import Finding
+    from fastdeploy_cache.insight.live_views import RanksView, RequestsView
+    from fastdeploy_cache.insight.prefix_views import PrefixView, TreeView
     from fastdeploy_cache.stats import CacheStats
+
+MAX_SHOWN, MAX_DEPTH = 2000, 64
 
 
 class Insight:
-    """Looks at every room and changes nothing. Any thread."""
+    """Looks at every room and changes nothing. Any thread.
+
+    What looks at many prefixes or requests does so in short turns, between which others change them: each prefix or
+    request is shown as it was at one moment, and all of them together as they were within a few milliseconds or, in a
+    cache of very many blocks, seconds.
+    """
 
     def __init__(
         self,
@@ -82,3 +93,50 @@ class Insight:
                 saved_seconds=self._requests.accounts.saved_by_tier(),
                 ranks=tuple(self._movement.client.statuses()),
             )
+
+    def top(self, num_prefixes: int = 20) -> list[PrefixView]:
+        """The prefixes that the most requests have used, the most used first; among equals the last used.
+
+        Raises:
+            ConfigError: fewer than 1, or more than 2,000.
+        """
+        from fastdeploy_cache.insight.prefix_search import PrefixSearch  # late, as all of these: they are seldom asked
+
+        _check_number("top: num_prefixes", num_prefixes, MAX_SHOWN)
+        return PrefixSearch(self._books, num_prefixes, sys.maxsize).prefixes()
+
+    def tree(self, depth: int = 8, max_nodes: int = 200) -> TreeView:
+        """The prefix tree, as far as it is used most: up to `max_nodes` prefixes, and `depth` of them in a row.
+
+        Raises:
+            ConfigError: no depth from 1 to 64, or not from 1 to 2,000 nodes.
+        """
+        from fastdeploy_cache.insight.prefix_search import PrefixSearch
+
+        _check_number("tree: depth", depth, MAX_DEPTH)
+        _check_number("tree: max_nodes", max_nodes, MAX_SHOWN)
+        return PrefixSearch(self._books, max_nodes, depth).tree()
+
+    def requests(self, num_requests: int = 50) -> RequestsView:
+        """So many of the requests that are matched now, the oldest, and as many of the last that were admitted.
+
+        Raises:
+            ConfigError: fewer than 1, or more than 2,000.
+        """
+        from fastdeploy_cache.insight.live_views import RequestsView, running_requests
+
+        _check_number("requests: num_requests", num_requests, MAX_SHOWN)
+        num_running, running = running_requests(self._books, self._requests, num_requests)
+        recent = tuple(self.explain_last(num_requests))
+        return RequestsView(num_running=num_running, running=running, recent=recent)
+
+    def ranks(self) -> RanksView:
+        """The processes that copy, and how much they have to do."""
+        from fastdeploy_cache.insight.live_views import ranks_now
+
+        return ranks_now(self._books, self._movement)
+
+
+def _check_number(name: str, value: int, most: int) -> None:
+    if type(value) is not int or not 1 <= value <= most:
+        raise ConfigError(f"{name} is {value!r}; use 1 to {most}")

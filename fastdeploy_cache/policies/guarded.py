@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
+from time import monotonic
 from typing import Any
 
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.run import TIERS, Run, Tier
+from fastdeploy_cache.books.use_times import UseTimes
 from fastdeploy_cache.policies.eviction import EvictionPolicy, LeastRecentlyUsed, Split
 from fastdeploy_cache.policies.leaf_order import IsLeaf
 
@@ -34,6 +36,7 @@ class GuardedPolicy:
     def __init__(self, chosen: EvictionPolicy, mishaps: Mishaps, runs: Callable[[], Iterable[Run]]) -> None:
         """`runs` gives every run there is."""
         self._mishaps, self._runs = mishaps, runs
+        self.times = UseTimes()
         self._serve_by(chosen)
 
     def _serve_by(self, chosen: EvictionPolicy) -> None:
@@ -44,6 +47,7 @@ class GuardedPolicy:
         self.hears_losses = _overrides(chosen, "shrink")
         self.has_marks = isinstance(chosen, LeastRecentlyUsed)  # else nobody knows what it has been told of
         calls = {name: self._passed_on(name) for name in _PASSED_ON}
+        calls |= {name: self._timed(calls[name]) for name in ("use", "touch")}
         self._clear, self._coldest, self._victim = calls.pop("clear"), calls.pop("coldest"), chosen.victim
         self._names_leaves = getattr(chosen.victim, "__func__", None) is LeastRecentlyUsed.victim
         vars(self).update(calls)
@@ -63,6 +67,17 @@ class GuardedPolicy:
                     raise
                 self._mishaps.note("policy")  # what it has not heard of is evicted later than it could be
                 return None
+
+        return call
+
+    def _timed(self, tell: Callable[..., None]) -> Callable[..., None]:
+        """Tell of a use of a path, and note when it was."""
+        times = self.times
+
+        def call(path: Sequence[Run], *args: Any) -> None:
+            tell(path, *args)
+            if path and (now := monotonic()) >= times.next_at:
+                times.note(path[-1].usage.last_used, now)
 
         return call
 

@@ -107,6 +107,7 @@ class ActiveRequest:
     ahead: Sequence[Transfer] = ()  # loads whose destinations it uses before they have ended
     num_readable_blocks: int = 0  # of one that runs ahead: those in front of what is coming
     stepped_at: float = 0.0  # when it was last given blocks or committed
+    matched_at: float = 0.0
     step: int = 0  # the last step that it took part in
 
     def __init__(self, request: Request, keys: BlockKeys, generation: int) -> None:

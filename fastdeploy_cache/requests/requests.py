@@ -100,6 +100,11 @@ class Requests:
         num_shown = 0 if self.matcher.is_lost(active) else len(self.matcher.arrived(active)[0])
         return self.accounts.of(active, num_shown)
 
+    def explain_active(self, request_id: str) -> tuple[ActiveRequest, Explanation] | None:
+        """What is kept of a request that is matched now, and the explanation of it; None where it is not matched."""
+        active = self._requests.get(request_id)
+        return (active, self.explain(request_id)) if active is not None else None
+
     # -- one by one
 
     def begin(self, request: Request) -> ActiveRequest:
@@ -108,6 +113,7 @@ class Requests:
         keys = request.keys(self._config.block_size)
         active = ActiveRequest(request, keys, self.books.tree.generation)
         self._requests[request.request_id] = active
+        active.matched_at = time.monotonic()
         try:
             if self._config.enable_prefix_caching and GPU not in self.books.asleep:
                 self.matcher.find_with_storage(active)

@@ -101,6 +101,7 @@ class Processes:
                 up=r.phase is Phase.READY,
                 num_restarts=r.num_restarts,
                 pid=process.pid if (process := r.process) is not None else None,
+                num_busy_lanes=r.num_busy_lanes,
             )
             for r in (self.io.ranks if self.io is not None else [])
         ]

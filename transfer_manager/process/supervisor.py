@@ -113,6 +113,11 @@ class RankSupervisor:
         self._restart_at = 0.0
         self._killed_for = ""
 
+    @property
+    def num_busy_lanes(self) -> int:
+        """Lanes of the present process that work on a task."""
+        return self._signal.num_tasks_in_flight if self.phase is Phase.READY else 0
+
     def launch(self, now: float) -> None:
         """Start the next incarnation on a fresh queue; a failure to spawn counts as a death."""
         assert self.process is None and self.phase is Phase.DOWN
