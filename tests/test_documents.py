@@ -44,15 +44,14 @@ def blocks(document: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
-@pytest.mark.processes
-def test_the_readme_sample_prints_a_hit_rate() -> None:
-    """The first sample runs as it stands, hits, and prints what its comment says."""
-    sample = blocks("README.md", "python")[0]
-    assert len(sample.splitlines()) <= 14
-    result = subprocess.run([sys.executable, "-c", sample], capture_output=True, text=True, timeout=60, check=True)
-    promised = re.search(r"# (hit rate: \d+%)", sample)
-    assert promised is not None
-    assert result.stdout.strip() == promised.group(1)
+def test_first_samples_are_short() -> None:
+    """What a reader meets first is read at one look. That it runs is held by tests/test_doc_blocks.py."""
+    assert len(blocks("README.md", "python")[0].splitlines()) <= 14
+    for page in ("adapters/fastdeploy", "adapters/sglang", "adapter_verbs", "prefill_decode", "control"):
+        sample = blocks(f"docs/{page}.md", "python")
+        code = next(each for each in sample if not each.startswith("# fragment"))
+        lines = [line for line in code.splitlines() if line and not line.startswith(("#", "from", "import"))]
+        assert len(lines) <= 15, page
 
 
 def test_the_readme_configuration_is_valid() -> None:
@@ -60,45 +59,6 @@ def test_the_readme_configuration_is_valid() -> None:
     names = {"CacheConfig": CacheConfig, "KVLayout": KVLayout, "TransferConfig": TransferConfig}
     exec(blocks("README.md", "python")[1], names)
     assert names["config"].pool_sizes() == (100, 400)  # type: ignore[attr-defined]
-
-
-@pytest.mark.processes
-def test_the_layout_sample_prints_what_it_says() -> None:
-    """The first sample of docs/data_plane.md runs, and its comments hold."""
-    sample = blocks("docs/data_plane.md", "python")[0]
-    result = subprocess.run([sys.executable, "-c", sample], capture_output=True, text=True, timeout=60, check=True)
-    promised = [re.sub(r" per rank.*", "", comment) for comment in re.findall(r"# (.*)", sample)]
-    assert result.stdout.splitlines() == promised
-
-
-@pytest.mark.processes
-def test_the_storage_sample_hits_from_disk(tmp_path: Path) -> None:
-    """The sample of docs/storage.md runs as it stands, and prints what its last lines say."""
-    sample = blocks("docs/storage.md", "python")[0]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", sample], capture_output=True, text=True, timeout=60, check=True, env=environment
-    )
-    assert result.stdout.splitlines() == re.findall(r"^# (.*)", sample, re.MULTILINE)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "page", ["adapters/fastdeploy", "adapters/sglang", "adapter_verbs", "prefill_decode", "control"]
-)
-def test_the_samples_of_pages_print_what_they_say(page: str) -> None:
-    """The first sample of such a page runs as it stands; the other adapters' own tests do the same."""
-    sample = blocks(f"docs/{page}.md", "python")[0]
-    result = subprocess.run([sys.executable, "-c", sample], capture_output=True, text=True, timeout=60, check=True)
-    assert result.stdout.splitlines() == re.findall(r"^# (.*)", sample, re.MULTILINE)
-    assert len([line for line in sample.splitlines() if not line.startswith(("#", "from", "import")) and line]) <= 15
-
-
-def test_the_sample_of_a_next_turn_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    """The sample of docs/engine.md that has a conversation's next turn hits what its comment says."""
-    (sample,) = [block for block in blocks("docs/engine.md", "python") if "Request.following" in block]
-    exec(sample, {})
-    assert capsys.readouterr().out.splitlines() == re.findall(r"^# (.*)", sample, re.MULTILINE)
 
 
 def is_room(path: Path) -> bool:

@@ -13,20 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.pages import blocks
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = {path.stem: path for path in (ROOT / "examples").glob("*.py")}
 PRINTS = {
     "toy_engine": [
-        "first engine, prompt 0: 0 from GPU, 0 from CPU, 0 from disk",
-        "first engine, prompt 1: 0 from GPU, 0 from CPU, 0 from disk",
-        "first engine, prompt 1: 192 from GPU, 0 from CPU, 0 from disk",
-        "first engine, prompt 2: 0 from GPU, 0 from CPU, 0 from disk",
-        "first engine, prompt 0: 112 from GPU, 80 from CPU, 0 from disk",
-        "second engine, prompt 0: 0 from GPU, 0 from CPU, 192 from disk",
-        "second engine, prompt 1: 0 from GPU, 0 from CPU, 192 from disk",
-        "second engine, prompt 1: 192 from GPU, 0 from CPU, 0 from disk",
-        "second engine, prompt 2: 0 from GPU, 0 from CPU, 192 from disk",
-        "second engine, prompt 0: 112 from GPU, 80 from CPU, 0 from disk",
+        "a question: of 200 tokens 0 from GPU, 0 from CPU, 0 from disk",
+        "the same again: of 200 tokens 192 from GPU, 0 from CPU, 0 from disk",
+        "its second turn: of 264 tokens 208 from GPU, 0 from CPU, 0 from disk",
+        "something long: of 320 tokens 0 from GPU, 0 from CPU, 0 from disk",
+        "its third turn: of 328 tokens 160 from GPU, 112 from CPU, 0 from disk",
+        "its fourth turn: of 392 tokens 0 from GPU, 0 from CPU, 336 from disk",
     ],
     "worker_owns_kv": [
         "first request: 0 tokens from GPU, 0 from CPU; each key is right",
@@ -52,9 +50,14 @@ PRINTS = {
 
 
 def python_blocks() -> Iterator[tuple[str, str]]:
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
-        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-            yield str(page.relative_to(ROOT)), block
+    """Each with its page; those of a page that is a program, one below the other, are one."""
+    program = ""
+    for block in blocks():
+        if block.page == "docs/embed.md":
+            program += block.text if block.language == "python" else ""
+        elif block.language == "python":
+            yield block.page, block.text
+    yield "docs/embed.md", program
 
 
 def undefined_names(code: str) -> set[str]:
@@ -94,12 +97,22 @@ def test_each_example_is_tried_and_linked() -> None:
     assert "(examples)" in (ROOT / "README.md").read_text()
 
 
+def test_the_page_on_embedding_is_the_first_example() -> None:
+    """Its code is the program without its docstring, and its texts are what that prints."""
+    program = EXAMPLES["toy_engine"].read_text().partition('"""\n\n')[2]
+    of_the_page = [block for block in blocks() if block.page == "docs/embed.md"]
+    shown = "".join(block.text for block in of_the_page if block.language == "python")
+    assert list(filter(None, shown.splitlines())) == list(filter(None, program.splitlines()))
+    printed = "".join(block.text for block in of_the_page if block.language == "text")
+    assert printed.splitlines() == PRINTS["toy_engine"]
+
+
 def test_code_in_pages_is_whole_or_says_that_it_is_a_fragment() -> None:
     """A block of Python in a page sets each name that it reads, or begins with the comment `# fragment: ...`."""
-    blocks = list(python_blocks())
-    whole = [(page, block) for page, block in blocks if not block.startswith("# fragment: ")]
-    assert not [(page, names, block) for page, block in whole if (names := undefined_names(block))]
-    assert all(undefined_names(block) for page, block in blocks if (page, block) not in whole), "it is no fragment"
+    codes = list(python_blocks())
+    whole = [(page, code) for page, code in codes if not code.startswith("# fragment: ")]
+    assert not [(page, names, code) for page, code in whole if (names := undefined_names(code))]
+    assert all(undefined_names(code) for page, code in codes if (page, code) not in whole), "it is no fragment"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+"""The references of settings and metrics, read from the classes that define them. No word of them is written here."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import get_type_hints
+
+from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, PrefixCacheManager, StorageConfig, TransferConfig
+from fastdeploy_cache.insight_config import InsightConfig
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+
+TABLES: dict[str, type] = {
+    "": CacheConfig,
+    "layout": KVLayout,
+    "transfer": TransferConfig,
+    "storage": StorageConfig,
+    "peer": PeerConfig,
+    "insight": InsightConfig,
+}
+OPEN_LABELS = {  # their values depend on how an engine is set up
+    "dp": "`transfer.data_parallel_id`, on every series",
+    "rank": "the number of the rank, from 0 on",
+    "peer": "the other instance, by its `peer.name`",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One key of the configuration: `name` has its table in front, `default` is None where it has to be given."""
+
+    name: str
+    type: str
+    default: str | None
+    text: str
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that sets it."""
+        return "FASTDEPLOY_CACHE_" + self.name.replace(".", "__").upper()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricFamily:
+    """One family of series: its whole name, its type, what its help line says, and the values of each label."""
+
+    name: str
+    type: str
+    text: str
+    labels: dict[str, tuple[str, ...]]
+
+
+def argument_texts(of: type) -> dict[str, str]:
+    """What the section `Args:` of a class's docstring says of each argument."""
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.cleandoc(of.__doc__ or ""), re.DOTALL | re.MULTILINE)
+    entries = re.split(r"^    (\w+(?:, \w+)*): ", section.group(1) if section else "", flags=re.MULTILINE)[1:]
+    pairs = zip(entries[::2], entries[1::2], strict=True)
+    return {name: " ".join(text.split()) for names, text in pairs for name in names.split(", ")}
+
+
+def settings_of(table: str) -> Iterator[Setting]:
+    """Each key of a table ("": those in front of all tables), in the order of its class."""
+    of = TABLES[table]
+    texts, hints = argument_texts(of), get_type_hints(of)
+    for field in dataclasses.fields(of):
+        if not table and field.name in TABLES:
+            continue
+        yield Setting(
+            name=f"{table}.{field.name}" if table else field.name,
+            type=type_words(hints[field.name]),
+            default=default_of(field),
+            text=texts[field.name],
+        )
+
+
+def default_of(field: dataclasses.Field[object]) -> str | None:
+    """The default as TOML writes it, "not set" for None, and None where there is none."""
+    value = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    if value is dataclasses.MISSING:
+        return None
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    return repr(value) if not isinstance(value, tuple | frozenset) else str(list(value))
+
+
+def type_words(hint: object) -> str:
+    """A type as a person says it: `int or nothing`, or the texts that are allowed."""
+    text = re.sub(r"\b(?:\w+\.)+(?=\w)", "", hint.__name__ if isinstance(hint, type) else str(hint))
+    text = re.sub(r"Literal\[([^]]*)\]", lambda found: found.group(1).replace("'", '"').replace(", ", " or "), text)
+    names = {"str": "text", "int": "whole number", "float": "number", "bool": "true or false"}
+    text = re.sub(r"(?<!\")\b(str|int|float|bool)\b(?!\")", lambda found: names[found.group(1)], text)
+    return text.removesuffix(" | None").replace(" | ", " or ")
+
+
+def metric_families() -> Iterator[MetricFamily]:
+    """Each family of the metrics page, in the order of their names."""
+    config = CacheConfig(block_size=1, num_gpu_blocks=1, num_cpu_blocks=1, transfer_client="inline")
+    with PrefixCacheManager(config) as cache:  # its tiers and states have series, which have the values of the labels
+        of_a_cache = {family.name: family.samples for family in cache.metrics.collect()}
+    for family in sorted(CacheMetrics().collect(), key=lambda each: each.name):
+        samples = of_a_cache[family.name] or family.samples  # without rank processes there is no series of a rank
+        labels: dict[str, tuple[str, ...]] = {}
+        for label in samples[0].labels:
+            values = dict.fromkeys(sample.labels[label] for sample in samples)
+            labels[label] = () if label in OPEN_LABELS else tuple(values)
+        name = family.name + ("_total" if family.type == "counter" else "")
+        yield MetricFamily(name=name, type=family.type, text=family.documentation, labels=labels)
