@@ -8,11 +8,8 @@ import inspect
 import os
 import re
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 import typer
 
 from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, PrefixCacheManager, StorageConfig, TransferConfig

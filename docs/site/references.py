@@ -5,22 +5,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import get_type_hints
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
-from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, PrefixCacheManager, StorageConfig, TransferConfig
-from fastdeploy_cache.insight_config import InsightConfig
+from fastdeploy_cache import CacheConfig, PrefixCacheManager
+from fastdeploy_cache.config import CONFIG_KINDS
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 
-TABLES: dict[str, type] = {
-    "": CacheConfig,
-    "layout": KVLayout,
-    "transfer": TransferConfig,
-    "storage": StorageConfig,
-    "peer": PeerConfig,
-    "insight": InsightConfig,
-}
 OPEN_LABELS = {  # their values depend on how an engine is set up
     "dp": "`transfer.data_parallel_id`, on every series",
     "rank": "the number of the rank, from 0 on",
@@ -63,10 +56,10 @@ def argument_texts(of: type) -> dict[str, str]:
 
 def settings_of(table: str) -> Iterator[Setting]:
     """Each key of a table ("": those in front of all tables), in the order of its class."""
-    of = TABLES[table]
+    of = CONFIG_KINDS[table]
     texts, hints = argument_texts(of), get_type_hints(of)
     for field in dataclasses.fields(of):
-        if not table and field.name in TABLES:
+        if not table and field.name in CONFIG_KINDS:
             continue
         yield Setting(
             name=f"{table}.{field.name}" if table else field.name,
@@ -93,12 +86,20 @@ def default_of(field: dataclasses.Field[object]) -> str | None:
 
 
 def type_words(hint: object) -> str:
-    """A type as a person says it: `int or nothing`, or the texts that are allowed."""
-    text = re.sub(r"\b(?:\w+\.)+(?=\w)", "", hint.__name__ if isinstance(hint, type) else str(hint))
-    text = re.sub(r"Literal\[([^]]*)\]", lambda found: found.group(1).replace("'", '"').replace(", ", " or "), text)
-    names = {"str": "text", "int": "whole number", "float": "number", "bool": "true or false"}
-    text = re.sub(r"(?<!\")\b(str|int|float|bool)\b(?!\")", lambda found: names[found.group(1)], text)
-    return text.removesuffix(" | None").replace(" | ", " or ")
+    """A type as a person says it, or the texts that are allowed. That None is allowed, too, says the default."""
+    names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+    if isinstance(hint, type) and hint in names:
+        return names[hint]
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return " or ".join(f'"{each}"' for each in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(type_words(each) for each in arguments if each is not type(None))
+    if origin is tuple:
+        return f"list of {type_words(arguments[0])}s"
+    if origin is Mapping:
+        return f"{type_words(arguments[1])}s by name"
+    raise TypeError(f"{hint} has no words; give it some here")
 
 
 def metric_families() -> Iterator[MetricFamily]:
