@@ -106,7 +106,7 @@ class PrefixCacheManager:
         except BaseException:
             self.close()
             raise
-        self._recorder.show(self.insight.stats, requests.accounts.worths)
+        self._recorder.show(self.insight.stats, requests.accounts.worths, self.insight.what_if_counts)
 
     # -- the verbs of a request
 
@@ -322,6 +322,7 @@ class PrefixCacheManager:
         self.storage.detach()
         self.peers.road.close()
         self._movement.client.stop()
+        self.insight.close()
         self._recorder.close()
 
     def __enter__(self) -> Self:
@@ -365,4 +366,6 @@ class PrefixCacheManager:
         """
         with self._books:
             self._books.check_open()
-        return self._recorder.serve(host, port, also)
+        url = self._recorder.serve(host, port, also)
+        self.insight.start_what_if()
+        return url

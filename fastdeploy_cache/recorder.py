@@ -10,6 +10,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics, WorthCounts
+from fastdeploy_cache.metrics.what_if_metrics import WhatIfCounts
 from fastdeploy_cache.movement.block_mover import TaskEnded
 from fastdeploy_cache.storage.prefetch import StorageTaskEnded
 from fastdeploy_cache.transfer_manager.task import TransferResult
@@ -37,8 +38,10 @@ class Recorder:
         books.listen(TaskEnded, self._on_task_ended)
         books.listen(StorageTaskEnded, self._on_task_ended)
 
-    def show(self, stats: Callable[[], CacheStats], worths: Callable[[], WorthCounts]) -> None:
-        """Ask these stats at each scrape, and what was missed, saved and spent."""
+    def show(
+        self, stats: Callable[[], CacheStats], worths: Callable[[], WorthCounts], what_if: Callable[[], WhatIfCounts]
+    ) -> None:
+        """Ask these stats at each scrape, what was missed, saved and spent, and what other sizes would hit."""
         self.metrics.observe(
             lambda: stats().block_counts(),
             lambda: stats().eviction_counts(),
@@ -48,6 +51,7 @@ class Recorder:
             failures=lambda: stats().failure_counts(),
             hashes=lambda: stats().hash_counts(),
             worths=worths,
+            what_if=what_if,
         )
 
     def serve(self, host: str, port: int, also: Sequence[Collector]) -> str:

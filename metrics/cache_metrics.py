@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastdeploy_cache.metrics.hit_rate import HitRateWindow
+from fastdeploy_cache.metrics.what_if_metrics import WhatIfCounts, what_if_families
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -110,6 +111,7 @@ class CacheMetrics:
         self._failures: Callable[[], FailureCounts] = lambda: ({}, 0)
         self._hashes: Callable[[], HashCounts] = lambda: (0, 0.0)
         self._worths: Callable[[], WorthCounts] = lambda: ({}, {}, {})
+        self._what_if: Callable[[], WhatIfCounts] = WhatIfCounts
 
     @property
     def data_parallel_id(self) -> int:
@@ -127,10 +129,13 @@ class CacheMetrics:
         failures: Callable[[], FailureCounts] = lambda: ({}, 0),
         hashes: Callable[[], HashCounts] = lambda: (0, 0.0),
         worths: Callable[[], WorthCounts] = lambda: ({}, {}, {}),
+        what_if: Callable[[], WhatIfCounts] = WhatIfCounts,
     ) -> None:
         """Read these at every scrape: blocks by tier and state, blocks evicted so far, ranks up and restarted, tasks
         that a full queue kept from starting; storage; steps that failed, and blocks in quarantine; blocks hashed, and
-        the seconds that this took; missed tokens by cause, seconds saved and seconds spent on moving by tier."""
+        the seconds that this took; missed tokens by cause, seconds saved and seconds spent on moving by tier; what
+        other sizes would hit."""
+        self._what_if = what_if
         self._worths, self._storage, self._failures, self._hashes = worths, storage, failures, hashes
         self._blocks, self._evictions, self._rank_counts, self._refused = blocks, evictions, ranks, refused
 
@@ -275,6 +280,7 @@ class CacheMetrics:
         yield self._counter("refused_tasks", text, ("kind",), refused)
         yield from self._worth_families()
         yield from self._storage_families()
+        yield from what_if_families(self._dp, self._what_if())
         steps, num_quarantined_blocks = self._failures()
         text = "Steps that a verb took along, that failed, and that it did without"
         yield self._counter("failed_steps", text, ("step",), {(s,): steps.get(s, 0) for s in STEPS})

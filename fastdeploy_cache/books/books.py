@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
 
@@ -15,9 +17,11 @@ from fastdeploy_cache.books.graves import A_TURN
 from fastdeploy_cache.books.path import gpu_ids
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.prefix_tree import PrefixTree
+from fastdeploy_cache.books.references import References, User
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
 from fastdeploy_cache.errors import ClosedError, LifeCycleError
 from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.policies.eviction import Asked
 
 logger = event_log(__name__)
 
@@ -51,13 +55,15 @@ class Books:
     fails the verb. Threads wait, and callers are called, between turns only.
     """
 
-    def __init__(self, tree: PrefixTree) -> None:
-        self.tree, self._graves = tree, tree.graves
+    def __init__(self, tree: PrefixTree, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives the seconds that policies and whoever learns from uses go by."""
+        self.tree, self._graves, self.clock = tree, tree.graves, clock
         self.pools, self.residency, self.mishaps = tree.pools, tree.residency, tree.mishaps
         self.pinned: dict[Pin, PinnedPrefix] = {}  # by callers that have no request
         self.weights_id: str | None = None  # of what is cached, as far as a store or a peer has told
         self.is_closed = False
         self.asleep: frozenset[Tier] = frozenset()  # tiers that have no memory now
+        self.references: References | None = None  # where somebody learns from them
         self._lock = threading.Lock()
         self._thread: int | None = None  # whose turn it is
         self._changes: deque[Change] = deque()
@@ -256,6 +262,16 @@ class Books:
         self.weights_id = weights_id
 
     # -- blocks
+
+    def note_references(self, references: References | None) -> None:
+        """Note there what is used from now on; None: nowhere."""
+        self.references = references
+
+    def use(self, path: list[Run], request: User, asked: Asked) -> None:
+        """A request whose prefix lies on `path` is released, the first time after it was admitted."""
+        if self.references is not None:
+            self.mishaps.ask("policy", partial(self.references.note, path, request, asked.num_asked), None)
+        self.tree.policy.use(path, request, asked)
 
     def take(self, num_blocks: int, tier: Tier, owner: Owner) -> array[int]:
         """So many blocks for an owner, lowest ids first, after what the policy names has been evicted for them.

@@ -288,7 +288,7 @@ class CallerBlocks:
         holding = tree.move_pin(None, run, run.num_blocks)  # or the copies' own evictions might take it
         try:
             if asked is not None:
-                tree.policy.use(run.path(), request, asked)
+                self._books.use(run.path(), request, asked)
             else:
                 tree.policy.touch(run.path())
             path = run.path()

@@ -11,6 +11,7 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.metrics.what_if_metrics import WhatIfCounts
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.requests.requests import Requests
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from fastdeploy_cache.insight.doctor import Finding
     from fastdeploy_cache.insight.live_views import RanksView, RequestsView
     from fastdeploy_cache.insight.prefix_views import PrefixView, TreeView
+    from fastdeploy_cache.insight.what_if import WhatIf, WhatIfRate
     from fastdeploy_cache.stats import CacheStats
 
 MAX_SHOWN, MAX_DEPTH = 2000, 64
@@ -46,6 +48,7 @@ class Insight:
     ) -> None:
         self._config, self._books, self._movement = config, books, movement
         self._requests, self._storage, self._peers, self._metrics = requests, storage, peers, metrics
+        self._what_if: WhatIf | None = None
 
     def explain(self, request_id: str) -> Explanation:
         """See `PrefixCacheManager.explain`."""
@@ -64,6 +67,36 @@ class Insight:
 
         requests = self.explain_last(self._config.num_explained_requests)
         return examine(self._config, self.stats(), requests, self._books)
+
+    def start_what_if(self) -> WhatIf:
+        """Estimate from now on what other sizes of the tiers would hit, unless `insight.what_if` is off."""
+        from fastdeploy_cache.insight.what_if import WhatIf  # late: it starts a process
+
+        if self._what_if is None:
+            prefill = self._movement.speeds.prefill
+            self._what_if = WhatIf(self._config, self._books, lambda: prefill.per_second)
+        self._what_if.start()
+        return self._what_if
+
+    def what_if(self) -> list[WhatIfRate]:
+        """What other sizes of the tiers would have hit in the last hour; nothing before there were enough requests.
+
+        The first call starts the process that estimates it, where no metrics endpoint has.
+        """
+        return self.start_what_if().rates()
+
+    def what_if_counts(self) -> WhatIfCounts:
+        """What the metrics show of it; nothing where it was never started."""
+        what_if = self._what_if
+        if what_if is None:
+            return WhatIfCounts()
+        rates = [(r.tier, r.factor, r.policy, r.token_hit_rate, r.saved_seconds) for r in what_if.rates()]
+        return WhatIfCounts(rates, what_if.num_lost_requests)
+
+    def close(self) -> None:
+        """End what was started here."""
+        if self._what_if is not None:
+            self._what_if.close()
 
     def stats(self) -> CacheStats:
         """See `PrefixCacheManager.stats`."""

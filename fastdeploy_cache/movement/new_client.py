@@ -56,4 +56,4 @@ def new_books(config: CacheConfig, policy: EvictionPolicy | None, clock: Callabl
             config.eviction_policy, clock, num_blocks=max(sizes), block_tokens=size, history_bytes=num_bytes
         )
     pools = (BlockPool("GPU", sizes[0]), BlockPool("CPU", sizes[1]))
-    return Books(PrefixTree(size, pools, policy, config.lost_blocks_bytes))
+    return Books(PrefixTree(size, pools, policy, config.lost_blocks_bytes), clock)

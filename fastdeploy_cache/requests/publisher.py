@@ -104,7 +104,7 @@ class Publisher:
             tree.policy.touch(path)
         else:
             request.used = True
-            tree.policy.use(path, request, Asked(active.num_asked_blocks, active.num_found_blocks))
+            self._books.use(path, request, Asked(active.num_asked_blocks, active.num_found_blocks))
         path = pin.run.path()  # the policy may have cut it
         if request.priority is not None:
             for run in path:

@@ -41,7 +41,15 @@ def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
 def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]:
     ranks = [str(rank) for rank in range(num_ranks)]
     keys = {key(name) for name in ("requests_total", "requests_hit_total", "tokens_queried_total")}
-    keys |= {key(name) for name in ("skipped_write_blocks_total", "window_request_hit_rate", "window_token_hit_rate")}
+    keys |= {
+        key(name)
+        for name in (
+            "skipped_write_blocks_total",
+            "what_if_lost_requests_total",
+            "window_request_hit_rate",
+            "window_token_hit_rate",
+        )
+    }
     keys |= {key(name, tier=tier) for name in ("tokens_hit_total", "window_tier_token_hit_rate") for tier in TIERS}
     keys |= {key("evicted_blocks_total", tier=t, kind=k) for t in ("gpu", "cpu") for k in EVICTION_KINDS}
     for name in ("tasks_total", "task_bytes_total", "task_seconds_total", "task_failures_total"):

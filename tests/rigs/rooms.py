@@ -56,7 +56,7 @@ ROOMS = {
         "life_cycle": {"peers", "requests", "storage", "movement", "books", "config", "errors"},
         "insight": {
             *("peers", "requests", "storage", "movement", "books", "causes", "config", "errors", "explanation"),
-            *("policies", "stats"),
+            *("insight_config", "policies", "stats"),
         },
         "self_check": {"callers", "peers", "requests", "storage", "movement", "books"},
         "recorder": {"movement", "storage", "books", "config", "errors", "stats"},
@@ -76,6 +76,7 @@ ROOMS = {
             ),
             *("policies", "config", "errors", "explanation", "match", "request", "stats", "tokens"),
         },
+        "what_if": {"manager", "insight", "books", "config", "errors", "insight_config", "policies", "request"},
         "adapters": {
             *("manager", "callers", "life_cycle", "peers", "books", "policies", "config", "config_sources", "errors"),
             *("match", "request", "tokens"),

@@ -1,0 +1,98 @@
+"""What requests have used, noted in a few bytes for whoever learns from it in another process."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from fastdeploy_cache.books.block_marks import block_marks
+from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.policies.eviction import Hints
+
+# bytes of the record; seconds; namespace; prompt tokens; blocks asked for; priority and seconds to keep; flags
+HEADER = struct.Struct("<IdQIIffB")
+HAS_PRIORITY, HAS_KEEP_SECONDS, SESSION_ENDED, TOOL_CALL_PENDING, FORGOTTEN = 1, 2, 4, 8, 16
+_MAX_WAITING = 4096  # records
+_FLUSH_RECORDS, _FLUSH_SECONDS = 32, 1.0
+_WORD = 2**64 - 1
+
+
+class User(Hints, Protocol):
+    """What of a request is noted: see `Request`."""
+
+    num_prompt_tokens: int
+
+    @property
+    def namespace(self) -> str: ...
+
+
+class References:
+    """A record for each request that is released: its time, its tokens, and a mark of four bytes for each of its
+    blocks (see `block_marks`). No tokens are in it. Under the lock, but for `take`.
+
+    A record is dropped, and counted, where nobody takes those before it.
+    """
+
+    def __init__(self, block_bytes: int, clock: Callable[[], float], when_due: Callable[[], None]) -> None:
+        """`when_due` is called, under the lock, when records should be taken."""
+        self._block_bytes, self._clock, self._when_due = block_bytes, clock, when_due
+        self._records: deque[bytes] = deque()
+        self._taken_at = 0.0
+        self.num_lost = 0
+
+    def note(self, path: Sequence[Run], request: User, num_asked_blocks: int) -> None:
+        """A request whose prefix lies on `path` is released, and had looked for so many blocks."""
+        size = self._block_bytes
+        marks = b"".join([block_marks(run.tokens, 0, run.num_blocks, size) for run in path])
+        extras = [(at, extra) for at, run in _numbered(path) if run.extras for at, extra in _extras_from(at, run)]
+        if extras:
+            marks = _with_extras(marks, extras)
+        priority, keep_seconds = request.priority, request.keep_seconds
+        flags = (priority is not None) * HAS_PRIORITY | (keep_seconds is not None) * HAS_KEEP_SECONDS
+        flags |= request.session_ended * SESSION_ENDED | request.tool_call_pending * TOOL_CALL_PENDING
+        now, name, num_bytes = self._clock(), hash(request.namespace) & _WORD, HEADER.size + len(marks)
+        sizes = request.num_prompt_tokens, num_asked_blocks
+        self._add(HEADER.pack(num_bytes, now, name, *sizes, priority or 0.0, keep_seconds or 0.0, flags) + marks, now)
+
+    def note_forgotten(self) -> None:
+        """Nothing that was used counts any more."""
+        now = self._clock()
+        self._add(HEADER.pack(HEADER.size, now, 0, 0, 0, 0.0, 0.0, FORGOTTEN), now)
+
+    def take(self) -> bytes:
+        """The records so far, one behind the other. Any thread."""
+        records = self._records
+        return b"".join([records.popleft() for _ in range(len(records))])
+
+    def _add(self, record: bytes, now: float) -> None:
+        if len(self._records) >= _MAX_WAITING:
+            self.num_lost += 1
+        else:
+            self._records.append(record)
+        if len(self._records) >= _FLUSH_RECORDS or now - self._taken_at >= _FLUSH_SECONDS:
+            self._taken_at = now
+            self._when_due()
+
+
+def _numbered(path: Sequence[Run]) -> list[tuple[int, Run]]:
+    """Each run with the number of its first block."""
+    numbered, at = [], 0
+    for run in path:
+        numbered.append((at, run))
+        at += run.num_blocks
+    return numbered
+
+
+def _extras_from(first: int, run: Run) -> list[tuple[int, bytes]]:
+    return [(first + block, extra) for block, extra in (run.extras or {}).items()]
+
+
+def _with_extras(marks: bytes, extras: Sequence[tuple[int, bytes]]) -> bytes:
+    """The same tokens with another image are another block."""
+    changed = bytearray(marks)
+    for block, extra in extras:
+        word = int.from_bytes(changed[block * 4 : block * 4 + 4], "little") ^ (hash(extra) & 0xFFFFFFFF)
+        changed[block * 4 : block * 4 + 4] = word.to_bytes(4, "little")
+    return bytes(changed)

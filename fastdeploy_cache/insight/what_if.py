@@ -1,0 +1,197 @@
+"""What other sizes of the tiers would have hit: estimated live, by a process beside the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Forgotten
+from fastdeploy_cache.books.references import References
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.insight.what_if_setup import ResultBoard, plans_for, setup_for
+from fastdeploy_cache.ipc.codec import encode
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.ipc.shared_array import SharedArray
+
+logger = event_log(__name__)
+
+_PROGRAM = "fastdeploy_cache.what_if"
+_PIPE_BYTES = 2**20
+_MAX_UNSENT_BYTES = 4 * 2**20
+_END_SECONDS = 5.0
+_WINDOW_SECONDS = 3600.0
+_MIN_REQUESTS = 50  # in the window: fewer say little
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIfRate:
+    """What a tier of another size would have hit in the last hour, the other tier being as it is.
+
+    Attributes:
+        tier: gpu or cpu.
+        factor: of its present size; of the GPU pool's for a CPU tier that is not there.
+        policy: the eviction policy: that in use, or lru.
+        num_blocks: of that tier then.
+        token_hit_rate: 0 to 1, of all prompt tokens.
+        saved_seconds: of computing; None while the prefill speed is not known.
+    """
+
+    tier: str
+    factor: float
+    policy: str
+    num_blocks: int
+    token_hit_rate: float
+    saved_seconds: float | None
+
+
+class WhatIf:
+    """Hands a few bytes for each request to the process and reads its results. Nothing here waits for it.
+
+    Any thread; `start` and `close` by one at a time.
+    """
+
+    def __init__(self, config: CacheConfig, books: Books, prefill_speed: Callable[[], float | None]) -> None:
+        """`prefill_speed`: tokens per second, of one request."""
+        self._config, self._books, self._prefill_speed = config, books, prefill_speed
+        self._plans = plans_for(config)
+        self._sending = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._board: ResultBoard | None = None
+        self._array: SharedArray | None = None
+        self._unsent = b""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the process runs, as far as is known."""
+        return self._process is not None
+
+    def start(self) -> None:
+        """Start the process, unless it runs or `insight.what_if` is off. What is used from now on counts.
+
+        One that cannot start costs its estimates only; it is logged.
+        """
+        is_wanted = self._config.insight.what_if and self._config.enable_prefix_caching
+        if self._process is not None or not is_wanted or self._books.is_closed:
+            return
+        num_plans = len(self._plans)
+        try:
+            with contextlib.ExitStack() as undo:
+                array = SharedArray.create("fastdeploy_what_if", ResultBoard.num_words(num_plans) * 8)
+                undo.callback(array.close)
+                process = self._spawn(array.fd)
+                undo.pop_all()
+        except (OSError, MemoryError) as error:  # `NotEnoughMemoryError` is one of these
+            logger.warning("event=what_if_not_started reason=%r", str(error))
+            return
+        self._array, self._board, self._process = array, ResultBoard(array, num_plans), process
+        references = References(self._config.block_size * 4, self._books.clock, self._when_due)
+        with self._books:
+            self._books.listen(Forgotten, self._on_forgotten)
+            self._books.note_references(references)
+
+    def _spawn(self, result_fd: int) -> subprocess.Popen[bytes]:
+        setup = encode(setup_for(self._config, _WINDOW_SECONDS, result_fd))
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(result_fd,),
+            start_new_session=True,  # a signal to the engine's process group is the engine's to deal with
+        )
+        assert process.stdin is not None
+        fd = process.stdin.fileno()
+        with contextlib.suppress(OSError):  # the system's limit on pipes: it takes less at a time
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        os.set_blocking(fd, False)
+        with contextlib.suppress(BrokenPipeError):  # it has ended: the first record will find that
+            os.write(fd, _LENGTH.pack(len(setup)) + setup)
+        return process
+
+    def rates(self) -> list[WhatIfRate]:
+        """One for each tier, factor and policy; none before there are enough requests, or where the process is gone."""
+        self._send()
+        result = self._board.read() if self._board is not None and self._process is not None else None
+        if result is None or result.num_window_requests < _MIN_REQUESTS:
+            return []
+        speed = self._prefill_speed()
+        return [
+            WhatIfRate(
+                tier=plan.tier,
+                factor=plan.factor,
+                policy=plan.policy,
+                num_blocks=plan.num_gpu_blocks if plan.tier == "gpu" else plan.num_cpu_blocks,
+                token_hit_rate=hit_tokens / result.num_window_tokens,
+                saved_seconds=hit_tokens / speed if speed else None,
+            )
+            for plan, hit_tokens in zip(self._plans, result.hit_tokens, strict=True)
+        ]
+
+    @property
+    def num_seen_requests(self) -> int:
+        """That the process has served to its small caches so far."""
+        self._send()
+        result = self._board.read() if self._board is not None else None
+        return result.num_requests if result is not None else 0
+
+    @property
+    def num_lost_requests(self) -> int:
+        """That it has not been told of, as it could not follow: the rates are worth less then."""
+        references = self._books.references
+        return references.num_lost if references is not None else 0
+
+    def close(self) -> None:
+        """End the process. Safe to call twice."""
+        self._books.note_references(None)
+        with self._sending:
+            self._end()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()  # it has nothing to lose
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        if self._array is not None:
+            self._array.close()
+        self._array = self._board = None  # its view would keep the memory
+
+    def _on_forgotten(self, _: Forgotten) -> None:
+        if self._books.references is not None:
+            self._books.references.note_forgotten()
+
+    def _when_due(self) -> None:
+        self._books.call_later(self._send)
+
+    def _send(self) -> None:
+        """Write what there is, as far as the pipe takes it. One thread at a time; another one leaves it to that."""
+        references = self._books.references
+        if references is None or not self._sending.acquire(blocking=False):
+            return
+        try:
+            process = self._process
+            if process is None or process.stdin is None:
+                return
+            if len(self._unsent) < _MAX_UNSENT_BYTES:  # else the records wait where they are, or are counted as lost
+                self._unsent += references.take()
+            try:
+                self._unsent = self._unsent[os.write(process.stdin.fileno(), self._unsent) :] if self._unsent else b""
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                logger.warning("event=what_if_ended status=%s", process.poll())
+                self._books.note_references(None)
+                self._end()
+        finally:
+            self._sending.release()

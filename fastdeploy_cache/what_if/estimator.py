@@ -1,0 +1,88 @@
+"""Hit rates of caches that there might be, over a sliding window."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fastdeploy_cache.insight.what_if_setup import WhatIfResult, WhatIfSetup
+from fastdeploy_cache.what_if.mini_cache import MiniCache
+from fastdeploy_cache.what_if.records import Reference
+from fastdeploy_cache.what_if.sampling import BlockSubset
+
+_NUM_BUCKETS = 60  # that a window is made of
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A sixtieth of the window."""
+
+    number: int
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_asked: int = 0  # blocks
+    num_sampled: int = 0  # of these
+    num_hits: list[int] = field(default_factory=list)  # of these, by plan
+
+
+class Estimator:
+    """Serves what it is fed to a small cache for each plan. One thread.
+
+    The sample has by chance more or fewer references than its share of all: mostly of the few blocks that nearly every
+    request uses, which every cache hits. So the difference is taken for hits (SHARDS-adj of the paper on SHARDS).
+    """
+
+    def __init__(self, setup: WhatIfSetup) -> None:
+        self._setup, self._sampling = setup, BlockSubset(setup.sample_ratio)
+        self._caches = [MiniCache(plan, setup) for plan in setup.plans]
+        # plans that are alike in all but what they are compared with need one cache only
+        alike: dict[tuple[str, int, int], int] = {}
+        keys = [(plan.policy, plan.num_gpu_blocks, plan.num_cpu_blocks) for plan in setup.plans]
+        self._same_as = [alike.setdefault(key, number) for number, key in enumerate(keys)]
+        self._buckets: deque[_Bucket] = deque()
+        self._bucket_seconds = setup.window_seconds / _NUM_BUCKETS
+        self._num_requests = 0
+
+    def feed(self, reference: Reference) -> None:
+        """A request has used something, or nothing that was used counts any more."""
+        if reference.is_reset:
+            for cache in self._caches:
+                cache.forget()
+            return
+        tokens, places = self._sampling.tokens(reference.marks, reference.namespace)
+        num_asked = int(np.searchsorted(places, np.uint64(reference.num_asked_blocks)))
+        bucket = self._bucket_at(reference.seconds)
+        self._num_requests += 1
+        bucket.num_requests += 1
+        bucket.num_tokens += reference.num_prompt_tokens
+        bucket.num_asked += reference.num_asked_blocks
+        bucket.num_sampled += num_asked
+        if not len(tokens):
+            return
+        hits: list[int] = []
+        for number, (cache, same_as) in enumerate(zip(self._caches, self._same_as, strict=True)):
+            hits.append(hits[same_as] if same_as < number else cache.serve(reference, tokens, num_asked))
+            bucket.num_hits[number] += hits[number]
+
+    def _bucket_at(self, seconds: float) -> _Bucket:
+        number = int(seconds / self._bucket_seconds)
+        if not self._buckets or self._buckets[-1].number < number:
+            self._buckets.append(_Bucket(number, num_hits=[0] * len(self._caches)))
+        while self._buckets[0].number <= number - _NUM_BUCKETS:
+            self._buckets.popleft()
+        return self._buckets[-1]
+
+    def result(self) -> WhatIfResult:
+        """What is known of the window that ends with the last request."""
+        buckets, size, ratio = self._buckets, self._setup.block_size, self._setup.sample_ratio
+        num_asked, num_sampled = (sum([getattr(b, name) for b in buckets]) for name in ("num_asked", "num_sampled"))
+        missing = num_asked * ratio - num_sampled
+        hits = [sum([bucket.num_hits[i] for bucket in buckets]) + missing for i in range(len(self._caches))]
+        return WhatIfResult(
+            num_requests=self._num_requests,
+            num_window_requests=sum([bucket.num_requests for bucket in buckets]),
+            num_window_tokens=sum([bucket.num_tokens for bucket in buckets]),
+            hit_tokens=tuple([min(max(0.0, num / ratio), num_asked) * size for num in hits]),
+        )

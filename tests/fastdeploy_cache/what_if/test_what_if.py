@@ -1,0 +1,135 @@
+"""The process beside the engine: what it is told, what it answers, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.insight_config import InsightConfig
+from fastdeploy_cache.request import Image
+from tests.rigs.leaks import child_pids
+
+pytestmark = pytest.mark.processes
+SIZE = 4
+
+
+def config_of(**given: object) -> CacheConfig:
+    return CacheConfig(block_size=SIZE, num_gpu_blocks=20, transfer_client="inline", **given)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def cache() -> Iterator[PrefixCacheManager]:
+    with PrefixCacheManager(config_of(prefill_tokens_per_second=100.0)) as cache:
+        yield cache
+
+
+def serve(cache: PrefixCacheManager, name: str, tokens: list[int], images: list[Image] | None = None) -> None:
+    request = Request(request_id=name, prompt_token_ids=tokens, images=images or [])
+    match = cache.match(request)
+    cache.allocate(request, -(-len(tokens) // SIZE) - len(match.block_ids))
+    cache.commit(request, len(tokens))
+    cache.release(request)
+
+
+def prompt(number: int) -> list[int]:
+    return list(range(number * 100, number * 100 + 5 * SIZE + 1))
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline, nap = time.monotonic() + 30, 0.001
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(nap)
+
+
+def test_a_larger_tier_would_hit_and_a_smaller_one_less(cache: PrefixCacheManager) -> None:
+    """Six prompts in turn do not fit into 20 blocks: under lru none hits; twice as many blocks hit all but the first
+    round, and what that saves is told."""
+    assert cache.insight.what_if() == []
+    for i in range(120):
+        serve(cache, str(i), prompt(i % 6))
+    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 120)
+    rates = {(rate.tier, rate.factor): rate for rate in cache.insight.what_if()}
+    assert {policy for rate in rates.values() for policy in (rate.policy,)} == {"lru"}
+    assert rates["gpu", 0.5].token_hit_rate == rates["gpu", 1.0].token_hit_rate == 0
+    most = 114 / 120 * 20 / 21
+    assert rates["gpu", 2.0].token_hit_rate == pytest.approx(most) and rates["gpu", 2.0].num_blocks == 40
+    assert rates["gpu", 2.0].saved_seconds == pytest.approx(114 * 20 / 100)
+    assert rates["cpu", 1.0].token_hit_rate > 0.4 and rates["cpu", 1.0].num_blocks == 20  # there is none now
+    cache.check_invariants()
+
+
+def test_a_reset_and_an_image_count(cache: PrefixCacheManager) -> None:
+    """What was used before a reset would not be hit, nor the same tokens with another image."""
+    cache.insight.what_if()
+    for i in range(60):
+        image = Image(offset=0, length=SIZE, hash=bytes([i]) * 8)
+        serve(cache, str(i), prompt(0), [image])
+    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 60)
+    assert {rate.token_hit_rate for rate in cache.insight.what_if()} == {0.0}
+    for i in range(60):
+        cache.reset()
+        serve(cache, f"again {i}", prompt(1))
+    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 120)
+    assert {rate.token_hit_rate for rate in cache.insight.what_if()} == {0.0}
+
+
+def test_the_metrics_page_starts_it_and_shows_it(cache: PrefixCacheManager) -> None:
+    """The gauges come when there are enough requests; the process goes with the cache."""
+    before = child_pids()
+    url = cache.serve_metrics()
+    (pid,) = child_pids() - before
+    for i in range(100):
+        serve(cache, str(i), prompt(i % 6))
+    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 100)
+    page = urllib.request.urlopen(url, timeout=5).read().decode()
+    line = 'fastdeploy_cache_what_if_hit_rate{dp="0",factor="4",policy="lru",tier="gpu"} 0.8'
+    assert line in page and 'fastdeploy_cache_what_if_lost_requests_total{dp="0"} 0.0' in page
+    cache.close()
+    assert pid not in child_pids()
+
+
+def test_a_killed_process_costs_its_estimates_only(cache: PrefixCacheManager) -> None:
+    """The cache serves on, and shows no rates any more."""
+    before = child_pids()
+    cache.insight.what_if()
+    (pid,) = child_pids() - before
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    for i in range(100):
+        serve(cache, str(i), prompt(i % 3))
+    wait_until(lambda: not cache.insight.start_what_if().num_lost_requests and pid not in child_pids())
+    assert cache.stats().hit_rates["token"] > 0.5
+    cache.check_invariants()
+
+
+def test_a_stopped_process_holds_nobody_up(cache: PrefixCacheManager) -> None:
+    """What it does not read is counted as lost when there is too much of it; the cache serves on and closes."""
+    before = child_pids()
+    cache.insight.what_if()
+    (pid,) = child_pids() - before
+    os.kill(pid, signal.SIGSTOP)
+    with cache._books:
+        references = cache._books.references
+        assert references is not None
+        for _ in range(5000):
+            references.note([], Request(request_id="a", prompt_token_ids=[1]), 0)
+        cache._books._calls.clear()
+    assert cache.insight.what_if_counts().num_lost_requests == 5000 - 4096
+    serve(cache, "b", prompt(0))
+    cache.close()
+    assert pid not in child_pids()
+
+
+def test_it_can_be_left_out() -> None:
+    """With `insight.what_if` off no process is started, and nothing is shown."""
+    before = child_pids()
+    with PrefixCacheManager(config_of(insight=InsightConfig(what_if=False))) as cache:
+        cache.serve_metrics()
+        assert cache.insight.what_if() == [] and child_pids() == before
