@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fastdeploy_cache.books.block_hash import HASH_BYTES, TOKEN_BYTES, root_hash
+from fastdeploy_cache.books.block_hash import TOKEN_BYTES, root_hash
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_names import BlockNames
 from fastdeploy_cache.books.block_pool import REQUEST, RUN, BlockPool, Owner
@@ -354,13 +354,12 @@ class PrefixTree:
     def _merge(self, upper: Run, lower: Run) -> None:
         """The reverse of `split`: the upper run takes in the lower one, its pins and its children."""
         num_above, had_blocks = upper.num_blocks, (bool(upper.gpu), bool(upper.cpu))
-        tokens, hashes = bytearray(upper.tokens) + lower.tokens, upper.hashes
-        if len(hashes) == num_above * HASH_BYTES:
-            hashes = hashes + lower.hashes
+        tokens = bytearray(upper.tokens) + lower.tokens
+        hashes, marks = upper.names_with(lower)
         gpu, cpu = upper.gpu + lower.gpu, upper.cpu + lower.cpu
         if lower.extras is not None:
             upper.extras = {**(upper.extras or {}), **{b + num_above: x for b, x in lower.extras.items()}}
-        upper.tokens, upper.hashes = tokens, hashes
+        upper.tokens, upper.hashes, upper.block_marks = tokens, hashes, marks
         if upper.sample is not None and lower.sample is not None:  # see `EvictionPolicy.alike`
             upper.sample = upper.sample.joined(lower.sample)
         upper.join_marks(lower)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from fastdeploy_cache.books.block_marks import block_marks
+from fastdeploy_cache.books.block_marks import MARK_BYTES, block_marks
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.policies.eviction import Hints
 
@@ -16,7 +16,7 @@ HEADER = struct.Struct("<IdQIIffB")
 HAS_PRIORITY, HAS_KEEP_SECONDS, SESSION_ENDED, TOOL_CALL_PENDING, FORGOTTEN = 1, 2, 4, 8, 16
 _MAX_WAITING = 4096  # records
 _FLUSH_RECORDS, _FLUSH_SECONDS = 32, 1.0
-_WORD = 2**64 - 1
+_WORD, _HALF_WORD = 2**64 - 1, 2**32 - 1
 
 
 class User(Hints, Protocol):
@@ -44,17 +44,25 @@ class References:
 
     def note(self, path: Sequence[Run], request: User, num_asked_blocks: int) -> None:
         """A request whose prefix lies on `path` is released, and had looked for so many blocks."""
-        size = self._block_bytes
-        marks = b"".join([block_marks(run.tokens, 0, run.num_blocks, size) for run in path])
-        extras = [(at, extra) for at, run in _numbered(path) if run.extras for at, extra in _extras_from(at, run)]
-        if extras:
-            marks = _with_extras(marks, extras)
+        marks = b"".join([self._marks_of(run) for run in path])
         priority, keep_seconds = request.priority, request.keep_seconds
         flags = (priority is not None) * HAS_PRIORITY | (keep_seconds is not None) * HAS_KEEP_SECONDS
         flags |= request.session_ended * SESSION_ENDED | request.tool_call_pending * TOOL_CALL_PENDING
         now, name, num_bytes = self._clock(), hash(request.namespace) & _WORD, HEADER.size + len(marks)
         sizes = request.num_prompt_tokens, num_asked_blocks
         self._add(HEADER.pack(num_bytes, now, name, *sizes, priority or 0.0, keep_seconds or 0.0, flags) + marks, now)
+
+    def _marks_of(self, run: Run) -> bytes:
+        """The run keeps them: what many requests use is read once."""
+        num_known = len(run.block_marks) // MARK_BYTES
+        if num_known == run.num_blocks:
+            return run.block_marks
+        size = self._block_bytes
+        new = block_marks(run.tokens, num_known * size, run.num_blocks - num_known, size)
+        if run.extras is not None:
+            new = _with_extras(new, num_known, run.extras)
+        run.block_marks += new
+        return run.block_marks
 
     def note_forgotten(self) -> None:
         """Nothing that was used counts any more."""
@@ -76,23 +84,10 @@ class References:
             self._when_due()
 
 
-def _numbered(path: Sequence[Run]) -> list[tuple[int, Run]]:
-    """Each run with the number of its first block."""
-    numbered, at = [], 0
-    for run in path:
-        numbered.append((at, run))
-        at += run.num_blocks
-    return numbered
-
-
-def _extras_from(first: int, run: Run) -> list[tuple[int, bytes]]:
-    return [(first + block, extra) for block, extra in (run.extras or {}).items()]
-
-
-def _with_extras(marks: bytes, extras: Sequence[tuple[int, bytes]]) -> bytes:
-    """The same tokens with another image are another block."""
-    changed = bytearray(marks)
-    for block, extra in extras:
-        word = int.from_bytes(changed[block * 4 : block * 4 + 4], "little") ^ (hash(extra) & 0xFFFFFFFF)
-        changed[block * 4 : block * 4 + 4] = word.to_bytes(4, "little")
-    return bytes(changed)
+def _with_extras(marks: bytes, first: int, extras: Mapping[int, bytes]) -> bytes:
+    """The same tokens with another image are another block. `first`: the number of the first block in its run."""
+    words = [int.from_bytes(marks[at : at + MARK_BYTES], "little") for at in range(0, len(marks), MARK_BYTES)]
+    for block, extra in extras.items():
+        if block >= first:
+            words[block - first] ^= hash(extra) & _HALF_WORD
+    return b"".join([word.to_bytes(MARK_BYTES, "little") for word in words])

@@ -13,6 +13,7 @@ import msgspec
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_keys import BlockKeys
+from fastdeploy_cache.books.block_marks import MARK_BYTES
 from fastdeploy_cache.books.block_sample import BlockSample
 from fastdeploy_cache.books.large_dict import LargeDict, put
 
@@ -84,6 +85,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
     queued_gpu: object = None  # a policy's mark of its place among the leaves of that tier
     queued_cpu: object = None
     sample: BlockSample | None = None  # for a policy that observes some blocks
+    block_marks: bytes = b""  # of its first blocks, as far as somebody has asked: see `References`
 
     def __repr__(self) -> str:
         """Itself alone: all that it refers to is the whole tree."""
@@ -186,6 +188,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
         del self.tokens[num_bytes:]  # type: ignore[union-attr]
         if self.hashes:
             self.hashes = self.hashes[:num_hash_bytes]
+        if self.block_marks:
+            self.block_marks = self.block_marks[: num_hash_bytes // HASH_BYTES * MARK_BYTES]
 
     def front(self, num_blocks: int, block_bytes: int) -> Run:
         """A run beside this one with what its first blocks have; this one is as before, until `cut_front`."""
@@ -193,7 +197,10 @@ class Run(msgspec.Struct, gc=False, eq=False):
         upper.usage.is_shared = True
         upper.num_blocks = num_blocks
         upper.tokens = self.tokens[: num_blocks * block_bytes]
-        upper.hashes = self.hashes[: num_blocks * HASH_BYTES]
+        upper.hashes, upper.block_marks = (
+            self.hashes[: num_blocks * HASH_BYTES],
+            self.block_marks[: num_blocks * MARK_BYTES],
+        )
         if self.extras is not None:
             upper.extras = {block: extra for block, extra in self.extras.items() if block < num_blocks} or None
         upper.gpu = self.gpu[: num_blocks * ID_BYTES]
@@ -212,11 +219,21 @@ class Run(msgspec.Struct, gc=False, eq=False):
         tokens, hashes = self.tokens[cut * block_bytes :], self.hashes[cut * HASH_BYTES :]
         gpu, cpu = self.gpu[len(upper.gpu) :], self.cpu[len(upper.cpu) :]
         sample = self.sample.behind(cut) if self.sample is not None else None
+        marks = self.block_marks[cut * MARK_BYTES :]
         self.tokens, self.hashes, self.extras, self.gpu, self.cpu = tokens, hashes, extras, gpu, cpu
-        self.sample = sample
+        self.sample, self.block_marks = sample, marks
         self.num_blocks -= cut
         self.cpu_start = max(0, self.cpu_start - cut)
         self.cut_marks(upper)
+
+    def names_with(self, lower: Run) -> tuple[bytes | bytearray, bytes]:
+        """Hashes and marks of both as one run, as far as they are known from the front on."""
+        hashes, marks = self.hashes, self.block_marks
+        if len(hashes) == self.num_blocks * HASH_BYTES:
+            hashes = hashes + lower.hashes
+        if len(marks) == self.num_blocks * MARK_BYTES:
+            marks = marks + lower.block_marks
+        return hashes, marks
 
     def cut_marks(self, upper: Run) -> None:
         """Storage's marks of a run whose first `upper.num_blocks` blocks are another's now."""

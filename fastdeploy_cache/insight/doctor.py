@@ -15,12 +15,15 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.explanation import Explanation, Miss
+from fastdeploy_cache.insight.what_if import WhatIfRate
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.stats import CacheStats
 
 _MIN_SHARE = 0.1  # of all prompt tokens that one cause costs, before it is worth a word
 _MIN_TAIL_SHARE = 0.25  # the same for the tails of prompts: some are always lost
 _MIN_REQUESTS = 20  # fewer say nothing
+_MIN_GAIN = 0.02  # of all prompt tokens, for which more blocks are worth a word
+_MOST = 0.8  # of what the largest size gains
 _MAX_LOOKED = 500  # prompts in the tree whose second blocks are compared
 
 
@@ -51,6 +54,7 @@ class _Case:
     stats: CacheStats
     requests: Sequence[Explanation]
     books: Books
+    rates: Sequence[WhatIfRate]
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,9 +67,18 @@ class _Case:
         return sum(miss.num_tokens for miss in misses) / self.num_tokens if self.num_tokens else 0.0
 
 
-def examine(config: CacheConfig, stats: CacheStats, requests: Sequence[Explanation], books: Books) -> list[Finding]:
-    """What is wrong, what costs most first. `requests`: the last ones. Takes the lock for a look at some prompts."""
-    case = _Case(config, stats, requests, books)
+def examine(
+    config: CacheConfig,
+    stats: CacheStats,
+    requests: Sequence[Explanation],
+    books: Books,
+    rates: Sequence[WhatIfRate] = (),
+) -> list[Finding]:
+    """What is wrong, what costs most first. `requests`: the last ones; `rates`: of other sizes, where they are known.
+
+    Takes the lock for a look at some prompts.
+    """
+    case = _Case(config, stats, requests, books, rates)
     findings = [finding for look in _NOW for finding in look(case)]
     if len(requests) >= _MIN_REQUESTS:
         findings += [finding for look in _BY_REQUESTS for finding in look(case)]
@@ -127,7 +140,26 @@ def _evicted(case: _Case) -> Iterator[Finding]:
         else:
             name = "gpu_short"
             advice = f"Give the cache a CPU tier (num_cpu_blocks), or more than {num_gpu_blocks} num_gpu_blocks."
-        yield Finding(name=name, evidence=evidence, advice=advice, share=share)
+        sizes = "" if name == "evicted_before_copied" else _size_that_pays(case)
+        yield Finding(name=name, evidence=evidence, advice=advice + sizes, share=share)
+
+
+def _size_that_pays(case: _Case) -> str:
+    """A sentence on the smallest CPU tier with most of what the largest gives; nothing where no rates are known."""
+    rates = {(rate.tier, rate.factor): rate for rate in case.rates if rate.policy == case.config.eviction_policy}
+    if not rates:
+        return ""
+    now = rates["gpu", 1.0].token_hit_rate
+    larger = [rate for (tier, _), rate in sorted(rates.items()) if tier == "cpu" and rate.token_hit_rate > now]
+    most = larger[-1].token_hit_rate if larger else now
+    if most - now < _MIN_GAIN:
+        return " In the last hour a CPU tier of no size up to four times of this one would have hit more."
+    best = next(rate for rate in larger if rate.token_hit_rate >= now + _MOST * (most - now))
+    saved = f", and {best.saved_seconds:.0f} seconds of computing be saved" if best.saved_seconds is not None else ""
+    return (
+        f" With {best.num_blocks} blocks in the CPU tier {best.token_hit_rate:.0%} of the last hour's tokens would "
+        f"hit{saved}; as it is, {now:.0%} would."
+    )
 
 
 def _simple(name: str, cause: Cause, what: str, advice: str) -> Callable[[_Case], Iterator[Finding]]:

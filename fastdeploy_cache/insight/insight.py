@@ -66,7 +66,8 @@ class Insight:
         from fastdeploy_cache.insight.doctor import examine  # late: it is seldom asked
 
         requests = self.explain_last(self._config.num_explained_requests)
-        return examine(self._config, self.stats(), requests, self._books)
+        rates = self._what_if.rates() if self._what_if is not None else ()
+        return examine(self._config, self.stats(), requests, self._books, rates)
 
     def start_what_if(self) -> WhatIf:
         """Estimate from now on what other sizes of the tiers would hit, unless `insight.what_if` is off."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES, BlockHasher
+from fastdeploy_cache.books.block_marks import MARK_BYTES, block_marks
 from fastdeploy_cache.books.block_pool import CALLER, FREE, REQUEST, RUN, TASK, BlockPool, Owner
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
@@ -120,6 +121,10 @@ def _check_shape(tree: PrefixTree, run: Run, last_hashes: dict[Run, bytes], belo
     assert 0 <= run.num_stored <= run.num_blocks and 0 <= run.num_offered <= run.num_blocks
     hashes = BlockHasher(tree.block_size).extend(last_hashes[run.parent], run.tokens, 0, run.num_blocks, run.extras)
     assert hashes.startswith(run.hashes), "hash chain broken"
+    num_marked = len(run.block_marks) // MARK_BYTES
+    assert num_marked <= run.num_blocks and len(run.block_marks) % MARK_BYTES == 0
+    if run.extras is None:
+        assert run.block_marks == block_marks(run.tokens, 0, num_marked, tree.block_bytes), "marks of other blocks"
     last_hashes[run] = hashes[-HASH_BYTES:]
     is_over = run.epoch != tree.epoch and not tree.graves.open
     assert not is_over or run.num_held == run.num_blocks, "unheld blocks of an older epoch are still there"

@@ -21,6 +21,7 @@ from fastdeploy_cache.metrics.cache_metrics import (
     CacheMetrics,
     StorageCounts,
 )
+from fastdeploy_cache.metrics.what_if_metrics import WhatIfCounts
 
 PREFIX = "fastdeploy_cache_"
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -98,7 +99,10 @@ def test_no_series_appears_later() -> None:
     failures = dict.fromkeys(STEPS, 1), 1
     observed = (tuple, lambda: evictions, lambda: ranks, lambda: refused, storage)
     worths = dict.fromkeys(CAUSES, 1), dict.fromkeys(TIERS, 1.0), dict.fromkeys(TIERS, 1.0)
-    metrics.observe(*observed, failures=lambda: failures, hashes=lambda: (1, 1.0), worths=lambda: worths)
+    lost = WhatIfCounts(num_lost_requests=1)
+    metrics.observe(
+        *observed, failures=lambda: failures, hashes=lambda: (1, 1.0), worths=lambda: worths, what_if=lambda: lost
+    )
     samples = scrape(metrics)
     assert set(samples) == expected_keys(2)
     assert all(samples.values()), "and each was counted"

@@ -133,3 +133,15 @@ def test_it_can_be_left_out() -> None:
     with PrefixCacheManager(config_of(insight=InsightConfig(what_if=False))) as cache:
         cache.serve_metrics()
         assert cache.insight.what_if() == [] and child_pids() == before
+
+
+def test_the_doctor_says_how_many_blocks_would_do(cache: PrefixCacheManager) -> None:
+    """Its advice on a cache that is too small names a size of the CPU tier, and what that would hit."""
+    cache.insight.what_if()
+    for i in range(120):
+        serve(cache, str(i), prompt(i % 6))
+    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 120)
+    (finding,) = cache.examine()
+    assert finding.name == "gpu_short"
+    assert "With 40 blocks in the CPU tier 90% of the last hour's tokens would hit" in finding.advice
+    assert "as it is, 0% would" in finding.advice
