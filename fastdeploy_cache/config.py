@@ -43,53 +43,60 @@ class CacheConfig:
     """What the cache is made of. Every name is the same in Python, TOML, environment and `--set`.
 
     Args:
-        block_size: tokens per block.
-        num_gpu_blocks: blocks of the GPU pool; or
-        gpu_memory_bytes: bytes per rank to fill with them (needs a layout).
-        num_cpu_blocks: blocks of the CPU pool (0: no CPU tier); or
-        cpu_memory_bytes: bytes per rank; or
+        block_size: tokens per block, 1 to 1024.
+        num_gpu_blocks: blocks of the GPU pool. Give these, or `gpu_memory_bytes`.
+        gpu_memory_bytes: bytes per rank to fill with GPU blocks. They need a layout.
+        num_cpu_blocks: blocks of the CPU pool; 0 means no CPU tier. Give these, `cpu_memory_bytes` or
+            `cpu_to_gpu_ratio`.
+        cpu_memory_bytes: bytes per rank to fill with CPU blocks.
         cpu_to_gpu_ratio: CPU blocks for each GPU block.
-        eviction_policy: which cached blocks go first when room is short: lru, fifo, lfu, slru,
-            priority, pin, mru, filo or reuse.
-        eviction_history_bytes: what the policy `reuse` may spend on remembering blocks, evicted ones included.
-        cpu_write_policy: which blocks are copied to the CPU tier: `write_back` all while that tier has free
-            blocks (in batches: a burst may lose less than one), and then those that would be evicted next, ahead of
-            that; `write_through` all, at commit and release; `write_through_selective` those of the n-th use on.
-        cpu_write_high_water: share of the GPU pool above which `write_back` keeps no block that is neither free nor
-            copied from being copied: the rest of the pool is for bursts of allocation.
-        cpu_write_min_uses: the n of `write_through_selective`.
-        cache_outputs: False keeps blocks that hold output tokens out of the cache, and of storage.
-        storage_write_policy: which blocks of the CPU tier are written to storage: `write_through` all (they are copied
-            down at once, whatever `cpu_write_policy` says), `write_through_selective` those of the n-th use on,
-            `write_back` those that the CPU tier would evict next.
-        storage_write_min_uses: the n of `write_through_selective`.
-        prefetch_policy: how long a request may wait for storage, from its prefetch on: `best_effort` not at all,
-            `timeout` for the time below, `wait_complete` until the task ends.
-        prefetch_timeout_seconds: base of that time; and
-        prefetch_seconds_per_1024_tokens: as much again for so many tokens.
-        min_prefetch_tokens: fewer are not asked of storage.
-        max_prefetch_share: of the CPU pool that may be on its way from storage at a time.
-        load_policy: `auto` loads what is faster to load than to compute, by what both have been seen to take; `always`,
-            `never`.
-        prefill_tokens_per_second: of one request, for `auto`; None: learned from allocate and commit.
+        eviction_policy: which cached blocks go first when room is short. One of `lru`, `fifo`, `lfu`, `slru`,
+            `priority`, `pin`, `mru`, `filo` and `reuse`.
+        eviction_history_bytes: how many bytes `reuse` may spend on remembering blocks, evicted ones included.
+        cpu_write_policy: which blocks are copied to the CPU tier. `write_back` copies all blocks while that tier has
+            free ones, in batches: less than one may be lost in a burst. Then it copies those that would be evicted
+            next, before they are. `write_through` copies all, at commit and release. `write_through_selective` copies
+            those that have been used `cpu_write_min_uses` times or more.
+        cpu_write_high_water: for `write_back` once the CPU tier is full, how much of the GPU pool may be filled with
+            blocks that have no copy there. When there are more of them, those that would be evicted next are copied. So
+            with 0.75 a quarter of the pool can then be allocated at once without losing anything.
+        cpu_write_min_uses: how often a block has to be used before `write_through_selective` copies it to the CPU tier.
+        cache_outputs: false keeps blocks that hold output tokens out of the cache and out of storage.
+        storage_write_policy: which blocks of the CPU tier are written to storage. `write_through` writes all; they are
+            copied down at once, whatever `cpu_write_policy` says. `write_through_selective` writes those that have been
+            used `storage_write_min_uses` times or more. `write_back` writes those that the CPU tier would evict next.
+        storage_write_min_uses: how often a block has to be used before `write_through_selective` writes it to storage.
+        prefetch_policy: how long a request may wait for storage, from its `prefetch` on. `best_effort`: not at all.
+            `timeout`: for `prefetch_timeout_seconds`, and longer for long prompts. `wait_complete`: until the task
+            ends.
+        prefetch_timeout_seconds: how long a request may wait with `prefetch_policy` `timeout`, whatever its length.
+        prefetch_seconds_per_1024_tokens: how much longer it may wait for each 1,024 tokens.
+        min_prefetch_tokens: where fewer tokens are missing, storage is not asked.
+        max_prefetch_share: the share of the CPU pool that may be on its way from storage at a time.
+        load_policy: `auto` loads what is faster to load than to compute, by what both have been seen to take. `always`
+            loads, and `never` does not.
+        prefill_tokens_per_second: how fast the engine computes one request, for `load_policy` `auto`. Where it is not
+            given, it is learned from `allocate` and `commit`.
         min_load_tokens: fewer tokens than these are computed rather than loaded from the CPU tier.
-        max_load_share: of the GPU pool; a longer prefix is not loaded.
-        recompute_last_token: of a prompt of full blocks that are all cached on the GPU only the last token is computed,
-            into a copy of the last block; else the whole last block is.
-        enable_prefix_caching: False keeps every verb and never hits.
-        transfer_client: `processes` runs one rank per tensor-parallel shard; `inline` none: bytes are copied in the
-            caller's thread, or not at all where there is no layout (simulation, tests).
-        layout: what a token's keys and values look like; needed by `processes`.
-        transfer: ranks and their deadlines.
-        storage: a store below the CPU tier; None: none.
-        role: `prefill` computes prompts and offers their blocks to other instances, `decode` receives them; `mixed`
-            computes both, and with `peer` may do either.
-        peer: how blocks go from instance to instance; None: not at all.
-        lost_blocks_bytes: how much is remembered of blocks that are cached no more, to say why a request missed them;
-            0: nothing.
-        num_explained_requests: of how many of the last requests `explain` can tell; 0: none.
+        max_load_share: the share of the GPU pool that a load may take. A longer prefix is not loaded.
+        recompute_last_token: what is computed when a prompt that fills its blocks exactly is cached whole on the GPU.
+            An engine needs at least one token to compute. With false that is the whole last block. With true it is the
+            last token alone, which is computed into a copy of the last block.
+        enable_prefix_caching: with false all calls work as before, but no prefix is ever found.
+        transfer_client: `processes` runs a rank process for each tensor-parallel rank. `inline` starts none: bytes are
+            copied in the caller's thread, or not at all without a layout (simulation, tests). Storage has its process
+            all the same.
+        layout: what the keys and values of a token look like. Rank processes need it.
+        transfer: the ranks and their deadlines.
+        storage: a store below the CPU tier. None means that there is none.
+        role: `prefill` computes prompts and offers their blocks to other instances, and `decode` receives them. `mixed`
+            may do either where there is a table `peer`.
+        peer: how blocks go from instance to instance. None means that they do not.
+        lost_blocks_bytes: how much is remembered of blocks that are cached no more, to say why a request missed them.
+            With 0 nothing is, and every block that no tier has is `new_or_forgotten`.
+        num_explained_requests: of how many of the last requests `explain` can tell. With 0 it can tell of none.
         hit_rate_window_seconds: how far back the hit-rate gauges look.
-        insight: what an operator sees.
+        insight: what an operator sees beside the metrics.
 
     Raises:
         ConfigError: an impossible value, with the numbers.

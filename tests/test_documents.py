@@ -151,6 +151,16 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def test_the_comparison_says_what_was_looked_at() -> None:
+    """Each of the six caches is in it, and has a version or a commit among its sources."""
+    text, _, sources = (ROOT / "docs/comparison.md").read_text().partition("\n## Sources\n")
+    entries = [" ".join(each.split()) for each in sources.split("\n- ")[1:]]
+    for name in ("vLLM", "SGLang", "LMCache", "KVBM", "FastDeploy", "Mooncake"):
+        assert name in text
+        [entry] = [each for each in entries if name in each.partition(":")[0]]
+        assert re.search(r" \d+\.\d+|commit `\w{8}`", entry), name
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     """Each relative link of a page names a file that is there and, behind a #, one of its headings."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]

@@ -19,23 +19,28 @@ class TransferConfig:
     """Ranks, where they run, and every deadline they are held to.
 
     Args:
-        tp_size: tensor-parallel ranks, one process each.
-        data_parallel_id: tells the engines of one data-parallel group apart in logs and metrics.
-        device: where the KV arrays live; `cpu` keeps them in shared memory, `cuda` on an NVIDIA GPU.
-        kv_owner: who makes the KV arrays: `engine` (shared memory only; they survive a rank), `worker` (the model's
-            process, which hands them over by `attach_kv`) or `transfer` (the rank). None: `engine`, on a GPU `worker`.
-        device_ids: one per rank; empty means 0, 1, 2 ...
-        log_dir: folder for one log per rank; None keeps the log in a nameless file, for error messages only.
-        start_timeout_seconds: from the call of start to every rank ready.
-        task_timeout_seconds: from submission to every rank's answer; a rank that is later is killed and replaced.
-        heartbeat_seconds: how often a rank shows that it lives.
-        heartbeat_timeout_seconds: silence after which it counts as hung.
-        stop_timeout_seconds: time to end by itself when asked; then it is killed.
-        max_tasks_in_flight: in each direction; more are refused ("not now"). At most 256.
-        max_restarts: deaths of one rank tolerated within `restart_window_seconds`; one more switches the tiers
-            below the GPU off.
-        restart_window_seconds: over which these deaths are counted.
-        restart_backoff_seconds: pause before the first restart; it doubles with each death in the window.
+        tp_size: the number of tensor-parallel ranks. Each has a process.
+        data_parallel_id: tells the engines of a data-parallel group apart. It is the label `dp` in metrics and part of
+            log names.
+        device: where the KV arrays live: `cpu` keeps them in shared memory, `cuda` on an NVIDIA GPU.
+        device_ids: one device for each rank, counted among the visible devices, which ranks inherit. Where none are
+            given, they are 0, 1, 2 and so on.
+        kv_owner: who makes the KV arrays: `engine` (in shared memory only; they survive a rank), `worker` (the model's
+            process, which hands them over by `attach_kv`) or `transfer` (the rank). Where it is not given, it is
+            `engine` on the CPU and `worker` on a GPU.
+        log_dir: the folder for the log of each rank, `transfer_dpD_rankR.log`. Without it logs serve error messages
+            only.
+        start_timeout_seconds: how long a start may take, until every rank is ready.
+        task_timeout_seconds: how long one copy may take on all ranks. A rank that is later is killed and replaced.
+        heartbeat_seconds: how often a rank shows that it lives; at least 0.25.
+        heartbeat_timeout_seconds: how long a rank may be silent before it is killed and replaced.
+        stop_timeout_seconds: how long a rank may take to end by itself when asked. After that it is killed.
+        max_tasks_in_flight: how many tasks may be in flight in each direction, at most 256. More are not started, and
+            are counted.
+        max_restarts: how many deaths of one rank there may be within `restart_window_seconds`. One more switches the
+            tiers below the GPU off.
+        restart_window_seconds: the length of that window.
+        restart_backoff_seconds: the pause before the first restart. It doubles with each death in the window.
     """
 
     tp_size: int = 1

@@ -38,6 +38,7 @@ highlight_language = "text"
 myst_heading_anchors = 4
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_preserve_defaults = True
+toc_object_entries_show_parents = "hide"
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 140
 napoleon_numpy_docstring = False

@@ -15,7 +15,7 @@ from fastdeploy_cache.config import CONFIG_KINDS
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 
 OPEN_LABELS = {  # their values depend on how an engine is set up
-    "dp": "`transfer.data_parallel_id`, on every series",
+    "dp": "`transfer.data_parallel_id`",
     "rank": "the number of the rank, from 0 on",
     "peer": "the other instance, by its `peer.name`",
 }

@@ -46,7 +46,7 @@ class MetricsReference(SphinxDirective):
         lines: list[str] = []
         for family in metric_families():
             lines += [f".. metric:: {family.name}", "", f"   {sentence(family.text)}", "", f"   :Type: {family.type}"]
-            for label, values in family.labels.items():
+            for label, values in list(family.labels.items())[1:]:  # the first, `dp`, is on every series
                 shown = ", ".join(f"``{value}``" for value in values if value)
                 lines.append(f"   :Label {label}: {shown or OPEN_LABELS[label]}")
             lines.append("")
@@ -55,7 +55,9 @@ class MetricsReference(SphinxDirective):
 
 
 def sentence(text: str) -> str:
-    """The text with a capital at its front, where that is a word, and a full stop at its end."""
+    """The text as a sentence: with a capital at its front, where that is a word, and a full stop at its end."""
+    if kind := re.match(r"\((\w+)\) ", text):  # of which store or link a setting is
+        return f"Only for `{kind.group(1)}`. {sentence(text[kind.end() :])}"
     text = text[0].upper() + text[1:] if text[0].isalpha() else text
     return text if text.endswith((".", ":")) else text + "."
 

@@ -33,18 +33,23 @@ class KVLayout:
     """The model's keys and values, before they are shared out to ranks.
 
     Args:
-        num_layers: layers that keep keys and values.
-        num_kv_heads: key/value heads of the whole model; with fewer heads than ranks they are replicated.
+        num_layers: the number of layers that keep keys and values.
+        num_kv_heads: heads of the whole model. Their number must be a multiple of the number of ranks, or divide it;
+            then heads are replicated.
         head_dim: elements of one head's key for one token.
-        dtype: float32, float16, bfloat16, float8_e4m3, float8_e5m2, int8, uint8 or int4.
-        value_head_dim: elements of one head's value; None: as `head_dim`; 0: there is none, and the keys are the one
-            latent part of multi-head latent attention (`num_kv_heads` 1, `head_dim` latent and rope elements together).
-        scale_dtype: dtype of scales stored beside quantised keys and values; None: there are none.
-        scale_elements: elements of a token's head that share a scale; None: all of them.
-        heads_first: arrays are [blocks, heads, tokens, elements] instead of [blocks, tokens, heads, elements].
+        dtype: `float32`, `float16`, `bfloat16`, `float8_e4m3`, `float8_e5m2`, `int8`, `uint8`, `int4` (two elements a
+            byte).
+        value_head_dim: elements of one head's value, where it differs from the key. 0 means that there is no value: the
+            keys are the one latent part of multi-head latent attention (`num_kv_heads` 1, `head_dim` latent and rope
+            elements together).
+        scale_dtype: the dtype of the scales beside quantised keys and values. Without it there are none.
+        scale_elements: how many elements of a token's head share a scale. Without it all of them do.
+        heads_first: true makes the arrays [blocks, heads, tokens, elements], and false [blocks, tokens, heads,
+            elements].
         num_extra_layers: layers of a speculative (MTP) head, behind the others.
         extra_layer_block_ratio: blocks of the extra layers' arrays for each block of the GPU pool, 1 or more.
-        device_order: `layer_first`: an array for each layer and part; `block_first`: all of a block side by side.
+        device_order: `layer_first` makes an array for each layer and part. `block_first` puts all of a block side by
+            side.
 
     Raises:
         LayoutError: a size or a combination that cannot be, with the numbers.

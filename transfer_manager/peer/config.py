@@ -20,23 +20,27 @@ class PeerConfig:
 
     Args:
         weights_id: names the model's weights, as for storage. What other weights have computed is never received.
-        link: what moves the bytes. `shm`: between two instances on one host; `nixl`, `mooncake`: between hosts;
-            `storage`: the sending side writes to its store, the receiving one prefetches from there.
-        name: of this instance, in metrics and logs of the others; empty: host name and data-parallel id.
-        listen: where control messages of other instances arrive: empty for a private socket on this host, or
-            `tcp://ADDRESS:PORT` (IPv6: `tcp://[ADDRESS]:PORT`); rank r takes PORT + r. TCP needs `keys_folder`.
-        keys_folder: the keys of this host and the public ones of the others, made by `fastdeploy-cache peer-keys`.
-        secret_file: holds the secret of the group, made by `fastdeploy-cache peer-secret`, the same for all instances:
-            an offer that was made or changed without it is refused. Without a file every offer is believed: then take
-            offers over a channel of your own alone.
-        offer_timeout_seconds: from the offer of a request to its end; after that its blocks go home.
-        receive_timeout_seconds: from the call of `receive` to its end.
-        silence_timeout_seconds: a peer that says nothing for so long is gone.
-        max_transfers: sends, and receives, at a time; more are refused.
-        nixl_backend: (nixl) its plug-in.
-        mooncake_hostname, mooncake_protocol, mooncake_device_name: (mooncake) as Mooncake's own set-up; at this
-            address others reach the Transfer Engine. Whoever reaches its port can read and write the KV arrays: use it
-            in a network that is trusted.
+        link: what moves the bytes: `shm` on one host, `nixl` or `mooncake` between hosts, `storage` through a shared
+            store.
+        name: the name of this instance in metrics and logs of the others. Where it is empty, host name and
+            data-parallel id are taken.
+        listen: where control messages arrive. Empty means a private socket on this host; the other form is
+            `tcp://ADDRESS:PORT` (IPv6: `tcp://[ADDRESS]:PORT`), where rank r takes PORT + r. TCP needs `keys_folder`.
+        keys_folder: the folder with the keys of this host and of those that it talks to, made by `fastdeploy-cache
+            peer-keys`.
+        secret_file: a file with the group's secret, made by `fastdeploy-cache peer-secret`. An offer that was made or
+            changed without it is refused. Without a file every offer is believed: then take offers over a channel of
+            your own alone.
+        offer_timeout_seconds: the time from an offer to the end of its send. After that its blocks go home.
+        receive_timeout_seconds: the time from the call of `receive` to its end.
+        silence_timeout_seconds: a peer that says nothing for so long counts as gone. This is also the longest that one
+            read may take.
+        max_transfers: how many sends, and how many receives, there may be at a time; at most 120. More are refused.
+        nixl_backend: (nixl) the name of its plug-in.
+        mooncake_hostname: (mooncake) the address at which other instances reach the Transfer Engine of this one.
+            Whoever reaches its port can read and write the KV arrays: use it in a network that is trusted.
+        mooncake_protocol: (mooncake) what moves the bytes between hosts: `tcp` or `rdma`.
+        mooncake_device_name: (mooncake) the network device for `rdma`. It stays empty for `tcp`.
     """
 
     weights_id: str

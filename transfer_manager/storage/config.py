@@ -32,28 +32,37 @@ class StorageConfig:
     Args:
         kind: `file`, `mooncake`, `valkey`, or `module:Class` of a store of your own, which is looked for where the
             engine finds its modules; `fastdeploy_cache.transfer_manager.storage.base` has the protocol.
-        weights_id: names the model's weights: a revision, or `weights_id_of(files)`. Needed: a prefix that other
-            weights have computed must never be found. New weights, new id.
-        staging_bytes: of a rank's CPU memory that storage goes through where there is no CPU tier.
-        start_timeout_seconds: how long the engine's start waits for the store; after that it starts without.
-        task_timeout_seconds: a read or write that takes longer is given up, and its process replaced.
-        breaker_failures: so many failures in a row and the store is left alone
-        breaker_seconds: for so long, then it is probed; the pause doubles with each failed probe, up to 60 s.
-        options: for a store of your own.
+        weights_id: names the model's weights: a revision, or `weights_id_of(files)`. What other weights have computed
+            must never be found, so new weights get a new id.
+        staging_bytes: how much of a rank's CPU memory storage goes through where there is no CPU tier.
+        start_timeout_seconds: how long the engine's start waits for the store. After that the engine starts without it,
+            and the store is tried again and again.
+        task_timeout_seconds: a read or write that takes longer is given up, and its process is replaced.
+        breaker_failures: after so many failures in a row the store is left alone for a while.
+        breaker_seconds: for so long it is left alone, and then it is probed. The time doubles with each failed probe,
+            up to 60 s.
+        options: texts by name, for a store of your own.
 
-        folder: (file) where it lives; made where it is missing.
-        capacity_bytes: (file) of all ranks together.
-        slab_bytes: (file) size that its files grow to; at most an eighth of what a rank may fill.
-        admission: (file) which blocks are written: `second_use` those that are offered again, `priority` those of
-            requests with at least `min_priority`, or `all`.
-        min_priority: (file) see there.
-        num_io_threads: (file) reads and writes in flight at a time, each.
-        master_address, metadata_server, protocol, device_name, local_hostname: (mooncake) as Mooncake's own set-up.
-        segment_bytes: (mooncake) memory that each rank lends to the cluster; 0 lends none.
-        server_url: (valkey) `unix:///path`, `valkey://host:port/db`, `valkeys://` or `rediss://` with TLS.
+        folder: (file) where the store lives. It is made where it is missing, and each engine needs one of its own.
+        capacity_bytes: (file) the capacity of all ranks together; at least a block for each.
+        slab_bytes: (file) the size that the store's files grow to; at most an eighth of what a rank may fill.
+        admission: (file) which blocks are written. `second_use`: those that are offered again. `priority`: those of
+            requests with at least `min_priority`. `all`: all of them.
+        min_priority: (file) the least priority for `admission` `priority`.
+        num_io_threads: (file) how many reads may be in flight at a time, and how many writes.
+        master_address: (mooncake) HOST:PORT of the `mooncake_master`. Mooncake's clients listen on all interfaces and
+            know no passwords, so use it in trusted networks only.
+        metadata_server: (mooncake) how Mooncake's clients find each other. With the default they ask each other, and no
+            server is needed. Otherwise it is the URL of a metadata server.
+        protocol: (mooncake) what moves the bytes between hosts: `tcp` or `rdma`.
+        device_name: (mooncake) the network device for `rdma`. It stays empty for `tcp`.
+        local_hostname: (mooncake) the address at which other hosts reach this one.
+        segment_bytes: (mooncake) the memory that each rank lends to the cluster. 0 lends none.
+        server_url: (valkey) where the server is: `valkey://host:port/db`, `unix:///path`, or `valkeys://` and
+            `rediss://` with TLS.
         password_file: (valkey) a file that holds the password, or user:password.
         tls_ca_file: (valkey) a certificate authority to trust beside the system's.
-        time_to_live_seconds: (valkey) after which unused objects go; 0: never.
+        time_to_live_seconds: (valkey) after this time unused objects go. 0 means never.
     """
 
     kind: str = "file"
