@@ -18,7 +18,9 @@ OPEN_LABELS = {  # their values depend on how an engine is set up
     "dp": "`transfer.data_parallel_id`",
     "rank": "the number of the rank, from 0 on",
     "peer": "the other instance, by its `peer.name`",
+    "factor": "the size of the tier, as a multiple of what it is",
 }
+UNKNOWN = "known once there is a series"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ def metric_families() -> Iterator[MetricFamily]:
     for family in sorted(CacheMetrics().collect(), key=lambda each: each.name):
         samples = of_a_cache[family.name] or family.samples  # without rank processes there is no series of a rank
         labels: dict[str, tuple[str, ...]] = {}
-        for label in samples[0].labels:
+        for label in getattr(family, "_labelnames"):  # noqa: B009  of a family without a series, too
             values = dict.fromkeys(sample.labels[label] for sample in samples)
             labels[label] = () if label in OPEN_LABELS else tuple(values)
         name = family.name + ("_total" if family.type == "counter" else "")

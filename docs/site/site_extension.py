@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from docutils import nodes
-from references import OPEN_LABELS, metric_families, settings_of
+from references import OPEN_LABELS, UNKNOWN, metric_families, settings_of
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -48,7 +48,7 @@ class MetricsReference(SphinxDirective):
             lines += [f".. metric:: {family.name}", "", f"   {sentence(family.text)}", "", f"   :Type: {family.type}"]
             for label, values in list(family.labels.items())[1:]:  # the first, `dp`, is on every series
                 shown = ", ".join(f"``{value}``" for value in values if value)
-                lines.append(f"   :Label {label}: {shown or OPEN_LABELS[label]}")
+                lines.append(f"   :Label {label}: {shown or OPEN_LABELS.get(label, UNKNOWN)}")
             lines.append("")
         self.env.note_reread()
         return self.parse_text_to_nodes("\n".join(lines))
