@@ -106,7 +106,7 @@ class PrefixCacheManager:
         except BaseException:
             self.close()
             raise
-        self._recorder.show(self.insight.stats, requests.accounts.worths, self.insight.what_if_counts)
+        self._recorder.show(lambda: self.insight.picture(self.life.status.value))
 
     # -- the verbs of a request
 
@@ -120,10 +120,10 @@ class PrefixCacheManager:
             RequestError: the request is matched already (release it first), or is no `Request`.
             PromptTooLongError: it can never fit.
         """
-        requests = self._requests
+        requests, called_at = self._requests, time.monotonic()
         with self._books:
             self._books.check_open()
-            active = requests.begin(request)
+            active = requests.begin(request, called_at)
         # A settled match is nobody's to change but its caller's: it is described without the lock. Any other is
         # described in a turn of its own, after the loads that were decided on have been handed over.
         loads = MatchLoads(active, requests, self.config.transfer.task_timeout_seconds)

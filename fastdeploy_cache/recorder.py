@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
-from fastdeploy_cache.metrics.cache_metrics import CacheMetrics, WorthCounts
-from fastdeploy_cache.metrics.what_if_metrics import WhatIfCounts
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.metrics.picture import Picture
 from fastdeploy_cache.movement.block_mover import TaskEnded
-from fastdeploy_cache.storage.prefetch import StorageTaskEnded
+from fastdeploy_cache.storage.prefetch import PrefetchEnded, StorageTaskEnded
 from fastdeploy_cache.transfer_manager.task import TransferResult
 
 if TYPE_CHECKING:
     from fastdeploy_cache.metrics.exporter import Collector, MetricsExporter
-    from fastdeploy_cache.stats import CacheStats
 
 
 class Recorder:
@@ -37,22 +36,11 @@ class Recorder:
         self._books = books
         books.listen(TaskEnded, self._on_task_ended)
         books.listen(StorageTaskEnded, self._on_task_ended)
+        books.listen(PrefetchEnded, self._on_prefetch_ended)
 
-    def show(
-        self, stats: Callable[[], CacheStats], worths: Callable[[], WorthCounts], what_if: Callable[[], WhatIfCounts]
-    ) -> None:
-        """Ask these stats at each scrape, what was missed, saved and spent, and what other sizes would hit."""
-        self.metrics.observe(
-            lambda: stats().block_counts(),
-            lambda: stats().eviction_counts(),
-            lambda: stats().rank_counts(),
-            lambda: stats().refused_counts(),
-            lambda: stats().storage_counts(),
-            failures=lambda: stats().failure_counts(),
-            hashes=lambda: stats().hash_counts(),
-            worths=worths,
-            what_if=what_if,
-        )
+    def show(self, look: Callable[[], Picture]) -> None:
+        """Ask for this picture at each scrape."""
+        self.metrics.observe(look)
 
     def serve(self, host: str, port: int, also: Sequence[Collector]) -> str:
         """See `PrefixCacheManager.serve_metrics`."""
@@ -77,12 +65,17 @@ class Recorder:
             self._books.call_later(functools.partial(self._books.mishaps.contain, "metrics", record))
 
     def _on_task_ended(self, ended: TaskEnded | StorageTaskEnded) -> None:
-        self._books.call_later(functools.partial(self._record_task, ended.result))
+        self._books.call_later(functools.partial(self._record_task, ended.result, ended.seconds))
         if isinstance(ended, TaskEnded):
             self.note_skipped(ended.num_lost)
 
-    def _record_task(self, result: TransferResult) -> None:
-        """What each rank has moved."""
+    def _on_prefetch_ended(self, ended: PrefetchEnded) -> None:
+        record = functools.partial(self.metrics.record_prefetch, ended.seconds)
+        self._books.call_later(functools.partial(self._books.mishaps.contain, "metrics", record))
+
+    def _record_task(self, result: TransferResult, seconds: float) -> None:
+        """What each rank has moved, and how long all of them took."""
         kind, contain, record = result.task.kind.value, self._books.mishaps.contain, self.metrics.record_task
         for r in result.ranks:
             contain("metrics", functools.partial(record, kind, r.rank, r.num_bytes, r.seconds, r.error is not None))
+        contain("metrics", functools.partial(self.metrics.record_task_duration, kind, seconds))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fastdeploy_cache.books.block_pool import CALLER, REQUEST, RUN, TASK, BlockPool
 from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import Tier
-from fastdeploy_cache.metrics.cache_metrics import EVICTION_KINDS, StorageCounts
+from fastdeploy_cache.metrics.picture import EVICTION_KINDS, StorageCounts
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.transfer_manager.client import RankStatus
 
@@ -129,18 +129,6 @@ class CacheStats:
     def rank_counts(self) -> list[tuple[int, bool, int]]:
         """Rank, whether it is up, restarts."""
         return [(status.rank, status.up, status.num_restarts) for status in self.ranks]
-
-    def refused_counts(self) -> list[tuple[str, int]]:
-        """Kinds, and tasks of each that a full queue kept from starting."""
-        return list(self.num_refused_transfers.items())
-
-    def failure_counts(self) -> tuple[Mapping[str, int], int]:
-        """How often each step failed, and the quarantined blocks."""
-        return self.num_failed_steps, self.num_quarantined_blocks
-
-    def hash_counts(self) -> tuple[int, float]:
-        """Blocks hashed, and seconds."""
-        return self.num_hashed_blocks, self.hash_seconds
 
     def storage_counts(self) -> StorageCounts:
         """What became of blocks and objects of the attached store; zeros without one."""

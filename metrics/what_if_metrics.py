@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
+
+from fastdeploy_cache.metrics.families import Families
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-_LABELS = ("dp", "tier", "factor", "policy")
+_LABELS = ("tier", "factor", "policy")
 
 
 class WhatIfCounts(NamedTuple):
@@ -19,19 +21,19 @@ class WhatIfCounts(NamedTuple):
     num_lost_requests: int = 0
 
 
-def what_if_families(dp: str, counts: WhatIfCounts) -> Iterator[Metric]:
+def what_if_families(counts: WhatIfCounts, families: Families) -> list[Metric]:
     """Families without a sample where nothing is estimated yet."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily  # late: a web server comes with it
-
-    text = "Share of prompt tokens of the last hour that a tier of another size would have hit"
-    hits = GaugeMetricFamily("fastdeploy_cache_what_if_hit_rate", text, labels=_LABELS)
-    text = "Computing of the last hour that a tier of another size would have saved, in seconds"
-    saved = GaugeMetricFamily("fastdeploy_cache_what_if_saved_seconds", text, labels=_LABELS)
+    hits: dict[tuple[str, ...], float] = {}
+    saved: dict[tuple[str, ...], float] = {}
     for tier, factor, policy, rate, seconds in counts.rates:
-        hits.add_metric((dp, tier, f"{factor:g}", policy), rate)
+        hits[tier, f"{factor:g}", policy] = rate
         if seconds is not None:
-            saved.add_metric((dp, tier, f"{factor:g}", policy), seconds)
-    text = "Requests that the estimates of other sizes do not know of, as they could not follow"
-    lost = CounterMetricFamily("fastdeploy_cache_what_if_lost_requests", text, labels=("dp",))
-    lost.add_metric((dp,), counts.num_lost_requests)
-    yield from (hits, saved, lost)
+            saved[tier, f"{factor:g}", policy] = seconds
+    by_hits = "Share of prompt tokens of the last hour that a tier of another size would have hit"
+    by_saved = "Computing of the last hour that a tier of another size would have saved, in seconds"
+    lost = "Requests that the estimates of other sizes do not know of, as they could not follow"
+    return [
+        families.gauge("what_if_hit_rate", by_hits, _LABELS, hits),
+        families.gauge("what_if_saved_seconds", by_saved, _LABELS, saved),
+        families.counter("what_if_lost_requests", lost, (), {(): counts.num_lost_requests}),
+    ]

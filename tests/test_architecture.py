@@ -69,11 +69,13 @@ HOMES = {
     "prometheus_client": {
         "launch/server/router_pages.py",
         "fastdeploy_cache/adapters/vllm/connector_metrics.py",
-        "metrics/cache_metrics.py",
-        "metrics/exporter.py",
-        "metrics/fastdeploy_names.py",
-        "metrics/remote.py",
-        "metrics/what_if_metrics.py",
+        *(
+            f"metrics/{module}.py"
+            for module in (
+                *("cache_metrics", "exporter", "families", "fastdeploy_names", "peer_counts", "picture", "remote"),
+                *("request_counts", "task_counts", "what_if_metrics"),
+            )
+        ),
     },
     "paddle": {"launch/reference_engine/paddle_runtime.py", "transfer_manager/kv/tensors.py"},
     "xxhash": {"transfer_manager/storage/base.py"},

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.metrics.cache_metrics import STEPS
+from fastdeploy_cache.metrics.picture import STEPS
 
 logger = event_log(__name__)
 

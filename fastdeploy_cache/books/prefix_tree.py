@@ -381,7 +381,6 @@ class PrefixTree:
             self.residency.count_child(upper, tier, bool(upper.packed_ids(tier)) - had_blocks[tier])
         self.residency.withdraw(lower)
         lower.parent = None
-        lower.usage.last_used = max(upper.usage.last_used, lower.usage.last_used)
-        upper.usage = lower.usage
+        upper.usage = upper.usage.joined(lower.usage)
         for tier in TIERS:
             self.residency.offer(upper, tier)

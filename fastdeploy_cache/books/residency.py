@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+from fastdeploy_cache.books.ages import Ages
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_pool import CALLER, RUN, BlockPool
 from fastdeploy_cache.books.graves import Graves
@@ -33,6 +34,7 @@ class Residency:
         self.num_evicted = ([0, 0], [0, 0])
         self._block_bytes = block_bytes
         self.graves = Graves(self.truncate, pools)
+        self.ages = Ages()
 
     def num_available(self, tier: Tier) -> int:
         """Blocks of a tier that are free or can be evicted now."""
@@ -69,6 +71,7 @@ class Residency:
         rank of all, and the first eviction would have to put every such entry right."""
         if num_ids * ID_BYTES == len(run.packed_ids(tier)):
             self.count_child(run, tier, 1)
+            self.ages.came(run, tier)
         end = run.num_gpu if tier is GPU else run.cpu_end
         self.num_protected[tier] += max(0, min(end, run.num_held) - (end - num_ids))
         if is_offered:
@@ -97,6 +100,7 @@ class Residency:
             ids = run.ids_in(CPU)
             self.take_copies(run)
             self.num_evicted[CPU][0] += len(ids)
+            self.ages.evicted(run, CPU, len(ids))
             self.pools[CPU].free(ids, RUN)
 
     def _free_tail(self, run: Run, tier: Tier, num_left: int) -> None:
@@ -196,6 +200,7 @@ class Residency:
                 else:  # where they are small they are many: their ids are freed all at once
                     gone.frombytes(run.gpu)
                     num_blocks -= num_gpu
+                    self.ages.evicted(run, GPU, num_gpu)
                     self._remove_leaf(run)
         finally:
             if gone:
@@ -238,6 +243,7 @@ class Residency:
             self.lost.kind = Loss.CPU
             taken = min(at_most, run.cpu_end - max(run.num_held, run.cpu_start))
             num_kept = self._evict_cpu_tail(run, taken)
+        self.ages.evicted(run, tier, taken)
         evicted = self.num_evicted[tier]
         evicted[0] += num_kept
         evicted[1] += taken - num_kept
@@ -266,6 +272,7 @@ class Residency:
         num_kept = max(0, min(end, before) - num_held)
         self.num_evicted[GPU][0] += num_kept
         self.num_evicted[GPU][1] += len(gone) - num_kept
+        self.ages.evicted(run, GPU, len(gone))
 
     @staticmethod
     def _end_without(run: Run, num_gpu: int) -> int:
@@ -335,6 +342,7 @@ class Residency:
         if num_gone:
             if run.epoch == self.epoch:  # else it is a reset's doing
                 self.num_evicted[CPU][1] += num_gone
+                self.ages.evicted(run, CPU, num_gone)
             self._free_tail(run, CPU, num_left)
 
     def _remove(self, run: Run) -> None:

@@ -46,6 +46,14 @@ class Usage(msgspec.Struct, gc=False, eq=False):
     is_shared: bool = False  # prompts have parted behind it
     priority: float = DEFAULT_PRIORITY
     keep_until: float = 0.0  # in seconds; how long priority or pin is in force
+    gpu_since: float = 0.0  # by the monotonic clock, for metrics alone: see `Ages`
+    cpu_since: float = 0.0
+    used_last: float = 0.0  # 0: no request that used it has ended
+
+    def joined(self, lower: Usage) -> Usage:
+        """The usage of a run and of the one behind it as one run; it is `lower` itself."""
+        lower.last_used, lower.used_last = max(self.last_used, lower.last_used), max(self.used_last, lower.used_last)
+        return lower
 
 
 class Run(msgspec.Struct, gc=False, eq=False):

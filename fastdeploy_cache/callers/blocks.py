@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import time
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -148,7 +149,7 @@ class CallerBlocks:
             if not self._own.are_current(ids):
                 active.is_detached = True
             if not active.is_admitted:
-                self._requests.accounts.admit(active)
+                self._requests.accounts.admit(active, time.monotonic())
 
     # -- prefixes
 
@@ -226,7 +227,7 @@ class CallerBlocks:
             caches = self._config.enable_prefix_caching and GPU not in self._books.asleep
             if not num_blocks or not caches or not is_current:
                 return Inserted(num_there, ids.tolist(), self._books.pin_prefix(path, num_there) if pin else None)
-            run, end = self._tree.place(path, first_block)
+            (run, end), known = self._tree.place(path, first_block), array("i")
             if ids:
                 at = (run, end) if run is not None else (self._tree.root(request.namespace), 0)
                 run, end, known, num_inserted = self._insert(at, keys, first_block, ids)
@@ -235,7 +236,7 @@ class CallerBlocks:
             num_asked = request.num_tokens // self._config.block_size
             asked = Asked(num_asked, num_asked) if used else None
             # whatever becomes of the count, the blocks are cached
-            count = functools.partial(self._count_use, request, run, end, asked)
+            count = functools.partial(self._count_use, request, run, end, asked, first_block + len(known))
             path = self._tree.mishaps.ask("policy", count, run.path())
             pinned = self._pin(path, num_blocks) if pin else None
         return Inserted(num_blocks, ids.tolist(), pinned)
@@ -252,7 +253,8 @@ class CallerBlocks:
                 run, end = self._tree.place(path, num_blocks)
                 assert run is not None
                 asked = Asked(max(1, request.num_prompt_tokens // self._config.block_size), num_found_blocks)
-                self._tree.mishaps.ask("policy", functools.partial(self._count_use, request, run, end, asked), path)
+                count = functools.partial(self._count_use, request, run, end, asked, num_found_blocks)
+                self._tree.mishaps.ask("policy", count, path)
             return num_blocks
 
     def count_request(self, request: Request, hit_tokens: tuple[int, int, int]) -> None:
@@ -280,15 +282,21 @@ class CallerBlocks:
         pool.hand_over(done.duplicates + ids[done.num_blocks :], REQUEST, CALLER)
         return done
 
-    def _count_use(self, request: Request, run: Run, end: int, asked: Asked | None) -> list[Run]:
-        """Tell the policies; returns the path that ends there. `asked`: a request ends here that looked for these."""
+    def _count_use(self, request: Request, run: Run, end: int, asked: Asked | None, num_hit_blocks: int) -> list[Run]:
+        """Tell the policies; returns the path that ends there. `asked`: a request ends here that looked for these, and
+        that did not compute the first `num_hit_blocks`."""
         tree = self._tree
         if end < run.num_blocks:  # what is behind keeps its age
             run = tree.split(run, end)
         holding = tree.move_pin(None, run, run.num_blocks)  # or the copies' own evictions might take it
         try:
             if asked is not None:
-                self._books.use(run.path(), request, asked)
+                ages, path = tree.residency.ages, run.path()
+                hit_run, _ = tree.place(path, num_hit_blocks)
+                if hit_run is not None:
+                    ages.hit(hit_run)
+                ages.used(path)
+                self._books.use(path, request, asked)
             else:
                 tree.policy.touch(run.path())
             path = run.path()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.books import Books
@@ -11,6 +13,7 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.metrics.picture import Durations, Picture
 from fastdeploy_cache.metrics.what_if_metrics import WhatIfCounts
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from fastdeploy_cache.stats import CacheStats
 
 MAX_SHOWN, MAX_DEPTH = 2000, 64
+TIER_NAMES = (("gpu", GPU), ("cpu", CPU))
 
 
 class Insight:
@@ -101,32 +105,71 @@ class Insight:
 
     def stats(self) -> CacheStats:
         """See `PrefixCacheManager.stats`."""
+        hit_rates = self._metrics.hit_rates()  # with a lock of its own
+        with self._books:
+            return self._stats(hit_rates)
+
+    def picture(self, life_cycle: str) -> Picture:
+        """What the metrics ask for at each scrape, in one turn. `life_cycle`: the state that the cache is in."""
+        accounts, ages, mover = self._requests.accounts, self._books.residency.ages, self._movement.mover
+        with self._books:
+            stats = self._stats({})
+            ages.count_evicted()
+            phases = Counter([active.phase.value for active in self._requests])
+            tasks_in_flight = {**mover.tasks.by_kind(), **self._storage.tasks_in_flight}
+            times = Durations(
+                residency={name: ages.residency[tier].read() for name, tier in TIER_NAMES},
+                idle={name: ages.idle[tier].read() for name, tier in TIER_NAMES},
+                reuse_gaps=ages.reuse_gaps.read(),
+                matches=accounts.match_times.read(),
+            )
+            load_seconds = accounts.moved_by_tier()
+        return Picture(
+            blocks=stats.block_counts(),
+            evictions=stats.eviction_counts(),
+            ranks=stats.rank_counts(),
+            refused_tasks=stats.num_refused_transfers,
+            tasks_in_flight=tasks_in_flight,
+            requests=phases,
+            storage=stats.storage_counts(),
+            failed_steps=stats.num_failed_steps,
+            num_quarantined_blocks=stats.num_quarantined_blocks,
+            num_hashed_blocks=stats.num_hashed_blocks,
+            hash_seconds=stats.hash_seconds,
+            missed_tokens=stats.missed_tokens,
+            saved_seconds=stats.saved_seconds,
+            load_seconds=load_seconds,
+            life_cycle=life_cycle,
+            what_if=self.what_if_counts(),
+            times=times,
+        )
+
+    def _stats(self, hit_rates: Mapping[str, float]) -> CacheStats:
         from fastdeploy_cache.stats import CacheStats, TierStats  # late: an import of the manager is quick
 
-        with self._books:
-            books, mover, road = self._books, self._movement.mover, self._peers.road
-            gpu, cpu = (TierStats.of(books.pools[tier], books.residency, tier) for tier in Tier)
-            return CacheStats(
-                gpu=gpu,
-                cpu=cpu,
-                storage=self._storage.stats(),
-                num_requests=len(self._requests),
-                num_transfers_in_flight=sum(not t.done.is_set() for t in mover.in_flight.values()),
-                num_open_sends=len(road.sends),
-                num_open_receives=len(road.receives),
-                num_swapped_in_blocks=mover.num_landed[GPU],
-                num_swapped_out_blocks=mover.num_landed[CPU],
-                num_refused_transfers={d.value: n for d, n in mover.num_refused.items()},
-                num_failed_steps=dict(books.mishaps.counts),
-                num_hashed_blocks=books.tree.names.num_hashed,
-                hash_seconds=books.tree.names.seconds,
-                num_quarantined_blocks=mover.num_quarantined_blocks,
-                epoch=books.tree.epoch,
-                hit_rates=self._metrics.hit_rates(),
-                missed_tokens=self._requests.accounts.missed_by_cause(),
-                saved_seconds=self._requests.accounts.saved_by_tier(),
-                ranks=tuple(self._movement.client.statuses()),
-            )
+        books, mover, road = self._books, self._movement.mover, self._peers.road
+        gpu, cpu = (TierStats.of(books.pools[tier], books.residency, tier) for tier in Tier)
+        return CacheStats(
+            gpu=gpu,
+            cpu=cpu,
+            storage=self._storage.stats(),
+            num_requests=len(self._requests),
+            num_transfers_in_flight=sum(not t.done.is_set() for t in mover.in_flight.values()),
+            num_open_sends=len(road.sends),
+            num_open_receives=len(road.receives),
+            num_swapped_in_blocks=mover.num_landed[GPU],
+            num_swapped_out_blocks=mover.num_landed[CPU],
+            num_refused_transfers={d.value: n for d, n in mover.num_refused.items()},
+            num_failed_steps=dict(books.mishaps.counts),
+            num_hashed_blocks=books.tree.names.num_hashed,
+            hash_seconds=books.tree.names.seconds,
+            num_quarantined_blocks=mover.num_quarantined_blocks,
+            epoch=books.tree.epoch,
+            hit_rates=hit_rates,
+            missed_tokens=self._requests.accounts.missed_by_cause(),
+            saved_seconds=self._requests.accounts.saved_by_tier(),
+            ranks=tuple(self._movement.client.statuses()),
+        )
 
     def top(self, num_prefixes: int = 20) -> list[PrefixView]:
         """The prefixes that the most requests have used, the most used first; among equals the last used.

@@ -20,7 +20,7 @@ from fastdeploy_cache.books.transfer import Segment, Transfer
 from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.cargo import CallersBlocks, Landings, OneBlock
-from fastdeploy_cache.movement.outbox import Outbox
+from fastdeploy_cache.movement.outbox import InFlight, Outbox
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
 if TYPE_CHECKING:
@@ -32,9 +32,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TaskEnded(Change):
-    """Every rank has answered a task that moves blocks on the GPU or between the tiers."""
+    """Every rank has answered a task that moves blocks on the GPU or between the tiers, so many `seconds` after it was
+    decided on."""
 
     result: TransferResult
+    seconds: float
     num_lost: int  # of a copy down: blocks that joined nothing
 
 
@@ -49,7 +51,8 @@ class BlockMover:
         self._client = client
         self._timeout_seconds = task_timeout_seconds
         self._next_task_id = 1
-        self._outbox = Outbox(client, self.on_result, books.mishaps)
+        self.tasks = InFlight()
+        self._outbox = Outbox(client, self.on_result, books.mishaps, self.tasks)
         books.add_outlet(self._outbox)
         self.in_flight: dict[int, Transfer] = {}
         self.is_quiet = False  # nothing is to be started
@@ -176,6 +179,7 @@ class BlockMover:
             self._outbox.put(task)
         except BaseException:
             self.in_flight.pop(transfer.task_id, None)
+            self.tasks.end(transfer.task_id)
             for pin in pinned:
                 self._tree.unpin(pin)
             raise
@@ -271,7 +275,8 @@ class BlockMover:
         calls, transfer.on_done = transfer.on_done, []
         for call in calls:
             self._books.call_later(call)
-        self._books.note(TaskEnded(result=result, num_lost=transfer.num_lost if transfer.tier is CPU else 0))
+        num_lost, seconds = transfer.num_lost if transfer.tier is CPU else 0, self.tasks.end(transfer.task_id)
+        self._books.note(TaskEnded(result=result, seconds=seconds, num_lost=num_lost))
 
     def num_coming(self, pins_of_requests: Iterable[Pin]) -> int:
         """GPU blocks that become free or evictable when the copies in flight have ended well."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
 from fastdeploy_cache.books.mishaps import Mishaps
-from fastdeploy_cache.transfer_manager.task import RankResult, TransferResult, TransferTask
+from fastdeploy_cache.transfer_manager.task import RankResult, TaskKind, TransferResult, TransferTask
 
 
 class TakesTasks(Protocol):
@@ -18,17 +19,47 @@ class TakesTasks(Protocol):
     def submit(self, task: TransferTask) -> None: ...
 
 
+class InFlight:
+    """Tasks that were decided on and that not every rank has answered. Under the lock."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[int, tuple[TaskKind, float]] = {}
+
+    def begin(self, task: TransferTask) -> None:
+        """It is on its way from now on."""
+        self._tasks[task.task_id] = task.kind, time.monotonic()
+
+    def end(self, task_id: int) -> float:
+        """It has ended; returns how many seconds it was on its way."""
+        _, began_at = self._tasks.pop(task_id, (None, None))
+        return time.monotonic() - began_at if began_at is not None else 0.0
+
+    def by_kind(self) -> Counter[str]:
+        """How many there are of each kind."""
+        return Counter([kind.value for kind, _ in self._tasks.values()])
+
+
 class Outbox:
     """`put` in a turn; `Books` calls `hand_over` after it: a task's answer may come before its submission returns."""
 
-    def __init__(self, client: TakesTasks, on_result: Callable[[TransferResult], None], mishaps: Mishaps) -> None:
-        """`on_result` answers a task that the client has raised for: its ids and its waiters must not stay behind."""
+    def __init__(
+        self,
+        client: TakesTasks,
+        on_result: Callable[[TransferResult], None],
+        mishaps: Mishaps,
+        in_flight: InFlight | None = None,
+    ) -> None:
+        """`on_result` answers a task that the client has raised for: its ids and its waiters must not stay behind.
+        `in_flight`: who keeps what is put here until it has ended."""
+        self._in_flight = in_flight
         self._client, self._on_result, self._mishaps = client, on_result, mishaps
         self.queued: deque[TransferTask] = deque()
         self._submitting = threading.Lock()  # one thread at a time, or tasks would overtake each other
 
     def put(self, task: TransferTask) -> None:
         """Hand it over after this turn."""
+        if self._in_flight is not None:
+            self._in_flight.begin(task)
         self.queued.append(task)
 
     def hand_over(self) -> None:

@@ -14,7 +14,9 @@ from fastdeploy_cache.books.lost_blocks import Loss
 from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.explanation import Explanation, Hit, Miss
-from fastdeploy_cache.metrics.cache_metrics import TIERS, CacheMetrics
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.metrics.histogram import CALL_SECONDS, Histogram
+from fastdeploy_cache.metrics.request_counts import TIERS
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest, MissedBlocks
 
@@ -45,6 +47,7 @@ class Accounts:
         missed_tokens: so far, by the place of the cause.
         saved_seconds: so far, by tier: what computing would have taken, by the prefill speed that was known then.
         move_seconds: so far, by tier: what moving took.
+        match_times: seconds inside `match`, of requests that were admitted.
     """
 
     def __init__(self, config: CacheConfig, metrics: CacheMetrics) -> None:
@@ -54,18 +57,22 @@ class Accounts:
         self._recent: deque[Account] = deque(maxlen=config.num_explained_requests)
         self.missed_tokens = [0] * len(Cause)
         self.saved_seconds, self.move_seconds = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+        self.match_times = Histogram(CALL_SECONDS)
 
     def follow(self, books: Books, speeds: LoadOrCompute) -> None:
         """Whose mishaps these are, and who knows the prefill speed."""
-        self._mishaps, self._prefill = books.mishaps, speeds.prefill
+        self._mishaps, self._prefill, self._ages = books.mishaps, speeds.prefill, books.residency.ages
 
-    def admit(self, active: ActiveRequest) -> None:
+    def admit(self, active: ActiveRequest, now: float) -> None:
         """Count a request once, when it is first admitted: not while it waits, nor when it returns from preemption."""
         active.is_admitted = True
+        self.match_times.add(active.match_seconds)
         if active.request.counted:
             return
+        if active.idle_since and active.num_matched_blocks:
+            self._ages.reuse_gaps.add(active.matched_at - active.idle_since)
         active.request.counted = True
-        account = functools.partial(self._account, active, active.num_matched_blocks, is_final=True)
+        account = functools.partial(self._account, active, active.num_matched_blocks, now, is_final=True)
         self._mishaps.ask("metrics", lambda: self._count(account()), None)
 
     def count_other(self, active: ActiveRequest, hit_tokens: tuple[int, int, int]) -> None:
@@ -96,7 +103,7 @@ class Accounts:
             missed[_PARTIAL_PLACE] += num_behind - 1
         self._recent.append(account)
 
-    def _account(self, active: ActiveRequest, num_blocks: int, *, is_final: bool) -> Account:
+    def _account(self, active: ActiveRequest, num_blocks: int, at: float, *, is_final: bool) -> Account:
         request, size, num_gpu = active.request, self._size, active.num_gpu_blocks
         if num_gpu < num_blocks:
             num_storage = active.num_storage_blocks(num_gpu, num_blocks)
@@ -113,7 +120,7 @@ class Accounts:
         return Account(
             request.request_id,
             request.num_tokens,
-            time.monotonic(),
+            at,
             is_final,
             hit_tokens,
             active.load_seconds,
@@ -167,9 +174,9 @@ class Accounts:
     def of(self, active: ActiveRequest, num_readable_blocks: int) -> Explanation:
         """What is known of a request that is matched now. `num_readable_blocks`: that its caller may read."""
         if active.phase is WAITING:
-            return self._explain(self._account(active, num_readable_blocks, is_final=False))
+            return self._explain(self._account(active, num_readable_blocks, time.monotonic(), is_final=False))
         kept = self.recent(active.request.request_id) if active.request.counted else None
-        return kept or self._explain(self._account(active, active.num_matched_blocks, is_final=True))
+        return kept or self._explain(self._account(active, active.num_matched_blocks, time.monotonic(), is_final=True))
 
     def recent(self, request_id: str) -> Explanation | None:
         """The account of one of the last requests; the newest of that id. None: it is not among them."""
@@ -236,6 +243,6 @@ class Accounts:
         """Seconds of computing saved so far; every tier is there."""
         return dict(zip(TIERS, self.saved_seconds, strict=True))
 
-    def worths(self) -> tuple[dict[str, int], dict[str, float], dict[str, float]]:
-        """Missed tokens by cause; seconds saved, and seconds that moving took, by tier."""
-        return self.missed_by_cause(), self.saved_by_tier(), dict(zip(TIERS, self.move_seconds, strict=True))
+    def moved_by_tier(self) -> dict[str, float]:
+        """Seconds that moving took so far; every tier is there."""
+        return dict(zip(TIERS, self.move_seconds, strict=True))

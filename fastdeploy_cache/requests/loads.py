@@ -38,7 +38,7 @@ class MatchLoads:
         num_gpu = min(active.num_gpu_blocks, num_blocks)
         num_storage = active.num_storage_blocks(num_gpu, num_blocks)
         coming, transfers = matcher.coming(active) if num_coming else ((), ())
-        return Match(
+        match = Match(
             block_ids=ids.tolist(),
             num_tokens=num_blocks * size + num_copied,
             num_gpu_tokens=num_gpu * size + num_copied,
@@ -50,6 +50,9 @@ class MatchLoads:
             load_ids=tuple([transfer.task_id for transfer in transfers]),
             _loads=self,
         )
+        if not active.match_seconds:
+            active.match_seconds = time.monotonic() - active.matched_at
+        return match
 
     def explain(self) -> Explanation:
         with self._requests.books:

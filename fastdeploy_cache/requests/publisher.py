@@ -100,6 +100,7 @@ class Publisher:
         if pin.end == pin.run.num_held < pin.run.num_blocks:  # what is behind, and nobody uses now, keeps its age
             tree.split(pin.run, pin.end)
         path = pin.run.path()
+        tree.residency.ages.used(path)
         if request.used:
             tree.policy.touch(path)
         else:

@@ -107,13 +107,14 @@ class Requests:
 
     # -- one by one
 
-    def begin(self, request: Request) -> ActiveRequest:
-        """Find its prefix. Where this raises, the request holds nothing and may be matched again."""
+    def begin(self, request: Request, called_at: float) -> ActiveRequest:
+        """Find its prefix. Where this raises, the request holds nothing and may be matched again. `called_at`: when the
+        caller asked for it, by the monotonic clock."""
         self.check_new(request)
         keys = request.keys(self._config.block_size)
         active = ActiveRequest(request, keys, self.books.tree.generation)
+        active.matched_at = called_at
         self._requests[request.request_id] = active
-        active.matched_at = time.monotonic()
         try:
             if self._config.enable_prefix_caching and GPU not in self.books.asleep:
                 self.matcher.find_with_storage(active)
@@ -150,9 +151,9 @@ class Requests:
         except BaseException:  # no memory for a longer table: the blocks are nobody's else
             pool.free(ids, REQUEST)
             raise
+        active.stepped_at = now = time.monotonic()
         if not active.is_admitted:
-            self._admit(active)
-        active.stepped_at = time.monotonic()
+            self._admit(active, now)
         return ids
 
     def take_back(self, active: ActiveRequest, num_blocks: int) -> None:
@@ -177,7 +178,7 @@ class Requests:
     def commit(self, active: ActiveRequest, num_computed_tokens: int, now: float) -> None:
         """So many tokens of a request are computed; the caller has checked the number."""
         if not active.is_admitted:
-            self._admit(active)
+            self._admit(active, now)
         self.publisher.commit(active, num_computed_tokens, now)
         if active.is_offered:
             self.books.note(Committed(active=active))
@@ -186,11 +187,11 @@ class Requests:
         """GPU blocks that are held only by copies in flight."""
         return self._mover.num_coming([active.pin for active in self if active.pin is not None])
 
-    def _admit(self, active: ActiveRequest) -> None:
+    def _admit(self, active: ActiveRequest, now: float) -> None:
         """It has its first blocks: it is counted, once."""
         if not active.request.counted:
             self._storage.note_admitted(active.request.num_tokens)
-        self.accounts.admit(active)
+        self.accounts.admit(active, now)
 
     def end(self, active: ActiveRequest) -> array[int]:
         """The request goes; returns the blocks that are its own, which are the caller's to free."""

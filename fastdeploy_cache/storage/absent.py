@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
@@ -42,6 +42,7 @@ class NoTier:
         self.reads = NoReads()
         self.held_ids: Sequence[int] = ()
         self.is_idle = True
+        self.tasks_in_flight: Mapping[str, int] = {}
 
     def write(self, path: Sequence[Run]) -> None:
         """There is nothing to write to."""

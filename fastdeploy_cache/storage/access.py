@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from threading import RLock
 from typing import TYPE_CHECKING
 
@@ -167,6 +167,11 @@ class StorageAccess:
     def held_ids(self) -> list[int]:
         """CPU blocks that tasks of storage own, of stores that were detached, too."""
         return [block_id for tier in (*self._detached, self._tier) for block_id in tier.held_ids]
+
+    @property
+    def tasks_in_flight(self) -> Mapping[str, int]:
+        """Tasks of the attached store that not every rank has answered, by kind."""
+        return self._tier.tasks_in_flight
 
     def write(self, path: Sequence[Run]) -> None:
         """Write these runs now, whatever the policies say; what is on the GPU only is copied down for it."""

@@ -15,7 +15,7 @@ from fastdeploy_cache.books.block_pool import TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.movement.outbox import Outbox
+from fastdeploy_cache.movement.outbox import InFlight, Outbox
 from fastdeploy_cache.policies.breaker import Breaker
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
@@ -45,7 +45,8 @@ class StorageLink:
         self._timeout_seconds = storage.task_timeout_seconds
         self.client, self.speeds = client, speeds
         self.reading, self.writing = (Breaker(storage.breaker_failures, storage.breaker_seconds) for _ in range(2))
-        self.outbox = Outbox(client, on_result, books.mishaps)
+        self.tasks = InFlight()
+        self.outbox = Outbox(client, on_result, books.mishaps, self.tasks)
         books.add_outlet(self.outbox)
         self.counts: dict[int, dict[str, int]] = {}  # by rank: what its store says of itself
         self.is_quiet = False  # nothing is to be started

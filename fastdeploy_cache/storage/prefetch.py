@@ -68,6 +68,7 @@ class StoragePrefetch:
     num_asked: int = 0
     num_landed: int = 0
     num_in_flight: int = 0  # tasks
+    began_at: float = 0.0  # when storage was asked, by the monotonic clock
     read_seconds: float = 0.0  # that the slowest rank spent on the pieces that have come
     revoked: bool = False  # nobody wants what has not come yet
     done: threading.Event = field(default_factory=threading.Event)
@@ -105,9 +106,18 @@ class Fetched(Change):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StorageTaskEnded(Change):
-    """Every rank has answered a task of storage. Noted behind what it brought, so that matches grow first."""
+    """Every rank has answered a task of storage, so many `seconds` after it was decided on. Noted behind what it
+    brought, so that matches grow first."""
 
     result: TransferResult
+    seconds: float
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PrefetchEnded(Change):
+    """Nothing more comes of a prefetch, so many `seconds` after storage was asked."""
+
+    seconds: float
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from fastdeploy_cache.books.changes import RoomCame
 from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.storage.link import StorageLink
-from fastdeploy_cache.storage.prefetch import Fetched, StorageLimits, StoragePrefetch
+from fastdeploy_cache.storage.prefetch import Fetched, PrefetchEnded, StorageLimits, StoragePrefetch
 from fastdeploy_cache.storage.unasked import UnaskedStore
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
 
@@ -77,6 +78,7 @@ class StorageReads:
             self.revoke(self._by_request.popitem(last=False)[1])
         task = self._new_task(TaskKind.LOOKUP, prefetch, 0, prefetch.num_wanted, None)
         self._lookups[task.task_id] = prefetch
+        prefetch.began_at = time.monotonic()
         self._send(prefetch, task)
 
     def of(self, request_id: str) -> StoragePrefetch | None:
@@ -126,6 +128,7 @@ class StorageReads:
             if not prefetch.has_more:
                 return
             prefetch.done.clear()
+            prefetch.began_at = time.monotonic()
             self._waiting[prefetch] = None
         prefetch.is_followed = True
         self._books.note(RoomCame())
@@ -150,6 +153,7 @@ class StorageReads:
     def _end(self, prefetch: StoragePrefetch) -> None:
         self._waiting.pop(prefetch, None)
         self._books.await_room(self, bool(self._waiting))
+        self._books.note(PrefetchEnded(seconds=time.monotonic() - prefetch.began_at))
         prefetch.done.set()
         for call in prefetch.on_done:
             self._books.call_later(call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Copied, RoomCame, Used
@@ -89,6 +89,11 @@ class StorageTier:
         """Whether nothing is on its way, and nothing queued."""
         return self.reads.is_idle and self.writes.is_idle and self.audits.is_idle and not self.link.is_probing
 
+    @property
+    def tasks_in_flight(self) -> Mapping[str, int]:
+        """Tasks that not every rank has answered, by kind."""
+        return self.link.tasks.by_kind()
+
     def opened(self) -> None:
         """See `on_ready`."""
         if self._was_open:
@@ -140,7 +145,8 @@ class StorageTier:
         """Every rank has answered a task, or is reaped."""
         with self._books:
             self._books.mishaps.contain("landing", functools.partial(self._finish, result))
-            self._books.note(StorageTaskEnded(result=result))
+            seconds = self.link.tasks.end(result.task.task_id)
+            self._books.note(StorageTaskEnded(result=result, seconds=seconds))
         if result.is_failure:  # not what was cancelled, as nobody waits for it any more
             logger.info("event=storage_task_failed kind=%s error=%r", result.task.kind.value, result.error)
 

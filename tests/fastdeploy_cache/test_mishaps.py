@@ -13,7 +13,7 @@ from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import Run, Tier
 from fastdeploy_cache.books.transfer import Segment
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.metrics.cache_metrics import STEPS
+from fastdeploy_cache.metrics.picture import STEPS
 from fastdeploy_cache.movement import cargo
 from fastdeploy_cache.policies.eviction import LeastRecentlyUsed
 from fastdeploy_cache.transfer_manager.task import TransferTask

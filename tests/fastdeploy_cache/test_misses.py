@@ -11,7 +11,7 @@ from fastdeploy_cache import Request
 from fastdeploy_cache.books import lost_blocks
 from fastdeploy_cache.causes import TEXTS, Cause
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, UnknownRequestError
-from fastdeploy_cache.metrics.cache_metrics import CAUSES
+from fastdeploy_cache.metrics.picture import CAUSES
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.asker import Asker
 
@@ -269,7 +269,8 @@ def test_hits_have_a_worth() -> None:
     (cpu,), (gpu,) = asker.cache.explain("r3").hits, asker.cache.explain("r4").hits
     assert (cpu.tier, cpu.num_tokens, gpu.tier, gpu.num_tokens) == ("cpu", 40, "gpu", 40)
     assert cpu.saved_seconds == gpu.saved_seconds == pytest.approx(0.04)
-    missed, saved, _ = asker.cache._requests.accounts.worths()
+    accounts = asker.cache._requests.accounts
+    missed, saved = accounts.missed_by_cause(), accounts.saved_by_tier()
     assert saved == pytest.approx({"gpu": 0.04, "cpu": 0.04, "storage": 0.0})
     assert sum(missed.values()) == sum(asker.cache.explain(f"r{i}").num_tokens for i in range(1, 5)) - 80
 

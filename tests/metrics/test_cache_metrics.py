@@ -6,21 +6,24 @@ from itertools import product
 
 import pytest
 
-from fastdeploy_cache.metrics.cache_metrics import (
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.metrics.histogram import AGE_SECONDS, CALL_SECONDS, TASK_SECONDS, Counted, Histogram
+from fastdeploy_cache.metrics.peer_counts import PEER_KINDS, PEER_REASONS
+from fastdeploy_cache.metrics.picture import (
     CAUSES,
     EVICTION_KINDS,
-    PEER_KINDS,
-    PEER_REASONS,
+    PHASES,
+    STATES,
     STEPS,
     STORAGE_FATES,
     STORAGE_LOSSES,
     STORAGE_OPERATIONS,
-    SWAP_KINDS,
-    TASK_KINDS,
-    TIERS,
-    CacheMetrics,
+    Durations,
+    Picture,
     StorageCounts,
 )
+from fastdeploy_cache.metrics.request_counts import TIERS
+from fastdeploy_cache.metrics.task_counts import SWAP_KINDS, TASK_KINDS
 from fastdeploy_cache.metrics.what_if_metrics import WhatIfCounts
 
 PREFIX = "fastdeploy_cache_"
@@ -41,16 +44,12 @@ def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
 
 def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]:
     ranks = [str(rank) for rank in range(num_ranks)]
-    keys = {key(name) for name in ("requests_total", "requests_hit_total", "tokens_queried_total")}
-    keys |= {
+    keys = {key("what_if_lost_requests_total")}
+    keys |= {key(name) for name in ("requests_total", "requests_hit_total", "tokens_queried_total")}
         key(name)
-        for name in (
-            "skipped_write_blocks_total",
-            "what_if_lost_requests_total",
-            "window_request_hit_rate",
-            "window_token_hit_rate",
-        )
+        for name in ("what_if_lost_requests_total", "requests_total", "requests_hit_total", "tokens_queried_total")
     }
+    keys |= {key(name) for name in ("skipped_write_blocks_total", "window_request_hit_rate", "window_token_hit_rate")}
     keys |= {key(name, tier=tier) for name in ("tokens_hit_total", "window_tier_token_hit_rate") for tier in TIERS}
     keys |= {key("evicted_blocks_total", tier=t, kind=k) for t in ("gpu", "cpu") for k in EVICTION_KINDS}
     for name in ("tasks_total", "task_bytes_total", "task_seconds_total", "task_failures_total"):
@@ -68,7 +67,28 @@ def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]
         keys |= {key(name, kind=d, peer="") for d in PEER_KINDS}
     keys |= {key("peer_failures_total", kind=d, peer="", reason=r) for d in PEER_KINDS for r in PEER_REASONS}
     keys |= {key("peer_layers_in_flight", peer="")}
+    keys |= {key("tasks_in_flight", kind=k) for k in TASK_KINDS} | {key("matched_requests", phase=p) for p in PHASES}
+    keys |= {key("life_cycle_state", state=state) for state in STATES}
+    keys |= histogram_keys("match_duration_seconds", CALL_SECONDS)
+    keys |= histogram_keys("prefetch_duration_seconds", TASK_SECONDS)
+    keys |= histogram_keys("reuse_gap_seconds", AGE_SECONDS)
+    for kind in TASK_KINDS:
+        keys |= histogram_keys("task_duration_seconds", TASK_SECONDS, kind=kind)
+    for tier, name in product(("gpu", "cpu"), ("eviction_residency_seconds", "eviction_idle_seconds")):
+        keys |= histogram_keys(name, AGE_SECONDS, tier=tier)
     return keys | {key(name, rank=r) for name in ("rank_up", "rank_restarts_total") for r in ranks}
+
+
+def histogram_keys(name: str, bounds: tuple[float, ...], **labels: str) -> set[tuple[str, frozenset[tuple[str, str]]]]:
+    buckets = {key(f"{name}_bucket", **labels, le=le) for le in (*(f"{bound:g}" for bound in bounds), "+Inf")}
+    return buckets | {key(f"{name}_{end}", **labels) for end in ("sum", "count")}
+
+
+def filled(bounds: tuple[float, ...]) -> Counted:
+    histogram = Histogram(bounds)
+    for bound in bounds:
+        histogram.add(bound)
+    return histogram.read()
 
 
 def test_all_series_exist_at_zero_from_the_first_scrape() -> None:
@@ -83,29 +103,54 @@ def test_no_series_appears_later() -> None:
     metrics = CacheMetrics(tp_size=2)
     metrics.record_request(10, (1, 1, 1))
     metrics.record_skipped_writes(1)
-    evictions = [(tier, kind, 1) for tier, kind in product(("gpu", "cpu"), EVICTION_KINDS)]
     for kind, rank in product(TASK_KINDS, range(2)):
         metrics.record_task(kind, rank, 1, 1.0, failed=True)
-    refused = [(kind, 1) for kind in SWAP_KINDS]
-
-    def storage() -> StorageCounts:
-        counts = (dict.fromkeys(names, 1) for names in (STORAGE_OPERATIONS, STORAGE_FATES, STORAGE_LOSSES))
-        return StorageCounts(True, *counts, num_full_disks=1)
-
+    for kind, bound in product(TASK_KINDS, TASK_SECONDS):
+        metrics.record_task_duration(kind, bound)
+    for bound in TASK_SECONDS:
+        metrics.record_prefetch(bound)
     for kind, reason in product(PEER_KINDS, PEER_REASONS):
         metrics.record_peer(kind, "", 1, 1.0, reason)
     metrics.observe_peers(lambda: {"": 1})
-    ranks = [(0, True, 1), (1, True, 1)]
-    failures = dict.fromkeys(STEPS, 1), 1
-    observed = (tuple, lambda: evictions, lambda: ranks, lambda: refused, storage)
-    worths = dict.fromkeys(CAUSES, 1), dict.fromkeys(TIERS, 1.0), dict.fromkeys(TIERS, 1.0)
-    lost = WhatIfCounts(num_lost_requests=1)
-    metrics.observe(
-        *observed, failures=lambda: failures, hashes=lambda: (1, 1.0), worths=lambda: worths, what_if=lambda: lost
+    ages = dict.fromkeys(("gpu", "cpu"), filled(AGE_SECONDS))
+    counts = (dict.fromkeys(names, 1) for names in (STORAGE_OPERATIONS, STORAGE_FATES, STORAGE_LOSSES))
+    picture = Picture(
+        evictions=[(tier, kind, 1) for tier, kind in product(("gpu", "cpu"), EVICTION_KINDS)],
+        ranks=[(0, True, 1), (1, True, 1)],
+        refused_tasks=dict.fromkeys(SWAP_KINDS, 1),
+        tasks_in_flight=dict.fromkeys(TASK_KINDS, 1),
+        requests=dict.fromkeys(PHASES, 1),
+        storage=StorageCounts(True, *counts, num_full_disks=1),
+        failed_steps=dict.fromkeys(STEPS, 1),
+        num_quarantined_blocks=1,
+        num_hashed_blocks=1,
+        hash_seconds=1.0,
+        missed_tokens=dict.fromkeys(CAUSES, 1),
+        saved_seconds=dict.fromkeys(TIERS, 1.0),
+        load_seconds=dict.fromkeys(TIERS, 1.0),
+        life_cycle="running",
+        times=Durations(ages, ages, filled(AGE_SECONDS), filled(CALL_SECONDS)),
+        what_if=WhatIfCounts(num_lost_requests=1),
     )
+    metrics.observe(lambda: picture)
     samples = scrape(metrics)
     assert set(samples) == expected_keys(2)
-    assert all(samples.values()), "and each was counted"
+    others = {key("life_cycle_state", state=state) for state in STATES if state != "running"}
+    assert {name for name, value in samples.items() if not value} == others, "and each was counted"
+
+
+def test_values_fall_into_buckets_with_their_weights() -> None:
+    """A bucket holds what is at most its bound and has all buckets before it in it; the last one has everything."""
+    metrics, gaps = CacheMetrics(), Histogram(AGE_SECONDS)
+    gaps.add(1.0, 10)
+    gaps.add(1.1, 5)
+    gaps.add(1e6)
+    metrics.observe(lambda: Picture(times=Durations(reuse_gaps=gaps.read())))
+    samples = scrape(metrics)
+    shown = {le: samples[key("reuse_gap_seconds_bucket", le=le)] for le in ("0.1", "1", "5", "86400", "+Inf")}
+    assert shown == {"0.1": 0, "1": 10, "5": 15, "86400": 15, "+Inf": 16}
+    assert samples[key("reuse_gap_seconds_count")] == 16
+    assert samples[key("reuse_gap_seconds_sum")] == pytest.approx(10 + 5.5 + 1e6)
 
 
 def test_peers_are_counted_by_name() -> None:
@@ -165,7 +210,7 @@ def test_tasks_are_counted_for_each_rank_and_kind() -> None:
 def test_evictions_and_skipped_writes_are_counted() -> None:
     """By tier and by whether a copy remains."""
     metrics = CacheMetrics()
-    metrics.observe(tuple, lambda: [("gpu", "copy_kept", 3), ("gpu", "dropped", 2)], tuple)
+    metrics.observe(lambda: Picture(evictions=[("gpu", "copy_kept", 3), ("gpu", "dropped", 2)]))
     metrics.record_skipped_writes(4)
     samples = scrape(metrics)
     assert samples[key("evicted_blocks_total", tier="gpu", kind="copy_kept")] == 3
@@ -178,7 +223,7 @@ def test_gauges_are_read_at_every_scrape() -> None:
     """Blocks and ranks show what `observe` was given to ask, as it is now."""
     ranks = [(0, True, 0), (1, False, 0)]
     metrics = CacheMetrics(tp_size=2)
-    metrics.observe(lambda: [("gpu", "free", 7), ("cpu", "pinned", 1)], tuple, lambda: ranks)
+    metrics.observe(lambda: Picture(blocks=[("gpu", "free", 7), ("cpu", "pinned", 1)], ranks=ranks))
     samples = scrape(metrics)
     assert samples[key("blocks", tier="gpu", state="free")] == 7
     assert [samples[key("rank_up", rank=rank)] for rank in "01"] == [1, 0]

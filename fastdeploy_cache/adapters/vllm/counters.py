@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fastdeploy_cache.metrics.cache_metrics import TIERS, CacheMetrics
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.metrics.request_counts import TIERS
 
 MEANINGS: Mapping[str, str] = {
     "cpu_hit_tokens": "Prompt tokens loaded from the CPU tier",

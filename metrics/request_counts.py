@@ -1,0 +1,53 @@
+"""Admitted requests, their tokens, and the hit rates of the last minutes."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+from fastdeploy_cache.metrics.families import Families, by_one
+from fastdeploy_cache.metrics.hit_rate import HitRateWindow
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+TIERS = ("gpu", "cpu", "storage")
+
+
+class RequestCounts:
+    """Sums since the start, and a sliding window. One thread at a time."""
+
+    def __init__(self, window_seconds: float) -> None:
+        self._window = HitRateWindow(window_seconds)
+        self._num_requests = self._num_requests_hit = 0
+        self.num_tokens = 0
+        self.hit_tokens: tuple[int, ...] = (0,) * len(TIERS)
+
+    def record(self, now: float, num_tokens: int, hit_tokens: tuple[int, ...]) -> None:
+        """A request of `num_tokens` prompt tokens was admitted; `hit_tokens` in the order of `TIERS`."""
+        self._num_requests += 1
+        self.num_tokens += num_tokens
+        if any(hit_tokens):
+            self._num_requests_hit += 1
+            self.hit_tokens = tuple(map(operator.add, self.hit_tokens, hit_tokens))
+        self._window.record(now, num_tokens, hit_tokens)
+
+    def hit_rates(self, now: float) -> dict[str, float]:
+        """The hit rates over the window: `request`, `token`, and the token hit rate of each tier."""
+        rates = {"request": self._window.request_hit_rate(now), "token": self._window.token_hit_rate(now)}
+        return rates | {tier: self._window.token_hit_rate(now, i) for i, tier in enumerate(TIERS)}
+
+    def families(self, families: Families, now: float) -> list[Metric]:
+        """What Prometheus is shown."""
+        rates, hits = self.hit_rates(now), by_one(TIERS, dict(zip(TIERS, self.hit_tokens, strict=True)))
+        text, num_requests_hit = "Requests that hit at least one token", self._num_requests_hit
+        by_tier = "Share of tokens served by a tier, recently"
+        return [
+            families.counter("requests", "Requests admitted", (), {(): self._num_requests}),
+            families.counter("requests_hit", text, (), {(): num_requests_hit}),
+            families.counter("tokens_queried", "Prompt tokens of admitted requests", (), {(): self.num_tokens}),
+            families.counter("tokens_hit", "Prompt tokens served by a tier", ("tier",), hits),
+            families.gauge("window_request_hit_rate", "Share of requests hit, recently", (), {(): rates["request"]}),
+            families.gauge("window_token_hit_rate", "Share of tokens hit, recently", (), {(): rates["token"]}),
+            families.gauge("window_tier_token_hit_rate", by_tier, ("tier",), {(t,): rates[t] for t in TIERS}),
+        ]
