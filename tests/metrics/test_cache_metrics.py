@@ -46,9 +46,6 @@ def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]
     ranks = [str(rank) for rank in range(num_ranks)]
     keys = {key("what_if_lost_requests_total")}
     keys |= {key(name) for name in ("requests_total", "requests_hit_total", "tokens_queried_total")}
-        key(name)
-        for name in ("what_if_lost_requests_total", "requests_total", "requests_hit_total", "tokens_queried_total")
-    }
     keys |= {key(name) for name in ("skipped_write_blocks_total", "window_request_hit_rate", "window_token_hit_rate")}
     keys |= {key(name, tier=tier) for name in ("tokens_hit_total", "window_tier_token_hit_rate") for tier in TIERS}
     keys |= {key("evicted_blocks_total", tier=t, kind=k) for t in ("gpu", "cpu") for k in EVICTION_KINDS}
