@@ -50,8 +50,8 @@ class CacheConfig:
             `cpu_to_gpu_ratio`.
         cpu_memory_bytes: bytes per rank to fill with CPU blocks.
         cpu_to_gpu_ratio: CPU blocks for each GPU block.
-        eviction_policy: which cached blocks go first when room is short. One of `lru`, `fifo`, `lfu`, `slru`,
-            `priority`, `pin`, `mru`, `filo` and `reuse`.
+        eviction_policy: which cached blocks go first when room is short: lru, fifo, lfu, slru, priority, pin, mru, filo
+            or reuse.
         eviction_history_bytes: how many bytes `reuse` may spend on remembering blocks, evicted ones included.
         cpu_write_policy: which blocks are copied to the CPU tier. `write_back` copies all blocks while that tier has
             free ones, in batches: less than one may be lost in a burst. Then it copies those that would be evicted

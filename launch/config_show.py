@@ -139,12 +139,12 @@ def sample_file() -> str:
     lines = ["# Every setting of the cache. What is commented out has the value that it shows, or none.", ""]
     for table, kind in CONFIG_KINDS.items():
         lines += _header(table)
-        meanings = _meanings(kind)
+        texts = meanings(kind)
         for field in dataclasses.fields(kind):
             if not table and field.name in CONFIG_KINDS:
                 continue
             name = f"{table}.{field.name}" if table else field.name
-            lines += _comment(meanings[field.name])
+            lines += _comment(texts[field.name])
             if name in _SAID:
                 lines += [f"{field.name} = {_SAID[name]}", ""]
             elif name in _EXAMPLES:
@@ -165,7 +165,7 @@ def _comment(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 
-def _meanings(kind: type) -> dict[str, str]:
+def meanings(kind: type) -> dict[str, str]:
     """What the docstring's `Args` say of each field; several may stand before one colon."""
     found: dict[str, str] = {}
     names: list[str] = []

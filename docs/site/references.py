@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import UnionType
@@ -12,6 +10,7 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
 from fastdeploy_cache.config import CONFIG_KINDS
+from fastdeploy_cache.launch.config_show import meanings
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 
 OPEN_LABELS = {  # their values depend on how an engine is set up
@@ -48,18 +47,10 @@ class MetricFamily:
     labels: dict[str, tuple[str, ...]]
 
 
-def argument_texts(of: type) -> dict[str, str]:
-    """What the section `Args:` of a class's docstring says of each argument."""
-    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.cleandoc(of.__doc__ or ""), re.DOTALL | re.MULTILINE)
-    entries = re.split(r"^    (\w+(?:, \w+)*): ", section.group(1) if section else "", flags=re.MULTILINE)[1:]
-    pairs = zip(entries[::2], entries[1::2], strict=True)
-    return {name: " ".join(text.split()) for names, text in pairs for name in names.split(", ")}
-
-
 def settings_of(table: str) -> Iterator[Setting]:
     """Each key of a table ("": those in front of all tables), in the order of its class."""
     of = CONFIG_KINDS[table]
-    texts, hints = argument_texts(of), get_type_hints(of)
+    texts, hints = meanings(of), get_type_hints(of)
     for field in dataclasses.fields(of):
         if not table and field.name in CONFIG_KINDS:
             continue

@@ -37,8 +37,8 @@ class KVLayout:
         num_kv_heads: heads of the whole model. Their number must be a multiple of the number of ranks, or divide it;
             then heads are replicated.
         head_dim: elements of one head's key for one token.
-        dtype: `float32`, `float16`, `bfloat16`, `float8_e4m3`, `float8_e5m2`, `int8`, `uint8`, `int4` (two elements a
-            byte).
+        dtype: what an element is: float32, float16, bfloat16, float8_e4m3, float8_e5m2, int8, uint8 or int4. Of int4
+            two elements share a byte.
         value_head_dim: elements of one head's value, where it differs from the key. 0 means that there is no value: the
             keys are the one latent part of multi-head latent attention (`num_kv_heads` 1, `head_dim` latent and rope
             elements together).
