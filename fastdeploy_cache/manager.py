@@ -356,7 +356,8 @@ class PrefixCacheManager:
         check_all(self._books, self._movement, self._requests, self.storage, peers=self.peers, blocks=self.blocks)
 
     def serve_metrics(self, host: str = "127.0.0.1", port: int = 0, *, also: Sequence[Collector] = ()) -> str:
-        """Start the Prometheus endpoint of this cache; returns its URL. Port 0 takes a free one.
+        """Start the Prometheus endpoint of this cache, and its page at `/`; returns the endpoint's URL. Port 0 takes a
+        free one.
 
         `also`: further collectors, such as `metrics` of the other caches of a data-parallel group.
 
@@ -366,6 +367,4 @@ class PrefixCacheManager:
         """
         with self._books:
             self._books.check_open()
-        url = self._recorder.serve(host, port, also)
-        self.insight.start_what_if()
-        return url
+        return self._recorder.serve(host, port, also, self.insight.start_page(lambda: self.life.status.value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.books import Books
@@ -16,7 +16,7 @@ from fastdeploy_cache.storage.prefetch import PrefetchEnded, StorageTaskEnded
 from fastdeploy_cache.transfer_manager.task import TransferResult
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.metrics.exporter import Collector, MetricsExporter
+    from fastdeploy_cache.metrics.exporter import Collector, MetricsExporter, Page
 
 
 class Recorder:
@@ -42,14 +42,14 @@ class Recorder:
         """Ask for this picture at each scrape."""
         self.metrics.observe(look)
 
-    def serve(self, host: str, port: int, also: Sequence[Collector]) -> str:
+    def serve(self, host: str, port: int, also: Sequence[Collector], pages: Mapping[str, Page]) -> str:
         """See `PrefixCacheManager.serve_metrics`."""
         from fastdeploy_cache.metrics.exporter import MetricsExporter  # late: a web server comes with it
 
         ids = [c.data_parallel_id for c in (self.metrics, *also) if isinstance(c, CacheMetrics)]
         if len(set(ids)) < len(ids):
             raise ConfigError(f"metrics of caches with data-parallel ids {ids}; give each its own data_parallel_id")
-        exporter = MetricsExporter(self.metrics, *also, host=host, port=port)
+        exporter = MetricsExporter(self.metrics, *also, host=host, port=port, pages=pages)
         self._exporters.append(exporter)
         return exporter.url
 

@@ -89,6 +89,11 @@ class CacheMetrics:
         with self._lock:
             return self._requests.hit_rates(self._clock())
 
+    @property
+    def num_requests(self) -> int:
+        """Admitted so far."""
+        return self._num_requests
+
     def token_counts(self) -> tuple[int, tuple[int, ...]]:
         """Prompt tokens of admitted requests so far, and how many of them each tier has served."""
         with self._lock:

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from fastdeploy_cache.errors import MetricsError, PortInUseError
 
-__all__ = ["Collector", "MetricsExporter"]
+__all__ = ["Collector", "MetricsExporter", "Page"]
+
+_HEADERS = [("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer")]
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+_METRICS_PATH = "/metrics"
+_NOTHING = b"nothing is here; see / and /metrics\n"
+_Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class Page(NamedTuple):
+    """What is served beside the metrics: its type, and what gives its bytes. Called in a thread of the server."""
+
+    content_type: str
+    content: Callable[[], bytes]
 
 
 class Together:
@@ -34,11 +49,17 @@ class Together:
 
 
 class MetricsExporter:
-    """Serves `/metrics` from a private registry in a thread of the engine process."""
+    """Serves `/metrics` from a private registry in a thread of the engine process, and pages beside it."""
 
-    def __init__(self, *collectors: Collector, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        *collectors: Collector,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        pages: Mapping[str, Page] = MappingProxyType({}),
+    ) -> None:
         """Listen; port 0 takes a free one. `collectors`: `CacheMetrics` of one cache, or of several with different
-        data-parallel ids.
+        data-parallel ids. `pages`, by path: what is answered to GET there, and to nothing but GET and HEAD.
 
         Raises:
             PortInUseError: the address cannot be listened on.
@@ -55,6 +76,8 @@ class MetricsExporter:
         except OSError as error:
             reason = error.strerror or error
             raise PortInUseError(f"metrics cannot listen on {host}:{port}: {reason}; use another port") from error
+        if pages:
+            self._server.set_app(_beside(make_wsgi_app(registry), dict(pages)))
         self.url = f"http://{host}:{self._server.server_port}/metrics"
 
     def close(self) -> None:
@@ -62,3 +85,27 @@ class MetricsExporter:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5)
+
+
+def _beside(metrics: Any, pages: Mapping[str, Page]) -> _Application:
+    """The metrics at their own path, the pages at theirs, and nothing elsewhere."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        if path.rstrip("/") == _METRICS_PATH:
+            parts: Iterable[bytes] = metrics(environ, start_response)
+            return parts
+        status, content_type, body = (
+            "404 Not Found",
+            "text/plain; charset=utf-8",
+            b"nothing is here; see / and /metrics\n",
+        )
+        if method not in ("GET", "HEAD"):
+            status, body = "405 Method Not Allowed", b"only GET is answered here\n"
+        elif (page := pages.get(path)) is not None:
+            status, content_type, body = "200 OK", page.content_type, page.content()
+        own = [("Content-Type", content_type), ("Content-Length", str(len(body))), ("Content-Security-Policy", _POLICY)]
+        start_response(status, [*own, *_HEADERS, *([("Allow", "GET, HEAD")] if status[0:3] == "405" else [])])
+        return [body if method != "HEAD" else b""]
+
+    return answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.books import Books
@@ -23,8 +23,10 @@ from fastdeploy_cache.storage.access import StorageAccess
 if TYPE_CHECKING:
     from fastdeploy_cache.insight.doctor import Finding
     from fastdeploy_cache.insight.live_views import RanksView, RequestsView
+    from fastdeploy_cache.insight.page import OperatorPage
     from fastdeploy_cache.insight.prefix_views import PrefixView, TreeView
     from fastdeploy_cache.insight.what_if import WhatIf, WhatIfRate
+    from fastdeploy_cache.metrics.exporter import Page
     from fastdeploy_cache.stats import CacheStats
 
 MAX_SHOWN, MAX_DEPTH = 2000, 64
@@ -53,6 +55,7 @@ class Insight:
         self._config, self._books, self._movement = config, books, movement
         self._requests, self._storage, self._peers, self._metrics = requests, storage, peers, metrics
         self._what_if: WhatIf | None = None
+        self._page: OperatorPage | None = None
 
     def explain(self, request_id: str) -> Explanation:
         """See `PrefixCacheManager.explain`."""
@@ -70,8 +73,7 @@ class Insight:
         from fastdeploy_cache.insight.doctor import examine  # late: it is seldom asked
 
         requests = self.explain_last(self._config.num_explained_requests)
-        rates = self._what_if.rates() if self._what_if is not None else ()
-        return examine(self._config, self.stats(), requests, self._books, rates)
+        return examine(self._config, self.stats(), requests, self._books, self.known_what_if())
 
     def start_what_if(self) -> WhatIf:
         """Estimate from now on what other sizes of the tiers would hit, unless `insight.what_if` is off."""
@@ -90,18 +92,36 @@ class Insight:
         """
         return self.start_what_if().rates()
 
+    def known_what_if(self) -> list[WhatIfRate]:
+        """The same, and nothing where it was never started."""
+        return self._what_if.rates() if self._what_if is not None else []
+
     def what_if_counts(self) -> WhatIfCounts:
-        """What the metrics show of it; nothing where it was never started."""
-        what_if = self._what_if
-        if what_if is None:
-            return WhatIfCounts()
-        rates = [(r.tier, r.factor, r.policy, r.token_hit_rate, r.saved_seconds) for r in what_if.rates()]
-        return WhatIfCounts(rates, what_if.num_lost_requests)
+        """What the metrics show of it."""
+        rates = [(r.tier, r.factor, r.policy, r.token_hit_rate, r.saved_seconds) for r in self.known_what_if()]
+        return WhatIfCounts(rates, self._what_if.num_lost_requests if self._what_if is not None else 0)
+
+    def start_page(self, life_cycle: Callable[[], str]) -> dict[str, Page]:
+        """What is served beside the metrics, by path; begins to keep what that shows. `life_cycle`: its present state.
+
+        Nothing where `insight.page` is off. The process of `what_if` starts all the same.
+        """
+        self.start_what_if()
+        if not self._config.insight.page:
+            return {}
+        from fastdeploy_cache.insight.page import OperatorPage  # late: not every cache has one
+
+        if self._page is None:
+            self._page = OperatorPage(self._config, self, self._requests.accounts, self._metrics, life_cycle)
+        self._page.history.start()
+        return self._page.pages()
 
     def close(self) -> None:
         """End what was started here."""
         if self._what_if is not None:
             self._what_if.close()
+        if self._page is not None:
+            self._page.history.stop()
 
     def stats(self) -> CacheStats:
         """See `PrefixCacheManager.stats`."""

@@ -1,0 +1,114 @@
+"""The page at `/` of the metrics endpoint, and the data that it shows."""
+
+from __future__ import annotations
+
+import importlib.resources
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.insight.history import History, Moment
+from fastdeploy_cache.metrics.cache_metrics import TIERS, CacheMetrics
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.insight.insight import Insight
+    from fastdeploy_cache.metrics.exporter import Page
+    from fastdeploy_cache.requests.accounts import Accounts
+
+_PARTS = ("colors.css", "page.css", "charts.js", "map.js", "page.js")  # that go into page.html
+_NUM_RECENT, _NUM_RUNNING = 25, 20
+_MAP_DEPTH, _MAP_NODES = 24, 600
+
+
+class OperatorPage:
+    """Makes what the page asks for. Any thread; nothing here changes the cache."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        insight: Insight,
+        accounts: Accounts,
+        metrics: CacheMetrics,
+        life_cycle: Callable[[], str],
+    ) -> None:
+        """`life_cycle` says whether the cache runs, is paused, asleep and so on."""
+        self._config, self._insight, self._accounts = config, insight, accounts
+        self._metrics, self._life_cycle = metrics, life_cycle
+        self.history = History(self._moment)
+        self._started_at = time.time()
+
+    def pages(self) -> dict[str, Page]:
+        """What is served, by path."""
+        from fastdeploy_cache.metrics.exporter import Page  # late: a web server comes with it
+
+        html = _assembled()
+        looks = {"/data.json": self._data, "/map.json": self._map, "/findings.json": self._findings}
+        served = {path: Page("application/json", _as_json(look)) for path, look in looks.items()}
+        return {"/": Page("text/html; charset=utf-8", lambda: html), **served}
+
+    def _moment(self) -> Moment:
+        stats = self._insight.stats()
+        num_tokens, hit_tokens = self._metrics.token_counts()
+        missed, saved, moved = self._accounts.worths()
+        tiers = (stats.gpu, stats.cpu)
+        return Moment(
+            at=time.time(),
+            num_requests=self._metrics.num_requests,
+            num_tokens=num_tokens,
+            hit_tokens=hit_tokens,
+            missed_tokens=tuple(missed.values()),
+            saved_seconds=tuple(saved.values()),
+            move_seconds=tuple(moved.values()),
+            evicted_blocks=tuple(tier.num_evicted for tier in tiers),
+            used_blocks=tuple(tier.num_blocks - tier.num_available for tier in tiers),
+            cached_blocks=tuple(tier.num_cached for tier in tiers),
+            moved_bytes=self._metrics.task_bytes(),
+        )
+
+    def _data(self) -> dict[str, Any]:
+        insight, stats, config = self._insight, self._insight.stats(), self._config
+        moments, requests = self.history.moments(), insight.requests(_NUM_RUNNING)
+        recent = insight.explain_last(_NUM_RECENT)
+        storage = stats.storage
+        return {
+            "now": time.time(),
+            "started_at": self._started_at,
+            "life_cycle": self._life_cycle(),
+            "dp": config.transfer.data_parallel_id,
+            "block_size": config.block_size,
+            "block_bytes": config.block_bytes() * config.transfer.tp_size,
+            "policy": config.eviction_policy,
+            "tier_names": TIERS,
+            "causes": list(stats.missed_tokens),
+            "tiers": {"gpu": stats.gpu.by_state(), "cpu": stats.cpu.by_state()},
+            "storage": asdict(storage) if storage is not None else None,
+            "ranks": insight.ranks().as_dict(),
+            "running": [asdict(each) for each in requests.running],
+            "num_running": requests.num_running,
+            "recent": [{**each.as_dict(), "text": str(each)} for each in recent],
+            "what_if": [asdict(rate) for rate in insight.known_what_if()],
+            "history": {name: [getattr(moment, name) for moment in moments] for name in Moment._fields},
+        }
+
+    def _map(self) -> dict[str, Any]:
+        return self._insight.tree(_MAP_DEPTH, _MAP_NODES).as_dict()
+
+    def _findings(self) -> list[dict[str, Any]]:
+        return [{**asdict(each), "text": str(each)} for each in self._insight.examine()]
+
+
+def _as_json(look: Callable[[], object]) -> Callable[[], bytes]:
+    return lambda: msgspec.json.encode(look())
+
+
+def _assembled() -> bytes:
+    """One file with all that it needs."""
+    folder = importlib.resources.files("fastdeploy_cache.insight") / "page_parts"
+    html = (folder / "page.html").read_text()
+    for part in _PARTS:
+        html = html.replace(f"/*{part}*/", (folder / part).read_text())
+    return html.encode()

@@ -1,0 +1,223 @@
+"""The page beside the metrics: what is served, what it says, and how it behaves in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.insight.history import History, Moment
+from fastdeploy_cache.insight_config import InsightConfig
+from tests.rigs.browser import Browser, browser, missing
+
+SIZE = 4
+
+
+def new_cache(num_gpu: int = 60, num_cpu: int = 0, *, what_if: bool = False, page: bool = True) -> PrefixCacheManager:
+    insight = InsightConfig(what_if=what_if, page=page)
+    return PrefixCacheManager(
+        CacheConfig(
+            block_size=SIZE,
+            num_gpu_blocks=num_gpu,
+            num_cpu_blocks=num_cpu,
+            transfer_client="inline",
+            prefill_tokens_per_second=1000.0,
+            insight=insight,
+        )
+    )
+
+
+def serve(cache: PrefixCacheManager, name: str, tokens: list[int]) -> None:
+    request = Request(request_id=name, prompt_token_ids=tokens)
+    match = cache.match(request).wait(5)
+    cache.allocate(request, -(-len(tokens) // SIZE) - len(match.block_ids))
+    cache.commit(request, len(tokens))
+    cache.release(request)
+
+
+def some_traffic(cache: PrefixCacheManager) -> None:
+    """Three conversations of two branches each behind one beginning, each sent twice."""
+    beginning = list(range(700_000, 700_000 + 5 * SIZE))
+    for turn in range(2):
+        for i in range(3):
+            serve(cache, f"request {turn} {i}", [*beginning, *range(1000 * i, 1000 * i + 5 * SIZE + 1)])
+
+
+def get(url: str, path: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
+    request = urllib.request.Request(url.replace("/metrics", path), method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, dict(answer.headers), answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, dict(error.headers), error.read()
+
+
+def data_of(url: str, path: str) -> Any:
+    return json.loads(get(url, path)[2])
+
+
+def test_the_page_is_one_file_that_needs_nothing_else() -> None:
+    """All parts are in it, no address but this server's own, and the browser is told to load nothing from elsewhere."""
+    with new_cache() as cache:
+        status, headers, body = get(cache.serve_metrics(), "/")
+    text = body.decode()
+    assert status == 200 and headers["Content-Type"].startswith("text/html")
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert not re.search(r"/\*\w+\.(js|css)\*/", text) and "class PrefixMap" in text and "--gpu" in text
+    assert set(re.findall(r"https?://[^\s\"')]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"innerHTML|eval\(|document\.write", text)
+
+
+def test_nothing_but_get_is_answered() -> None:
+    """Other methods are refused, other paths are not there, and the metrics are where they were."""
+    with new_cache() as cache:
+        url = cache.serve_metrics()
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            assert get(url, "/data.json", method)[0] in (405, 501)
+        assert get(url, "/data.json", "HEAD")[2] == b""
+        assert get(url, "/etc/passwd")[0] == get(url, "/../data")[0] == 404
+        assert b"fastdeploy_cache_requests_total" in get(url, "/metrics")[2]
+
+
+def test_a_setting_leaves_it_out() -> None:
+    """Then only metrics are served."""
+    with new_cache(page=False) as cache:
+        url = cache.serve_metrics()
+        assert b"<!doctype" not in get(url, "/")[2] and b"requests_total" in get(url, "/metrics")[2]
+
+
+def test_the_data_adds_up_and_has_no_tokens() -> None:
+    """Hits and misses add up to the prompt tokens, states to the pool, and no token of a prompt is anywhere in it."""
+    with new_cache() as cache:
+        url = cache.serve_metrics()
+        some_traffic(cache)
+        data, tree, findings = (data_of(url, path) for path in ("/data.json", "/map.json", "/findings.json"))
+        pages = b"".join(get(url, path)[2] for path in ("/data.json", "/map.json", "/findings.json", "/"))
+    history = data["history"]
+    assert set(history) == set(Moment._fields)
+    assert sum(history["hit_tokens"][-1]) + sum(history["missed_tokens"][-1]) == history["num_tokens"][-1] == 6 * 41
+    assert history["num_requests"][-1] == 6 == len(data["recent"]) and history["saved_seconds"][-1][0] > 0
+    assert sum(data["tiers"]["gpu"].values()) == 60 and data["life_cycle"] == "running"
+    assert tree["num_shown"] == 4 and len(tree["children"][0]["children"]) == 3 and findings == []
+    assert not any(str(token).encode() in pages for token in range(700_000, 700_020))
+
+
+def test_history_keeps_an_hour_and_the_present() -> None:
+    """The oldest moments go, the last one is of now; ending it twice does no harm."""
+    looks = list[float]()
+
+    def look() -> Moment:
+        looks.append(1.0)
+        return Moment(float(len(looks)), 0, 0, (), (), (), (), (), (), (), {})
+
+    history = History(look)
+    history.start()
+    history.start()
+    assert [moment.at for moment in history.moments()] == [1.0, 2.0]
+    history.stop()
+    history.stop()
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Browser]:
+    problem = missing()
+    if problem is not None:
+        pytest.skip(problem)
+    with browser() as opened:
+        yield opened
+
+
+BARS = "return document.querySelectorAll('#map g[role=treeitem]').length"
+SHOWN = f"{BARS} > 0 && document.querySelectorAll('#findings > *').length > 0 && view.data !== null"
+
+
+@pytest.mark.processes
+class TestInChromium:
+    """In a real browser without a window."""
+
+    @pytest.mark.parametrize("is_dark", [False, True])
+    @pytest.mark.parametrize("width", [1300, 390])
+    def test_it_shows_what_is_there(self, window: Browser, tmp_path: Path, is_dark: bool, width: int) -> None:
+        """Figures, chart, causes, map and requests, in both themes, on a screen and on a phone, without scrolling
+        sideways and without an error."""
+        with new_cache() as cache:
+            some_traffic(cache)
+            url = cache.serve_metrics()
+            some_traffic(cache)
+            window.size(width, 900, is_dark=is_dark)
+            window.open(url.replace("/metrics", "/"))
+            window.wait_for(f"return {SHOWN.removeprefix('return ')}")
+            figures = window.run("return [...document.querySelectorAll('.figure b')].map((each) => each.textContent)")
+            assert figures[1:3] == ["6", "246"] and figures[0].endswith("%")
+            assert "Nothing is wrong" in window.run("return document.getElementById('findings').textContent")
+            assert window.run(BARS) == 4
+            assert "last" in window.run("return document.getElementById('causes').textContent")
+            assert window.run("return document.querySelectorAll('#requests details').length") == 12
+            assert window.run("return document.documentElement.scrollWidth <= innerWidth")
+            colour = window.run("return getComputedStyle(document.body).backgroundColor")
+            assert colour == ("rgb(16, 20, 27)" if is_dark else "rgb(246, 247, 249)")
+            window.picture(tmp_path / "page.png")
+            assert (tmp_path / "page.png").stat().st_size > 10_000
+            assert window.problems() == []
+
+    def test_it_follows_what_happens(self, window: Browser) -> None:
+        """New requests come by themselves; a request opens and says why it missed."""
+        with new_cache() as cache:
+            url = cache.serve_metrics()
+            window.open(url.replace("/metrics", "/"))
+            window.wait_for("return view.data !== null")
+            assert "Nothing is cached" in window.run("return document.getElementById('map').textContent")
+            some_traffic(cache)
+            window.wait_for("return document.querySelectorAll('#requests details').length === 6")
+            window.run("document.querySelector('#requests summary').click()")
+            text = window.run("return document.querySelector('#requests details[open] pre').textContent")
+            assert "'request 1 2': 40 of 41 prompt tokens" in text and "(last)" in text
+
+    def test_the_map_is_used_by_keyboard(self, window: Browser) -> None:
+        """Arrows go from bar to bar, Enter opens one, Escape goes back, and each says why it is still there."""
+        with new_cache() as cache:
+            some_traffic(cache)
+            window.open(cache.serve_metrics().replace("/metrics", "/"))
+            window.wait_for(f"{BARS} === 4")
+            press = (
+                "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0], bubbles: true}))"
+            )
+            detail = "return document.getElementById('map-detail').textContent"
+            window.run("document.querySelector('#map g').focus()")
+            assert "It is 20 tokens long" in window.run(detail) and "3 that go on from it" in window.run(detail)
+            window.run(press, "ArrowRight")
+            assert "Nothing holds it" in window.run(detail) and "a prefix of 40" in window.run(detail)
+            window.run(press, "ArrowLeft")
+            window.run(press, "Enter")
+            assert window.run("return view.map.open.length") == 1
+            assert not window.run("return document.getElementById('map-up').disabled")
+            window.run(press, "Escape")
+            assert window.run("return view.map.open.length") == 0 and window.run(BARS) == 4
+            assert window.problems() == []
+
+    def test_it_survives_a_restart_of_the_manager(self, window: Browser) -> None:
+        """While nobody answers it says so and keeps what it shows; then it goes on with the new one."""
+        with new_cache() as cache:
+            some_traffic(cache)
+            url = cache.serve_metrics()
+            port = int(url.rpartition(":")[2].partition("/")[0])
+            window.open(url.replace("/metrics", "/"))
+            window.wait_for(f"{BARS} === 4")
+        window.wait_for("return !document.getElementById('trouble').hidden")
+        assert (
+            window.run(BARS) == 4 and window.run("return document.getElementById('state').textContent") == "no answer"
+        )
+        with new_cache() as cache:
+            serve(cache, "another", list(range(9)))
+            cache.serve_metrics(port=port)
+            window.wait_for("return document.getElementById('trouble').hidden && view.data.recent.length === 1")
+            assert window.run(state) == "running"
+        assert all("ERR_CONNECTION_REFUSED" in problem or "json" in problem for problem in window.problems())
