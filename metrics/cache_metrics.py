@@ -92,7 +92,7 @@ class CacheMetrics:
     @property
     def num_requests(self) -> int:
         """Admitted so far."""
-        return self._num_requests
+        return self._requests.num_requests
 
     def token_counts(self) -> tuple[int, tuple[int, ...]]:
         """Prompt tokens of admitted requests so far, and how many of them each tier has served."""

@@ -19,13 +19,13 @@ class RequestCounts:
 
     def __init__(self, window_seconds: float) -> None:
         self._window = HitRateWindow(window_seconds)
-        self._num_requests = self._num_requests_hit = 0
+        self.num_requests = self._num_requests_hit = 0
         self.num_tokens = 0
         self.hit_tokens: tuple[int, ...] = (0,) * len(TIERS)
 
     def record(self, now: float, num_tokens: int, hit_tokens: tuple[int, ...]) -> None:
         """A request of `num_tokens` prompt tokens was admitted; `hit_tokens` in the order of `TIERS`."""
-        self._num_requests += 1
+        self.num_requests += 1
         self.num_tokens += num_tokens
         if any(hit_tokens):
             self._num_requests_hit += 1
@@ -43,7 +43,7 @@ class RequestCounts:
         text, num_requests_hit = "Requests that hit at least one token", self._num_requests_hit
         by_tier = "Share of tokens served by a tier, recently"
         return [
-            families.counter("requests", "Requests admitted", (), {(): self._num_requests}),
+            families.counter("requests", "Requests admitted", (), {(): self.num_requests}),
             families.counter("requests_hit", text, (), {(): num_requests_hit}),
             families.counter("tokens_queried", "Prompt tokens of admitted requests", (), {(): self.num_tokens}),
             families.counter("tokens_hit", "Prompt tokens served by a tier", ("tier",), hits),

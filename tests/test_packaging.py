@@ -176,7 +176,9 @@ def test_a_wheel_is_complete(copy: Path, archive: Path, wheel: Path, tmp_path: P
     assert inside(wheel) == expected == inside(wheel_of(bare, tmp_path))
     data = {name.removeprefix("fastdeploy_cache/") for name in expected if not name.endswith(".py")}
     deploy = {str(path.relative_to(copy)) for path in (copy / "launch" / "background" / "deploy").iterdir()}
-    assert data == {"py.typed", "_native.pyi", "launch/serve.toml", *deploy} and len(deploy) >= 4
+    page = {name for name in data if name.startswith("insight/page_parts/")}
+    assert data == {"py.typed", "_native.pyi", "launch/serve.toml", *deploy, *page}
+    assert len(deploy) >= 4 and "insight/page_parts/page.html" in page
 
 
 @needs_wheels

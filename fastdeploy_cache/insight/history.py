@@ -52,7 +52,7 @@ class History:
             self._thread.join()
 
     def moments(self) -> list[Moment]:
-        """From the oldest to now."""
+        """What is kept, from the oldest to now."""
         return [*self._moments, self._look()]
 
     def _keep(self) -> None:

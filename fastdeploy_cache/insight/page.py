@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.insight.history import History, Moment
-from fastdeploy_cache.metrics.cache_metrics import TIERS, CacheMetrics
+from fastdeploy_cache.insight.live_views import RanksView, RequestsView
+from fastdeploy_cache.insight.prefix_views import TreeView
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.metrics.request_counts import TIERS
+from fastdeploy_cache.requests.accounts import Accounts
+from fastdeploy_cache.stats import CacheStats
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.insight import Insight
+    from fastdeploy_cache.insight.doctor import Finding
+    from fastdeploy_cache.insight.what_if import WhatIfRate
     from fastdeploy_cache.metrics.exporter import Page
-    from fastdeploy_cache.requests.accounts import Accounts
 
 _PARTS = ("colors.css", "page.css", "charts.js", "map.js", "page.js")  # that go into page.html
 _NUM_RECENT, _NUM_RUNNING = 25, 20
 _MAP_DEPTH, _MAP_NODES = 24, 600
+
+
+class Looks(Protocol):
+    """What the page asks: see `Insight`."""
+
+    def stats(self) -> CacheStats: ...
+    def requests(self, num_requests: int) -> RequestsView: ...
+    def ranks(self) -> RanksView: ...
+    def tree(self, depth: int, max_nodes: int) -> TreeView: ...
+    def explain_last(self, num_requests: int) -> Sequence[Explanation]: ...
+    def examine(self) -> Sequence[Finding]: ...
+    def known_what_if(self) -> Sequence[WhatIfRate]: ...
 
 
 class OperatorPage:
@@ -30,7 +47,7 @@ class OperatorPage:
     def __init__(
         self,
         config: CacheConfig,
-        insight: Insight,
+        insight: Looks,
         accounts: Accounts,
         metrics: CacheMetrics,
         life_cycle: Callable[[], str],
@@ -53,16 +70,15 @@ class OperatorPage:
     def _moment(self) -> Moment:
         stats = self._insight.stats()
         num_tokens, hit_tokens = self._metrics.token_counts()
-        missed, saved, moved = self._accounts.worths()
         tiers = (stats.gpu, stats.cpu)
         return Moment(
             at=time.time(),
             num_requests=self._metrics.num_requests,
             num_tokens=num_tokens,
             hit_tokens=hit_tokens,
-            missed_tokens=tuple(missed.values()),
-            saved_seconds=tuple(saved.values()),
-            move_seconds=tuple(moved.values()),
+            missed_tokens=tuple(stats.missed_tokens.values()),
+            saved_seconds=tuple(stats.saved_seconds.values()),
+            move_seconds=tuple(self._accounts.moved_by_tier().values()),
             evicted_blocks=tuple(tier.num_evicted for tier in tiers),
             used_blocks=tuple(tier.num_blocks - tier.num_available for tier in tiers),
             cached_blocks=tuple(tier.num_cached for tier in tiers),
@@ -102,7 +118,7 @@ class OperatorPage:
 
 
 def _as_json(look: Callable[[], object]) -> Callable[[], bytes]:
-    return lambda: msgspec.json.encode(look())
+    return lambda: json.dumps(look()).encode()
 
 
 def _assembled() -> bytes:

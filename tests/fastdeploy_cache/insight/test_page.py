@@ -205,6 +205,7 @@ class TestInChromium:
 
     def test_it_survives_a_restart_of_the_manager(self, window: Browser) -> None:
         """While nobody answers it says so and keeps what it shows; then it goes on with the new one."""
+        state = "return document.getElementById('state').textContent"
         with new_cache() as cache:
             some_traffic(cache)
             url = cache.serve_metrics()
