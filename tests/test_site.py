@@ -74,6 +74,16 @@ def test_every_metric_is_in_the_reference(references: ModuleType) -> None:
     assert families["fastdeploy_cache_rank_up"].labels["rank"] == ()
 
 
+def test_values_of_labels_are_explained(references: ModuleType) -> None:
+    """Each that is always the same is named in a page: what a dashboard shows can be looked up."""
+    pages = "".join((ROOT / f"docs/{page}.md").read_text() for page in ("metrics", "explain", "life_cycle"))
+    explained = set(re.findall(r"`(\w+)`", pages))
+    values = {value for family in references.metric_families() for each in family.labels.values() for value in each}
+    assert {"gpu", "evicted", "swap_in"} <= values
+    missing = values - explained - {""}
+    assert not missing
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     """Each name that an engine imports, and each part of the manager."""
     page = (SITE / "api.rst").read_text()
