@@ -40,14 +40,14 @@ NOT_RUN = {  # how a command begins: why it is not run here
     "fastdeploy-cache status": "looks at a server: tests/launch/test_scripts.py does",
     "fastdeploy-cache stop": "ends a server: tests/launch/test_scripts.py does",
     "fastdeploy-cache control": "tells a server: tests/launch/test_scripts.py does",
-    "fastdeploy-cache explain": "asks a server: tests/launch has it over a real one",
-    "fastdeploy-cache doctor": "asks a server: tests/launch has it over a real one",
-    "fastdeploy-cache serve": "is a server: tests/launch has it",
-    "fastdeploy-cache route": "is a router: tests/launch has it",
+    "fastdeploy-cache explain": "asks a server: tests/launch/test_serve_control.py does",
+    "fastdeploy-cache doctor": "asks a server: tests/launch/test_serve_control.py does",
+    "fastdeploy-cache serve": "is a server: tests/launch/test_serve.py has it",
+    "fastdeploy-cache route": "is a router: tests/launch/test_router.py has it",
     "fastdeploy-cache up": "starts a group: tests/launch/test_scripts.py does",
     "fastdeploy-cache peer-": "writes below /etc",
-    "fastdeploy-cache bench": "measures for minutes: tests/launch has each benchmark, made small",
-    "fastdeploy-cache storage": "needs the store that the page shows: tests/launch/storage has these commands",
+    "fastdeploy-cache bench": "measures for minutes: tests/launch/test_bench.py and those beside it, made small",
+    "fastdeploy-cache storage": "needs the store of the page: tests/launch/test_storage_command.py has another",
     "./launch/quickstart.sh": "runs for minutes: tests/launch/test_demo.py has the demo",
     "./launch/test.sh": "runs these tests",
     "./launch/docs.sh": "builds the site: .ci/run does",
@@ -112,6 +112,37 @@ WHOLE = [b for b in BLOCKS if b.language == "python" and not b.reason and b.page
 def test_fragments_compile(block: Block) -> None:
     """What is not run is Python all the same."""
     compile(block.text, block.name, "exec")
+
+
+ENGINE = """
+from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Request
+config = CacheConfig(block_size=4, num_gpu_blocks=8, transfer_client="inline")
+cache = PrefixCacheManager(config)
+request = Request(request_id="a", prompt_token_ids=range(20))
+block_ids = cache.match(request).wait().block_ids
+"""
+GIVEN = {  # what the fragments of a page leave to their reader, where that is little enough to be given here
+    "docs/engine.md": ENGINE,
+    "docs/explain.md": ENGINE,
+    "docs/adapters/slots.md": """
+from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager
+from fastdeploy_cache.adapters.slots.prefix_cache import SlotPrefixCache
+layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8)
+config = CacheConfig(block_size=64, num_gpu_blocks=8, layout=layout)
+cache, tokens, target_slot = SlotPrefixCache(max_capacity=512), list(range(10)), 1
+cache.insert(tokens, 0, 0)
+""",
+}
+COMPLETED = [block for block in FRAGMENTS if block.page in GIVEN]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("block", COMPLETED, ids=names_of(COMPLETED))
+def test_fragments_run_with_what_they_leave_out(block: Block, tmp_path: Path) -> None:
+    """The calls in them are there, and take what they are given."""
+    command = [sys.executable, "-c", GIVEN[block.page] + block.text]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def promised(block: Block) -> list[str]:
@@ -250,6 +281,8 @@ def test_each_command_is_run_or_has_a_reason() -> None:
     """A reason is of the page, for a whole block, or of the table above; none there is without a use."""
     rest = [" ".join(command.words) for command in COMMANDS if not is_run(command)]
     assert not [line for line in rest if not line.startswith(tuple(NOT_RUN))]
+    files = re.findall(r"tests/\w+/test_\w+\.py", " ".join(NOT_RUN.values()))
+    assert not [file for file in files if not (ROOT / file).exists()]
     named = [*rest, *(span for _, span in mentions())]
     assert not [start for start in NOT_RUN if not any(line.startswith(start) for line in named)]
 
