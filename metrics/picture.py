@@ -87,6 +87,8 @@ class Picture:
     life_cycle: str = ""
     times: Durations = field(default_factory=Durations)
     what_if: WhatIfCounts = field(default_factory=WhatIfCounts)
+    block_size: int = 0
+    eviction_policy: str = ""
 
 
 def picture_families(picture: Picture, families: Families, num_ranks: int) -> list[Metric]:
@@ -99,6 +101,12 @@ def picture_families(picture: Picture, families: Families, num_ranks: int) -> li
         *_process_families(picture, families, num_ranks),
         *_time_families(picture.times, families),
         *what_if_families(picture.what_if, families),
+        families.gauge(
+            "config_info",
+            "1, with settings of the cache as labels",
+            ("block_size", "eviction_policy"),
+            {(str(picture.block_size), picture.eviction_policy): 1},
+        ),
     ]
 
 

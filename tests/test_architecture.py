@@ -73,7 +73,7 @@ HOMES = {
             f"metrics/{module}.py"
             for module in (
                 *("cache_metrics", "exporter", "families", "fastdeploy_names", "peer_counts", "picture", "remote"),
-                *("request_counts", "task_counts", "what_if_metrics"),
+                *("page_samples", "request_counts", "task_counts", "what_if_metrics"),
             )
         ),
     },

@@ -1,30 +1,21 @@
-"""What is wrong with a cache, in plain words: the evidence, the setting to change, and what that can give at most.
-
-It reads the configuration, the present state and the explanations of the last requests, and changes nothing.
-"""
+"""What is wrong with a cache, in plain words: the evidence, the setting to change, and what that can give at most."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from fastdeploy_cache.books.block_marks import block_marks
-from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.causes import Cause
-from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.explanation import Explanation, Miss
-from fastdeploy_cache.insight.what_if import WhatIfRate
-from fastdeploy_cache.policies.breaker import BreakerState
-from fastdeploy_cache.stats import CacheStats
+from fastdeploy_cache.insight.evidence import Evidence
 
 _MIN_SHARE = 0.1  # of all prompt tokens that one cause costs, before it is worth a word
 _MIN_TAIL_SHARE = 0.25  # the same for the tails of prompts: some are always lost
 _MIN_REQUESTS = 20  # fewer say nothing
+_MIN_SHARE_ALIKE = 0.5  # of the cached prompts that differ in their first block only
+_SMALL_BLOCK = 16  # tokens: a tail of one is not worth a word
 _MIN_GAIN = 0.02  # of all prompt tokens, for which more blocks are worth a word
 _MOST = 0.8  # of what the largest size gains
-_MAX_LOOKED = 500  # prompts in the tree whose second blocks are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,39 +39,10 @@ class Finding:
         return f"{self.name}: {self.evidence} {self.advice}{gain}"
 
 
-@dataclass(frozen=True)
-class _Case:
-    config: CacheConfig
-    stats: CacheStats
-    requests: Sequence[Explanation]
-    books: Books
-    rates: Sequence[WhatIfRate]
-    num_tokens: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_tokens", sum(each.num_tokens for each in self.requests))
-
-    def misses(self, *causes: Cause) -> list[Miss]:
-        return [miss for each in self.requests for miss in each.misses if miss.cause in causes]
-
-    def share(self, misses: Sequence[Miss]) -> float:
-        return sum(miss.num_tokens for miss in misses) / self.num_tokens if self.num_tokens else 0.0
-
-
-def examine(
-    config: CacheConfig,
-    stats: CacheStats,
-    requests: Sequence[Explanation],
-    books: Books,
-    rates: Sequence[WhatIfRate] = (),
-) -> list[Finding]:
-    """What is wrong, what costs most first. `requests`: the last ones; `rates`: of other sizes, where they are known.
-
-    Takes the lock for a look at some prompts.
-    """
-    case = _Case(config, stats, requests, books, rates)
+def examine(case: Evidence) -> list[Finding]:
+    """What is wrong, what costs most first."""
     findings = [finding for look in _NOW for finding in look(case)]
-    if len(requests) >= _MIN_REQUESTS:
+    if case.num_requests >= _MIN_REQUESTS:
         findings += [finding for look in _BY_REQUESTS for finding in look(case)]
     return sorted(findings, key=lambda finding: -(finding.share if finding.share is not None else 1.0))
 
@@ -88,31 +50,27 @@ def examine(
 # -- what is so now
 
 
-def _ranks(case: _Case) -> Iterator[Finding]:
-    down = [str(status.rank) for status in case.stats.ranks if not status.up]
-    if down:
+def _ranks(case: Evidence) -> Iterator[Finding]:
+    if case.ranks_down:
         yield Finding(
             name="rank_down",
-            evidence=f"Rank {', '.join(down)} is down, so nothing is loaded or copied.",
+            evidence=f"Rank {', '.join(map(str, case.ranks_down))} is down, so nothing is loaded or copied.",
             advice="See its log (transfer.log_dir); it is started again by itself, up to transfer.max_restarts times.",
         )
 
 
-def _store(case: _Case) -> Iterator[Finding]:
-    storage = case.stats.storage
-    if storage is None:
-        return
-    if storage.num_full_disks:
+def _store(case: Evidence) -> Iterator[Finding]:
+    if case.num_full_disks:
         yield Finding(
             name="disk_full",
-            evidence=f"The disk of {storage.num_full_disks} ranks has no room, so less is written than should be.",
+            evidence=f"The disk of {case.num_full_disks} ranks has no room, so less is written than should be.",
             advice="Free some of it, or lower storage.capacity_bytes.",
         )
-    broken = [n for n, b in (("reads", storage.reading), ("writes", storage.writing)) if b is BreakerState.OPEN]
-    if broken:
+    if case.broken_operations:
+        operations = " and ".join(f"{operation}s" for operation in case.broken_operations)
         yield Finding(
             name="breaker_open",
-            evidence=f"The store has failed so often that {' and '.join(broken)} are not tried for a while.",
+            evidence=f"The store has failed so often that {operations} are not tried for a while.",
             advice="See the log for event=storage and its reason; the store is probed, and used again when it answers.",
         )
 
@@ -120,17 +78,18 @@ def _store(case: _Case) -> Iterator[Finding]:
 # -- what the last requests show
 
 
-def _evicted(case: _Case) -> Iterator[Finding]:
-    misses, config = case.misses(Cause.EVICTED), case.config
+def _evicted(case: Evidence) -> Iterator[Finding]:
+    misses = case.misses_for(Cause.EVICTED)
     for tier in ("cpu", "gpu"):
         lost = [miss for miss in misses if miss.tier == tier]
         if (share := case.share(lost)) < _MIN_SHARE:
             continue
         ages = [miss.seconds_ago for miss in lost if miss.seconds_ago is not None]
-        num_gpu_blocks, num_cpu_blocks = config.pool_sizes()
+        num_gpu_blocks, num_cpu_blocks = case.num_gpu_blocks, case.num_cpu_blocks
+        when = f", half of them less than {statistics.median(ages):.1f} seconds before" if ages else ""
         evidence = (
-            f"{share:.0%} of all prompt tokens were missed because they had been evicted from the {tier.upper()} tier, "
-            f"half of them less than {statistics.median(ages):.1f} seconds before."
+            f"{share:.0%} of all prompt tokens were missed because they had been evicted from the {tier.upper()} tier"
+            f"{when}."
         )
         if tier == "cpu":
             name, advice = "cpu_tier_short", f"Raise num_cpu_blocks, which is {num_cpu_blocks} now."
@@ -144,9 +103,9 @@ def _evicted(case: _Case) -> Iterator[Finding]:
         yield Finding(name=name, evidence=evidence, advice=advice + sizes, share=share)
 
 
-def _size_that_pays(case: _Case) -> str:
+def _size_that_pays(case: Evidence) -> str:
     """A sentence on the smallest CPU tier with most of what the largest gives; nothing where no rates are known."""
-    rates = {(rate.tier, rate.factor): rate for rate in case.rates if rate.policy == case.config.eviction_policy}
+    rates = {(rate.tier, rate.factor): rate for rate in case.rates if rate.policy == case.policy}
     if not rates:
         return ""
     now = rates["gpu", 1.0].token_hit_rate
@@ -162,11 +121,11 @@ def _size_that_pays(case: _Case) -> str:
     )
 
 
-def _simple(name: str, cause: Cause, what: str, advice: str) -> Callable[[_Case], Iterator[Finding]]:
+def _simple(name: str, cause: Cause, what: str, advice: str) -> Callable[[Evidence], Iterator[Finding]]:
     """A cause that is a finding by itself, with the detail that most of its tokens have."""
 
-    def look(case: _Case) -> Iterator[Finding]:
-        misses = case.misses(cause)
+    def look(case: Evidence) -> Iterator[Finding]:
+        misses = case.misses_for(cause)
         if (share := case.share(misses)) >= _MIN_SHARE:
             details = [miss.detail for miss in misses if miss.detail is not None]
             detail = f" The last time: {details[0]}." if details else ""
@@ -180,10 +139,10 @@ def _simple(name: str, cause: Cause, what: str, advice: str) -> Callable[[_Case]
     return look
 
 
-def _tails(case: _Case) -> Iterator[Finding]:
-    misses, size = case.misses(Cause.PARTIAL), case.config.block_size
-    if size > 16 and (share := case.share(misses)) >= _MIN_TAIL_SHARE:
-        mean = case.num_tokens / len(case.requests)
+def _tails(case: Evidence) -> Iterator[Finding]:
+    misses, size = case.misses_for(Cause.PARTIAL), case.block_size
+    if size > _SMALL_BLOCK and (share := case.share(misses)) >= _MIN_TAIL_SHARE:
+        mean = case.num_tokens / case.num_requests
         yield Finding(
             name="blocks_too_large",
             evidence=(
@@ -195,34 +154,48 @@ def _tails(case: _Case) -> Iterator[Finding]:
         )
 
 
-def _first_blocks(case: _Case) -> Iterator[Finding]:
+def _first_blocks(case: Evidence) -> Iterator[Finding]:
     """Prompts that differ in their first block, and go on alike: nothing behind a difference can be shared."""
-    share = case.share(case.misses(Cause.NEW, Cause.NEW_OR_FORGOTTEN, Cause.EVICTED))
-    if share < _MIN_SHARE:
+    share = case.share(case.misses_for(Cause.NEW, Cause.NEW_OR_FORGOTTEN, Cause.EVICTED))
+    num_looked, num_alike = case.num_looked_prompts, case.num_alike_prompts
+    if share < _MIN_SHARE or num_looked < _MIN_REQUESTS or num_alike < num_looked * _MIN_SHARE_ALIKE:
         return
-    tree = case.books.tree
-    size, seconds = tree.block_bytes, list[bytes]()
-    with case.books:
-        for root in islice(tree.roots.values(), _MAX_LOOKED):
-            runs = [run for run in islice(root.children.values(), _MAX_LOOKED) if run.num_blocks > 1]
-            seconds += [block_marks(run.tokens, size, 1, size) for run in runs]
-    if len(seconds) < _MIN_REQUESTS:
+    yield Finding(
+        name="first_blocks_differ",
+        evidence=(
+            f"{num_alike} of {num_looked} cached prompts differ from others in their first block of "
+            f"{case.block_size} tokens, and have the same second block: what follows cannot be shared."
+        ),
+        advice="Put what changes (a time, a name, a request's id) behind what stays, or leave it out.",
+        share=share,
+    )
+
+
+def _slow(case: Evidence) -> Iterator[Finding]:
+    misses = case.misses_for(Cause.SLOWER)
+    if (share := case.share(misses)) < _MIN_SHARE:
         return
-    num_alike = len(seconds) - len(set(seconds))
-    if num_alike >= len(seconds) / 2:
-        yield Finding(
-            name="first_blocks_differ",
-            evidence=(
-                f"{num_alike} of {len(seconds)} cached prompts differ from others in their first block of "
-                f"{case.config.block_size} tokens, and have the same second block: what follows cannot be shared."
-            ),
-            advice="Put what changes (a time, a name, a request's id) behind what stays, or leave it out.",
-            share=share,
-        )
+    details = [miss.detail for miss in misses if miss.detail is not None]
+    speeds = ""
+    if case.load_bytes_per_second is not None and case.copy_bytes_per_second is not None:
+        loads, copies = (speed / 1e9 for speed in (case.load_bytes_per_second, case.copy_bytes_per_second))
+        speeds = f" A rank loads {loads:.1f} GB in a second; a plain copy on this machine moves {copies:.1f}."
+    yield Finding(
+        name="tier_slow",
+        evidence=(
+            f"{share:.0%} of all prompt tokens were missed because computing them was expected to be faster than "
+            f"loading them.{f' The last time: {details[0]}.' if details else ''}{speeds}"
+        ),
+        advice=(
+            "See `fastdeploy-cache bench transfer` for what copies reach here; load_policy = 'always' loads all the "
+            "same."
+        ),
+        share=share,
+    )
 
 
 _NOW = (_ranks, _store)
-_BY_REQUESTS: tuple[Callable[[_Case], Iterator[Finding]], ...] = (
+_BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     _evicted,
     _tails,
     _first_blocks,
@@ -232,12 +205,7 @@ _BY_REQUESTS: tuple[Callable[[_Case], Iterator[Finding]], ...] = (
         "the same tokens are cached under another namespace",
         "Give requests that may share what is cached the same namespace.",
     ),
-    _simple(
-        "tier_slow",
-        Cause.SLOWER,
-        "computing them was expected to be faster than loading them",
-        "See `fastdeploy-cache bench transfer` for what copies reach here; load_policy = 'always' loads all the same.",
-    ),
+    _slow,
     _simple(
         "loads_late",
         Cause.LATE,

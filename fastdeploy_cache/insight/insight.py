@@ -71,9 +71,14 @@ class Insight:
     def examine(self) -> list[Finding]:
         """See `PrefixCacheManager.examine`."""
         from fastdeploy_cache.insight.doctor import examine  # late: it is seldom asked
+        from fastdeploy_cache.insight.evidence import evidence_of
 
         requests = self.explain_last(self._config.num_explained_requests)
-        return examine(self._config, self.stats(), requests, self._books, self.known_what_if())
+        loads = self._metrics.task_totals("swap_in")
+        speed = loads.num_bytes / loads.seconds if loads.seconds else None
+        rates = self.known_what_if()
+        case = evidence_of(self._config, self.stats(), requests, self._books, rates=rates, load_bytes_per_second=speed)
+        return examine(case)
 
     def start_what_if(self) -> WhatIf:
         """Estimate from now on what other sizes of the tiers would hit, unless `insight.what_if` is off."""
@@ -162,6 +167,8 @@ class Insight:
             life_cycle=life_cycle,
             what_if=self.what_if_counts(),
             times=times,
+            block_size=self._config.block_size,
+            eviction_policy=self._config.eviction_policy,
         )
 
     def _stats(self, hit_rates: Mapping[str, float]) -> CacheStats:

@@ -27,6 +27,7 @@ from fastdeploy_cache.metrics.task_counts import SWAP_KINDS, TASK_KINDS
 from fastdeploy_cache.metrics.what_if_metrics import WhatIfCounts
 
 PREFIX = "fastdeploy_cache_"
+INFO = "config_info", frozenset({("block_size", "0"), ("eviction_policy", "")})
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -44,7 +45,7 @@ def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
 
 def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]:
     ranks = [str(rank) for rank in range(num_ranks)]
-    keys = {key("what_if_lost_requests_total")}
+    keys = {key("what_if_lost_requests_total"), INFO}
     keys |= {key(name) for name in ("requests_total", "requests_hit_total", "tokens_queried_total")}
     keys |= {key(name) for name in ("skipped_write_blocks_total", "window_request_hit_rate", "window_token_hit_rate")}
     keys |= {key(name, tier=tier) for name in ("tokens_hit_total", "window_tier_token_hit_rate") for tier in TIERS}
@@ -92,6 +93,7 @@ def test_all_series_exist_at_zero_from_the_first_scrape() -> None:
     """Every rank, tier and kind is there before anything happened: no series appears later from nowhere."""
     samples = scrape(CacheMetrics(tp_size=3))
     assert set(samples) == expected_keys(3)
+    assert samples.pop(INFO) == 1
     assert set(samples.values()) == {0.0}
 
 

@@ -1,0 +1,124 @@
+"""What the doctor goes by, wherever it comes from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from fastdeploy_cache.books.block_marks import block_marks
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.explanation import Explanation, Miss
+from fastdeploy_cache.insight.what_if import WhatIfRate
+from fastdeploy_cache.policies.breaker import BreakerState
+from fastdeploy_cache.stats import CacheStats
+
+_MAX_LOOKED = 500  # prompts in the tree whose second blocks are compared
+_COPIED_BYTES, _NUM_COPIES = 32 * 2**20, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Requests that were served, what they missed, and the state of things.
+
+    Attributes:
+        num_requests: that were admitted. num_tokens: of their prompts.
+        misses: what these requests have missed, in any number of parts.
+        block_size: tokens of a block. policy: of eviction.
+        num_gpu_blocks, num_cpu_blocks: sizes of the pools.
+        ranks_down: numbers of ranks.
+        num_full_disks: ranks whose store has no room.
+        broken_operations: of storage, `read` and `write`, that are left alone as they fail.
+        rates: of other sizes, where they are estimated.
+        num_looked_prompts: cached prompts whose second blocks were compared, and num_alike_prompts: those of them whose
+            second block another one has, behind another first block.
+        load_bytes_per_second: of a rank, from the CPU tier; None: not known.
+        copy_bytes_per_second: of a plain copy on this machine; None: not measured.
+    """
+
+    num_requests: int
+    num_tokens: int
+    misses: Sequence[Miss]
+    block_size: int
+    policy: str
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    ranks_down: Sequence[int] = ()
+    num_full_disks: int = 0
+    broken_operations: Sequence[str] = ()
+    rates: Sequence[WhatIfRate] = ()
+    num_looked_prompts: int = 0
+    num_alike_prompts: int = 0
+    load_bytes_per_second: float | None = None
+    copy_bytes_per_second: float | None = None
+
+    def misses_for(self, *causes: Cause) -> list[Miss]:
+        """Those of these causes."""
+        return [miss for miss in self.misses if miss.cause in causes]
+
+    def share(self, misses: Sequence[Miss]) -> float:
+        """Their share of all prompt tokens."""
+        return sum(miss.num_tokens for miss in misses) / self.num_tokens if self.num_tokens else 0.0
+
+
+def evidence_of(
+    config: CacheConfig,
+    stats: CacheStats,
+    requests: Sequence[Explanation],
+    books: Books,
+    *,
+    rates: Sequence[WhatIfRate] = (),
+    load_bytes_per_second: float | None = None,
+) -> Evidence:
+    """What a running cache shows. `requests`: the last ones. Takes the lock for a look at some prompts, and copies some
+    memory where loads are refused."""
+    misses = [miss for each in requests for miss in each.misses]
+    gpu, cpu = config.pool_sizes()
+    storage = stats.storage
+    states = {"read": storage.reading, "write": storage.writing} if storage is not None else {}
+    num_looked, num_alike = _second_blocks(books)
+    is_slow = any(miss.cause is Cause.SLOWER for miss in misses)
+    return Evidence(
+        num_requests=len(requests),
+        num_tokens=sum(each.num_tokens for each in requests),
+        misses=misses,
+        block_size=config.block_size,
+        policy=config.eviction_policy,
+        num_gpu_blocks=gpu,
+        num_cpu_blocks=cpu,
+        ranks_down=[status.rank for status in stats.ranks if not status.up],
+        num_full_disks=storage.num_full_disks if storage is not None else 0,
+        broken_operations=[name for name, state in states.items() if state is BreakerState.OPEN],
+        rates=rates,
+        num_looked_prompts=num_looked,
+        num_alike_prompts=num_alike,
+        load_bytes_per_second=load_bytes_per_second,
+        copy_bytes_per_second=_plain_copy() if is_slow and config.block_bytes() else None,
+    )
+
+
+def _second_blocks(books: Books) -> tuple[int, int]:
+    """How many cached prompts were looked at, and how many of them have the second block of another one."""
+    tree = books.tree
+    size, seconds = tree.block_bytes, list[bytes]()
+    with books:
+        for root in islice(tree.roots.values(), _MAX_LOOKED):
+            runs = [run for run in islice(root.children.values(), _MAX_LOOKED) if run.num_blocks > 1]
+            seconds += [block_marks(run.tokens, size, 1, size) for run in runs]
+    return len(seconds), len(seconds) - len(set(seconds))
+
+
+def _plain_copy() -> float:
+    """Bytes that one thread copies in a second: the best of a few copies, some milliseconds each."""
+    source, target = np.ones(_COPIED_BYTES, np.uint8), np.zeros(_COPIED_BYTES, np.uint8)
+    best = float("inf")
+    for _ in range(_NUM_COPIES):
+        started = time.perf_counter()
+        target[:] = source
+        best = min(best, time.perf_counter() - started)
+    return _COPIED_BYTES / best
