@@ -11,27 +11,46 @@ _TIER_TEXTS = {"gpu": "the GPU", "cpu": "the CPU tier", "storage": "storage"}
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hop:
+    """A way that the bytes of a hit went.
+
+    Attributes:
+        source, target: tiers, `cpu` to `gpu` or `storage` to `cpu`.
+        num_bytes: that were moved, of all ranks together.
+        seconds: that the slowest rank spent on moving; what several requests waited for counts for each. A request's
+            copies to the GPU are timed together, whatever tier they began in.
+    """
+
+    source: str
+    target: str
+    num_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        way = f"from {_TIER_TEXTS[self.source]} to {_TIER_TEXTS[self.target]}"
+        return f"{self.num_bytes / 2**20:.1f} MiB {way} in {self.seconds * 1000:.1f} ms"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hit:
     """Tokens that came from a tier.
 
     Attributes:
         tier: `gpu`, `cpu` or `storage`.
         num_tokens: of them.
-        num_bytes: that were moved for them, of all ranks together.
-        seconds: that the slowest rank spent on moving them; what several requests waited for counts for each.
+        hops: the ways that their bytes went, in order; none for what was on the GPU.
         saved_seconds: that computing them would have taken, by the prefill speed seen so far; None: not known yet.
     """
 
     tier: str
     num_tokens: int
-    num_bytes: int
-    seconds: float
+    hops: tuple[Hop, ...]
     saved_seconds: float | None
 
     def __str__(self) -> str:
         text = f"{_tokens(self.num_tokens)} came from {_TIER_TEXTS[self.tier]}"
-        if self.num_bytes:
-            text += f": {self.num_bytes / 2**20:.1f} MiB in {self.seconds * 1000:.1f} ms"
+        if self.hops:
+            text += ": " + ", then ".join(map(str, self.hops))
         if self.saved_seconds is not None:
             text += f"; computing them takes about {self.saved_seconds * 1000:.1f} ms"
         return text + "."

@@ -13,7 +13,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.lost_blocks import Loss
 from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.explanation import Explanation, Hit, Miss
+from fastdeploy_cache.explanation import Explanation, Hit, Hop, Miss
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.metrics.histogram import CALL_SECONDS, Histogram
 from fastdeploy_cache.metrics.request_counts import TIERS
@@ -79,8 +79,9 @@ class Accounts:
         """Count a request that somebody else has matched, with the blocks that it has missed."""
         request, speed = active.request, self._prefill.per_second
         name, num_tokens = request.request_id, request.num_prompt_tokens
-        misses = self._missed(active, -(-sum(hit_tokens) // self._size))
-        account = Account(name, num_tokens, time.monotonic(), True, hit_tokens, 0.0, 0.0, speed, misses)
+        now = time.monotonic()
+        misses = self._missed(active, -(-sum(hit_tokens) // self._size), now)
+        account = Account(name, num_tokens, now, True, hit_tokens, 0.0, 0.0, speed, misses)
         self._mishaps.ask("metrics", lambda: self._count(account), None)
 
     def _count(self, account: Account) -> None:
@@ -115,7 +116,7 @@ class Accounts:
             hit_tokens = _NOTHING
         misses, num_found = active.misses, active.num_found_blocks
         if num_blocks != num_found or active.num_searched_blocks != num_found or not active.num_asked_blocks:
-            misses = self._missed(active, num_blocks)
+            misses = self._missed(active, num_blocks, at)
         prefetch = active.prefetch
         return Account(
             request.request_id,
@@ -129,8 +130,8 @@ class Accounts:
             misses,
         )
 
-    def _missed(self, active: ActiveRequest, num_hit_blocks: int) -> Sequence[MissedBlocks]:
-        """The full blocks that the match has asked for, behind those that it hit."""
+    def _missed(self, active: ActiveRequest, num_hit_blocks: int, at: float) -> Sequence[MissedBlocks]:
+        """The full blocks that the match has asked for, behind those that it hit. `at`: when it was admitted."""
         if not active.num_asked_blocks:
             num_blocks = (active.request.num_tokens - 1) // self._size
             return (
@@ -139,21 +140,25 @@ class Accounts:
                 else []
             )
         num_found = active.num_found_blocks
-        parts = self._unused(active, num_hit_blocks, num_found) if num_found > num_hit_blocks else []
+        parts = self._unused(active, num_hit_blocks, num_found, at) if num_found > num_hit_blocks else []
         block, prefetch = active.num_searched_blocks, active.prefetch
         end_late = min(prefetch.first + prefetch.num_present, active.num_asked_blocks) if prefetch is not None else 0
         if end_late > num_found:  # storage has these, and they have not come
-            parts.append((Cause.LATE, end_late - num_found, None, 0.0, "storage has it"))
+            detail = "storage has it"
+            if prefetch is not None:
+                detail += f"; its prefetch began {at - prefetch.began_at:.3f} s before, and had "
+                detail += f"{prefetch.deadline - prefetch.began_at:.3f} s"
+            parts.append((Cause.LATE, end_late - num_found, None, 0.0, detail))
         skip = max(num_hit_blocks, num_found, end_late)
-        for cause, num_blocks, kind, at, detail in active.misses:
+        for cause, num_blocks, kind, lost_at, detail in active.misses:
             num_left = block + num_blocks - max(block, skip)
             block += num_blocks
             if num_left > 0:
-                parts.append((cause, num_left, kind, at, detail))
+                parts.append((cause, num_left, kind, lost_at, detail))
         return parts
 
     @staticmethod
-    def _unused(active: ActiveRequest, first: int, end: int) -> list[MissedBlocks]:
+    def _unused(active: ActiveRequest, first: int, end: int, at: float) -> list[MissedBlocks]:
         """Blocks [first, end), which a tier has and the request does not use."""
         parts: list[MissedBlocks] = []
         num_cut = end - active.num_whole_blocks
@@ -162,7 +167,10 @@ class Accounts:
         elif active.has_failed_load:
             cause, detail = Cause.RANK, "its load failed"
         else:
-            cause, detail = Cause.LATE, "it was being loaded"
+            cause, detail = (
+                Cause.LATE,
+                f"it was not loaded {at - active.matched_at:.3f} s after the match, when blocks were taken",
+            )
         if end - num_cut > first:
             parts.append((cause, end - num_cut - first, None, 0.0, detail))
             first = end - num_cut
@@ -198,13 +206,10 @@ class Accounts:
             Hit(
                 tier=tier,
                 num_tokens=num_tokens,
-                num_bytes=0 if tier == "gpu" else num_tokens // size * self._block_bytes,
-                seconds=seconds,
+                hops=self._hops(account, tier, num_tokens // size * self._block_bytes),
                 saved_seconds=num_tokens / speed if speed else None,
             )
-            for tier, num_tokens, seconds in zip(
-                TIERS, account.hit_tokens, (0.0, account.load_seconds, account.read_seconds), strict=True
-            )
+            for tier, num_tokens in zip(TIERS, account.hit_tokens, strict=True)
             if num_tokens
         ]
         misses = [
@@ -229,6 +234,13 @@ class Accounts:
             hits=tuple(hits),
             misses=tuple(misses),
         )
+
+    @staticmethod
+    def _hops(account: Account, tier: str, num_bytes: int) -> tuple[Hop, ...]:
+        """How so many bytes of a hit came to the GPU."""
+        load = Hop(source="cpu", target="gpu", num_bytes=num_bytes, seconds=account.load_seconds)
+        read = Hop(source="storage", target="cpu", num_bytes=num_bytes, seconds=account.read_seconds)
+        return {"gpu": (), "cpu": (load,), "storage": (read, load)}[tier]
 
     def missed(self) -> tuple[int, Sequence[int]]:
         """Missed tokens so far: all that were asked for but those that were served, and the same for each cause."""

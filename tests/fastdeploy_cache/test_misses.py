@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from fastdeploy_cache.books import lost_blocks
 from fastdeploy_cache.causes import TEXTS, Cause
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, UnknownRequestError
 from fastdeploy_cache.metrics.picture import CAUSES
+from fastdeploy_cache.requests.accounts import Account
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.asker import Asker
 
@@ -149,6 +151,8 @@ def test_a_load_that_is_not_waited_for_is_late() -> None:
     so_far = match.explain()
     assert not so_far.is_final and so_far.missed_tokens() == {Cause.LATE: 40, **TAIL} and "so far" in str(so_far)
     assert asker.admit(request, match) == {Cause.LATE: 40, **TAIL}
+    (late, *_) = asker.cache.explain(request.request_id).misses
+    assert late.detail is not None and re.fullmatch(r"blocks were taken \d+\.\d{3} s after the match, .*", late.detail)
 
 
 def test_a_load_that_fails_is_a_rank_s_fault() -> None:
@@ -269,10 +273,25 @@ def test_hits_have_a_worth() -> None:
     (cpu,), (gpu,) = asker.cache.explain("r3").hits, asker.cache.explain("r4").hits
     assert (cpu.tier, cpu.num_tokens, gpu.tier, gpu.num_tokens) == ("cpu", 40, "gpu", 40)
     assert cpu.saved_seconds == gpu.saved_seconds == pytest.approx(0.04)
+    (hop,) = cpu.hops
+    assert (hop.source, hop.target) == ("cpu", "gpu") and gpu.hops == () and str(hop) in str(cpu)
     accounts = asker.cache._requests.accounts
     missed, saved = accounts.missed_by_cause(), accounts.saved_by_tier()
     assert saved == pytest.approx({"gpu": 0.04, "cpu": 0.04, "storage": 0.0})
     assert sum(missed.values()) == sum(asker.cache.explain(f"r{i}").num_tokens for i in range(1, 5)) - 80
+
+
+def test_what_came_from_storage_took_two_hops() -> None:
+    """Each with its own time; together they are what the request waited for."""
+    account = Account("a", 9, 0.0, True, (0, 4, 4), 0.25, 0.5, None, ())
+    explanation = Asker().cache._requests.accounts.explained([account])[0]
+    cpu, storage = explanation.hits
+    assert [(hop.source, hop.target, hop.seconds) for hop in storage.hops] == [
+        ("storage", "cpu", 0.5),
+        ("cpu", "gpu", 0.25),
+    ]
+    assert cpu.hops == storage.hops[1:]
+    assert "from storage to the CPU tier in 500.0 ms, then" in str(explanation)
 
 
 def walk(seed: int, num_gpu: int, num_cpu: int) -> tuple[int, int]:
