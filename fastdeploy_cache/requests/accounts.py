@@ -167,10 +167,8 @@ class Accounts:
         elif active.has_failed_load:
             cause, detail = Cause.RANK, "its load failed"
         else:
-            cause, detail = (
-                Cause.LATE,
-                f"it was not loaded {at - active.matched_at:.3f} s after the match, when blocks were taken",
-            )
+            seconds = at - active.matched_at
+            cause, detail = Cause.LATE, f"blocks were taken {seconds:.3f} s after the match, before its load had come"
         if end - num_cut > first:
             parts.append((cause, end - num_cut - first, None, 0.0, detail))
             first = end - num_cut
