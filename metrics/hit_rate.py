@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _NUM_SLICES = 60
 
@@ -15,7 +14,7 @@ class _Slice:
     num_requests: int = 0
     num_requests_hit: int = 0
     num_tokens: int = 0
-    hit_tokens: tuple[int, ...] = ()
+    hit_tokens: list[int] = field(default_factory=list)
 
 
 class HitRateWindow:
@@ -32,14 +31,15 @@ class HitRateWindow:
         """One request of `num_tokens`, of which `hit_tokens[tier]` came from each tier, at time `now`."""
         number = int(now / self._slice_seconds)
         if not self._slices or self._slices[-1].number != number:
-            self._slices.append(_Slice(number, hit_tokens=(0,) * len(hit_tokens)))
+            self._slices.append(_Slice(number, hit_tokens=[0] * len(hit_tokens)))
             self._expire(now)
         current = self._slices[-1]
         current.num_requests += 1
         current.num_tokens += num_tokens
         if any(hit_tokens):
             current.num_requests_hit += 1
-            current.hit_tokens = tuple(map(operator.add, current.hit_tokens, hit_tokens))
+            for tier, num in enumerate(hit_tokens):
+                current.hit_tokens[tier] += num
 
     def request_hit_rate(self, now: float) -> float:
         """Share of requests that hit at least one token."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING
 
 from fastdeploy_cache.metrics.families import Families, by_one
@@ -21,7 +20,7 @@ class RequestCounts:
         self._window = HitRateWindow(window_seconds)
         self.num_requests = self._num_requests_hit = 0
         self.num_tokens = 0
-        self.hit_tokens: tuple[int, ...] = (0,) * len(TIERS)
+        self._hit_tokens = [0] * len(TIERS)
 
     def record(self, now: float, num_tokens: int, hit_tokens: tuple[int, ...]) -> None:
         """A request of `num_tokens` prompt tokens was admitted; `hit_tokens` in the order of `TIERS`."""
@@ -29,8 +28,14 @@ class RequestCounts:
         self.num_tokens += num_tokens
         if any(hit_tokens):
             self._num_requests_hit += 1
-            self.hit_tokens = tuple(map(operator.add, self.hit_tokens, hit_tokens))
+            for tier, num in enumerate(hit_tokens):
+                self._hit_tokens[tier] += num
         self._window.record(now, num_tokens, hit_tokens)
+
+    @property
+    def hit_tokens(self) -> tuple[int, ...]:
+        """Prompt tokens that were served so far, by tier."""
+        return tuple(self._hit_tokens)
 
     def hit_rates(self, now: float) -> dict[str, float]:
         """The hit rates over the window: `request`, `token`, and the token hit rate of each tier."""
@@ -39,7 +44,7 @@ class RequestCounts:
 
     def families(self, families: Families, now: float) -> list[Metric]:
         """What Prometheus is shown."""
-        rates, hits = self.hit_rates(now), by_one(TIERS, dict(zip(TIERS, self.hit_tokens, strict=True)))
+        rates, hits = self.hit_rates(now), by_one(TIERS, dict(zip(TIERS, self._hit_tokens, strict=True)))
         text, num_requests_hit = "Requests that hit at least one token", self._num_requests_hit
         by_tier = "Share of tokens served by a tier, recently"
         return [

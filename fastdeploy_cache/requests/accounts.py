@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -72,8 +71,8 @@ class Accounts:
         if active.idle_since and active.num_matched_blocks:
             self._ages.reuse_gaps.add(active.matched_at - active.idle_since)
         active.request.counted = True
-        account = functools.partial(self._account, active, active.num_matched_blocks, now, is_final=True)
-        self._mishaps.ask("metrics", lambda: self._count(account()), None)
+        num_blocks = active.num_matched_blocks
+        self._mishaps.ask("metrics", lambda: self._count(self._account(active, num_blocks, now, is_final=True)), None)
 
     def count_other(self, active: ActiveRequest, hit_tokens: tuple[int, int, int]) -> None:
         """Count a request that somebody else has matched, with the blocks that it has missed."""
