@@ -58,7 +58,7 @@ setup(
         "fastdeploy_cache": ["py.typed", "*.pyi"],
         "fastdeploy_cache.insight": ["page_parts/*"],
         "fastdeploy_cache.launch": ["*.toml"],
-        "fastdeploy_cache.launch.background": ["deploy/*"],
+        "fastdeploy_cache.launch.background": ["deploy/*", "deploy/*/*/*", "deploy/*/*/*/*"],
     },
     # never needed: without a compiler or Python's headers the same is done in Python
     ext_modules=[Extension("fastdeploy_cache._native", ["fastdeploy_cache/_native.c"], optional=True)],

@@ -150,11 +150,15 @@ def _show_group(folder: RunFolder, *, as_json: bool) -> int:
 def deploy(
     run_dir: RunDir,
     name: Annotated[str | None, typer.Option("--print", metavar="NAME", help="Print this file.")] = None,
+    to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write all of them into this folder.")] = None,
 ) -> None:
-    """Print what other programs need to run or watch this one: Prometheus, systemd, Docker Compose."""
-    from fastdeploy_cache.launch.background.deployment import describe, filled_in
+    """Print or write what other programs need to run or watch this one: Prometheus, Grafana, systemd, Compose."""
+    from fastdeploy_cache.launch.background.deployment import describe, filled_in, write_all
 
-    typer.echo(describe() if name is None else filled_in(name, run_dir), nl=name is None)
+    if to is not None:
+        typer.echo("\n".join(str(path) for path in write_all(to, run_dir)))
+    else:
+        typer.echo(describe() if name is None else filled_in(name, run_dir), nl=name is None)
 
 
 @background_app.command("control", epilog="Example: fastdeploy-cache control pause")

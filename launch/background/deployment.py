@@ -6,6 +6,7 @@ import importlib.resources
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from fastdeploy_cache import __version__
@@ -16,9 +17,10 @@ _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"  # a wheel is for
 
 
 def describe() -> str:
-    """The files that there are, a line each: the name, and what its first line says."""
-    lines = [f"{name}: {_text(name).splitlines()[0].removeprefix('# ')}" for name in _names()]
-    return "\n".join([*lines, "print one with: fastdeploy-cache deploy --print NAME"])
+    """The files that there are, a line each: the name, and what it says of itself."""
+    lines = [f"{name}: {_purpose(name, _text(name))}" for name in _names()]
+    hint = "print one with: fastdeploy-cache deploy --print NAME; write all of them with: --to FOLDER"
+    return "\n".join([*lines, hint])
 
 
 def filled_in(name: str, run_folder: Path) -> str:
@@ -43,12 +45,51 @@ def filled_in(name: str, run_folder: Path) -> str:
     return text
 
 
+def write_all(folder: Path, run_folder: Path) -> list[Path]:
+    """Write all of them into a folder, which is made where it is missing; returns what was written.
+
+    Raises:
+        LaunchError: one of them is there already, or the folder cannot be written; nothing of ours is left behind.
+    """
+    texts = {folder / name: filled_in(name, run_folder) for name in _names()}
+    there = [str(path) for path in texts if path.exists()]
+    if there:
+        raise LaunchError(f"there are {', '.join(there)} already; move them away, or name another folder")
+    written: list[Path] = []
+    try:
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            written.append(path)
+            path.write_text(text)
+    except OSError as error:
+        for path in written:
+            path.unlink(missing_ok=True)
+        reason = error.strerror or error
+        raise LaunchError(f"cannot write the files into {folder}: {reason}; name another folder") from error
+    return written
+
+
+def _purpose(name: str, text: str) -> str:
+    """The first line of a file or, of one that can have no comment, its field `description`."""
+    if name.endswith(".json"):
+        return str(json.loads(text)["description"])
+    return text.splitlines()[0].removeprefix("# ")
+
+
 def _names() -> list[str]:
-    return sorted(file.name for file in _folder().iterdir() if not file.name.startswith(("_", ".")))
+    return sorted(_names_in(_folder(), ""))
+
+
+def _names_in(folder: importlib.resources.abc.Traversable, prefix: str) -> Iterator[str]:
+    for file in folder.iterdir():
+        if file.is_dir():
+            yield from _names_in(file, f"{prefix}{file.name}/")
+        elif not file.name.startswith(("_", ".")):
+            yield prefix + file.name
 
 
 def _text(name: str) -> str:
-    return (_folder() / name).read_text()
+    return _folder().joinpath(*name.split("/")).read_text()
 
 
 def _folder() -> importlib.resources.abc.Traversable:
