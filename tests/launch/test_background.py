@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.background import group, program, single, supervisor
-from fastdeploy_cache.launch.background.deployment import describe, filled_in
+from fastdeploy_cache.launch.background.deployment import describe, filled_in, write_all
 from fastdeploy_cache.launch.background.group import show_group, stop_group
 from fastdeploy_cache.launch.background.group_plan import GroupPlan, at_known_ports
 from fastdeploy_cache.launch.background.run_folder import RunFolder, Slot, default_run_folder
@@ -335,10 +335,15 @@ def test_a_stop_refuses_what_it_cannot_end(tmp_path: Path) -> None:
 def test_files_for_other_programs(tmp_path: Path) -> None:
     """Each is listed with what it is for, has no placeholder left, and names what is there; others are refused."""
     names = [line.partition(":")[0] for line in describe().splitlines()[:-1]]
-    assert names == ["compose.yaml", "fastdeploy-cache-group.service", "fastdeploy-cache.service", "prometheus.yml"]
+    assert names == [
+        *("alerts.yml", "compose.yaml", "fastdeploy-cache-group.service", "fastdeploy-cache.service"),
+        *("grafana/dashboards/cache.json", "grafana/dashboards/machinery.json"),
+        "grafana/provisioning/dashboards/fastdeploy_cache.yaml",
+        *("grafana/provisioning/datasources/prometheus.yaml", "prometheus.yml"),
+    ]
     for name in names:
         text = filled_in(name, tmp_path)
-        assert text.startswith("# ")
+        assert text.startswith("{" if name.endswith(".json") else "# ")
         assert "@" not in text, name
     assert f"{tmp_path}/prefill_decode/prometheus.json" in filled_in("prometheus.yml", tmp_path)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"  # a wheel that was built here is for no other
@@ -346,8 +351,22 @@ def test_files_for_other_programs(tmp_path: Path) -> None:
         "compose.yaml", tmp_path
     )
     assert r"/a\"b\\c/prefill_decode/" in filled_in("prometheus.yml", Path('/a"b\\c'))
-    with pytest.raises(LaunchError, match=r"there is no file 'nginx' to print; there are compose\.yaml, "):
+    with pytest.raises(LaunchError, match=r"there is no file 'nginx' to print; there are alerts\.yml, compose\.yaml, "):
         filled_in("nginx", tmp_path)
+
+
+def test_all_files_are_written_or_none(tmp_path: Path) -> None:
+    """A folder gets every file, as it is printed; where one is there already, or the folder is a file, it is said and
+    nothing is left."""
+    written = write_all(tmp_path / "new", tmp_path)
+    names = [line.partition(": ")[0] for line in describe().splitlines()[:-1]]
+    assert [str(path.relative_to(tmp_path / "new")) for path in written] == names
+    assert all(path.read_text() == filled_in(name, tmp_path) for path, name in zip(written, names, strict=True))
+    with pytest.raises(LaunchError, match=r"there are \S+/new/alerts\.yml, .* already"):
+        write_all(tmp_path / "new", tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match=r"cannot write the files into \S+/file: File exists; name another folder"):
+        write_all(tmp_path / "file", tmp_path)
 
 
 @pytest.mark.processes
