@@ -13,6 +13,7 @@ CacheError
 +-- BlockOwnerError                 a block id given back by one who does not own it
 +-- LifeCycleError                  asleep or paused where it must not be, or a change that came to no end in time
 +-- ClosedError                     the manager is closed
++-- ControlError                    what was asked of a running cache from outside is refused, or has no answer
 +-- TransferError                   the processes that move bytes
 |   +-- LayoutError                 a KV layout that cannot be, or KV arrays that do not fit it or have no place here
 |   +-- RankStartError              a rank did not become ready
@@ -23,7 +24,7 @@ CacheError
 |   |   +-- StorageRefusedError     it cannot be opened as configured
 |   +-- PeerError                   nothing can be sent or received now
 |       +-- PeerRefusedError        what was asked of another instance can never be
-+-- IPCError                        shared memory, queues and signals
++-- IPCError                        shared memory, queues, signals and sockets
 |   +-- NotEnoughMemoryError        pools larger than the memory available
 |   +-- CodecError                  bytes that are no message of the expected type
 |   +-- QueueFullError              not now
@@ -111,6 +112,10 @@ class LifeCycleError(CacheError):
 
 class ClosedError(CacheError):
     """The manager has been closed."""
+
+
+class ControlError(CacheError):
+    """What an operator asks of a running cache is refused, or a cache that was asked does not answer."""
 
 
 class TransferError(CacheError):

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Literal
 
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import TierLost
 from fastdeploy_cache.books.generations import Reason
 from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.books.tier_loss import drop_cpu, drop_gpu
@@ -244,6 +245,7 @@ class LifeCycle:
     def _forget(self, tiers: Collection[Tier]) -> None:
         """Under the lock, with nothing in flight."""
         self._requests.settle_all()
+        self._books.note(TierLost())
         tree = self._books.tree
         if set(tiers) == {GPU, CPU}:
             tree.reset()

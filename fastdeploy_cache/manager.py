@@ -15,6 +15,7 @@ from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import CacheError, RequestError
 from fastdeploy_cache.explanation import Explanation
+from fastdeploy_cache.insight.control import Control
 from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.life_cycle import LifeCycle
@@ -55,7 +56,7 @@ class PrefixCacheManager:
         blocks: verbs for callers that keep their own requests.
         ranks: KV arrays and the processes that serve them.
         life: pause, sleep, wake, changes of weights.
-        insight: what an operator looks at.
+        insight: what an operator looks at. control: what an operator does, and the socket for both.
     """
 
     def __init__(
@@ -95,14 +96,14 @@ class PrefixCacheManager:
         self.peers = Peers(config, books, requests, self.metrics)
         self.ranks = RankAccess(config, books, movement, self.peers, on_kv_lost)
         self.life = LifeCycle(config, books, movement, requests=requests, storage=storage, peers=self.peers)
-        self.insight = Insight(
-            config, books, movement, requests=requests, storage=storage, peers=self.peers, metrics=self.metrics
-        )
+        self.insight = Insight(config, books, movement, requests=requests, storage=storage, peers=self.peers)
+        self.control = Control(config, books, self.insight, life=self.life, check=self.check_invariants, clock=clock)
         client.start(movement.mover.on_result, self.ranks.on_kv_lost)
         try:
             if config.storage is not None:
                 storage.attach(config.storage)
             self.peers.open(movement, storage, peer_client)
+            self.control.open_configured()
         except BaseException:
             self.close()
             raise
@@ -323,6 +324,7 @@ class PrefixCacheManager:
         self.peers.road.close()
         self._movement.client.stop()
         self.insight.close()
+        self.control.end()
         self._recorder.close()
 
     def __enter__(self) -> Self:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.block_pool import RUN
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import TierLost
 from fastdeploy_cache.books.mishaps import call_user
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.books.tier_loss import drop_gpu
@@ -130,6 +131,7 @@ class RankAccess:
         with self._books:
             num_gone = self._books.pools[GPU].count(RUN)
             drop_gpu(self._books.tree)
+            self._books.note(TierLost())
             if has_kv or (has_kv is not None and self._config.transfer.owner_of_kv == "worker"):
                 self._mover.note_kv(rank, is_there=has_kv)
             self._peers.road.cancel_all("the KV arrays are lost")

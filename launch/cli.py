@@ -11,6 +11,7 @@ from fastdeploy_cache.ipc.log_lines import set_up_log
 from fastdeploy_cache.launch import interrupts
 from fastdeploy_cache.launch.background.cli import LogFormat, LogLevel, background_app
 from fastdeploy_cache.launch.config_cli import config_app
+from fastdeploy_cache.launch.operating.cli import operating_app
 from fastdeploy_cache.launch.reference_engine.installed import check_installed
 from fastdeploy_cache.launch.server.library import check_library
 from fastdeploy_cache.launch.size_option import size_given
@@ -24,6 +25,7 @@ app = typer.Typer(
     epilog="Example: fastdeploy-cache start",
 )
 app.add_typer(background_app)
+app.add_typer(operating_app)
 app.add_typer(config_app, name="config")
 bench_app = typer.Typer(
     no_args_is_help=True,

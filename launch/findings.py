@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.tree import Tree
 
 from fastdeploy_cache.errors import LaunchError, reason_of
 
@@ -41,8 +42,8 @@ def console_beside(file: Path | None, width: int) -> Console:
     return console
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Print a table as wide as it is: a name that is cut by lines can neither be read nor copied."""
+def print_table(console: Console, table: Table | Tree) -> None:
+    """Print a table, or a tree, as wide as it is: a name that is cut by lines can neither be read nor copied."""
     measured = Measurement.get(console, console.options.update(max_width=_MAX_WIDTH), table)
     console.width = max(console.width, measured.maximum)
     console.print(table)

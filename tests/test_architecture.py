@@ -55,7 +55,8 @@ HOMES = {
         "launch/engines/results.py",
         "launch/engines/vllm_plan.py",
         "launch/server/api_requests.py",
-        "launch/server/control.py",
+        "fastdeploy_cache/insight/control_messages.py",
+        "fastdeploy_cache/insight/control_server.py",
         "launch/server/instance_app.py",
         "launch/simulator/trace.py",
     },
@@ -99,6 +100,8 @@ HOMES = {
         "launch/background/cli.py",
         "launch/cli.py",
         "launch/config_cli.py",
+        "launch/operating/asking.py",
+        "launch/operating/cli.py",
         "launch/size_option.py",
         "launch/storage/cli.py",
     },
@@ -107,6 +110,8 @@ HOMES = {
         "launch/demo/report.py",
         "launch/engines/report.py",
         "launch/findings.py",
+        "launch/operating/text.py",
+        "launch/operating/watch.py",
         "launch/simulator/command.py",
         "launch/simulator/report.py",
         "launch/storage/report.py",
@@ -308,7 +313,7 @@ def test_broad_except_only_at_the_boundaries() -> None:
         "fastdeploy_cache/policies/guarded.py",
         "fastdeploy_cache/adapters/sglang/hicache_storage.py",
         "fastdeploy_cache/adapters/fastdeploy/kv_arrivals.py",
-        "launch/server/control.py",
+        "fastdeploy_cache/insight/control_server.py",
     }
 
 

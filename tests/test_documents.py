@@ -20,8 +20,8 @@ from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.ipc.peer_channel import make_keys
 from fastdeploy_cache.ipc.private_directory import PrivateDirectory
+from fastdeploy_cache.ipc.private_socket import PrivateListener
 from fastdeploy_cache.launch.cli import app
-from fastdeploy_cache.launch.server.control_socket import PrivateListener
 from fastdeploy_cache.launch.server.limits import Limits
 from fastdeploy_cache.launch.server.router import MAX_BODY_BYTES
 from fastdeploy_cache.life_cycle import LifeCycle

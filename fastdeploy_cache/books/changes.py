@@ -57,3 +57,8 @@ class Forgotten(Change):
     """Nothing that was cached counts any more; what is cached from now on is of `weights_id`, where that is known."""
 
     weights_id: str | None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class TierLost(Change):
+    """The bytes of a tier are gone, as its memory was given back or lost; what has no other place is forgotten."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.explanation import Explanation
-from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.metrics.picture import Durations, Picture
 from fastdeploy_cache.metrics.what_if_metrics import WhatIfCounts
 from fastdeploy_cache.movement.movement import Movement
@@ -50,10 +49,10 @@ class Insight:
         requests: Requests,
         storage: StorageAccess,
         peers: Peers,
-        metrics: CacheMetrics,
     ) -> None:
         self._config, self._books, self._movement = config, books, movement
-        self._requests, self._storage, self._peers, self._metrics = requests, storage, peers, metrics
+        self._requests, self._storage, self._peers = requests, storage, peers
+        self._metrics = requests.accounts.metrics
         self._what_if: WhatIf | None = None
         self._page: OperatorPage | None = None
 
@@ -233,6 +232,12 @@ class Insight:
         num_running, running = running_requests(self._books, self._requests, num_requests)
         recent = tuple(self.explain_last(num_requests))
         return RequestsView(num_running=num_running, running=running, recent=recent)
+
+    def facts(self) -> dict[str, Any]:
+        """The statistics as one document, for JSON."""
+        from fastdeploy_cache.insight.status_document import status_document
+
+        return status_document(self.stats(), self._metrics, has_peers=self._config.peer is not None)
 
     def ranks(self) -> RanksView:
         """The processes that copy, and how much they have to do."""

@@ -129,6 +129,8 @@ class PrefixSearch:
         while root.parent is not None:
             num_blocks += root.num_blocks
             root = root.parent
+        usage = run.usage
+        used_last = usage.used_last or usage.gpu_since or usage.cpu_since
         return PrefixView(
             name=tree.names.of_last(run).hex()[:_NAME_DIGITS],
             namespace="default" if tree.roots.get("") is root else root.hashes.hex()[:_NAMESPACE_DIGITS],
@@ -140,6 +142,6 @@ class PrefixSearch:
             num_held_blocks=run.num_held,
             is_pinned=any(pin in self._books.pinned for pin in run.pins),
             num_uses=run.usage.num_uses,
-            idle_seconds=tree.policy.times.seconds_since(run.usage.last_used, now),
+            idle_seconds=max(0.0, now - used_last) if used_last else None,
             num_children=len(run.children),
         )

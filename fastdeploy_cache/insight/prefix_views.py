@@ -19,7 +19,7 @@ class PrefixView:
         num_held_blocks: of these, kept in place by requests, copies and pins, here or beneath.
         is_pinned: a pin that an operator or an adapter's caller has set ends here.
         num_uses: requests whose prefix it was.
-        idle_seconds: since a request used it last; None: none has ended yet that did.
+        idle_seconds: since a request that used it has ended, or else since its first blocks came; None: not known.
         num_children: runs that go on from here. children: those of them that are shown, the most used first.
     """
 

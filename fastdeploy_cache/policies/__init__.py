@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdeploy_cache.policies.eviction import RANKING_POLICIES, Clock, EvictionPolicy
+from fastdeploy_cache.policies.eviction import RANKING_POLICIES, Clock, LeastRecentlyUsed
 
 EVICTION_POLICIES = (*RANKING_POLICIES, "reuse")
 DEFAULT_HISTORY_BYTES, MIN_HISTORY_BYTES = 16 * 2**20, 2**20
@@ -16,7 +16,7 @@ def new_policy(
     block_tokens: int,
     history_bytes: int = DEFAULT_HISTORY_BYTES,
     tree_tokens: int | None = None,
-) -> EvictionPolicy:
+) -> LeastRecentlyUsed:
     """The eviction policy of that name, for a cache whose larger tier has `num_blocks` of `block_tokens` tokens.
 
     `tree_tokens`: how many tokens a block of the tree has, where they stand for `block_tokens`.

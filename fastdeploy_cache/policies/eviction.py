@@ -100,6 +100,8 @@ class LeastRecentlyUsed:
     """`lru`: what was used longest ago goes first. The other ranking policies differ in `rank`, and in what of it may
     become one run without loss."""
 
+    name = "lru"
+
     def __init__(self, clock: Clock, *, keeps_borders: bool = False, num_uses: int = 0) -> None:
         """`keeps_borders`: a run ends where an insert has ended. It is never extended in place, nor joined with the run
         behind it: else what several calls have inserted would be one run, and whole runs could not go one by one.
@@ -108,6 +110,15 @@ class LeastRecentlyUsed:
         self.keeps_borders = keeps_borders
         self._num_uses = num_uses
         self._orders: tuple[LeafOrder, ...] = ()  # by Tier
+
+    def go_on_from(self, other: LeastRecentlyUsed) -> None:
+        """Count the uses of the cache on from where another policy is."""
+        self._num_uses = other._num_uses
+
+    @property
+    def orders(self) -> tuple[LeafOrder, ...]:
+        """The leaves of each tier, by Tier; none before `clear`."""
+        return self._orders
 
     def rank(self, run: Run) -> Any:
         """Lowest goes first."""
@@ -170,6 +181,8 @@ class LeastRecentlyUsed:
 class MostRecentlyUsed(LeastRecentlyUsed):
     """`mru`: what was used last goes first."""
 
+    name = "mru"
+
     def rank(self, run: Run) -> Any:
         return -run.usage.last_used
 
@@ -180,12 +193,16 @@ class MostRecentlyUsed(LeastRecentlyUsed):
 class FirstInFirstOut(LeastRecentlyUsed):
     """`fifo`: what was computed longest ago goes first."""
 
+    name = "fifo"
+
     def rank(self, run: Run) -> Any:
         return run.usage.inserted
 
 
 class FirstInLastOut(LeastRecentlyUsed):
     """`filo`: what was computed last goes first."""
+
+    name = "filo"
 
     def rank(self, run: Run) -> Any:
         return -run.usage.inserted
@@ -197,6 +214,8 @@ class FirstInLastOut(LeastRecentlyUsed):
 class LeastFrequentlyUsed(LeastRecentlyUsed):
     """`lfu`: what the fewest requests have used goes first, ties by `lru`. An evicted run starts at zero again."""
 
+    name = "lfu"
+
     def rank(self, run: Run) -> Any:
         return run.usage.num_uses, run.usage.last_used
 
@@ -206,6 +225,8 @@ class LeastFrequentlyUsed(LeastRecentlyUsed):
 
 class SegmentedLeastRecentlyUsed(LeastRecentlyUsed):
     """`slru`: what was used once goes first, then what was used again; each by `lru`."""
+
+    name = "slru"
 
     def rank(self, run: Run) -> Any:
         return run.usage.num_uses >= 2, run.usage.last_used
@@ -309,6 +330,8 @@ class Priority(_ForATime):
     given, 35. This is the retention priority of TensorRT-LLM.
     """
 
+    name = "priority"
+
     def __init__(self, clock: Clock, *, keeps_borders: bool = False, num_uses: int = 0) -> None:
         super().__init__(clock, _level_by_priority, _mark_priority, keeps_borders=keeps_borders, num_uses=num_uses)
 
@@ -318,6 +341,8 @@ class PinForATime(_ForATime):
 
     Pinned blocks do go when nothing else is left: a pin must not keep an engine from serving.
     """
+
+    name = "pin"
 
     def __init__(self, clock: Clock, *, keeps_borders: bool = False, num_uses: int = 0) -> None:
         super().__init__(clock, _level_of_pinned, _mark_pinned, keeps_borders=keeps_borders, num_uses=num_uses)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from time import monotonic
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.run import TIERS, Run, Tier
-from fastdeploy_cache.books.use_times import UseTimes
 from fastdeploy_cache.policies.eviction import EvictionPolicy, LeastRecentlyUsed, Split
 from fastdeploy_cache.policies.leaf_order import IsLeaf
+from fastdeploy_cache.policies.moving_leaves import MovingLeaves
 
 _TOLD = ("use", "touch", "grow", "shrink", "push", "pull")  # and asked for nothing
 _PASSED_ON = (*_TOLD, "is_colder", "alike", "clear", "coldest")
@@ -36,18 +35,20 @@ class GuardedPolicy:
     def __init__(self, chosen: EvictionPolicy, mishaps: Mishaps, runs: Callable[[], Iterable[Run]]) -> None:
         """`runs` gives every run there is."""
         self._mishaps, self._runs = mishaps, runs
-        self.times = UseTimes()
+        self._moving: MovingLeaves | None = None
+        self.served: set[str] = set()  # names of this policy and those before it
         self._serve_by(chosen)
 
     def _serve_by(self, chosen: EvictionPolicy) -> None:
         """Pass everything on to this policy, and what it raises for to the one that takes over. Bound once: a policy is
         told of every block of a decode step."""
         self.chosen = chosen
+        self.name = str(getattr(chosen, "name", type(chosen).__name__))
+        self.served.add(self.name)
         self.hears_growth = _overrides(chosen, "grow") or getattr(chosen, "keeps_borders", False)
         self.hears_losses = _overrides(chosen, "shrink")
         self.has_marks = isinstance(chosen, LeastRecentlyUsed)  # else nobody knows what it has been told of
         calls = {name: self._passed_on(name) for name in _PASSED_ON}
-        calls |= {name: self._timed(calls[name]) for name in ("use", "touch")}
         self._clear, self._coldest, self._victim = calls.pop("clear"), calls.pop("coldest"), chosen.victim
         self._names_leaves = getattr(chosen.victim, "__func__", None) is LeastRecentlyUsed.victim
         vars(self).update(calls)
@@ -70,24 +71,17 @@ class GuardedPolicy:
 
         return call
 
-    def _timed(self, tell: Callable[..., None]) -> Callable[..., None]:
-        """Tell of a use of a path, and note when it was."""
-        times = self.times
-
-        def call(path: Sequence[Run], *args: Any) -> None:
-            tell(path, *args)
-            if path and (now := monotonic()) >= times.next_at:
-                times.note(path[-1].usage.last_used, now)
-
-        return call
-
     def clear(self, is_leaf: IsLeaf, split: Split) -> None:
         """See `EvictionPolicy.clear`."""
         self._is_leaf, self._split = is_leaf, split
+        if self._moving is not None:
+            self._moving.forget()
         self._clear(is_leaf, split)
 
     def victim(self, tier: Tier, num_blocks: int) -> tuple[Run, int]:
         """See `EvictionPolicy.victim`; never a run that may lose nothing, whatever the policy says."""
+        if self._moving is not None and (run := self._moving.first(tier)) is not None:
+            return run, num_blocks
         try:
             named = self._victim(tier, num_blocks)
             if self._names_leaves:
@@ -102,6 +96,8 @@ class GuardedPolicy:
 
     def coldest(self, tier: Tier) -> Generator[Run]:
         """See `EvictionPolicy.coldest`."""
+        if self._moving is not None:
+            yield from self._moving.walk(tier)
         runs = self._coldest(tier)
         try:
             for run in runs:
@@ -113,9 +109,25 @@ class GuardedPolicy:
         finally:
             runs.close()
 
+    def follow_with(self, chosen: LeastRecentlyUsed) -> None:
+        """Let another policy decide from now on. What is a leaf already stays in the order that it has, and goes first,
+        until `move_some` has told the new one of it. Only after a ranking policy, and with nothing left to move."""
+        assert isinstance(self.chosen, LeastRecentlyUsed) and self._moving is None
+        chosen.go_on_from(self.chosen)
+        chosen.clear(self._is_leaf, self._split)
+        self._moving = MovingLeaves(self.chosen.orders, chosen.orders, self._is_leaf)
+        self._serve_by(chosen)
+
+    def move_some(self) -> bool:
+        """Tell the policy of a few of the leaves that one before it knew; whether some are left."""
+        if self._moving is not None and not self._moving.move_some(self.push):
+            self._moving = None
+        return self._moving is not None
+
     def replace(self) -> EvictionPolicy:
         """Let `lru` take over. Walks the tree, once."""
         self._mishaps.note("policy")
+        self._moving = None
         num_uses = max((run.usage.last_used for run in self._runs()), default=0)
         keeps_borders = getattr(self.chosen, "keeps_borders", False)
         chosen = LeastRecentlyUsed(lambda: 0.0, keeps_borders=keeps_borders, num_uses=num_uses)

@@ -34,11 +34,18 @@ class LeafOrder:
         self._starts: list[Any] = []  # by piece: none of its ranks is lower, none before it is higher
         self._pieces: list[Piece] = []
         self._past = past
+        self.has_strangers = False  # runs may have a mark of an order that this one follows; see `MovingLeaves`
 
     @property
     def pieces(self) -> list[Piece]:
         """All there is, also of the orders before this one."""
         return [*self._past, *self._pieces]
+
+    def hand_over(self) -> tuple[list[Piece], list[Piece]]:
+        """All leaves as they stand, and those of orders before: another order's from now on."""
+        pieces, past = self._pieces, self._past
+        self._pieces, self._past, self._starts = [], [], []
+        return pieces, past
 
     def __len__(self) -> int:
         """How many it holds, with those that are no leaves any more."""
@@ -52,7 +59,8 @@ class LeafOrder:
         if queued == rank:
             return
         if queued is not None:
-            self._take_out(run, queued)
+            if not self.has_strangers or self._has(run, queued):
+                self._take_out(run, queued)
             setattr(run, self._mark, None)  # if there is no memory for its new place it has none
         self._put_in(run, rank)
         setattr(run, self._mark, rank)
@@ -60,8 +68,21 @@ class LeafOrder:
     def pull(self, run: Run) -> None:
         """A run is no leaf any more."""
         queued = getattr(run, self._mark)
-        if queued is not None and self._take_out(run, queued):
+        if queued is None:
+            return
+        if (self.has_strangers and not self._has(run, queued)) or self._take_out(run, queued):
             setattr(run, self._mark, None)
+
+    def _has(self, run: Run, rank: Any) -> bool:
+        """Whether a run stands here under that rank, which may be one of another order and of another kind."""
+        try:
+            at = bisect_right(self._starts, rank) - 1
+            if at < 0:
+                return False
+            ranks, runs = self._pieces[at]
+            return any(each is run for each in runs[bisect_left(ranks, rank) : bisect_right(ranks, rank)])
+        except TypeError:  # a number and a tuple have no order
+            return False
 
     def first(self) -> Run:
         """The leaf with the lowest rank; there is one."""

@@ -39,6 +39,8 @@ class Reuse(LeastRecentlyUsed):
     the references, victims are LRU's.
     """
 
+    name = "reuse"
+
     def __init__(
         self,
         clock: Clock,

@@ -51,8 +51,7 @@ class Accounts:
 
     def __init__(self, config: CacheConfig, metrics: CacheMetrics) -> None:
         self._size, self._block_bytes = config.block_size, config.block_bytes() * config.transfer.tp_size
-        self._policy = config.eviction_policy
-        self._metrics = metrics
+        self.metrics = metrics
         self._recent: deque[Account] = deque(maxlen=config.num_explained_requests)
         self.missed_tokens = [0] * len(Cause)
         self.saved_seconds, self.move_seconds = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
@@ -61,6 +60,7 @@ class Accounts:
     def follow(self, books: Books, speeds: LoadOrCompute) -> None:
         """Whose mishaps these are, and who knows the prefill speed."""
         self._mishaps, self._prefill, self._ages = books.mishaps, speeds.prefill, books.residency.ages
+        self._policy = books.tree.policy
 
     def admit(self, active: ActiveRequest, now: float) -> None:
         """Count a request once, when it is first admitted: not while it waits, nor when it returns from preemption."""
@@ -85,7 +85,7 @@ class Accounts:
 
     def _count(self, account: Account) -> None:
         num_tokens, hit_tokens, size, missed = account.num_tokens, account.hit_tokens, self._size, self.missed_tokens
-        self._metrics.record_request(num_tokens, hit_tokens)  # first: it may fail, and then nothing is counted
+        self.metrics.record_request(num_tokens, hit_tokens)  # first: it may fail, and then nothing is counted
         num_behind = num_tokens
         if hit_tokens != _NOTHING:
             speed, saved, moved = account.prefill_tokens_per_second, self.saved_seconds, self.move_seconds
@@ -215,7 +215,7 @@ class Accounts:
                 num_tokens=num_blocks * size,
                 tier=_LOST_FROM.get(kind) if kind is not None else None,
                 seconds_ago=max(0.0, account.at - at) if kind is not None else None,
-                policy=self._policy if cause is Cause.EVICTED else None,
+                policy=self._policy.name if cause is Cause.EVICTED else None,
                 detail=detail or None,
             )
             for cause, num_blocks, kind, at, detail in account.misses
@@ -241,7 +241,7 @@ class Accounts:
 
     def missed(self) -> tuple[int, Sequence[int]]:
         """Missed tokens so far: all that were asked for but those that were served, and the same for each cause."""
-        num_tokens, hit_tokens = self._metrics.token_counts()
+        num_tokens, hit_tokens = self.metrics.token_counts()
         return num_tokens - sum(hit_tokens), self.missed_tokens
 
     def missed_by_cause(self) -> dict[str, int]:

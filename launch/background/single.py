@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.ipc.private_directory import PrivateDirectory
@@ -100,33 +98,6 @@ def end_all(slots: Sequence[Slot], say: Say) -> bool:
     return has_killed
 
 
-def status(folder: RunFolder, say: Say, *, as_json: bool) -> int:
-    """Show the server's ranks, tiers and hit rates; returns the exit status."""
-    slot = folder.server
-    pid, facts = slot.pid, slot.facts
-    if pid is None:
-        say(absence(folder))
-        return NOT_RUNNING
-    try:
-        document = json.loads(get(f"{facts.get('url')}/status"))
-    except (OSError, ValueError):
-        say(f"running with pid {pid}, and it does not answer; its log is {slot.log_file}")
-        return NOT_ANSWERING
-    if as_json:
-        say(json.dumps({"pid": pid, **facts, **document}, indent=2))
-        return 0
-    say(f"running: pid {pid}, API {facts['url']}/v1/chat/completions, metrics {facts.get('metrics')}")
-    for line in _describe(document):
-        say(line)
-    return 0
-
-
-def get(url: str) -> str:
-    """What is there. Raises `OSError` where nobody answers, or with an error."""
-    with urllib.request.urlopen(url, timeout=_ASK_SECONDS) as answer:  # noqa: S310 (our server's)
-        return str(answer.read().decode())
-
-
 def http_status(url: str) -> int | None:
     """The number that a request is answered with; None where nobody answers."""
     try:
@@ -136,36 +107,6 @@ def http_status(url: str) -> int | None:
         return error.code
     except (OSError, ValueError):
         return None
-
-
-def _describe(document: dict[str, Any]) -> list[str]:
-    lines = []
-    if document["life_cycle"] != "running":
-        lines.append(f"life cycle: {document['life_cycle']}")
-    for rank in document["ranks"]:
-        state = "up" if rank["up"] else "DOWN"
-        lines.append(f"rank {rank['rank']}: {state}, pid {rank['pid']}, restarts {rank['num_restarts']}")
-    for tier, states in document["tiers"].items():
-        lines.append(f"{tier.upper()}: " + ", ".join(f"{count} {state}" for state, count in states.items()))
-    if storage := document["storage"]:
-        state = "open" if storage["available"] else "NOT OPEN"
-        counts = [f"{count} blocks {fate}" for fate, count in storage["blocks"].items()]
-        counts += [f"{count} objects {reason}" for reason, count in storage["lost_objects"].items() if count]
-        breakers = ", ".join(f"{operation} breaker {state}" for operation, state in storage["breakers"].items())
-        lines.append(f"storage: {state}; {', '.join(counts)}; {breakers}")
-    rates = ", ".join(f"{name} {rate:.0%}" for name, rate in document["hit_rates"].items())
-    return [*lines, f"hit rates, recently: {rates}", *_worth(document)]
-
-
-def _worth(document: dict[str, Any]) -> list[str]:
-    """What the cache has saved, and why it has not saved more; nothing before the first request."""
-    lines, missed = [], {cause: count for cause, count in document["missed_tokens"].items() if count}
-    if saved := sum(document["saved_seconds"].values()):
-        lines.append(f"computing saved: {saved:.1f} seconds")
-    if all_missed := sum(missed.values()):
-        causes = sorted(missed.items(), key=lambda item: -item[1])
-        lines.append("missed tokens: " + ", ".join(f"{cause} {count / all_missed:.0%}" for cause, count in causes))
-    return lines
 
 
 def _open(pid: int) -> int | None:

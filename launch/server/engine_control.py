@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.explanation import Explanation
-from fastdeploy_cache.insight.doctor import Finding
 from fastdeploy_cache.launch.reference_engine.engine import Engine
 from fastdeploy_cache.life_cycle import LifeCycleStatus, TierName
 
@@ -64,25 +62,6 @@ class EngineControl:
         with self._still(timeout_seconds) as deadline:
             self._engine.preempt_all()
             self._cache.life.update_weights(weights_id, _left(deadline))
-
-    def explain(self, request_id: str) -> list[Explanation]:
-        """Where the prompt tokens of the requests of that name came from, the newest first: several prompts of one
-        request have its name. Raises `LaunchError` where none of the last ones has it."""
-        last = self._cache.explain_last(self._cache.config.num_explained_requests)
-        found = [each for each in last if request_id in {each.request_id, each.request_id.rpartition("-")[0]}]
-        if not found:
-            raise LaunchError(
-                f"no request {request_id!r} among the last {len(last)}; `explain --last 10` shows their ids"
-            )
-        return found
-
-    def explain_last(self, num_requests: int) -> list[Explanation]:
-        """The same for the last requests, the newest first."""
-        return self._cache.explain_last(num_requests)
-
-    def examine(self) -> list[Finding]:
-        """What is wrong with the cache, the worst first."""
-        return self._cache.examine()
 
     @contextmanager
     def _still(self, timeout_seconds: float) -> Iterator[float]:

@@ -26,7 +26,6 @@ from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.http_server import answering, route_of_the_rest
 from fastdeploy_cache.launch.server.limits import connection_of, read_body
 from fastdeploy_cache.launch.server.request_log import FACTS, GENERATIONS, REQUEST_ID
-from fastdeploy_cache.launch.server.status import status_of
 from fastdeploy_cache.launch.server.streams import StreamedAnswer
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 
@@ -85,7 +84,7 @@ class InstanceApp:
         return failure(503, f"not ready: this instance is {status.value}; requests wait", code=status.value)
 
     async def _status(self, _: web.Request) -> web.StreamResponse:
-        return success(await asyncio.to_thread(status_of, self._cache))  # it takes the cache's lock
+        return success(await asyncio.to_thread(self._cache.control.status))  # it takes the cache's lock
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
         return success({"object": "list", "data": [_MODEL]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import signal
@@ -11,15 +12,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from fastdeploy_cache import PrefixCacheManager
-from fastdeploy_cache.errors import LaunchError, LifeCycleError
+from fastdeploy_cache import CacheConfig, PrefixCacheManager
+from fastdeploy_cache.errors import CacheError, LaunchError, LifeCycleError
+from fastdeploy_cache.insight.control_server import ControlServer
 from fastdeploy_cache.launch.reference_engine.engine import Engine
 from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle
 from fastdeploy_cache.launch.reference_engine.serving import running_engine
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 from fastdeploy_cache.launch.reference_engine.weights import load_model_files
 from fastdeploy_cache.launch.server.chat import ChatApi
-from fastdeploy_cache.launch.server.control import ControlServer
 from fastdeploy_cache.launch.server.engine_control import EngineControl
 from fastdeploy_cache.launch.server.http_server import HttpServer
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
@@ -47,16 +48,17 @@ def serve(
     """Run until SIGTERM or SIGINT. `settings` are KEY=VALUE and win over file and environment.
 
     `storage_folder` is short for a file store there, named by the digest of the model's weights. At `control_socket`
-    it takes the verbs of `fastdeploy_cache.launch.server.control`. `role` is short for that setting and the peer's
-    `weights_id`; without `recompute_not_received` a chat whose offered blocks do not come is answered with an error.
+    (else at the configured one) it takes the verbs of `insight.control_messages`. `role` is short for that setting and
+    the peer's `weights_id`; without `recompute_not_received` a chat whose offered blocks do not come is an error.
 
     Raises:
-        LaunchError, PortInUseError: a port or the socket is taken.
+        LaunchError, PortInUseError, IPCError: a port or the socket is taken.
         ConfigError, ModelLoadError, RankStartError, NotEnoughMemoryError: it cannot start as configured.
     """
     import_paddle()  # before the signal handlers below, which its own would replace
     files = load_model_files()
-    config = load_config(files, config_file, settings, role=role, storage_folder=storage_folder)
+    loaded = load_config(files, config_file, settings, role=role, storage_folder=storage_folder)
+    config, control_socket = _own_socket(loaded, control_socket)
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: endings.put("asked"))
@@ -72,7 +74,7 @@ def serve(
             logger.info("event=serving url=%s metrics=%s ranks=%d role=%s", url, metrics_url, ranks, role)
             tell_ready(url=url, metrics=metrics_url)
             if control is not None:
-                control.start(EngineControl(engine))
+                control.start(engine.cache.control.subject(EngineControl(engine)))
             ending = _run_until(endings, engine, partial(server.run, app), server.stop)
     finally:
         server.close()
@@ -81,6 +83,15 @@ def serve(
     logger.info("event=stopped")
     if ending != "asked":
         raise LaunchError(f"the {ending} ended by itself; its log says why")
+
+
+def _own_socket(config: CacheConfig, control_socket: Path | None) -> tuple[CacheConfig, Path | None]:
+    """The configured socket is ours, and not the cache's: who pauses the cache has to pause the engine first."""
+    insight = config.insight
+    if insight.control_socket is None:
+        return config, control_socket
+    config = dataclasses.replace(config, insight=dataclasses.replace(insight, control_socket=None))
+    return config, control_socket or Path(insight.control_socket)
 
 
 def _run_until(
@@ -133,6 +144,6 @@ def _listen(host: str, port: int, control_socket: Path | None) -> tuple[HttpServ
     server = HttpServer(host, port)
     try:
         return server, ControlServer(control_socket) if control_socket is not None else None
-    except LaunchError:
+    except CacheError:
         server.close()
         raise

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from fastdeploy_cache.books.large_dict import SMALL
-from fastdeploy_cache.books.use_times import UseTimes
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.insight import pieces
 from fastdeploy_cache.insight.prefix_views import PrefixView
@@ -95,7 +94,7 @@ def test_tiers_and_what_is_held_are_shown() -> None:
     first, other, mine = asker.cache.insight.top()
     assert (first.num_gpu_blocks, first.num_cpu_blocks, first.num_held_blocks, first.is_pinned) == (2, 2, 2, False)
     assert (other.num_blocks, other.num_cpu_blocks, other.num_held_blocks, other.num_uses) == (1, 1, 0, 1)
-    assert (mine.num_blocks, mine.num_cpu_blocks, mine.num_held_blocks, mine.idle_seconds) == (2, 0, 2, None)
+    assert (mine.num_blocks, mine.num_cpu_blocks, mine.num_held_blocks, mine.num_uses) == (2, 0, 2, 0)
     asker.cache.release(request)
     assert [each.num_held_blocks for each in asker.cache.insight.top()] == [2, 2, 0]  # the copy down reads them
     asker.client.land_all()
@@ -195,20 +194,3 @@ def test_ranks_are_shown_with_what_they_have_to_do() -> None:
     assert (view.num_loads_in_flight, view.num_copies_down_in_flight) == (0, 1) and view.ranks[0].up
     asker.client.land_all()
     assert asker.cache.insight.ranks().num_copies_down_in_flight == 0
-
-
-def test_the_age_of_a_use_is_known_about() -> None:
-    """Within a quarter of a second for young ones, within a twentieth for old ones, from a bounded number of notes."""
-    times, now = UseTimes(), 0.0
-    assert times.seconds_since(1, 5.0) is None
-    at: dict[int, float] = {}
-    for order in range(1, 40_000):
-        now += 0.1
-        at[order] = now
-        if now >= times.next_at:
-            times.note(order, now)
-    assert len(times._times) == len(times._orders) <= 512
-    for order, when in at.items():
-        age = times.seconds_since(order, now)
-        assert age is not None and abs(age - (now - when)) <= 0.3 + (now - when) / 20
-    assert times.seconds_since(0, now) is None

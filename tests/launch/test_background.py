@@ -262,7 +262,9 @@ def test_what_is_said_where_nothing_runs(tmp_path: Path, monkeypatch: pytest.Mon
         assert show_group(folder, said.append) == 3
         assert said.pop().startswith(f"not running{of_group.get(runs, '')}")
     if runs != "single":
-        assert single.status(folder, said.append, as_json=False) == 3
+        status = CliRunner().invoke(app, ["status", "--run-dir", str(tmp_path)])
+        assert status.exit_code == 3
+        said.append(status.stdout.removeprefix("== "))
         control = CliRunner().invoke(app, ["control", "pause", "--run-dir", str(tmp_path)])
         assert control.exit_code == 3
         single.stop(folder, said.append)

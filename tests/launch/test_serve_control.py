@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.server.control_client import ask
+from fastdeploy_cache.errors import ControlError
+from fastdeploy_cache.insight.control_client import ask
 from tests.rigs.command_line import CLI
 from tests.rigs.reference_model import needs_model
 from tests.rigs.server_process import CHAT, Server
@@ -80,7 +80,7 @@ def test_new_weights_find_nothing_of_the_old_ones(server: tuple[Server, Path]) -
     running, path = server
     chat(running)
     assert chat(running)[1] > 0
-    with pytest.raises(LaunchError, match="weights_id"):
+    with pytest.raises(ControlError, match="weights_id"):
         ask(path, "update-weights", 30)
     assert ask(path, "update-weights", 30, weights_id="new") == "running"
     assert [chat(running)[1] > 0 for _ in range(2)] == [False, True]

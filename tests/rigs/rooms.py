@@ -56,7 +56,7 @@ ROOMS = {
         "life_cycle": {"peers", "requests", "storage", "movement", "books", "config", "errors"},
         "insight": {
             *("peers", "requests", "storage", "movement", "books", "causes", "config", "errors", "explanation"),
-            *("insight_config", "policies", "stats"),
+            *("insight_config", "life_cycle", "policies", "request", "stats", "tokens"),
         },
         "self_check": {"callers", "peers", "requests", "storage", "movement", "books"},
         "recorder": {"movement", "storage", "books", "config", "errors", "stats"},

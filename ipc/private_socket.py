@@ -12,14 +12,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.errors import IPCError
 
 _BACKLOG = 8
+_MOST_AT_ONCE = 2**18
 _UCRED = struct.Struct("3i")  # pid, uid, gid; unix(7)
-
-
-VERBS = ("pause", "resume", "sleep", "wake", "clear", "update-weights")
-MAX_SECONDS = 600.0  # that a verb may take
 
 
 class PrivateListener:
@@ -32,7 +29,7 @@ class PrivateListener:
         """A file that a killed server left there is replaced.
 
         Raises:
-            LaunchError: a server listens there, others may enter the folder, or something else is in the way.
+            IPCError: a server listens there, others may enter the folder, or something else is in the way.
         """
         self._name, self._ended = path.name, False
         self._folder = _open_private_folder(path.parent)
@@ -41,7 +38,7 @@ class PrivateListener:
             self._listen(path)
         except OSError as error:
             self._close_handles()
-            raise LaunchError(f"cannot listen on {path}: {error.strerror or error}") from error
+            raise IPCError(f"cannot listen on {path}: {error.strerror or error}") from error
         except BaseException:
             self._close_handles()
             raise
@@ -55,13 +52,13 @@ class PrivateListener:
         try:
             fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LaunchError(f"another server is starting in {path.parent}; try again") from None
+            raise IPCError(f"another server is starting in {path.parent}; try again") from None
         address = _address(self._folder, self._name)
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(self._stat().st_mode):
-                raise LaunchError(f"{path} is there and is no socket; choose another path, or remove it")
+                raise IPCError(f"{path} is there and is no socket; choose another path, or remove it")
             if _is_served(address):
-                raise LaunchError(f"a server listens on {path} already; stop it, or choose another path")
+                raise IPCError(f"a server listens on {path} already; stop it, or choose another path")
             os.unlink(self._name, dir_fd=self._folder)
         self._socket.bind(address)  # whatever its mode is until the next line, nobody else can enter the folder
         os.chmod(self._name, 0o600, dir_fd=self._folder)
@@ -120,7 +117,7 @@ def connected(path: Path, timeout_seconds: float) -> Iterator[socket.socket]:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The user of the process that has connected, as the kernel noted it then."""
+    """The user of the process at the other end, as the kernel noted it when it connected or began to listen."""
     return int(_UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[1])
 
 
@@ -129,23 +126,23 @@ def receive_line(connection: socket.socket, timeout_seconds: float, max_bytes: i
 
     Raises:
         TimeoutError: not whole within the time.
-        LaunchError: too long, more than one, or without an end.
+        IPCError: too long, more than one, or without an end.
     """
-    deadline, data = time.monotonic() + timeout_seconds, b""
+    deadline, data = time.monotonic() + timeout_seconds, bytearray()
     while not data.endswith(b"\n"):
         connection.settimeout(max(1e-6, deadline - time.monotonic()))
         try:
-            more = connection.recv(max_bytes)
+            more = connection.recv(min(max_bytes, _MOST_AT_ONCE))
         except TimeoutError:
             raise TimeoutError(f"no whole line within {timeout_seconds:g} s") from None
         data += more
-        if len(data) > max_bytes or b"\n" in data[:-1]:
-            raise LaunchError(f"received more than one line of {max_bytes} bytes; send one, and no longer")
+        if len(data) > max_bytes or b"\n" in memoryview(data)[-len(more) - 1 : -1].tobytes():
+            raise IPCError(f"received more than one line of {max_bytes} bytes; send one, and no longer")
         if not more:
             if data:
-                raise LaunchError("received a line without an end; end it with a newline")
+                raise IPCError("received a line without an end; end it with a newline")
             return None
-    return data.removesuffix(b"\n")
+    return bytes(data[:-1])
 
 
 def _address(folder: int, name: str) -> str:
@@ -170,11 +167,11 @@ def _open_private_folder(folder: Path) -> int:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise LaunchError(f"cannot make the folder {folder}: {error.strerror}") from error
+        raise IPCError(f"cannot make the folder {folder}: {error.strerror}") from error
     found = os.fstat(fd)
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         os.close(fd)
-        raise LaunchError(
+        raise IPCError(
             f"the folder {folder} is of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, open to others; "
             "use one of your own with mode 700, or one that does not exist yet"
         )

@@ -12,24 +12,29 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from fastdeploy_cache.causes import Cause
-from fastdeploy_cache.errors import LaunchError, LifeCycleError
+from fastdeploy_cache.errors import ControlError, IPCError, LifeCycleError
 from fastdeploy_cache.explanation import Explanation, Miss
+from fastdeploy_cache.insight import control_server as control_module
+from fastdeploy_cache.insight.control_client import ask, look
+from fastdeploy_cache.insight.control_messages import Subject
+from fastdeploy_cache.insight.control_server import ControlServer
 from fastdeploy_cache.insight.doctor import Finding
-from fastdeploy_cache.launch.server import control as control_module
-from fastdeploy_cache.launch.server.control import ControlServer
-from fastdeploy_cache.launch.server.control_client import ask, look
-from fastdeploy_cache.launch.server.control_socket import connected
+from fastdeploy_cache.ipc.private_socket import connected
 from tests.rigs.command_line import CLI
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.insight.control_messages import ActionVerbs, LookVerbs
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from fastdeploy_cache.launch.server.control import ControlServer
+from fastdeploy_cache.insight.control_server import ControlServer
 ControlServer(Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -68,17 +73,17 @@ class Stub:
     def update_weights(self, timeout_seconds: float, weights_id: str | None) -> None:
         self._note("update-weights", timeout_seconds, weights_id)
 
-    def explain(self, request_id: str) -> list[Explanation]:
-        self._note("explain", request_id)
-        return [self.explanation]
-
     def examine(self) -> list[Finding]:
         self._note("examine")
         return [Finding(name="sick", evidence="It coughs.", advice="Let it sleep.", share=0.25)]
 
     def explain_last(self, num_requests: int) -> list[Explanation]:
         self._note("explain-last", num_requests)
-        return [self.explanation] * num_requests
+        return [self.explanation] * min(3, num_requests)
+
+
+def subject_of(stub: Stub) -> Subject:
+    return Subject(stub, cast("LookVerbs", stub), cast("ActionVerbs", stub))
 
 
 @pytest.fixture
@@ -90,7 +95,7 @@ def path(tmp_path: Path) -> Path:
 def stub(path: Path) -> Iterator[Stub]:
     """Served at `path`."""
     stub, server = Stub(), ControlServer(path)
-    server.start(stub)
+    server.start(subject_of(stub))
     yield stub
     server.stop()
 
@@ -150,7 +155,7 @@ def test_what_it_does_not_know_is_refused(stub: Stub, path: Path, data: bytes, w
     """The answer says what is wrong and names the verbs and their fields; nothing is done, and it goes on."""
     error = send(path, data)["error"]
     assert words in error
-    for known in ("pause", "resume", "tiers: gpu, cpu", "wake", "clear", "weights_id", "timeout_seconds"):
+    for known in ("pause", "resume", "(with tiers)", "wake", "clear", "weights_id", "top", "unpin", "timeout_seconds"):
         assert known in error
     assert not stub.calls
     ask(path, "pause", 1)
@@ -186,7 +191,7 @@ def test_a_failure_is_the_answer(stub: Stub, path: Path) -> None:
         raise LifeCycleError("the cache is asleep")
 
     stub.before = refuse
-    with pytest.raises(LaunchError, match="the cache is asleep"):
+    with pytest.raises(ControlError, match="the cache is asleep"):
         ask(path, "pause", 1)
     stub.before = lambda: None
     ask(path, "pause", 1)
@@ -216,9 +221,9 @@ def test_an_error_of_ours_is_answered_and_the_server_can_still_be_asked(path: Pa
     """Else a server that was paused before could not be resumed any more."""
     server, stub = ControlServer(path), Stub()
     stub.before = lambda: 1 / 0
-    server.start(stub)
+    server.start(subject_of(stub))
     try:
-        with pytest.raises(LaunchError, match="ZeroDivisionError"):
+        with pytest.raises(ControlError, match="ZeroDivisionError"):
             ask(path, "pause", 1)
         stub.before = lambda: None
         ask(path, "resume", 1)
@@ -238,8 +243,8 @@ def test_only_its_user_can_reach_it(stub: Stub, path: Path) -> None:
 def test_the_kernel_is_asked_who_it_is(stub: Stub, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is of another user than the server is refused, whatever the modes let through."""
     other = os.geteuid() + 1
-    monkeypatch.setattr(control_module.os, "geteuid", lambda: other)
-    with pytest.raises(LaunchError, match=f"user {other - 1} asks, but the server is of user {other}"):
+    monkeypatch.setattr(control_module, "os", SimpleNamespace(geteuid=lambda: other))
+    with pytest.raises(ControlError, match=f"user {other - 1} asks, but the server is of user {other}"):
         ask(path, "pause", 1)
     assert not stub.calls
 
@@ -248,14 +253,14 @@ def test_a_folder_that_others_may_enter_is_refused(path: Path) -> None:
     """Its mode is in the message; nothing is made in it."""
     path.parent.mkdir()
     path.parent.chmod(0o750)
-    with pytest.raises(LaunchError, match="mode 750, open to others"):
+    with pytest.raises(IPCError, match="mode 750, open to others"):
         ControlServer(path)
     assert not list(path.parent.iterdir())
 
 
 def test_a_live_server_is_not_displaced(stub: Stub, path: Path) -> None:
     """A second one is refused, and the first still answers; another socket beside it is welcome."""
-    with pytest.raises(LaunchError, match="a server listens on"):
+    with pytest.raises(IPCError, match="a server listens on"):
         ControlServer(path)
     ask(path, "pause", 1)
     beside = ControlServer(path.with_name("other.sock"))
@@ -271,7 +276,7 @@ def test_what_a_killed_server_left_is_replaced(path: Path) -> None:
     with pytest.raises(ConnectionRefusedError):
         ask(path, "pause", 1)
     server, stub = ControlServer(path), Stub()
-    server.start(stub)
+    server.start(subject_of(stub))
     assert ask(path, "pause", 1) == "after pause"
     server.stop()
     assert not path.exists()
@@ -281,7 +286,7 @@ def test_something_else_in_the_way_stays(path: Path) -> None:
     """A file that is no socket is not removed."""
     path.parent.mkdir(mode=0o700)
     path.write_text("precious")
-    with pytest.raises(LaunchError, match="no socket"):
+    with pytest.raises(IPCError, match="no socket"):
         ControlServer(path)
     assert path.read_text() == "precious"
 
@@ -301,10 +306,10 @@ def test_a_long_path_is_no_obstacle(tmp_path: Path) -> None:
     """A socket's address holds 107 bytes; the folder may be deeper than that, its name may not."""
     path = tmp_path / ("deep" * 30) / "serve.sock"
     server, stub = ControlServer(path), Stub()
-    server.start(stub)
+    server.start(subject_of(stub))
     assert ask(path, "pause", 1) == "after pause"
     server.stop()
-    with pytest.raises(LaunchError, match="cannot listen"):
+    with pytest.raises(IPCError, match="cannot listen"):
         ControlServer(path.with_name("x" * 120))
 
 
@@ -337,11 +342,11 @@ def test_exit_statuses_of_the_command(stub: Stub, path: Path) -> None:
 
 def test_explanations_come_as_text_and_as_fields(stub: Stub, path: Path) -> None:
     """Of one request, and of the last ones."""
-    (found,) = look(path, "explain", 5, request_id="r")
+    found = look(path, "explain", 5, request_id="r")[0]
     assert found["text"] == str(stub.explanation) and "evicted from the CPU tier" in found["text"]
     assert found["misses"][0]["cause"] == "evicted" and found["misses"][0]["seconds_ago"] == 1.5
     assert len(look(path, "explain-last", 5, num_requests=3)) == 3
-    assert stub.calls == [("explain", "r"), ("explain-last", 3)]
+    assert stub.calls == [("explain-last", 10**6), ("explain-last", 3)]
 
 
 @pytest.mark.processes
@@ -360,6 +365,6 @@ def test_findings_come_as_text_and_as_fields(stub: Stub, path: Path) -> None:
 @pytest.mark.parametrize("fields", [{}, {"request_id": 5}, {"request_id": "r", "more": 1}])
 def test_an_explanation_of_nothing_is_refused(stub: Stub, path: Path, fields: dict[str, Any]) -> None:
     """One clear line, and nothing is asked."""
-    with pytest.raises(LaunchError, match=r"request_id|more"):
+    with pytest.raises(ControlError, match=r"request_id|more"):
         look(path, "explain", 5, **fields)
     assert not stub.calls

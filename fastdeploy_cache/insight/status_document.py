@@ -1,29 +1,34 @@
-"""What GET /status of a server says."""
+"""The state of a cache as one document, for `fastdeploy-cache status` and a server's `/status`."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
-from fastdeploy_cache import CacheStats, PrefixCacheManager
+from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.policies.breaker import BreakerState
+from fastdeploy_cache.stats import CacheStats
 
 
-def status_of(cache: PrefixCacheManager) -> dict[str, Any]:
-    """What `/status` answers, for JSON. Any thread."""
-    stats = cache.stats()
+def status_document(stats: CacheStats, metrics: CacheMetrics, *, has_peers: bool) -> dict[str, Any]:
+    """What of it follows from the statistics and the metrics, for JSON. Any thread."""
     return {
-        "role": cache.config.role,
-        "life_cycle": cache.life.status.value,
+        "pid": os.getpid(),
         "ranks": [dataclasses.asdict(status) for status in stats.ranks],
         "tiers": {"gpu": stats.gpu.by_state(), "cpu": stats.cpu.by_state()},
         "storage": _storage_status(stats),
-        "peers": _peer_status(cache) if cache.config.peer is not None else None,
+        "peers": _peer_status(metrics) if has_peers else None,
         "hit_rates": dict(stats.hit_rates),
         "missed_tokens": dict(stats.missed_tokens),
         "saved_seconds": dict(stats.saved_seconds),
         "requests": stats.num_requests,
         "transfers_in_flight": stats.num_transfers_in_flight,
+        "swapped_in_blocks": stats.num_swapped_in_blocks,
+        "swapped_out_blocks": stats.num_swapped_out_blocks,
+        "evicted_blocks": {"gpu": stats.gpu.num_evicted, "cpu": stats.cpu.num_evicted},
+        "failed_steps": dict(stats.num_failed_steps),
+        "quarantined_blocks": stats.num_quarantined_blocks,
         "open_sends": stats.num_open_sends,
         "open_receives": stats.num_open_receives,
     }
@@ -42,10 +47,10 @@ def _storage_status(stats: CacheStats) -> dict[str, Any] | None:
     }
 
 
-def _peer_status(cache: PrefixCacheManager) -> list[dict[str, Any]]:
+def _peer_status(metrics: CacheMetrics) -> list[dict[str, Any]]:
     """One entry for each kind and peer, of what the metrics count. Of who asked for nothing no name is known."""
     peers: dict[tuple[str, str], dict[str, Any]] = {}
-    for family in cache.metrics.collect():
+    for family in metrics.collect():
         name = family.name.removeprefix("fastdeploy_cache_peer_")
         for sample in family.samples:
             if name == family.name or "kind" not in sample.labels or not sample.value:

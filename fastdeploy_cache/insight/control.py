@@ -1,0 +1,206 @@
+"""What an operator does with a running cache: `cache.control`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.errors import ControlError
+from fastdeploy_cache.insight.insight import Insight
+from fastdeploy_cache.life_cycle import LifeCycle, TierName
+from fastdeploy_cache.policies.eviction import Clock
+from fastdeploy_cache.tokens import TokenIds
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.insight.control_messages import LifeVerbs, Subject
+    from fastdeploy_cache.insight.control_server import ControlServer
+    from fastdeploy_cache.insight.pins import Pins, PinView
+    from fastdeploy_cache.insight.policy_change import PolicyView
+    from fastdeploy_cache.insight.verified import Verified
+
+
+class Control:
+    """Pins, the eviction policy, a check of the books, and the socket at which all of this and `cache.insight` can be
+    asked from outside. Any thread."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        books: Books,
+        insight: Insight,
+        *,
+        life: LifeCycle,
+        check: Callable[[], None],
+        clock: Clock,
+    ) -> None:
+        """`check` raises `AssertionError` where the books do not add up; `clock` is that of eviction policies."""
+        self._config, self._books, self._insight = config, books, insight
+        self._life, self._check, self._clock = life, check, clock
+        self._server: ControlServer | None = None
+        self._changing = threading.Lock()  # of the fields above and below; never held in a turn
+        self._pins: Pins | None = None
+
+    # -- the socket
+
+    def open(self, path: str | Path) -> None:
+        """Answer at a unix socket there, for this user alone (see docs/control.md), until `close`.
+
+        Raises:
+            ControlError: it is open already.
+            IPCError: another process listens there, others may enter its folder, or something else is in the way.
+        """
+        from fastdeploy_cache.insight.control_server import ControlServer  # late: most caches have none
+
+        with self._books:
+            self._books.check_open()
+        with self._changing:
+            if self._server is not None:
+                raise ControlError(f"cannot open a control socket at {path}: one is open already; close it first")
+            self._server = ControlServer(Path(path))
+            self._server.start(self.subject(None))
+
+    def open_configured(self) -> None:
+        """`open` at `insight.control_socket`, where that is set."""
+        if (path := self._config.insight.control_socket) is not None:
+            self.open(path)
+
+    def close(self) -> None:
+        """Take the socket away. Waits until what is being answered is. Safe to call twice."""
+        with self._changing:
+            server, self._server = self._server, None
+        if server is not None:
+            server.stop()
+
+    def end(self) -> None:
+        """The cache is closed: `close`, and no pin ends any more."""
+        self.close()
+        if self._pins is not None:
+            self._pins.close()
+
+    def subject(self, life: LifeVerbs | None) -> Subject:
+        """What a server answers with. `life`: who stops an engine with its cache; None: the cache alone is stopped."""
+        from fastdeploy_cache.insight.control_messages import Subject
+
+        return Subject(life or CacheLife(self._life), self._insight, self)
+
+    # -- looks
+
+    def status(self) -> dict[str, Any]:
+        """The state of the cache as one document, for JSON."""
+        policy, num_pins = self._books.tree.policy.name, len(self._pins.all()) if self._pins is not None else 0
+        own = {"role": self._config.role, "life_cycle": self._life.status.value, "eviction_policy": policy}
+        return {**own, "pins": num_pins, **self._insight.facts()}
+
+    def pins(self) -> list[PinView]:
+        """The pins that are in force, the next to end first."""
+        return self._pins.all() if self._pins is not None else []
+
+    # -- actions
+
+    def pin(self, prefix: str | TokenIds, seconds: float, *, namespace: str = "") -> PinView:
+        """Keep a prefix in its tiers for so many seconds: the one of a name that `cache.insight` shows, or what is
+        cached of these token ids. Pinned once more, it stays from now on for the seconds given now.
+
+        A reset, sleep and the loss of KV arrays end pins. There are at most 64, and together they have at most
+        `insight.max_pinned_share` of the GPU's blocks.
+
+        Raises:
+            ControlError: nothing of it is cached, or it would be more than that; nothing was changed.
+            RequestError: these are no token ids.
+            ClosedError: the manager is closed.
+        """
+        from fastdeploy_cache.insight.pins import MAX_PIN_SECONDS
+
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_PIN_SECONDS:
+            raise ControlError(f"pin for {seconds!r} seconds; use more than 0, and {MAX_PIN_SECONDS:.0f} at most")
+        pins = self._some_pins()
+        if isinstance(prefix, str):
+            return pins.pin_named(prefix, seconds)
+        return pins.pin_tokens(prefix, namespace, seconds)
+
+    def unpin(self, name: str) -> int:
+        """End the pin of that name; returns how many blocks it kept. Raises `ControlError`: there is none."""
+        return self._some_pins().unpin(name)
+
+    def policy(self) -> PolicyView:
+        """The eviction policy, and those that `set_policy` knows."""
+        from fastdeploy_cache.insight.policy_change import policy_now
+
+        return policy_now(self._books, self._config)
+
+    def set_policy(self, name: str) -> PolicyView:
+        """Evict by another policy from now on. What is cached, and how often it was used, stays known.
+
+        Raises:
+            ControlError: no policy of that name, or one that cannot follow the present one; nothing was changed.
+            ClosedError: the manager is closed.
+        """
+        from fastdeploy_cache.insight.policy_change import change_policy
+
+        with self._changing:
+            return change_policy(self._books, self._config, self._clock, name)
+
+    def verify(self, *, checksums: bool = False) -> Verified:
+        """Check that the books of all rooms add up. It holds the lock while it walks the whole tree, which takes some
+        microseconds for each block (3.3 seconds for a million): for doubt, and not for every minute.
+
+        With `checksums` the answer also says what of the bytes in storage is checked when; none are kept for blocks in
+        memory.
+
+        Raises:
+            ControlError: more than five million blocks are cached, so verbs would wait too long.
+            ClosedError: the manager is closed.
+        """
+        from fastdeploy_cache.insight.verified import verified
+
+        return verified(self._books, self._check, checksums=checksums)
+
+    def _some_pins(self) -> Pins:
+        from fastdeploy_cache.insight.pins import Pins
+
+        with self._changing:
+            if self._pins is None:
+                with self._books:
+                    self._books.check_open()
+                    self._pins = Pins(self._books, self._config.insight.max_pinned_share)
+            return self._pins
+
+
+class CacheLife:
+    """`LifeVerbs` of a cache alone: its engine has to have come to rest by itself, or to bear what the verbs do."""
+
+    def __init__(self, life: LifeCycle) -> None:
+        self._life = life
+
+    @property
+    def status(self) -> str:
+        """See `LifeCycle.status`."""
+        return self._life.status.value
+
+    def pause(self, timeout_seconds: float) -> None:
+        """See `LifeCycle.pause`, and so on."""
+        self._life.pause(timeout_seconds)
+
+    def resume(self, timeout_seconds: float) -> None:
+        """The reverse."""
+        self._life.resume(timeout_seconds)
+
+    def sleep(self, timeout_seconds: float, tiers: Collection[TierName]) -> None:
+        """Give back the memory of these tiers."""
+        self._life.sleep(timeout_seconds, tiers=tiers)
+
+    def wake(self, timeout_seconds: float) -> None:
+        """The reverse."""
+        self._life.wake(timeout_seconds)
+
+    def clear(self, timeout_seconds: float) -> None:
+        """Forget what is cached."""
+        self._life.clear(timeout_seconds)
+
+    def update_weights(self, timeout_seconds: float, weights_id: str | None) -> None:
+        """Forget what other weights have computed."""
+        self._life.update_weights(weights_id, timeout_seconds)

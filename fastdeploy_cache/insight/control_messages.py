@@ -1,0 +1,247 @@
+"""What can be asked of a running cache over its private socket: each verb is a message with its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+
+from fastdeploy_cache.errors import ControlError
+from fastdeploy_cache.explanation import Explanation
+from fastdeploy_cache.insight.doctor import Finding
+from fastdeploy_cache.insight.live_views import RanksView, RequestsView
+from fastdeploy_cache.insight.pins import MAX_PIN_SECONDS, PinView
+from fastdeploy_cache.insight.policy_change import PolicyView
+from fastdeploy_cache.insight.prefix_views import PrefixView, TreeView
+from fastdeploy_cache.insight.verified import Verified
+
+LIFE_VERBS = ("pause", "resume", "sleep", "wake", "clear", "update-weights")
+MAX_SECONDS = 600.0  # that a verb may take
+_ALL_REQUESTS = 10**6  # that are remembered
+Tier = Literal["gpu", "cpu"]
+
+
+class LifeVerbs(Protocol):
+    """Stopping and going on: of a cache alone, or of an engine and its cache together. One call at a time."""
+
+    @property
+    def status(self) -> str: ...
+
+    def pause(self, timeout_seconds: float) -> None: ...
+    def resume(self, timeout_seconds: float) -> None: ...
+    def sleep(self, timeout_seconds: float, tiers: Collection[Tier]) -> None: ...
+    def wake(self, timeout_seconds: float) -> None: ...
+    def clear(self, timeout_seconds: float) -> None: ...
+    def update_weights(self, timeout_seconds: float, weights_id: str | None) -> None: ...
+
+
+class LookVerbs(Protocol):
+    """See `Insight`."""
+
+    def explain_last(self, num_requests: int) -> Sequence[Explanation]: ...
+    def examine(self) -> Sequence[Finding]: ...
+    def top(self, num_prefixes: int = ...) -> Sequence[PrefixView]: ...
+    def tree(self, depth: int = ..., max_nodes: int = ...) -> TreeView: ...
+    def requests(self, num_requests: int = ...) -> RequestsView: ...
+    def ranks(self) -> RanksView: ...
+
+
+class ActionVerbs(Protocol):
+    """See `Control`."""
+
+    def status(self) -> dict[str, Any]: ...
+    def pins(self) -> Sequence[PinView]: ...
+    def pin(self, prefix: str, seconds: float) -> PinView: ...
+    def unpin(self, name: str) -> int: ...
+    def policy(self) -> PolicyView: ...
+    def set_policy(self, name: str) -> PolicyView: ...
+    def verify(self, *, checksums: bool = ...) -> Verified: ...
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the verbs act on and look at."""
+
+    life: LifeVerbs
+    insight: LookVerbs
+    control: ActionVerbs
+
+
+class _Verb(msgspec.Struct, tag_field="verb", forbid_unknown_fields=True):
+    timeout_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = 30.0
+
+    def apply(self, subject: Subject) -> Any:
+        """Do it; what is found, or None for a verb whose answer is the status alone."""
+
+
+class _Look(_Verb):
+    """Changes nothing, and is answered also while something is being changed."""
+
+
+class _Pause(_Verb, tag="pause"):
+    def apply(self, subject: Subject) -> None:
+        subject.life.pause(self.timeout_seconds)
+
+
+class _Resume(_Verb, tag="resume"):
+    def apply(self, subject: Subject) -> None:
+        subject.life.resume(self.timeout_seconds)
+
+
+class _Sleep(_Verb, tag="sleep"):
+    tiers: Annotated[tuple[Tier, ...], msgspec.Meta(min_length=1)] = ("gpu", "cpu")
+
+    def apply(self, subject: Subject) -> None:
+        subject.life.sleep(self.timeout_seconds, self.tiers)
+
+
+class _Wake(_Verb, tag="wake"):
+    def apply(self, subject: Subject) -> None:
+        subject.life.wake(self.timeout_seconds)
+
+
+class _Clear(_Verb, tag="clear"):
+    def apply(self, subject: Subject) -> None:
+        subject.life.clear(self.timeout_seconds)
+
+
+class _UpdateWeights(_Verb, tag="update-weights"):
+    weights_id: str | None = None
+
+    def apply(self, subject: Subject) -> None:
+        subject.life.update_weights(self.timeout_seconds, self.weights_id)
+
+
+class _Pin(_Verb, tag="pin", kw_only=True):
+    name: str
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_PIN_SECONDS)]
+
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        return dataclasses.asdict(subject.control.pin(self.name, self.seconds))
+
+
+class _Unpin(_Verb, tag="unpin", kw_only=True):
+    name: str
+
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        return {"num_blocks": subject.control.unpin(self.name)}
+
+
+class _SetPolicy(_Verb, tag="set-policy", kw_only=True):
+    name: str
+
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        return dataclasses.asdict(subject.control.set_policy(self.name))
+
+
+class _Verify(_Verb, tag="verify"):
+    checksums: bool = False
+
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        return dataclasses.asdict(subject.control.verify(checksums=self.checksums))
+
+
+# -- looks
+
+
+class _Status(_Look, tag="status"):
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        return subject.control.status()
+
+
+class _Top(_Look, tag="top"):
+    num_prefixes: int = 20
+
+    def apply(self, subject: Subject) -> list[dict[str, Any]]:
+        return [each.as_dict() for each in subject.insight.top(self.num_prefixes)]
+
+
+class _Tree(_Look, tag="tree"):
+    depth: int = 8
+    max_nodes: int = 200
+
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        return subject.insight.tree(self.depth, self.max_nodes).as_dict()
+
+
+class _Requests(_Look, tag="requests"):
+    num_requests: int = 50
+
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        return subject.insight.requests(self.num_requests).as_dict()
+
+
+class _Ranks(_Look, tag="ranks"):
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        return subject.insight.ranks().as_dict()
+
+
+class _Pins(_Look, tag="pins"):
+    def apply(self, subject: Subject) -> list[dict[str, Any]]:
+        return [dataclasses.asdict(each) for each in subject.control.pins()]
+
+
+class _Policy(_Look, tag="policy"):
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        return dataclasses.asdict(subject.control.policy())
+
+
+class _Explain(_Look, tag="explain", kw_only=True):
+    request_id: str
+
+    def apply(self, subject: Subject) -> list[dict[str, Any]]:
+        last = subject.insight.explain_last(_ALL_REQUESTS)
+        # several prompts of one request of a server have its name, with a number behind it
+        found = [each for each in last if self.request_id in {each.request_id, each.request_id.rpartition("-")[0]}]
+        if not found:
+            text = f"no request {self.request_id!r} among the last {len(last)}; `explain --last 10` shows their ids"
+            raise ControlError(text)
+        return [_explained(each) for each in found]
+
+
+class _ExplainLast(_Look, tag="explain-last"):
+    num_requests: Annotated[int, msgspec.Meta(ge=1, le=100)] = 10
+
+    def apply(self, subject: Subject) -> list[dict[str, Any]]:
+        return [_explained(each) for each in subject.insight.explain_last(self.num_requests)]
+
+
+class _Examine(_Look, tag="examine"):
+    def apply(self, subject: Subject) -> list[dict[str, Any]]:
+        return [{**dataclasses.asdict(each), "text": str(each)} for each in subject.insight.examine()]
+
+
+def _explained(explanation: Explanation) -> dict[str, Any]:
+    return {**explanation.as_dict(), "text": str(explanation)}
+
+
+_ACTIONS = (_Pause, _Resume, _Sleep, _Wake, _Clear, _UpdateWeights, _Pin, _Unpin, _SetPolicy, _Verify)
+_LOOKS = (_Status, _Top, _Tree, _Requests, _Ranks, _Pins, _Policy, _Explain, _ExplainLast, _Examine)
+Verb = (
+    _Pause | _Resume | _Sleep | _Wake | _Clear | _UpdateWeights | _Pin | _Unpin | _SetPolicy | _Verify
+    | _Status | _Top | _Tree | _Requests | _Ranks | _Pins | _Policy | _Explain | _ExplainLast | _Examine
+)  # fmt: skip
+
+
+def decode(line: bytes) -> Verb:
+    """The verb that a line of JSON asks for. Raises `msgspec.DecodeError` or `UnicodeDecodeError`."""
+    verb: Verb = msgspec.json.decode(line, type=Verb)
+    return verb
+
+
+def is_look(verb: Verb) -> bool:
+    """Whether it changes nothing."""
+    return isinstance(verb, _Look)
+
+
+def known_verbs() -> str:
+    """The verbs with their fields, in words."""
+    names = []
+    for verb in (*_ACTIONS, *_LOOKS):
+        fields = [field for field in verb.__struct_fields__ if field != "timeout_seconds"]
+        tag = str(verb.__struct_config__.tag)
+        names.append(f"{tag} (with {', '.join(fields)})" if fields else tag)
+    return f"the verbs are {', '.join(names)}; each takes timeout_seconds, above 0 and up to {MAX_SECONDS:.0f}"

@@ -1,0 +1,232 @@
+"""Prefixes that an operator keeps in place for a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from fastdeploy_cache.books.block_hash import HASH_BYTES
+from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import Forgotten, TierLost
+from fastdeploy_cache.books.path import gpu_ids
+from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
+from fastdeploy_cache.books.run import GPU, Run
+from fastdeploy_cache.errors import ControlError
+from fastdeploy_cache.insight.pieces import hash_in_pieces, is_cached, run_in_turns, runs_in
+from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.request import Request
+from fastdeploy_cache.tokens import TokenIds
+
+logger = event_log(__name__)
+
+MAX_PINS = 64
+MAX_PIN_SECONDS = 7 * 86400.0
+NAME_DIGITS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinView:
+    """A pin. `name` is that of the prefix; `num_gpu_blocks` of its `num_blocks` are on the GPU now."""
+
+    name: str
+    num_tokens: int
+    num_blocks: int
+    num_gpu_blocks: int
+    seconds_left: float
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    prefix: PinnedPrefix
+    ends_at: float
+
+
+class _Timer:
+    """Calls once, after its seconds, on a thread of its own, unless it is cancelled before."""
+
+    def __init__(self, seconds: float, call: Callable[[], None]) -> None:
+        self._cancelled = threading.Event()
+        self.thread = threading.Thread(target=self._wait, args=(seconds, call), name="pins", daemon=True)
+        self.thread.start()
+
+    def cancel(self) -> None:
+        """Do not call; a call that has begun goes on."""
+        self._cancelled.set()
+
+    def _wait(self, seconds: float, call: Callable[[], None]) -> None:
+        if not self._cancelled.wait(seconds):
+            call()
+
+
+class Pins:
+    """Each ends at its time, at `unpin`, and whenever what is cached is forgotten. Any thread."""
+
+    def __init__(self, books: Books, max_pinned_share: float) -> None:
+        self._books, self._size = books, books.tree.block_size
+        self._max_blocks = int(books.pools[GPU].num_blocks * max_pinned_share)
+        self._held: dict[str, _Held] = {}  # by name; under the lock of the books
+        self._timer: _Timer | None = None  # to the next end; under the lock of the books
+        for change in (Forgotten, TierLost):
+            books.listen(change, self._end_all)
+
+    def pin_named(self, name: str, seconds: float) -> PinView:
+        """Pin the prefix of that name. Raises `ControlError`: there is none, or there are too many pins."""
+        wanted = _name_bytes(name)
+        found: list[PinView] = []
+        run_in_turns(self._books, self._look_for(wanted, seconds, found))
+        if not found:
+            raise ControlError(f"no prefix {name!r} is cached now; `top` and `tree` show the names of those that are")
+        return found[0]
+
+    def pin_tokens(self, tokens: TokenIds, namespace: str, seconds: float) -> PinView:
+        """Pin the longest cached prefix of these tokens. Raises as `pin_named`."""
+        keys = Request(request_id="pin", prompt_token_ids=tokens, namespace=namespace).keys(self._size)
+        books, found = self._books, list[PinView]()
+
+        def steps() -> Iterator[None]:
+            path, num_blocks = books.tree.find(namespace, keys, num_all)
+            if path:
+                yield from hash_in_pieces(books.tree, path[-1])
+                path, num_blocks = books.tree.find(namespace, keys, num_all)  # it may have changed since
+            if path:
+                found.append(self._pin(path, num_blocks, seconds))
+            yield
+
+        num_all = len(keys.prompt) // books.tree.block_bytes
+        run_in_turns(books, steps())
+        if not found:
+            raise ControlError("none of these tokens is cached, in a whole block; nothing was pinned")
+        return found[0]
+
+    def unpin(self, name: str) -> int:
+        """End a pin; returns how many blocks it had. Raises `ControlError` where there is none of that name."""
+        with self._books:
+            held = self._held.pop(name, None)
+            num_blocks = held.prefix.num_blocks if held is not None else 0
+            if held is not None:
+                self._books.unpin_prefix(held.prefix)
+                self._arm()
+        if held is None:
+            raise ControlError(f"there is no pin {name!r}; `pins` shows those there are")
+        return num_blocks
+
+    def all(self) -> list[PinView]:
+        """Those that are in force, the next to end first."""
+        with self._books:
+            views = [self._view(name, held) for name, held in self._held.items() if held.prefix.pin is not None]
+        return sorted(views, key=lambda view: view.seconds_left)
+
+    def close(self) -> None:
+        """No timer runs any more."""
+        with self._books:
+            timer, self._timer = self._timer, None
+            self._held.clear()
+        if timer is not None:
+            timer.cancel()
+            timer.thread.join()
+
+    # -- under the lock
+
+    def _look_for(self, wanted: bytes, seconds: float, found: list[PinView]) -> Iterator[None]:
+        """Go through the whole tree. Runs that `top` and `tree` have named keep their hashes."""
+        stack = list[Run]()
+        for root in runs_in(self._books.tree.roots):
+            for top in runs_in(root.children):
+                stack.append(top)
+                while stack:
+                    run = stack.pop()
+                    if is_cached(self._books.tree, run):
+                        place = _place_of(wanted, run.hashes)
+                        if place is not None:
+                            path = run.path()
+                            num_above = sum([each.num_blocks for each in path]) - run.num_blocks
+                            found.append(self._pin(path, num_above + place + 1, seconds))
+                            return
+                        stack.extend(runs_in(run.children))
+                    yield
+            yield
+
+    def _pin(self, path: list[Run], num_blocks: int, seconds: float) -> PinView:
+        self._books.check_open()
+        name = self._books.tree.names.at(path, num_blocks).hex()[:NAME_DIGITS]
+        known = self._held.get(name)
+        if known is not None and known.prefix.pin is None:  # what it held has gone
+            del self._held[name]
+            known = None
+        if known is None:
+            self._check_room(num_blocks)
+            known = self._held[name] = _Held(self._books.pin_prefix(path, num_blocks), 0.0)
+        known.ends_at = time.monotonic() + seconds
+        self._arm()
+        logger.info("event=pinned name=%s blocks=%d seconds=%g", name, num_blocks, seconds)
+        return self._view(name, known)
+
+    def _check_room(self, num_blocks: int) -> None:
+        if len(self._held) >= MAX_PINS:
+            raise ControlError(f"there are {MAX_PINS} pins already; unpin one, or wait until one ends")
+        num_pinned = sum([held.prefix.num_blocks for held in self._held.values()])
+        if num_pinned + num_blocks > self._max_blocks:
+            raise ControlError(
+                f"a pin of {num_blocks} blocks beside {num_pinned} pinned ones; together at most {self._max_blocks}, "
+                "by insight.max_pinned_share: the rest is for requests"
+            )
+
+    def _view(self, name: str, held: _Held) -> PinView:
+        pin, num_blocks = held.prefix.pin, held.prefix.num_blocks
+        return PinView(
+            name=name,
+            num_tokens=num_blocks * self._size,
+            num_blocks=num_blocks,
+            num_gpu_blocks=len(gpu_ids(pin.run.path(), num_blocks)) if pin is not None else 0,
+            seconds_left=max(0.0, held.ends_at - time.monotonic()),
+        )
+
+    def _arm(self) -> None:
+        """Have the timer come back when the next pin ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._held:
+            seconds = min([held.ends_at for held in self._held.values()]) - time.monotonic()
+            self._timer = _Timer(max(0.0, seconds), self._end_some)
+
+    def _end_all(self, _: object) -> None:
+        """What was cached is forgotten: what is pinned would only keep its blocks from being used again."""
+        for held in self._held.values():
+            self._books.unpin_prefix(held.prefix)
+        self._held.clear()
+        self._arm()
+
+    # -- the timer's thread
+
+    def _end_some(self) -> None:
+        with self._books:
+            if self._books.is_closed:
+                return
+            now = time.monotonic()
+            for name, held in list(self._held.items()):
+                if held.ends_at <= now or held.prefix.pin is None:
+                    self._books.unpin_prefix(held.prefix)
+                    del self._held[name]
+                    logger.info("event=pin_ended name=%s", name)
+            self._arm()
+
+
+def _name_bytes(name: str) -> bytes:
+    try:
+        wanted = bytes.fromhex(name)
+    except ValueError:
+        wanted = b""
+    if len(name) != NAME_DIGITS or len(wanted) * 2 != NAME_DIGITS:
+        raise ControlError(f"{name!r} is no name of a prefix: these have {NAME_DIGITS} hexadecimal digits, as in `top`")
+    return wanted
+
+
+def _place_of(wanted: bytes, hashes: bytes | bytearray) -> int | None:
+    """The block whose hash begins like that."""
+    at = hashes.find(wanted)
+    while at >= 0 and at % HASH_BYTES:
+        at = hashes.find(wanted, at + 1)
+    return at // HASH_BYTES if at >= 0 else None

@@ -1,0 +1,1 @@
+"""Looking at a running cache and changing it, from the command line."""

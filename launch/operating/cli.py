@@ -1,0 +1,332 @@
+"""The commands that look at a running cache and change it, over its private socket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastdeploy_cache.launch.background.cli import RunDir
+from fastdeploy_cache.launch.operating.asking import SOMETHING_IS_WRONG, RunningCache, show_json
+
+operating_app = typer.Typer()
+Socket = Annotated[
+    Path | None,
+    typer.Option(
+        help="A cache's insight.control_socket, or serve's --control-socket; else the server's in the background."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+def _print(shown: Any) -> None:
+    """A table, a tree, or a line."""
+    from fastdeploy_cache.launch.findings import console_beside, print_table
+
+    if isinstance(shown, str):
+        typer.echo(shown)
+    else:
+        print_table(console_beside(None, 100), shown)
+
+
+@operating_app.command(epilog="Example: fastdeploy-cache status --watch")
+def status(
+    run_dir: RunDir,
+    socket: Socket = None,
+    json: AsJson = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, max=3600, help="With --watch: seconds between two views.")] = 2.0,
+) -> None:
+    """Show the tiers, ranks, hit rates and misses of a running cache.
+
+    Exit status 0: shown; 3: nobody listens there; 4: it does not answer.
+    """
+    from fastdeploy_cache.launch.operating.text import status_lines
+
+    cache = RunningCache(socket, run_dir)
+    if watch:
+        if json:
+            raise typer.BadParameter("--json with --watch; ask again and again for JSON instead")
+        from fastdeploy_cache.launch.findings import console_beside
+        from fastdeploy_cache.launch.operating.watch import watch as run
+
+        problem, code = run(cache.status, every, console_beside(None, 100))
+        typer.echo(f"fastdeploy-cache: {problem}", err=True)
+        raise typer.Exit(code)
+    document, code = cache.status()
+    if json:  # a program that reads it needs no other case
+        show_json(document)
+    else:
+        for line in status_lines(document) if code == 0 else [document["problem"]]:
+            typer.echo(f"== {line}")
+    raise typer.Exit(code)
+
+
+@operating_app.command(epilog="Example: fastdeploy-cache top --num 5")
+def top(
+    run_dir: RunDir,
+    num: Annotated[int, typer.Option(min=1, max=2000, help="How many.")] = 20,
+    socket: Socket = None,
+    json: AsJson = False,
+) -> None:
+    """Show the prefixes that the most requests have used, and what of them is where.
+
+    Exit status 0: shown; 1: it cannot be asked; 3: nobody listens there.
+    """
+    from fastdeploy_cache.launch.operating.text import top_table
+
+    found = RunningCache(socket, run_dir).look("top", num_prefixes=num)
+    if json:
+        show_json(found)
+    else:
+        _print(top_table(found) if found else "nothing is cached")
+
+
+@operating_app.command(epilog="Example: fastdeploy-cache tree --depth 3")
+def tree(
+    run_dir: RunDir,
+    depth: Annotated[int, typer.Option(min=1, max=64, help="Prefixes in a row, at most.")] = 4,
+    nodes: Annotated[int, typer.Option(min=1, max=2000, help="Prefixes in all, at most.")] = 100,
+    socket: Socket = None,
+    json: AsJson = False,
+) -> None:
+    """Show the prefix tree where it is used most, and what is left out.
+
+    Exit status 0: shown; 1: it cannot be asked; 3: nobody listens there.
+    """
+    from fastdeploy_cache.launch.operating.text import prefix_tree
+
+    found = RunningCache(socket, run_dir).look("tree", depth=depth, max_nodes=nodes)
+    if json:
+        show_json(found)
+    else:
+        _print(prefix_tree(found))
+
+
+@operating_app.command(epilog="Example: fastdeploy-cache requests --num 10")
+def requests(
+    run_dir: RunDir,
+    num: Annotated[int, typer.Option(min=1, max=2000, help="Running ones, and recent ones, at most.")] = 20,
+    socket: Socket = None,
+    json: AsJson = False,
+) -> None:
+    """Show the requests that run now, and what the last ones hit and missed.
+
+    Exit status 0: shown; 1: it cannot be asked; 3: nobody listens there.
+    """
+    from fastdeploy_cache.launch.operating.text import recent_line, requests_table
+
+    found = RunningCache(socket, run_dir).look("requests", num_requests=num)
+    if json:
+        show_json(found)
+        return
+    typer.echo(f"{found['num_running']} running")
+    if found["running"]:
+        _print(requests_table(found))
+    if found["recent"]:
+        typer.echo("\n".join(["the last ones, the newest first:", *map(recent_line, found["recent"])]))
+
+
+@operating_app.command(epilog="Example: fastdeploy-cache ranks")
+def ranks(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> None:
+    """Show the processes that copy, and what they have to do.
+
+    Exit status 0: all are up; 1: it cannot be asked; 3: nobody listens there; 4: one is down.
+    """
+    from fastdeploy_cache.launch.operating.text import ranks_table
+
+    found = RunningCache(socket, run_dir).look("ranks")
+    if json:
+        show_json(found)
+    else:
+        _print(ranks_table(found) if found["ranks"] else "this cache has no processes of its own")
+        loads, copies = found["num_loads_in_flight"], found["num_copies_down_in_flight"]
+        typer.echo(f"in flight: {loads} loads, {copies} copies down")
+    raise typer.Exit(0 if all(each["up"] for each in found["ranks"]) else SOMETHING_IS_WRONG)
+
+
+@operating_app.command(epilog="Example: fastdeploy-cache pin 0123456789abcdef --seconds 3600")
+def pin(
+    name: Annotated[str, typer.Argument(help="Of the prefix, as in `top` and `tree`.")],
+    run_dir: RunDir,
+    seconds: Annotated[float, typer.Option(min=0.001, max=604800, help="For so long, from now on.")] = 3600.0,
+    socket: Socket = None,
+    json: AsJson = False,
+) -> None:
+    """Keep a prefix in its tiers for a time, whatever else is needed.
+
+    Exit status 0: done; 1: refused, as it is not cached, or too much is pinned; 3: nobody listens there.
+    """
+    found = RunningCache(socket, run_dir).look("pin", name=name, seconds=seconds)
+    if json:
+        show_json(found)
+    else:
+        typer.echo(f"pinned {found['num_tokens']} tokens, {found['num_blocks']} blocks, for {seconds:g} seconds")
+
+
+@operating_app.command(epilog="Example: fastdeploy-cache unpin 0123456789abcdef")
+def unpin(
+    name: Annotated[str, typer.Argument(help="Of the pin, as in `pins`.")],
+    run_dir: RunDir,
+    socket: Socket = None,
+    json: AsJson = False,
+) -> None:
+    """End a pin before its time.
+
+    Exit status 0: done; 1: there is none of that name; 3: nobody listens there.
+    """
+    found = RunningCache(socket, run_dir).look("unpin", name=name)
+    if json:
+        show_json(found)
+    else:
+        typer.echo(f"unpinned {found['num_blocks']} blocks")
+
+
+@operating_app.command(epilog="Example: fastdeploy-cache pins")
+def pins(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> None:
+    """Show what is pinned, and for how long.
+
+    Exit status 0: shown; 1: it cannot be asked; 3: nobody listens there.
+    """
+    from fastdeploy_cache.launch.operating.text import pins_table
+
+    found = RunningCache(socket, run_dir).look("pins")
+    if json:
+        show_json(found)
+    else:
+        _print(pins_table(found) if found else "nothing is pinned")
+
+
+@operating_app.command(epilog="Example: fastdeploy-cache policy lfu")
+def policy(
+    run_dir: RunDir,
+    name: Annotated[str | None, typer.Argument(help="Evict by this one from now on.")] = None,
+    socket: Socket = None,
+    json: AsJson = False,
+) -> None:
+    """Show the eviction policy, or set another one. What is cached stays, and how often it was used is known on.
+
+    Exit status 0: done; 1: refused; 3: nobody listens there.
+    """
+    cache = RunningCache(socket, run_dir)
+    found = cache.look("policy") if name is None else cache.look("set-policy", name=name)
+    if json:
+        show_json(found)
+    else:
+        typer.echo(f"{found['name']} (configured: {found['configured']}; known: {', '.join(found['known'])})")
+
+
+@operating_app.command(epilog="Example: fastdeploy-cache verify")
+def verify(
+    run_dir: RunDir,
+    checksums: Annotated[bool, typer.Option("--checksums", help="Say of bytes, too, what is checked.")] = False,
+    socket: Socket = None,
+    json: AsJson = False,
+) -> None:
+    """Check that the books of a running cache add up. It stands still meanwhile: 3 seconds for a million blocks.
+
+    Exit status 0: they do; 1: it cannot be asked; 3: nobody listens there; 4: they do not.
+    """
+    found = RunningCache(socket, run_dir).look("verify", checksums=checksums)
+    if json:
+        show_json(found)
+    else:
+        for text in found["checked"]:
+            typer.echo(f"checked: {text}")
+        for text in found["not_checked"]:
+            typer.echo(f"not checked: {text}")
+        problem = found["problem"]
+        typer.echo(f"all hold ({found['seconds']:.3f} seconds)" if problem is None else f"BROKEN: {problem}")
+    raise typer.Exit(0 if found["problem"] is None else SOMETHING_IS_WRONG)
+
+
+@operating_app.command(epilog="Example: fastdeploy-cache explain --last 3")
+def explain(
+    run_dir: RunDir,
+    request_id: Annotated[
+        str | None,
+        typer.Argument(metavar="[ID]", help="Its X-Request-ID, or its id in the log."),
+    ] = None,
+    last: Annotated[int, typer.Option(min=1, max=100, help="Without an id: so many of the last requests.")] = 1,
+    socket: Socket = None,
+    json: AsJson = False,
+) -> None:
+    """Show where the prompt tokens of a request came from, and why the others did not.
+
+    Exit status 0: shown; 1: the cache does not remember such a request; 3: nobody listens there.
+    """
+    cache = RunningCache(socket, run_dir)
+    if request_id is None:
+        found = cache.look("explain-last", num_requests=last)
+    else:
+        found = cache.look("explain", request_id=request_id)
+    _show_texts(found, "no request has been admitted yet", as_json=json)
+
+
+@operating_app.command(epilog="Example: fastdeploy-cache doctor")
+def doctor(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> None:
+    """Say what is wrong with a running cache: the evidence, what to change, and what that can give.
+
+    Exit status 0: nothing is; 1: it cannot be asked; 3: nobody listens there; 4: something is wrong.
+    """
+    found = RunningCache(socket, run_dir).look("examine")
+    _show_texts(found, "nothing is wrong, as far as can be seen", as_json=json)
+    raise typer.Exit(SOMETHING_IS_WRONG if found else 0)
+
+
+def _show_texts(found: list[dict[str, Any]], otherwise: str, *, as_json: bool) -> None:
+    texts = [each.pop("text") for each in found]
+    if as_json:
+        show_json(found)
+    else:
+        typer.echo("\n".join(texts) or otherwise)
+
+
+@operating_app.command("control", epilog="Example: fastdeploy-cache control pause")
+def control_cache(
+    verb: Annotated[str, typer.Argument(help="pause, resume, sleep, wake, clear or update-weights.")],
+    run_dir: RunDir,
+    weights_id: Annotated[
+        str | None, typer.Argument(help="update-weights: the new name of the weights; needed with storage.")
+    ] = None,
+    socket: Socket = None,
+    tier: Annotated[list[str] | None, typer.Option(help="sleep: gpu or cpu alone; both without it.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that it may take, up to 600.")] = 30.0,
+    json: AsJson = False,
+) -> None:
+    """Pause, resume, put to sleep, wake or clear a running cache, or tell it of new weights; print how it is then.
+
+    Exit status 0: done; 1: refused or failed; 3: nobody listens there.
+    """
+    _check_control(verb, weights_id, tier, timeout)
+    given = {"tiers": tier or None, "weights_id": weights_id}
+    fields = {name: value for name, value in given.items() if value is not None}
+    status = RunningCache(socket, run_dir).ask(verb, timeout, **fields)
+    if json:
+        show_json({"status": status})
+    else:
+        typer.echo(_done(verb, weights_id, tier or []) + status)
+
+
+def _done(verb: str, weights_id: str | None, tiers: list[str]) -> str:
+    """What was done, where the status that follows does not say it."""
+    if verb == "clear":
+        return "cleared; "
+    if verb == "update-weights":
+        return f"cleared, for the weights {weights_id!r}; " if weights_id is not None else "cleared, for new weights; "
+    return f"the {tiers[0].upper()} tier alone was put to sleep; " if len(set(tiers)) == 1 else ""
+
+
+def _check_control(verb: str, weights_id: str | None, tier: list[str] | None, timeout: float) -> None:
+    """Wrong usage: status 2."""
+    from fastdeploy_cache.insight.control_messages import LIFE_VERBS, MAX_SECONDS
+
+    if verb not in LIFE_VERBS:
+        raise typer.BadParameter(f"{verb!r} is no verb; use one of {', '.join(LIFE_VERBS)}")
+    if weights_id is not None and verb != "update-weights":
+        raise typer.BadParameter(f"{weights_id!r} behind {verb}; only update-weights takes a name")
+    if tier and (verb != "sleep" or set(tier) - {"gpu", "cpu"}):
+        raise typer.BadParameter(f"--tier {' '.join(tier)} with {verb}; sleep takes gpu and cpu")
+    if not 0 < timeout <= MAX_SECONDS:
+        raise typer.BadParameter(f"--timeout {timeout}; use more than 0 and up to {MAX_SECONDS:.0f} seconds")

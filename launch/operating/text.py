@@ -1,0 +1,145 @@
+"""What a running cache has said, in lines, tables and trees for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.tree import Tree
+
+from fastdeploy_cache.launch.findings import table_of
+
+_WORDS = ("prefix", "request", "phase", "state", "matched", "namespace")
+
+
+def seconds_ago(seconds: float | None) -> str:
+    """An age in a word; a dash for one that nobody knows."""
+    if seconds is None:
+        return "-"
+    for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def status_lines(document: Mapping[str, Any]) -> list[str]:
+    """The state of a cache, a line for each thing."""
+    first = f"running: pid {document['pid']}"
+    if document.get("url"):
+        first += f", API {document['url']}/v1/chat/completions, metrics {document.get('metrics')}"
+    lines = [first]
+    if document["life_cycle"] != "running":
+        lines.append(f"life cycle: {document['life_cycle']}")
+    for rank in document["ranks"]:
+        state = "up" if rank["up"] else "DOWN"
+        lines.append(f"rank {rank['rank']}: {state}, pid {rank['pid']}, restarts {rank['num_restarts']}")
+    for tier, states in document["tiers"].items():
+        lines.append(f"{tier.upper()}: " + ", ".join(f"{count} {state}" for state, count in states.items()))
+    if storage := document["storage"]:
+        state = "open" if storage["available"] else "NOT OPEN"
+        counts = [f"{count} blocks {fate}" for fate, count in storage["blocks"].items()]
+        counts += [f"{count} objects {reason}" for reason, count in storage["lost_objects"].items() if count]
+        breakers = ", ".join(f"{operation} breaker {state}" for operation, state in storage["breakers"].items())
+        lines.append(f"storage: {state}; {', '.join(counts)}; {breakers}")
+    lines.append(
+        f"requests: {document['requests']} running; {document['transfers_in_flight']} copies in flight; eviction "
+        f"policy {document['eviction_policy']}; {document['pins']} pins"
+    )
+    rates = ", ".join(f"{name} {rate:.0%}" for name, rate in document["hit_rates"].items())
+    return [*lines, f"hit rates, recently: {rates}", *_worth(document)]
+
+
+def _worth(document: Mapping[str, Any]) -> list[str]:
+    """What the cache has saved, and why it has not saved more; nothing before the first request."""
+    lines, missed = [], {cause: count for cause, count in document["missed_tokens"].items() if count}
+    if saved := sum(document["saved_seconds"].values()):
+        lines.append(f"computing saved: {saved:.1f} seconds")
+    if all_missed := sum(missed.values()):
+        causes = sorted(missed.items(), key=lambda item: -item[1])
+        lines.append("missed tokens: " + ", ".join(f"{cause} {count / all_missed:.0%}" for cause, count in causes))
+    return lines
+
+
+def top_table(prefixes: Sequence[Mapping[str, Any]]) -> Table:
+    """Prefixes, a row for each."""
+    columns = ("prefix", "namespace", "tokens", "uses", "GPU blocks", "CPU blocks", "used before", "goes on", "pinned")
+    table = table_of(columns, words=_WORDS)
+    for each in prefixes:
+        table.add_row(
+            each["name"],
+            each["namespace"],
+            str(each["num_prefix_tokens"]),
+            str(each["num_uses"]),
+            str(each["num_gpu_blocks"]),
+            str(each["num_cpu_blocks"]),
+            seconds_ago(each["idle_seconds"]),
+            str(each["num_children"]),
+            "yes" if each["is_pinned"] else "",
+        )
+    return table
+
+
+def prefix_tree(found: Mapping[str, Any]) -> Tree:
+    """The prefix tree, indented; what is left out is said at its place."""
+    tree = Tree(f"{found['num_shown']} prefixes, blocks of {found['block_size']} tokens", highlight=False)
+    _hang(tree, found)
+    return tree
+
+
+def _hang(tree: Tree, found: Mapping[str, Any]) -> None:
+    for each in found["children"]:
+        pinned = ", pinned" if each["is_pinned"] else ""
+        space = "" if each["namespace"] == "default" else f", namespace {each['namespace']}"
+        text = (
+            f"{each['name']}: {each['num_tokens']} tokens, {each['num_uses']} uses, {each['num_gpu_blocks']} GPU and "
+            f"{each['num_cpu_blocks']} CPU blocks, used {seconds_ago(each['idle_seconds'])} before{space}{pinned}"
+        )
+        _hang(tree.add(text), each)
+    if found["num_left_out"]:
+        tree.add(f"and {found['num_left_out']} more")
+
+
+def requests_table(found: Mapping[str, Any]) -> Table:
+    """Requests that run, a row for each."""
+    columns = ("request", "phase", "tokens", "computed", "blocks", "matched", "running for")
+    table = table_of(columns, words=_WORDS)
+    for each in found["running"]:
+        matched = ", ".join(f"{count} {tier}" for tier, count in each["matched_tokens"].items()) or "nothing"
+        table.add_row(
+            each["request_id"],
+            each["phase"],
+            str(each["num_tokens"]),
+            str(each["num_computed_tokens"]),
+            str(each["num_blocks"]),
+            matched,
+            f"{each['running_seconds']:.1f} s",
+        )
+    return table
+
+
+def recent_line(explanation: Mapping[str, Any]) -> str:
+    """One of the last requests, in a line."""
+    hits = ", ".join(f"{hit['num_tokens']} {hit['tier']}" for hit in explanation["hits"]) or "no"
+    missed = ", ".join(f"{miss['num_tokens']} {miss['cause']}" for miss in explanation["misses"])
+    return f"{explanation['request_id']}: {explanation['num_tokens']} tokens; {hits} hit; missed: {missed or 'none'}"
+
+
+def ranks_table(found: Mapping[str, Any]) -> Table:
+    """Ranks, a row for each."""
+    table = table_of(("rank", "state", "pid", "restarts", "busy lanes"), words=_WORDS)
+    for each in found["ranks"]:
+        state = "up" if each["up"] else "DOWN"
+        table.add_row(
+            str(each["rank"]), state, str(each["pid"]), str(each["num_restarts"]), f"{each['num_busy_lanes']} of 2"
+        )
+    return table
+
+
+def pins_table(pins: Sequence[Mapping[str, Any]]) -> Table:
+    """Pins, a row for each, the next to end first."""
+    table = table_of(("prefix", "tokens", "blocks", "of them on the GPU", "ends in"), words=_WORDS)
+    for each in pins:
+        blocks = str(each["num_blocks"]), str(each["num_gpu_blocks"])
+        table.add_row(each["name"], str(each["num_tokens"]), *blocks, seconds_ago(each["seconds_left"]))
+    return table

@@ -1,0 +1,92 @@
+"""A live view of a running cache."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fastdeploy_cache.launch.findings import table_of
+from fastdeploy_cache.launch.operating.text import ranks_table
+
+_NUM_CAUSES = 6
+
+
+def watch(status: Callable[[], tuple[dict[str, Any], int]], every_seconds: float, console: Console) -> tuple[str, int]:
+    """Show the state of a cache again and again, until Ctrl-C or until it does not answer: then what is wrong, and the
+    exit status. Where the console is no terminal, each view is printed below the last one."""
+    waiting, before, seen_at = threading.Event(), dict[str, Any](), 0.0
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            document, code = status()
+            if code:
+                return str(document["problem"]), code
+            now = time.monotonic()
+            view = view_of(document, before, now - seen_at)
+            if console.is_terminal:
+                live.update(view, refresh=True)
+            else:
+                console.print(view)
+            before, seen_at = document, now
+            waiting.wait(every_seconds)
+
+
+def view_of(document: Mapping[str, Any], before: Mapping[str, Any], seconds: float) -> Group:
+    """Tiers, rates, ranks, queues and causes; `before` is the document of `seconds` earlier, or empty."""
+    head = (
+        f"pid {document['pid']}, {document['life_cycle']}, {document['requests']} requests, eviction policy "
+        f"{document['eviction_policy']}, {document['pins']} pins"
+    )
+    rates = ", ".join(f"{name} {rate:.0%}" for name, rate in document["hit_rates"].items())
+    parts: list[RenderableType] = [
+        Text(head),
+        _tiers(document, before, seconds),
+        Text(f"hit rates, recently: {rates}"),
+        _queues(document),
+    ]
+    if document["ranks"]:
+        parts.append(ranks_table(document))
+    missed = sorted(document["missed_tokens"].items(), key=lambda item: -item[1])[:_NUM_CAUSES]
+    causes = table_of(("cause", "tokens missed", "since the last view"), words=("cause",))
+    for cause, count in missed:
+        if count:
+            causes.add_row(cause, str(count), _change(count, before.get("missed_tokens", {}).get(cause)))
+    return Group(*parts, causes if causes.rows else Text("no token was missed yet"))
+
+
+def _tiers(document: Mapping[str, Any], before: Mapping[str, Any], seconds: float) -> Table:
+    states = list(document["tiers"]["gpu"])
+    table = table_of(("tier", *states, "evicted", "evicted/s", "copied in/s"), words=("tier",))
+    copied = {"gpu": "swapped_in_blocks", "cpu": "swapped_out_blocks"}
+    for tier, counts in document["tiers"].items():
+        gone, came = document["evicted_blocks"][tier], document[copied[tier]]
+        gone_before = before.get("evicted_blocks", {}).get(tier)
+        table.add_row(
+            tier.upper(),
+            *(str(counts[state]) for state in states),
+            str(gone),
+            _rate(gone, gone_before, seconds),
+            _rate(came, before.get(copied[tier]), seconds),
+        )
+    return table
+
+
+def _queues(document: Mapping[str, Any]) -> Text:
+    return Text(
+        f"in flight: {document['transfers_in_flight']} copies, {document['open_sends']} sends, "
+        f"{document['open_receives']} receives; quarantined: {document['quarantined_blocks']} blocks"
+    )
+
+
+def _rate(now: int, before: int | None, seconds: float) -> str:
+    return "-" if before is None or seconds <= 0 else f"{max(0, now - before) / seconds:.1f}"
+
+
+def _change(now: int, before: int | None) -> str:
+    return "-" if before is None else f"+{max(0, now - before)}"
