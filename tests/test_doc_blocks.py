@@ -34,7 +34,7 @@ LANGUAGES = {"python", "toml", "json", "bash", "console", "text"}
 PROGRAM = "docs/embed.md"  # its blocks, one below the other, are an example, which tests/test_examples.py runs
 COMMANDS = [command for block in BLOCKS if block.language in {"bash", "console"} for command in commands_of(block)]
 OURS = "fastdeploy-cache"
-RUN = ("--version", "config", "simulate", "deploy", "peer-secret group.secret")  # cheap, and harmless in a new folder
+RUN = ("config", "simulate", "deploy", "peer-secret group.secret")  # cheap, and harmless in a new folder
 NOT_RUN = {  # how a command begins: why it is not run here
     "fastdeploy-cache start": "starts a server: tests/launch/test_scripts.py does",
     "fastdeploy-cache status": "looks at a server: tests/launch/test_scripts.py does",
@@ -200,8 +200,8 @@ def test_json_is_json() -> None:
 def parse(words: tuple[str, ...]) -> None:
     """Have the real command line read it, without running it. Options of `start` that are not its own are `serve`'s."""
     group: Any = typer.main.get_command(app)
-    context = group.make_context(OURS, list(words), resilient_parsing=words == ("--version",))
-    while hasattr(group, "resolve_command") and words != ("--version",):
+    context = group.make_context(OURS, list(words))
+    while hasattr(group, "resolve_command"):
         rest = [*context._protected_args, *context.args]
         name, group, rest = group.resolve_command(context, rest)
         context = group.make_context(name, rest, parent=context)

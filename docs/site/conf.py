@@ -37,6 +37,7 @@ default_role = "code"  # docstrings name things in single backticks
 highlight_language = "text"
 myst_heading_anchors = 4
 autodoc_default_options = {"members": True, "member-order": "bysource"}
+autoclass_content = "both"  # what a constructor takes and raises is told by its own docstring
 autodoc_preserve_defaults = True
 toc_object_entries_show_parents = "hide"
 autodoc_typehints_format = "short"
