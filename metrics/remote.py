@@ -39,7 +39,7 @@ class RemoteMetrics:
         """The protocol of a `prometheus_client` collector."""
         families: list[Metric] = []
         try:
-            families = list(text_string_to_metric_families(self._page().decode()))
+            families = list(text_string_to_metric_families(self.page().decode()))
         except (OSError, http.client.HTTPException, ValueError) as error:
             logger.warning("event=remote_metrics_missing url=%s error=%r", self._url, str(error))
         yield from families
@@ -47,7 +47,7 @@ class RemoteMetrics:
         up.add_metric([self._url], float(bool(families)))
         yield up
 
-    def _page(self) -> bytes:
+    def page(self) -> bytes:
         """What is there, within the time in all and the size: a slow or endless page must not hold up this one."""
         deadline, parts, num_bytes = time.monotonic() + self._timeout_seconds, list[bytes](), 0
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -265,12 +265,24 @@ def explain(
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache doctor")
-def doctor(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> None:
+def doctor(
+    run_dir: RunDir,
+    socket: Socket = None,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="FILE_OR_URL", help="Go by a page of metrics, where only that can be reached.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
     """Say what is wrong with a running cache: the evidence, what to change, and what that can give.
 
     Exit status 0: nothing is; 1: it cannot be asked; 3: nobody listens there; 4: something is wrong.
     """
-    found = RunningCache(socket, run_dir).look("examine")
+    if metrics is not None:
+        from fastdeploy_cache.launch.operating.doctor_page import findings_of_page
+
+        found = findings_of_page(metrics)
+    else:
+        found = RunningCache(socket, run_dir).look("examine")
     _show_texts(found, "nothing is wrong, as far as can be seen", as_json=json)
     raise typer.Exit(SOMETHING_IS_WRONG if found else 0)
 
