@@ -90,6 +90,7 @@ setup(
             "openai>=2",
             "pytest>=8",
             "pytest-xdist>=3.6",
+            "pyyaml>=6",
             "hypothesis>=6.100",
             "ruff==0.17.5",
             "setuptools>=70.1",  # makes wheels without the package `wheel`
