@@ -29,6 +29,7 @@ CacheError
 |   +-- CodecError                  bytes that are no message of the expected type
 |   +-- QueueFullError              not now
 |   +-- QueueDisconnectedError      nobody is at the other end
++-- RecordingError                  a flight recording cannot be written, or be read
 +-- MetricsError                    the metrics endpoint
 |   +-- PortInUseError              it cannot listen where it should
 +-- LaunchError                     a program cannot do what it was asked to
@@ -116,6 +117,10 @@ class ClosedError(CacheError):
 
 class ControlError(CacheError):
     """What an operator asks of a running cache is refused, or a cache that was asked does not answer."""
+
+
+class RecordingError(CacheError):
+    """A flight recording cannot be written, or be read; the message has the file and the reason."""
 
 
 class TransferError(CacheError):

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Literal
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import TierLost
+from fastdeploy_cache.books.changes import StatusChanged, TierLost
 from fastdeploy_cache.books.generations import Reason
 from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.books.tier_loss import drop_cpu, drop_gpu
@@ -215,6 +215,7 @@ class LifeCycle:
             self._storage.be_quiet(is_quiet)
             self._peers.road.be_quiet(is_quiet)
             self._movement.be_quiet(is_quiet)
+            self._books.note(StatusChanged(status=status.value))
         logger.info("event=life_cycle status=%s", status.value)
 
     def _wait_until_quiet(self, deadline: float) -> None:

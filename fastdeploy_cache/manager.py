@@ -108,6 +108,7 @@ class PrefixCacheManager:
             self.close()
             raise
         self._recorder.show(lambda: self.insight.picture(self.life.status.value))
+        self.insight.start(clock)
 
     # -- the verbs of a request
 
@@ -355,7 +356,8 @@ class PrefixCacheManager:
         """Raise `AssertionError` if the books do not add up. Walks the whole tree: for tests and for doubt."""
         from fastdeploy_cache.self_check import check_all
 
-        check_all(self._books, self._movement, self._requests, self.storage, peers=self.peers, blocks=self.blocks)
+        with self.insight.alerting("invariants"):
+            check_all(self._books, self._movement, self._requests, self.storage, peers=self.peers, blocks=self.blocks)
 
     def serve_metrics(self, host: str = "127.0.0.1", port: int = 0, *, also: Sequence[Collector] = ()) -> str:
         """Start the Prometheus endpoint of this cache, and its page at `/`; returns the endpoint's URL. Port 0 takes a

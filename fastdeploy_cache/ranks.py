@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.block_pool import RUN
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import TierLost
+from fastdeploy_cache.books.changes import GpuForgotten, TierLost
 from fastdeploy_cache.books.mishaps import call_user
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.books.tier_loss import drop_gpu
@@ -132,6 +132,7 @@ class RankAccess:
             num_gone = self._books.pools[GPU].count(RUN)
             drop_gpu(self._books.tree)
             self._books.note(TierLost())
+            self._books.note(GpuForgotten(rank=rank))
             if has_kv or (has_kv is not None and self._config.transfer.owner_of_kv == "worker"):
                 self._mover.note_kv(rank, is_there=has_kv)
             self._peers.road.cancel_all("the KV arrays are lost")

@@ -46,6 +46,15 @@ _LEAST_BENCH_BYTES = 16 * 2**20
 
 Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer process each: 1 or 3.")]
 LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank.")]
+TraceFile = Annotated[
+    Path, typer.Argument(help="Request trace: JSON lines, gzip-compressed or not; or a flight recording.")
+]
+GpuBlocks = Annotated[list[str], typer.Option(help="Blocks of the GPU tier: 4096, or 5% of the distinct blocks.")]
+IsReplay = Annotated[
+    bool, typer.Option("--replay", help="Run a flight recording again, and compare. Status 4: it differs.")
+]
+Findings = Annotated[Path | None, typer.Option(help="Also write the findings to this file; - is standard output.")]
+Speed = Annotated[float | None, typer.Option(min=1, help="How fast prompts are computed: also say the seconds saved.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -193,8 +202,9 @@ def peer_secret(
 
 @app.command(epilog="Example: fastdeploy-cache simulate trace.jsonl.gz --gpu-blocks 1%,5% --policy lru,reuse")
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="Request trace: JSON lines, gzip-compressed or not.")],
-    gpu_blocks: Annotated[list[str], typer.Option(help="Blocks of the GPU tier: 4096, or 5% of the distinct blocks.")],
+    trace: TraceFile,
+    gpu_blocks: GpuBlocks = [],  # noqa: B006
+    replay: IsReplay = False,
     trace_block_size: Annotated[int, typer.Option(min=1, help="Tokens that one hash id stands for.")] = 512,
     block_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens per cached block; the trace's block size, or a divisor.")
@@ -205,16 +215,12 @@ def simulate(
     write_policy: Annotated[str, typer.Option(help="What the CPU tier is given: see cpu_write_policy.")] = "write_back",
     storage_write_policy: Annotated[str, typer.Option(help="What the store is offered.")] = "write_through",
     storage_admission: Annotated[str, typer.Option(help="What it takes of that: second_use, or all.")] = "second_use",
-    json: Annotated[
-        Path | None, typer.Option(help="Also write the findings to this file; - is standard output.")
-    ] = None,
+    json: Findings = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw hit rate over capacity (PNG or SVG).")] = None,
     bound: Annotated[bool, typer.Option(help="Find the clairvoyant bound as well.")] = True,
     skip_bad: Annotated[bool, typer.Option(help="Leave bad lines out and count them.")] = False,
     config: Annotated[Path | None, typer.Option(help="TOML file; with its layout sizes may be a rank's 80GiB.")] = None,
-    prefill_tokens_per_second: Annotated[
-        float | None, typer.Option(min=1, help="How fast prompts are computed: also say the seconds saved.")
-    ] = None,
+    prefill_tokens_per_second: Speed = None,
 ) -> None:
     """Replay a request trace: which hit rate would which capacity and policy have had?
 
@@ -222,7 +228,10 @@ def simulate(
     """
     from fastdeploy_cache.launch.simulator.command import SimulateOptions
     from fastdeploy_cache.launch.simulator.command import simulate as run
+    from fastdeploy_cache.launch.simulator.replay_command import replay_recording
 
+    if replay:
+        raise typer.Exit(replay_recording(trace, json))
     options = SimulateOptions(
         trace_block_size=trace_block_size,
         block_size=block_size,

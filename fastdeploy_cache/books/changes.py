@@ -62,3 +62,17 @@ class Forgotten(Change):
 @dataclass(slots=True, eq=False, kw_only=True)
 class TierLost(Change):
     """The bytes of a tier are gone, as its memory was given back or lost; what has no other place is forgotten."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class GpuForgotten(Change):
+    """A rank's KV arrays have gone or are new ones: nothing that was on the GPU counts any more."""
+
+    rank: int
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StatusChanged(Change):
+    """The cache is paused, asleep, running, or on its way there: see `LifeCycleStatus`, whose value this is."""
+
+    status: str

@@ -94,6 +94,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
     queued_cpu: object = None
     sample: BlockSample | None = None  # for a policy that observes some blocks
     block_marks: bytes = b""  # of its first blocks, as far as somebody has asked: see `References`
+    author: int = 0  # a recorded request whose tokens go through all of this run; 0: nobody knows one
 
     def __repr__(self) -> str:
         """Itself alone: all that it refers to is the whole tree."""
@@ -177,7 +178,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
 
     def add_tokens(self, keys: BlockKeys, start: int, end: int) -> None:
         """Add the bytes [start, end) of somebody's tokens at the end; all of them or, on `MemoryError`, none."""
-        tokens = self.tokens
+        tokens, self.author = self.tokens, 0
         if end - start > _SHORT_BYTES:
             data, at = keys.buffer(start, end)
             tokens = bytearray(tokens) if type(tokens) is bytes else tokens
@@ -217,6 +218,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
         upper.cpu_start = self.cpu_start
         if self.sample is not None:
             upper.sample = self.sample.front(num_blocks)
+        upper.author = self.author
         return upper
 
     def cut_front(self, upper: Run, block_bytes: int) -> None:
@@ -257,6 +259,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
         if self.num_offered == self.num_blocks:
             self.num_offered += lower.num_offered
         self.offered_use, self.store_priority = lower.offered_use, lower.store_priority
+        self.author = lower.author
 
     def cut_off(self) -> None:
         """Let go of all others, so that nothing refers to itself in a circle."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.errors import ConfigError, RecordingError
 from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.metrics.picture import Durations, Picture
 from fastdeploy_cache.metrics.what_if_metrics import WhatIfCounts
@@ -21,11 +23,14 @@ from fastdeploy_cache.storage.access import StorageAccess
 
 if TYPE_CHECKING:
     from fastdeploy_cache.insight.doctor import Finding
+    from fastdeploy_cache.insight.flight_keeper import FlightKeeper
+    from fastdeploy_cache.insight.flight_recorder import FlightRecorder
     from fastdeploy_cache.insight.live_views import RanksView, RequestsView
     from fastdeploy_cache.insight.page import OperatorPage
     from fastdeploy_cache.insight.prefix_views import PrefixView, TreeView
     from fastdeploy_cache.insight.what_if import WhatIf, WhatIfRate
     from fastdeploy_cache.metrics.exporter import Page
+    from fastdeploy_cache.requests.listener import RequestListener
     from fastdeploy_cache.stats import CacheStats
 
 MAX_SHOWN, MAX_DEPTH = 2000, 64
@@ -55,6 +60,16 @@ class Insight:
         self._metrics = requests.accounts.metrics
         self._what_if: WhatIf | None = None
         self._page: OperatorPage | None = None
+        self._flight: FlightKeeper | None = None
+
+    def start(self, clock: Callable[[], float]) -> None:
+        """Record from now on: the manager is whole. `clock`: that its eviction policy goes by."""
+        if self._config.insight.flight_recorder_bytes:
+            from fastdeploy_cache.insight.flight_keeper import FlightKeeper  # late: an import of the manager is quick
+
+            self._flight = FlightKeeper(self._config, self._books, self._movement, self._storage, clock=clock)
+            self._requests.tell(self._flight.recorder)
+            self._flight.start()
 
     def explain(self, request_id: str) -> Explanation:
         """See `PrefixCacheManager.explain`."""
@@ -126,6 +141,8 @@ class Insight:
             self._what_if.close()
         if self._page is not None:
             self._page.history.stop()
+        if self._flight is not None:
+            self._flight.close()
 
     def stats(self) -> CacheStats:
         """See `PrefixCacheManager.stats`."""
@@ -244,6 +261,47 @@ class Insight:
         from fastdeploy_cache.insight.live_views import ranks_now
 
         return ranks_now(self._books, self._movement)
+
+    # -- the flight recorder
+
+    def write_flight(self, path: str | Path | None = None) -> Path:
+        """Write what the flight recorder has kept to a file of mode 0600; one of that name is replaced.
+
+        Without a path it goes to `insight.flight_folder`, under a new name. Returns the path.
+
+        Raises:
+            RecordingError: the file cannot be written, or `insight.flight_recorder_bytes` is 0.
+            LifeCycleError: a turn of another thread does not end.
+        """
+        if self._flight is None:
+            raise RecordingError(
+                "there is no flight recording, as insight.flight_recorder_bytes is 0; give it some room, such as 4MiB"
+            )
+        if path is None:
+            return self._flight.write_to_folder("asked")
+        self._flight.write(Path(path))
+        return Path(path)
+
+    @property
+    def flight_recorder(self) -> FlightRecorder | None:
+        """The ring; None where there is none."""
+        return self._flight.recorder if self._flight is not None else None
+
+    def flush_recording(self) -> None:
+        """Write to `insight.record_folder` what has happened by now; otherwise it is written within a second."""
+        if self._flight is not None:
+            self._flight.flush()
+
+    def tell(self, listener: RequestListener) -> None:
+        """Let this one hear of every verb of a request instead of the flight recorder: for a replay."""
+        with self._books:
+            self._requests.tell(listener)
+
+    @contextlib.contextmanager
+    def alerting(self, reason: Literal["invariants"]) -> Iterator[None]:
+        """What raises `AssertionError` in here is an alert, for which a flight recording is written."""
+        with self._flight.alerting(reason) if self._flight is not None else contextlib.nullcontext():
+            yield
 
 
 def _check_number(name: str, value: int, most: int) -> None:

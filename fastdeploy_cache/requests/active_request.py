@@ -117,6 +117,7 @@ class ActiveRequest:
     num_readable_blocks: int = 0  # of one that runs ahead: those in front of what is coming
     stepped_at: float = 0.0  # when it was last given blocks or committed
     step: int = 0  # the last step that it took part in
+    number: int = 0  # among all that were recorded
 
     def __init__(self, request: Request, keys: BlockKeys, generation: int) -> None:
         """All else is as above, on the class, until it is set: most requests set little of it."""

@@ -17,6 +17,7 @@ from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import SETTLED, WAITING, ActiveRequest
+from fastdeploy_cache.requests.listener import SETTLED_LATE, RequestListener
 from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
@@ -33,6 +34,11 @@ class Matcher:
         self._books, self._tree = books, books.tree
         self._mover, self._loader, self._storage = movement.mover, movement.loader, storage
         self._recompute_last_token = config.recompute_last_token
+        self._listener: RequestListener | None = None
+
+    def tell(self, listener: RequestListener) -> None:
+        """See `Requests.tell`."""
+        self._listener = listener
 
     # -- finding
 
@@ -179,6 +185,8 @@ class Matcher:
             active.shows_copy = active.copy is not None and active.copy.has_landed
             if is_final or not (is_fetching or any(not transfer.done.is_set() for transfer in active.loads)):
                 self.settle(active)
+                if self._listener is not None:
+                    self._listener.note((SETTLED_LATE, active.number))
         if active.is_settled:
             return active.block_ids[: active.num_matched_blocks + bool(active.num_copied_tokens)], 0
         if active.is_ahead:  # also where somebody else has computed a block meanwhile, it reads the one that is loading

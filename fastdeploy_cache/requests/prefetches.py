@@ -10,6 +10,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.request import Request, no_request
+from fastdeploy_cache.requests.listener import RequestListener
 from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.storage.access import StorageAccess
 
@@ -23,6 +24,11 @@ class Prefetches:
         """`matched`: the ids of the requests that are matched now."""
         self._config, self._books, self._matcher = config, books, matcher
         self._storage, self._matched = storage, matched
+        self._listener: RequestListener | None = None
+
+    def tell(self, listener: RequestListener) -> None:
+        """See `Requests.tell`."""
+        self._listener = listener
 
     def begin(self, request: Request, *, with_last_token: bool = False) -> Prefetch:
         """Look at what is cached, and fetch the rest where that is worth it."""
@@ -35,6 +41,8 @@ class Prefetches:
             found = self._matcher.look(request, keys, num_blocks)
             first = (found.num_gpu_tokens + found.num_cpu_tokens) // size
             num_missing = num_blocks - first
+            if self._listener is not None:
+                self._listener.looked(request, keys, books.tree.find(request.namespace, keys, first)[0], first)
             reads, epoch = self._storage.reads, books.tree.epoch
             if not (self._config.enable_prefix_caching and reads.wants(num_missing)):
                 return found

@@ -10,6 +10,7 @@ from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.policies.load_or_compute import MIN_SAMPLE_TOKENS
 from fastdeploy_cache.requests.active_request import SETTLED, ActiveRequest
+from fastdeploy_cache.requests.listener import COMMITTED, RequestListener
 from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.storage.access import StorageAccess
@@ -24,6 +25,11 @@ class Publisher:
         self._enabled = config.enable_prefix_caching
         self._books, self._tree = books, books.tree
         self._matcher, self._copy_down, self._speeds = matcher, movement.copy_down, movement.speeds
+        self._listener: RequestListener | None = None
+
+    def tell(self, listener: RequestListener) -> None:
+        """See `Requests.tell`."""
+        self._listener = listener
 
     def commit(self, active: ActiveRequest, num_computed_tokens: int, now: float) -> None:
         """The first so many tokens are computed and accepted: their full blocks become findable."""
@@ -73,6 +79,8 @@ class Publisher:
         assert pin is not None
         if active.request.priority is not None:
             pin.run.store_priority = active.request.priority
+        if self._listener is not None:
+            self._listener.note((COMMITTED, active.number, active.num_computed_tokens, len(active.block_ids)))
         self._copy_down.committed(pin.run)
 
     def release(self, active: ActiveRequest) -> int:

@@ -17,6 +17,7 @@ from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request, no_request
 from fastdeploy_cache.requests.accounts import Accounts
 from fastdeploy_cache.requests.active_request import AHEAD, WAITING, ActiveRequest, Committed
+from fastdeploy_cache.requests.listener import ALLOCATED, COMMITTED, REFUSED, RequestListener
 from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.requests.prefetches import Prefetches
@@ -41,7 +42,16 @@ class Requests:
         self._config, self._mover, self._storage = config, movement.mover, storage
         self._requests: dict[str, ActiveRequest] = {}
         self.prefetches = Prefetches(config, books, self.matcher, storage, self._requests)
+        self._listener: RequestListener | None = None
         books.listen(Fetched, self._on_fetched)
+
+    def tell(self, listener: RequestListener) -> None:
+        """Let this one hear of every verb from now on."""
+        self._listener = listener
+        self.matcher.tell(listener)
+        self.publisher.tell(listener)
+        self.ahead.tell(listener)
+        self.prefetches.tell(listener)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -120,6 +130,8 @@ class Requests:
                 self.matcher.find_with_storage(active)
             if self.books.hears(Matched):
                 self.books.note(Matched(request_id=request.request_id))
+            if self._listener is not None:
+                self._listener.matched(active)
         except BaseException:
             self.abandon(active)
             raise
@@ -131,14 +143,18 @@ class Requests:
         self._misses.computing.end(active)
         self.matcher.abandon(active)
 
-    def allocate(self, active: ActiveRequest, num_blocks: int, *, ahead_of_loads: bool) -> array[int]:
-        """See `PrefixCacheManager.allocate`."""
+    def allocate(
+        self, active: ActiveRequest, num_blocks: int, *, ahead_of_loads: bool, is_told: bool = True
+    ) -> array[int]:
+        """See `PrefixCacheManager.allocate`. Not `is_told`: a commit that says it all comes in the same turn."""
         pool = self.books.pools[GPU]
         if num_blocks > pool.num_free:
             missing = num_blocks - self.books.residency.num_available(GPU)
             if missing > 0:
                 num_all = max(len(active.block_ids), active.num_matched_blocks) + num_blocks
                 is_more = num_all > pool.num_blocks
+                if self._listener is not None:
+                    self._listener.note((REFUSED, active.number, num_blocks, missing))
                 raise OutOfBlocksError(missing, self.num_coming(), num_all=pool.num_blocks if is_more else None)
         if active.phase is WAITING:
             if ahead_of_loads:
@@ -154,7 +170,14 @@ class Requests:
         active.stepped_at = now = time.monotonic()
         if not active.is_admitted:
             self._admit(active, now)
+        if is_told and self._listener is not None:
+            self._listener.note((ALLOCATED, active.number, num_blocks, ahead_of_loads))
         return ids
+
+    def tell_allocated(self, active: ActiveRequest, num_blocks: int) -> None:
+        """It got blocks, and no commit has told of them."""
+        if self._listener is not None:
+            self._listener.note((ALLOCATED, active.number, num_blocks, False))
 
     def take_back(self, active: ActiveRequest, num_blocks: int) -> None:
         """The reverse of `allocate`, for the last blocks that it gave."""
@@ -177,9 +200,12 @@ class Requests:
 
     def commit(self, active: ActiveRequest, num_computed_tokens: int, now: float) -> None:
         """So many tokens of a request are computed; the caller has checked the number."""
-        if not active.is_admitted:
+        is_first = not active.is_admitted
+        if is_first:
             self._admit(active, now)
         self.publisher.commit(active, num_computed_tokens, now)
+        if is_first and self._listener is not None:
+            self._listener.note((COMMITTED, active.number, num_computed_tokens, len(active.block_ids)))
         if active.is_offered:
             self.books.note(Committed(active=active))
 
@@ -204,6 +230,8 @@ class Requests:
         private_ids = active.private_ids()
         if active.computing_key is not None:
             self._misses.computing.end(active)
+        if self._listener is not None:
+            self._listener.released(active)
         del self._requests[active.request.request_id]  # after what may lack memory: a failed release can be repeated
         return private_ids
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastdeploy_cache.movement.block_mover import BlockMover
 from fastdeploy_cache.requests.active_request import AHEAD, SETTLED, VOID, ActiveRequest
+from fastdeploy_cache.requests.listener import CONFIRMED, RequestListener
 from fastdeploy_cache.requests.matcher import Matcher
 
 
@@ -12,6 +13,11 @@ class RunsAhead:
 
     def __init__(self, matcher: Matcher, mover: BlockMover) -> None:
         self._matcher, self._mover = matcher, mover
+        self._listener: RequestListener | None = None
+
+    def tell(self, listener: RequestListener) -> None:
+        """See `Requests.tell`."""
+        self._listener = listener
 
     def begin(self, active: ActiveRequest) -> None:
         """Let the request use the blocks that are coming as if they were there; nothing is published until they are."""
@@ -37,6 +43,8 @@ class RunsAhead:
         ids, path = matcher.arrived(active)
         matcher.stop_waiting(active)
         active.enter(SETTLED if came else VOID)
+        if self._listener is not None:
+            self._listener.note((CONFIRMED, active.number, arrived))
         if came and len(ids) == active.num_pinned_blocks:
             return
         active.is_detached = True

@@ -72,11 +72,14 @@ class Steps:
         new_ids, began = list[int](), active.stepped_at
         if num_tokens > num_room:
             num_missing = -(-(num_tokens - num_room) // self._size)
-            new_ids = requests.allocate(active, num_missing, ahead_of_loads=False).tolist()
+            new_ids = requests.allocate(active, num_missing, ahead_of_loads=False, is_told=False).tolist()
             active.stepped_at = began  # what is committed below took from there, not from the new blocks on
         try:
             request.append_packed(tokens)
+            num_committed = active.num_committed_blocks
             requests.commit(active, num_computed_tokens, now)
+            if new_ids and active.num_committed_blocks == num_committed:
+                requests.tell_allocated(active, len(new_ids))
         except BaseException:  # no memory: the request is as it was
             request.cut_output(num_before)
             requests.take_back(active, len(new_ids))

@@ -31,6 +31,7 @@ from fastdeploy_cache.life_cycle import LifeCycleStatus
 logger = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 10.0
+_FLIGHT = "flight"  # no end: SIGUSR1 asks for a flight recording
 
 
 def serve(
@@ -62,6 +63,7 @@ def serve(
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: endings.put("asked"))
+    signal.signal(signal.SIGUSR1, lambda *_: endings.put(_FLIGHT))
     _check_metrics_port(host, metrics_port)  # and the others before the ranks start: what is taken should cost nothing
     server, control = _listen(host, port, control_socket)
     try:
@@ -110,7 +112,9 @@ def _run_until(
     for thread in threads:
         thread.start()
     try:
-        return endings.get()
+        while (ending := endings.get()) == _FLIGHT:
+            _write_flight(engine.cache)
+        return ending
     finally:
         logger.info("event=stopping")
         engine.stop()
@@ -119,6 +123,14 @@ def _run_until(
         threads[1].join()
         if engine.cache.config.storage is not None:
             _flush(engine.cache)
+
+
+def _write_flight(cache: PrefixCacheManager) -> None:
+    """In the main thread and not in the signal's handler, which may have interrupted somebody who has the lock."""
+    try:
+        logger.info("event=flight_written reason=asked path=%s", cache.insight.write_flight())
+    except CacheError as error:
+        logger.warning("event=flight_not_written reason=asked error=%r", str(error))
 
 
 def _flush(cache: PrefixCacheManager) -> None:

@@ -12,9 +12,11 @@ from rich.console import Console
 
 from fastdeploy_cache.config import WRITE_POLICIES, CacheConfig
 from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.insight.flight_file import is_recording
 from fastdeploy_cache.launch.findings import check_target, console_beside, progress_on, write_json
 from fastdeploy_cache.launch.simulator.bound import Clairvoyant, infinite_hit_rate
 from fastdeploy_cache.launch.simulator.plot import check_plot, draw
+from fastdeploy_cache.launch.simulator.recorded_trace import read_recorded_trace
 from fastdeploy_cache.launch.simulator.replay import Replay, Replayed, StorePlan
 from fastdeploy_cache.launch.simulator.report import show
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceRequest, read_trace
@@ -59,9 +61,8 @@ def simulate(path: Path, options: SimulateOptions) -> None:
     check_target(options.plot_file)
     if options.plot_file is not None:
         check_plot(options.plot_file)
-    block_size = options.block_size or options.trace_block_size
-    block_bytes = _block_bytes(options.config_file, block_size)
-    trace = read_trace(path, options.trace_block_size, block_size, options.skip_bad)
+    trace = _read(path, options)
+    block_bytes = _block_bytes(options.config_file, trace.block_size)
     sizes = _tier_sizes(options, trace, block_bytes)
     results, clairvoyant, interrupt = list[Replayed](), dict[int, float](), None
     try:
@@ -83,7 +84,17 @@ def simulate(path: Path, options: SimulateOptions) -> None:
         raise interrupt
 
 
+def _read(path: Path, options: SimulateOptions) -> Trace:
+    """A trace, or a flight recording in its place."""
+    if is_recording(path):
+        return read_recorded_trace(path, options.block_size)
+    block_size = options.block_size or options.trace_block_size
+    return read_trace(path, options.trace_block_size, block_size, options.skip_bad)
+
+
 def _check_choices(options: SimulateOptions) -> None:
+    if not options.gpu_blocks:
+        raise LaunchError("no size of the GPU tier was given; give --gpu-blocks, or --replay for a flight recording")
     choices = (
         ("--write-policy", options.write_policy, WRITE_POLICIES),
         ("--storage-write-policy", options.storage_write_policy, WRITE_POLICIES),

@@ -1,0 +1,36 @@
+"""What a flight recording says of its cache before the first record: all that a replay needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any, Final
+
+from fastdeploy_cache.config import CacheConfig
+
+# Settings that decide what is found, loaded, copied down and evicted. No folder, address, name or secret is one.
+_DECIDING: Final = (
+    *("block_size", "eviction_policy", "eviction_history_bytes", "cpu_write_policy", "cpu_write_high_water"),
+    *("cpu_write_min_uses", "cache_outputs", "storage_write_policy", "storage_write_min_uses", "prefetch_policy"),
+    *("min_prefetch_tokens", "max_prefetch_share", "load_policy", "prefill_tokens_per_second", "min_load_tokens"),
+    *("max_load_share", "recompute_last_token", "enable_prefix_caching"),
+)
+
+
+def header_of(config: CacheConfig, *, reason: str, clock_seconds: float, num_dropped: int) -> dict[str, Any]:
+    """`reason`: why it is written. `num_dropped`: whether, and about how much, there was before the first record."""
+    num_gpu_blocks, num_cpu_blocks = config.pool_sizes()
+    settings = {name: getattr(config, name) for name in _DECIDING}
+    settings |= {"num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": num_cpu_blocks}
+    if config.layout is not None:
+        settings["layout"] = dataclasses.asdict(config.layout)
+    return {
+        "settings": settings,
+        "num_ranks": config.transfer.tp_size,
+        "has_storage": config.storage is not None,
+        "has_peers": config.peer is not None,
+        "reason": reason,
+        "clock_seconds": clock_seconds,  # the clock of the records, at the time below
+        "unix_seconds": time.time(),
+        "num_dropped": num_dropped,
+    }

@@ -1,0 +1,169 @@
+"""What a flight recording is made of: one packed record for each thing that the cache was asked, decided or suffered.
+
+Numbers are little-endian. Marks of blocks are kept apart from the records, in the order in which records name them, so
+that all of them can be mixed with a secret at once.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from typing import Any, Final
+
+from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.requests import listener
+from fastdeploy_cache.transfer_manager.task import TaskKind
+
+NO_CAUSE: Final = 255
+CAUSES: Final = {cause.place: cause for cause in Cause}
+TASK_KINDS: Final = tuple(TaskKind)
+STATUSES: Final = ("running", "pausing", "paused", "falling_asleep", "asleep", "waking", "clearing", "updating")
+
+
+class RecordKind(IntEnum):
+    """What has happened; the first byte of a record."""
+
+    MATCHED = 1
+    LOOKED = 2  # `prefetch` has looked for a queued request
+    ALLOCATED = listener.ALLOCATED
+    REFUSED = listener.REFUSED
+    COMMITTED = listener.COMMITTED
+    CONFIRMED = listener.CONFIRMED
+    RELEASED = 7
+    TASK_ENDED = 8
+    RESET = 9
+    GPU_FORGOTTEN = 10
+    STATUS = 11
+    RANK = 12
+    BREAKER = 13
+    ALERT = 14  # what a file was written for
+    SETTLED_LATE = listener.SETTLED_LATE
+
+
+class Flag:
+    """Bits of the field `flags`."""
+
+    HAS_HINTS = 1  # of MATCHED and LOOKED: priority and keep_seconds follow
+    HAS_IMAGES = 2  # how many, and each one's place and digest, follow
+    INSIDE_IMAGES = 4  # a match may end inside an image
+    WAS_COUNTED = 8  # it returns from a preemption: admitted before
+    WAS_USED = 16  # and released before
+    VOID = 1  # of RELEASED: what it computed on what was coming is worth nothing
+    FAILED_LOAD = 2
+    SESSION_ENDED = 4
+    TOOL_CALL_PENDING = 8
+
+
+# Behind the kind. `at` is in seconds, by the cache's clock; what has none happened at that of the record before.
+# `num_known` blocks are those of the request `author`; behind these come `num_marks` marks. The evicted blocks are all
+# since the start.
+_PROMPT: Final = ("at", "number", "num_tokens", "num_prompt_tokens", "namespace", "author", "num_known", "num_marks")
+_FIELDS: Final[dict[RecordKind, tuple[str, tuple[str, ...]]]] = {
+    RecordKind.MATCHED: (
+        "dIIIQIIIIIIBB",
+        (*_PROMPT, "num_found", "num_gpu", "num_unloaded", "cause", "flags"),
+    ),
+    RecordKind.LOOKED: ("dIIIQIIIIB", (*_PROMPT, "num_found", "flags")),
+    RecordKind.ALLOCATED: ("IIB", ("number", "num_blocks", "ahead")),
+    RecordKind.REFUSED: ("III", ("number", "num_blocks", "num_missing")),
+    RecordKind.COMMITTED: ("III", ("number", "num_computed", "num_held")),
+    RecordKind.CONFIRMED: ("IB", ("number", "arrived")),
+    RecordKind.RELEASED: (
+        "dIIIIIQQIIfIIB",
+        (
+            *("at", "number", "num_tokens", "num_computed", "num_matched", "num_gpu", "num_gpu_evicted"),
+            *("num_cpu_evicted", "num_storage", "num_copied", "load_seconds", "first", "num_marks", "flags"),
+        ),
+    ),
+    RecordKind.TASK_ENDED: (
+        "dIBIfQB",
+        ("at", "task_id", "task_kind", "num_blocks", "task_seconds", "num_bytes", "failed"),
+    ),
+    RecordKind.RESET: ("dI", ("at", "epoch")),
+    RecordKind.GPU_FORGOTTEN: ("dI", ("at", "rank")),
+    RecordKind.STATUS: ("dBB", ("at", "status", "asleep")),
+    RecordKind.RANK: ("dIBI", ("at", "rank", "up", "num_restarts")),
+    RecordKind.BREAKER: ("dBB", ("at", "is_write", "state")),
+    RecordKind.ALERT: ("dB", ("at", "reason")),
+    RecordKind.SETTLED_LATE: ("I", ("number",)),
+}
+LAYOUTS: Final = {kind: struct.Struct(f"<B{form}") for kind, (form, _) in _FIELDS.items()}
+NAMES: Final = {kind: ("kind", *names) for kind, (_, names) in _FIELDS.items()}
+HINTS: Final = struct.Struct("<dd")  # priority and keep_seconds; not a number: none
+NUM_IMAGES: Final = struct.Struct("<H")
+IMAGE: Final = struct.Struct("<IIQ")  # offset, length, digest
+Record = dict[str, Any]
+Digest = Callable[[bytes], int]  # 64 bits for a name
+
+
+def pack(note: tuple[Any, ...], digest: Digest) -> tuple[bytes, bytes]:
+    """What the recorder has noted, as a record, and the marks that go with it."""
+    kind = RecordKind(note[0])
+    if kind is RecordKind.MATCHED:
+        _, at, number, num_tokens, num_prompt, namespace, author, known, marks, *found, refused, rest = note
+        flags, more = _pack_rest(rest, digest)
+        cause = refused[0].place if refused is not None else NO_CAUSE
+        prompt = (at, number, num_tokens, num_prompt, digest(namespace.encode()), author, known, len(marks) // 4)
+        return LAYOUTS[kind].pack(kind, *prompt, *found, cause, flags) + more, marks
+    if kind is RecordKind.LOOKED:
+        _, at, number, num_tokens, num_prompt, namespace, author, known, marks, num_found, rest = note
+        flags, more = _pack_rest(rest, digest)
+        prompt = (at, number, num_tokens, num_prompt, digest(namespace.encode()), author, known, len(marks) // 4)
+        return LAYOUTS[kind].pack(kind, *prompt, num_found, flags) + more, marks
+    if kind is RecordKind.RELEASED:
+        *counts, first, marks, rest = note
+        num_storage, num_copied, seconds, *bits = rest or (0, 0, 0.0)
+        flags = sum([1 << place for place, is_set in enumerate(bits) if is_set])
+        return LAYOUTS[kind].pack(*counts, num_storage, num_copied, seconds, first, len(marks) // 4, flags), marks
+    return LAYOUTS[kind].pack(*note), b""
+
+
+def _pack_rest(rest: tuple[Any, ...] | None, digest: Digest) -> tuple[int, bytes]:
+    """The flags of what few requests have, and that itself."""
+    if rest is None:
+        return 0, b""
+    counted, used, inside, priority, keep_seconds, images = rest
+    flags, more = Flag.WAS_COUNTED * counted | Flag.WAS_USED * used | Flag.INSIDE_IMAGES * inside, b""
+    if priority is not None or keep_seconds is not None:
+        flags |= Flag.HAS_HINTS
+        more += HINTS.pack(*[math.nan if number is None else number for number in (priority, keep_seconds)])
+    if images:
+        flags |= Flag.HAS_IMAGES
+        images = images[: 2**16 - 1]
+        more += NUM_IMAGES.pack(len(images))
+        more += b"".join([IMAGE.pack(image.offset, image.length, digest(image.hash)) for image in images])
+    return flags, more
+
+
+def unpack(data: bytes) -> Iterator[Record]:
+    """The records of `data`, one by one: their fields by name; hints and images where there are any.
+
+    Raises:
+        ValueError: a kind that is not known, or a record that is cut.
+    """
+    at, seconds = 0, 0.0
+    while at < len(data):
+        try:
+            kind = RecordKind(data[at])
+            record: Record = dict(zip(NAMES[kind], LAYOUTS[kind].unpack_from(data, at), strict=True))
+            record["kind"], at = kind, at + LAYOUTS[kind].size
+            if kind in (RecordKind.MATCHED, RecordKind.LOOKED):
+                at = _unpack_rest(record, data, at)
+        except struct.error as error:
+            raise ValueError(f"a record is cut: {error}") from None
+        seconds = record.setdefault("at", seconds)
+        yield record
+
+
+def _unpack_rest(record: Record, data: bytes, at: int) -> int:
+    if record["flags"] & Flag.HAS_HINTS:
+        record["priority"], record["keep_seconds"] = HINTS.unpack_from(data, at)
+        at += HINTS.size
+    if record["flags"] & Flag.HAS_IMAGES:
+        (num_images,) = NUM_IMAGES.unpack_from(data, at)
+        at += NUM_IMAGES.size
+        record["images"] = [IMAGE.unpack_from(data, at + number * IMAGE.size) for number in range(num_images)]
+        at += num_images * IMAGE.size
+    return at

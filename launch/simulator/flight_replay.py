@@ -1,0 +1,352 @@
+"""A flight recording run again, step by step, through the real manager; what it decides is compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastdeploy_cache import CacheConfig, Match, PrefixCacheManager, Request, StorageConfig
+from fastdeploy_cache.books.block_keys import BlockKeys
+from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.errors import CacheError, ConfigError, OutOfBlocksError, RecordingError
+from fastdeploy_cache.insight.flight_file import FlightRecording
+from fastdeploy_cache.insight.flight_records import CAUSES, NO_CAUSE, STATUSES, TASK_KINDS, Flag, Record, RecordKind
+from fastdeploy_cache.launch.simulator.recorded_client import RecordedClient
+from fastdeploy_cache.launch.simulator.recorded_prompts import RecordedPrompts
+from fastdeploy_cache.launch.simulator.store import SimulatedStore
+from fastdeploy_cache.life_cycle import LifeCycleStatus
+from fastdeploy_cache.requests.active_request import ActiveRequest
+
+MAX_SHOWN = 10
+_STORE = "fastdeploy_cache.launch.simulator.store:SimulatedStore"
+_STORE_BLOCKS = 10**9  # more than it is ever given
+_SECONDS = 1.0  # that a change of the life cycle may take: nothing is in flight
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A step that went another way."""
+
+    step: int
+    seconds: float  # since the first record
+    request: int | None
+    what: str
+    recorded: str
+    replayed: str
+
+    def __str__(self) -> str:
+        of = f", request {self.request}" if self.request is not None else ""
+        where = f"step {self.step} at {self.seconds:.3f} s{of}: {self.what}"
+        return f"{where}: recorded {self.recorded}, replayed {self.replayed}"
+
+
+@dataclasses.dataclass
+class ReplayOutcome:
+    """How many steps there were, and which differ. `taught`: blocks that were cached before the recording begins."""
+
+    num_steps: int = 0
+    num_requests: int = 0
+    num_different: int = 0
+    num_without_begin: int = 0  # steps of requests that were matched before the recording begins
+    num_taught_blocks: int = 0
+    differences: list[Difference] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class _Live:
+    request: Request
+    match: Match
+    active: ActiveRequest
+
+
+class _Heard:
+    """A `RequestListener` that keeps what it is told last."""
+
+    def __init__(self) -> None:
+        self.note: Callable[[tuple[object, ...]], None] = lambda _: None
+        self.active: ActiveRequest | None = None
+        self.found = (0, 0, 0, NO_CAUSE)
+        self.num_looked = 0
+
+    def matched(self, active: ActiveRequest) -> None:
+        self.active, num_unloaded = active, active.num_unloaded_blocks
+        refused = active.refused_for if num_unloaded else None
+        cause = refused[0].place if refused is not None else NO_CAUSE
+        self.found = active.num_found_blocks, active.num_gpu_blocks, num_unloaded, cause
+
+    def looked(self, request: Request, keys: BlockKeys, path: list[Run], num_found: int) -> None:  # noqa: ARG002
+        self.num_looked = num_found
+
+    def released(self, active: ActiveRequest) -> None: ...
+
+
+class FlightReplay:
+    """Does what the recording says was asked, in its order and at its times, and ends each copy where it says so.
+
+    Prompts are made up from marks. What a cache had before the recording begins is taught when a match has found it.
+    """
+
+    def __init__(self, recording: FlightRecording, changes: Mapping[str, Any] | None = None) -> None:
+        """`changes`: settings to run it with instead of the recorded ones.
+
+        Raises:
+            RecordingError: a recording that cannot be.
+        """
+        self._recording, header = recording, recording.header
+        settings, num_ranks = header.get("settings"), header.get("num_ranks", 1)
+        if not isinstance(settings, dict) or not isinstance(num_ranks, int):
+            raise RecordingError("the recording has no settings in its header; it cannot be replayed")
+        settings = settings | {"load_policy": "always"} if settings.get("load_policy") == "auto" else settings
+        own = {"transfer_client": "inline", "transfer": {"tp_size": num_ranks}}
+        own |= {"insight": {"flight_recorder_bytes": 0, "what_if": False}}
+        try:
+            config = CacheConfig.load(environment={}, **(settings | own | dict(changes or {})))
+        except ConfigError as error:
+            raise RecordingError(f"the recording's settings are refused here: {error}") from None
+        self._is_whole = not header.get("num_dropped")
+        self._prompts = RecordedPrompts(recording, config.block_size)
+        self._size, self._now = config.block_size, 0.0
+        self._client = RecordedClient(num_ranks)
+        self.cache = PrefixCacheManager(config, client=self._client, clock=lambda: self._now)
+        self._num_matched = {
+            str(record["number"]): record["num_matched"] + (record["num_copied"] > 0)
+            for record in recording.of_kind(RecordKind.RELEASED)
+        }
+        self._heard, self._live = _Heard(), dict[int, _Live]()
+        self.cache.insight.tell(self._heard)
+        if header.get("has_storage") and config.pool_sizes()[1]:
+            store = SimulatedStore(_STORE_BLOCKS, "all")
+            self.cache.storage.attach(StorageConfig(kind=_STORE, weights_id="recorded"), client=store)
+        self._evicted = (0, 0)  # recorded and not replayed, of both tiers
+        self.outcome = ReplayOutcome()
+        self._record: Record = {}
+        self._began: float | None = None
+        self._steps: dict[RecordKind, Callable[[Record], None]] = {
+            RecordKind.MATCHED: self._match,
+            RecordKind.LOOKED: self._look,
+            RecordKind.SETTLED_LATE: self._settle,
+            RecordKind.ALLOCATED: self._allocate,
+            RecordKind.REFUSED: self._refuse,
+            RecordKind.COMMITTED: self._commit,
+            RecordKind.CONFIRMED: self._confirm,
+            RecordKind.RELEASED: self._release,
+            RecordKind.TASK_ENDED: self._end_task,
+            RecordKind.RESET: lambda _: self.cache.reset(),
+            RecordKind.GPU_FORGOTTEN: lambda record: self.cache.ranks.kv_lost(record["rank"]),
+            RecordKind.STATUS: self._change_status,
+            RecordKind.RANK: lambda record: self._client.set_up(record["rank"], up=bool(record["up"])),
+        }
+
+    def run(self) -> ReplayOutcome:
+        """Replay all of it.
+
+        Raises:
+            RecordingError: a record that cannot be.
+        """
+        try:
+            for record in self._recording.records():
+                step = self._steps.get(record["kind"])
+                if step is None:
+                    continue
+                self._record, self._now = record, record["at"]
+                self._began = self._now if self._began is None else self._began
+                self.outcome.num_steps += 1
+                try:
+                    step(record)
+                except CacheError as error:
+                    self._differ(record["kind"].name.lower(), "done", f"refused: {error}")
+        finally:
+            self.cache.close()
+        return self.outcome
+
+    # -- steps
+
+    def _match(self, record: Record) -> None:
+        request = self._request(record)
+        if not self._is_whole:
+            self._teach(record, request)
+        self.outcome.num_requests += 1
+        match, active = self.cache.match(request), self._heard.active
+        assert active is not None
+        self._live[record["number"]] = _Live(request, match, active)
+        recorded = record["num_found"], record["num_gpu"], record["num_unloaded"], record["cause"]
+        if recorded != self._heard.found:
+            self._differ("match", _found(recorded), _found(self._heard.found))
+
+    def _look(self, record: Record) -> None:
+        self.cache.prefetch(self._request(record))
+        if self._heard.num_looked != record["num_found"]:
+            self._differ("prefetch", f"{record['num_found']} blocks found", f"{self._heard.num_looked}")
+
+    def _settle(self, record: Record) -> None:
+        live = self._of(record)
+        if live is not None:
+            live.match = live.match.wait(0)
+
+    def _allocate(self, record: Record) -> None:
+        live = self._of(record)
+        if live is not None:
+            if not record["ahead"]:
+                self._poll(live)
+            self._take(live, record["num_blocks"], ahead=bool(record["ahead"]))
+
+    def _take(self, live: _Live, num_blocks: int, *, ahead: bool = False) -> None:
+        try:
+            self.cache.allocate(live.request, num_blocks, ahead_of_loads=ahead)
+        except OutOfBlocksError as error:
+            self._differ("allocate", f"{num_blocks} blocks given", f"refused, {error.missing} missing")
+
+    def _refuse(self, record: Record) -> None:
+        live, wanted = self._of(record), f"refused, {record['num_missing']} missing"
+        if live is None:
+            return
+        try:
+            self.cache.allocate(live.request, record["num_blocks"])
+        except OutOfBlocksError as error:
+            if error.missing != record["num_missing"]:
+                self._differ("allocate", wanted, f"refused, {error.missing} missing")
+        else:
+            self._differ("allocate", wanted, f"{record['num_blocks']} blocks given")
+
+    def _commit(self, record: Record) -> None:
+        live = self._of(record)
+        if live is None:
+            return
+        self._poll(live)
+        if (num_new := record["num_held"] - len(live.active.block_ids)) > 0:
+            self._take(live, num_new)
+        request, num_computed = live.request, record["num_computed"]
+        if num_computed > request.num_tokens:
+            request.append_output(self._prompts.tokens(record["number"], request.num_tokens, num_computed))
+        self.cache.commit(request, num_computed)
+
+    def _confirm(self, record: Record) -> None:
+        live = self._of(record)
+        if live is not None and live.active.is_ahead:
+            self.cache.confirm(live.request, 0, arrived=bool(record["arrived"]))
+
+    def _release(self, record: Record) -> None:
+        live, flags = self._of(record), record["flags"]
+        if live is None:
+            return
+        self._poll(live)
+        live.request.session_ended = bool(flags & Flag.SESSION_ENDED)
+        live.request.tool_call_pending = bool(flags & Flag.TOOL_CALL_PENDING)
+        stats, active = self.cache.stats(), live.active
+        del self._live[record["number"]]
+        self.cache.release(live.request)
+        ours, theirs = (
+            (num_matched, min(num_matched, num_gpu))
+            for num_matched, num_gpu in (
+                (active.num_matched_blocks, active.num_gpu_blocks),
+                (record["num_matched"], record["num_gpu"]),
+            )
+        )
+        if ours != theirs:
+            self._differ("hit", _hit(theirs), _hit(ours))
+        recorded = record["num_gpu_evicted"], record["num_cpu_evicted"]
+        self._compare_evicted(recorded, (stats.gpu.num_evicted, stats.cpu.num_evicted))
+
+    def _compare_evicted(self, recorded: tuple[int, int], replayed: tuple[int, int]) -> None:
+        """Where they have parted once, only a further parting is a difference. A replay that begins in the midst begins
+        with an empty cache: there it says nothing."""
+        apart, before = (recorded[0] - replayed[0], recorded[1] - replayed[1]), self._evicted
+        if apart != before and self._is_whole:
+            ours = replayed[0] + before[0], replayed[1] + before[1]
+            self._differ("evicted so far", f"{recorded[0]} and {recorded[1]} blocks", f"{ours[0]} and {ours[1]}")
+        self._evicted = apart
+
+    def _end_task(self, record: Record) -> None:
+        kind = TASK_KINDS[record["task_kind"]]
+        if kind.is_swap and record["num_blocks"]:
+            failed, seconds = bool(record["failed"]), record["task_seconds"]
+            self._client.end(record["task_id"], kind, failed=failed, seconds=seconds)
+
+    def _change_status(self, record: Record) -> None:
+        status, life = LifeCycleStatus(STATUSES[record["status"]]), self.cache.life
+        if status is LifeCycleStatus.PAUSED:
+            life.pause(_SECONDS)
+        elif status is LifeCycleStatus.ASLEEP:
+            asleep = record["asleep"]
+            life.sleep(_SECONDS, tiers=[name for bit, name in ((1, "gpu"), (2, "cpu")) if asleep & bit])  # type: ignore[misc]
+        elif status is LifeCycleStatus.RUNNING and life.status is LifeCycleStatus.ASLEEP:
+            life.wake(_SECONDS)
+        elif status is LifeCycleStatus.RUNNING:
+            life.resume(_SECONDS)
+
+    # -- of requests
+
+    def _request(self, record: Record) -> Request:
+        number, flags, num_prompt = record["number"], record["flags"], record["num_prompt_tokens"]
+        namespace, given = record["namespace"], {}
+        if flags & Flag.HAS_HINTS:
+            for name in ("priority", "keep_seconds"):
+                if not math.isnan(record[name]):
+                    given[name] = record[name]
+        images = [(offset, length, str(name)) for offset, length, name in record.get("images", ())]
+        request = Request(
+            request_id=str(number),
+            prompt_token_ids=self._prompts.tokens(number, 0, num_prompt),
+            namespace=f"{namespace:x}" if namespace else "",
+            images=images,
+            match_inside_images=bool(flags & Flag.INSIDE_IMAGES),
+            **given,
+        )
+        if record["num_tokens"] > num_prompt:
+            request.append_output(self._prompts.tokens(number, num_prompt, record["num_tokens"]))
+        request.counted, request.used = bool(flags & Flag.WAS_COUNTED), bool(flags & Flag.WAS_USED)
+        return request
+
+    def _of(self, record: Record) -> _Live | None:
+        live = self._live.get(record["number"])
+        self.outcome.num_without_begin += live is None
+        return live
+
+    def _poll(self, live: _Live) -> None:
+        """Its caller has looked, in the recording, before it went on: else it would not have had so much in the end."""
+        active = live.active
+        if not active.is_settled and active.num_shown_blocks < self._num_matched.get(active.request.request_id, 0):
+            live.match = live.match.poll()
+
+    def _teach(self, record: Record, request: Request) -> None:
+        """The recording begins in the midst: what a match has found, and nobody has computed since, was there."""
+        num_found = record["num_found"]
+        if not num_found:
+            return
+        known = self.cache.prefetch(request)
+        num_known = (known.num_gpu_tokens + known.num_cpu_tokens) // self._size
+        if num_known >= num_found:
+            return
+        tokens = request.token_ids(0, num_found * self._size)
+        before = Request(request_id=f"before {record['number']}", prompt_token_ids=tokens, namespace=request.namespace)
+        before.counted = True
+        match = self.cache.match(before)
+        try:
+            self.cache.allocate(before, num_found - len(match.block_ids))
+            self.cache.commit(before, before.num_tokens)
+            self.outcome.num_taught_blocks += num_found - num_known
+        except OutOfBlocksError:  # there was more room in the recording
+            pass
+        finally:
+            self.cache.release(before)
+
+    def _differ(self, what: str, recorded: str, replayed: str) -> None:
+        outcome, record = self.outcome, self._record
+        outcome.num_different += 1
+        if len(outcome.differences) < MAX_SHOWN:
+            seconds = self._now - (self._began or 0.0)
+            step = Difference(outcome.num_steps, seconds, record.get("number"), what, recorded, replayed)
+            outcome.differences.append(step)
+
+
+def _found(found: tuple[int, int, int, int]) -> str:
+    num_found, num_gpu, num_unloaded, cause = found
+    text = f"{num_found} blocks found, {num_gpu} of them on the GPU"
+    return f"{text}, {num_unloaded} not loaded ({CAUSES[cause]})" if cause != NO_CAUSE else text
+
+
+def _hit(hit: tuple[int, int]) -> str:
+    num_matched, num_gpu = hit
+    return f"{num_matched} blocks, {num_gpu} of them from the GPU"

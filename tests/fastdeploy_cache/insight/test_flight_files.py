@@ -1,0 +1,173 @@
+"""Files of flight recordings: what is cut, foreign or damaged; alerts; and the recording that never ends."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdeploy_cache import CacheConfig, PrefixCacheManager
+from fastdeploy_cache.errors import RecordingError
+from fastdeploy_cache.insight.flight_file import MAGIC, is_recording, read_recording
+from fastdeploy_cache.insight.flight_files import FlightFolder
+from fastdeploy_cache.insight.flight_records import RecordKind
+from fastdeploy_cache.insight_config import InsightConfig
+from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
+from tests.rigs.cache_model import CacheModel
+
+
+def served(num_requests: int, **insight: Any) -> CacheModel:
+    """A cache that has served some prompts; its copies end at once."""
+    model = CacheModel(4, 64, 64, insight=InsightConfig(**insight))
+    model.client.auto = True
+    for number in range(num_requests):
+        model.serve([number % 7] * 4 + list(range(number % 40)), stays=False, patient=True)
+    return model
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """Of more than one piece."""
+    path = served(600).cache.insight.write_flight(tmp_path / "a.flight")
+    assert len(read_recording(path).pieces) > 2
+    return path
+
+
+def test_a_file_that_was_cut_is_whole_up_to_its_last_piece(recording: Path) -> None:
+    """Wherever it was cut: what is before is read, with a note; a cut header is an error."""
+    data, whole = recording.read_bytes(), read_recording(recording)
+    header = data.index(b"PIEC")
+    for size in (len(data) - 1, len(data) // 2, header + 5, header + 30):
+        recording.write_bytes(data[:size])
+        cut = read_recording(recording)
+        assert "was cut" in cut.note
+        assert [piece[0] for piece in cut.pieces] == [piece[0] for piece in whole.pieces[: len(cut.pieces)]]
+        assert len(cut.pieces) < len(whole.pieces)
+    for size in (header - 1, len(MAGIC) + 3, len(MAGIC)):
+        recording.write_bytes(data[:size])
+        with pytest.raises(RecordingError, match="ends inside its header"):
+            read_recording(recording)
+
+
+def test_bad_files_are_one_clear_error(recording: Path, tmp_path: Path) -> None:
+    """Foreign, newer, damaged in the header, in a piece, between two; and none at all."""
+    data = recording.read_bytes()
+    header = data.index(b"PIEC")
+    newer = MAGIC + struct.pack("<H", 9) + data[len(MAGIC) + 2 :]
+    cases = {
+        b"{}\n": "is no flight recording",
+        newer: "of version 9, and this program reads version 1",
+        data[: header - 3] + b"?" + data[header - 2 :]: "checksum of its header",
+        data[: header + 60] + bytes([data[header + 60] ^ 1]) + data[header + 61 :]: "checksum is not that of its bytes",
+        data[:header] + b"XXXX" + data[header + 4 :]: "no piece begins there",
+    }
+    for bad, words in cases.items():
+        recording.write_bytes(bad)
+        with pytest.raises(RecordingError, match=words):
+            read_recording(recording)
+    with pytest.raises(RecordingError, match="No such file"):
+        read_recording(tmp_path / "none")
+    assert not is_recording(tmp_path / "none")
+
+
+def test_an_alert_writes_one_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A rank that dies is noted and has a file written; a second alert within ten minutes has none."""
+    model = served(5, flight_folder=str(tmp_path / "alerts"))
+    model.client.up = False
+    model.client.auto = False
+    with pytest.raises(AssertionError), model.cache.insight.alerting("invariants"):
+        raise AssertionError("the books do not add up")
+    with caplog.at_level(logging.WARNING):
+        model.cache.close()
+    (path,) = (tmp_path / "alerts").iterdir()
+    recording = read_recording(path)
+    assert recording.header["reason"] in ("invariants", "rank_down")
+    assert [record["up"] for record in recording.of_kind(RecordKind.RANK)] == [0]
+    assert list(recording.of_kind(RecordKind.ALERT))
+    assert [r.message for r in caplog.records if "flight_written" in r.message]
+
+
+def test_only_so_many_files_are_kept(tmp_path: Path) -> None:
+    """The oldest go; what somebody else has put there stays."""
+    folder = FlightFolder(tmp_path / "new" / "folder", "flight", 3)
+    (tmp_path / "new").mkdir()
+    for number in range(6):
+        folder.next_path().write_text(str(number))
+        (tmp_path / "new" / "folder" / "notes.txt").write_text("mine")
+    found = sorted(path.read_text() for path in (tmp_path / "new" / "folder").iterdir())
+    assert found == ["3", "4", "5", "mine"]
+
+
+def test_everything_is_recorded_in_files_that_follow_each_other(tmp_path: Path) -> None:
+    """Rotated at the size that was asked for; each can be read by itself, and together they have every request once."""
+    insight = {"record_folder": str(tmp_path), "record_bytes": 2**20, "flight_recorder_bytes": 2**22}
+    model = served(0, **insight)
+    num_requests = 12_000
+    for number in range(num_requests):
+        model.serve([number % 3] * 4 + list(range(number % 20)), stays=False, patient=True)
+        if number % 500 == 499:
+            model.cache.insight.flush_recording()
+    model.cache.close()
+    paths = sorted(tmp_path.iterdir())
+    assert len(paths) > 1
+    numbers = list[int]()
+    for path in paths:
+        recording = read_recording(path)
+        assert not recording.note and not recording.header["num_lost_parts"]
+        numbers += [record["number"] for record in recording.of_kind(RecordKind.MATCHED)]
+    assert numbers == list(range(1, num_requests + 1))
+    assert not FlightReplay(read_recording(paths[0])).run().num_different
+    later = FlightReplay(read_recording(paths[1])).run()
+    assert later.num_taught_blocks and later.num_requests
+
+
+def test_what_the_ring_has_dropped_before_it_was_recorded_is_counted(tmp_path: Path) -> None:
+    """Nobody waits for the disk: the next file says that there is a gap."""
+    model = served(0, record_folder=str(tmp_path), record_bytes=2**20, flight_recorder_bytes=2**16)
+    for number in range(1500):
+        model.serve([number % 97] * 4 + list(range(number % 40)), stays=False, patient=True)
+    model.cache.close()
+    lost = [read_recording(path).header["num_lost_parts"] for path in sorted(tmp_path.iterdir())]
+    assert sum(lost) > 0
+    for path in tmp_path.iterdir():  # and no file has a gap inside
+        numbers = [record["number"] for record in read_recording(path).of_kind(RecordKind.MATCHED)]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+def test_a_disk_that_is_full_ends_the_recording_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cache serves on; there is one line of the log, and no file is begun."""
+
+    def full(path: Path) -> Any:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("fastdeploy_cache.insight.flight_files.open_private", full)
+    with caplog.at_level(logging.WARNING):
+        model = served(300, record_folder=str(tmp_path), flight_recorder_bytes=2**16)
+        model.cache.insight.flush_recording()
+        model.cache.check_invariants()
+        model.cache.close()
+    lines = [record.message for record in caplog.records if "flight" in record.message]
+    assert len(lines) == 1 and "No space left on device" in lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_a_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An alert whose folder is a file is told, and nothing else happens."""
+    (tmp_path / "file").write_text("mine")
+    config = CacheConfig(
+        block_size=4,
+        num_gpu_blocks=8,
+        transfer_client="inline",
+        insight=InsightConfig(flight_folder=str(tmp_path / "file")),
+    )
+    cache = PrefixCacheManager(config)
+    with pytest.raises(AssertionError), cache.insight.alerting("invariants"):
+        raise AssertionError("the books do not add up")
+    with caplog.at_level(logging.WARNING):
+        cache.close()
+    assert [record.message for record in caplog.records if "flight_not_written" in record.message]

@@ -1,0 +1,190 @@
+"""The flight recorder: what its ring holds and does not hold, and what is written of it."""
+
+from __future__ import annotations
+
+import random
+import stat
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.errors import ConfigError, RecordingError
+from fastdeploy_cache.insight.flight_file import mixed, read_recording
+from fastdeploy_cache.insight.flight_records import RecordKind
+from fastdeploy_cache.insight_config import InsightConfig
+
+SIZE = 16
+
+
+def new_cache(num_gpu_blocks: int = 256, **insight: Any) -> PrefixCacheManager:
+    config = CacheConfig(
+        block_size=SIZE, num_gpu_blocks=num_gpu_blocks, transfer_client="inline", insight=InsightConfig(**insight)
+    )
+    return PrefixCacheManager(config)
+
+
+def serve(cache: PrefixCacheManager, name: str, tokens: np.ndarray[Any, Any], **given: Any) -> None:
+    request = Request(request_id=name, prompt_token_ids=tokens, **given)
+    match = cache.match(request)
+    cache.allocate(request, cache.blocks_for(len(tokens)) - len(match.block_ids))
+    cache.commit(request, len(tokens))
+    cache.release(request)
+
+
+def texts(num_tokens: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(2**20, 2**30, num_tokens, dtype=np.int32)
+
+
+def test_a_request_is_a_few_records(tmp_path: Path) -> None:
+    """Matched with what was found, given blocks, committed, released with what it hit: in the order of the verbs."""
+    with new_cache() as cache:
+        serve(cache, "a", texts(100))
+        serve(cache, "b", texts(100))
+        recording = read_recording(cache.insight.write_flight(tmp_path / "a.flight"))
+    records = list(recording.records())
+    names = ["MATCHED", "ALLOCATED", "COMMITTED", "RELEASED"]
+    assert [record["kind"].name for record in records] == [*names, "MATCHED", "ALLOCATED", "RELEASED"]  # nothing new
+    first, second = recording.of_kind(RecordKind.MATCHED)
+    assert (first["num_tokens"], first["num_found"], first["num_marks"]) == (100, 0, 6)
+    assert (second["num_found"], second["num_gpu"], second["author"], second["num_known"]) == (6, 6, first["number"], 6)
+    assert [record["num_matched"] for record in recording.of_kind(RecordKind.RELEASED)] == [0, 6]
+    assert recording.header["settings"]["num_gpu_blocks"] == 256
+    assert (recording.note, recording.header["num_dropped"]) == ("", 0)
+
+
+def test_only_what_is_new_of_a_conversation_is_marked(tmp_path: Path) -> None:
+    """A resent conversation is a reference to who had it before, and the marks of its new blocks."""
+    talk = texts(64)
+    with new_cache() as cache:
+        for turn in range(4):
+            serve(cache, str(turn), talk)
+            talk = np.concatenate([talk, texts(32, turn + 1)])
+        recording = read_recording(cache.insight.write_flight(tmp_path / "a.flight"))
+    assert [record["num_marks"] for record in recording.of_kind(RecordKind.MATCHED)] == [4, 2, 2, 2]
+
+
+def test_no_token_no_name_and_no_salt_is_in_the_file(tmp_path: Path) -> None:
+    """Neither packed nor as text; and a mark is no checksum of its block, also where a block is one token."""
+    tokens, salt = texts(200), "tenant-salt-9f2"
+    config = CacheConfig(block_size=1, num_gpu_blocks=256, transfer_client="inline")
+    with PrefixCacheManager(config) as cache:
+        request = Request(
+            request_id="request-name-77", prompt_token_ids=tokens, namespace=salt, images=[(3, 4, "image-hash-31")]
+        )
+        cache.match(request)
+        cache.allocate(request, 200)
+        cache.commit(request, 200)
+        cache.release(request)
+        path = cache.insight.write_flight(tmp_path / "a.flight")
+    data, (matched,) = path.read_bytes(), read_recording(path).of_kind(RecordKind.MATCHED)
+    assert matched["num_marks"] == 200 and matched["namespace"] and matched["images"]
+    for secret in (salt, "request-name-77", "image-hash-31"):
+        assert secret.encode() not in data
+    for token in tokens.tolist():
+        assert token.to_bytes(4, "little") not in data and token.to_bytes(4, "big") not in data
+    plain = {zlib.crc32(token.to_bytes(4, "little")) for token in tokens.tolist()}
+    assert len(plain & set(matched["marks"].tolist())) < 3
+
+
+def test_mixing_marks_keeps_equal_ones_equal_and_others_apart() -> None:
+    """It is one to one for each secret, and another for another."""
+    marks = np.random.default_rng(1).integers(0, 2**32, 5000, dtype=np.uint32)
+    marks[:100] = marks[100:200]
+    a, b = (np.frombuffer(mixed(marks.tobytes(), bytes([secret]) * 31 + b"x"), "<u4") for secret in (7, 9))
+    assert len(set(a.tolist())) == len(set(b.tolist())) == len(set(marks.tolist()))
+    assert (a[:100] == a[100:200]).all() and not (a == b).all()
+
+
+def test_the_ring_is_bounded_and_drops_its_oldest_part(tmp_path: Path) -> None:
+    """However much is served: what is left is of the last requests, and says that there was more."""
+    rng = random.Random(3)
+    with new_cache(num_gpu_blocks=64, flight_recorder_bytes=2**16) as cache:
+        recorder = cache.insight.flight_recorder
+        assert recorder is not None
+        for number in range(1500):
+            serve(cache, str(number), texts(rng.randint(1, 400), number % 50))
+            assert recorder.num_bytes < 1.2 * 2**16
+        recording = read_recording(cache.insight.write_flight(tmp_path / "a.flight"))
+    numbers = [record["number"] for record in recording.of_kind(RecordKind.MATCHED)]
+    assert recording.header["num_dropped"] > 3
+    assert numbers == list(range(numbers[0], 1501)) and 20 < len(numbers) < 1000
+    known = set[int]()
+    for record in recording.of_kind(RecordKind.MATCHED):  # what is referred to is there
+        assert record["author"] in known | {0}
+        known.add(record["number"])
+
+
+def test_the_ring_is_bounded_where_no_request_comes(tmp_path: Path) -> None:
+    """A request that takes block after block for ever pushes the oldest notes out."""
+    with new_cache(num_gpu_blocks=2000, flight_recorder_bytes=2**16) as cache:
+        recorder = cache.insight.flight_recorder
+        assert recorder is not None
+        request = Request(request_id="a", prompt_token_ids=[1])
+        cache.match(request)
+        for _ in range(1500):
+            cache.allocate(request, 1)
+            assert recorder.num_bytes < 1.2 * 2**16
+        recording = read_recording(cache.insight.write_flight(tmp_path / "a.flight"))
+    assert recording.header["num_dropped"]
+    assert {record["kind"] for record in recording.records()} == {RecordKind.ALLOCATED}
+
+
+def test_the_file_is_private_and_replaces_another(tmp_path: Path) -> None:
+    """Mode 0600, also over a file that was open to all; nothing else is left in the folder."""
+    path = tmp_path / "a.flight"
+    path.write_text("old")
+    path.chmod(0o666)
+    with new_cache() as cache:
+        serve(cache, "a", texts(40))
+        assert cache.insight.write_flight(str(path)) == path
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+    assert len(list(read_recording(path).records())) == 4
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that could not be written whole is gone, and the one before is as it was."""
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "a.flight"
+    path.write_text("old")
+    with new_cache() as cache:
+        serve(cache, "a", texts(40))
+        monkeypatch.setattr("os.fsync", full)
+        with pytest.raises(RecordingError, match=r"cannot write .*a\.flight: No space left on device"):
+            cache.insight.write_flight(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["a.flight"] and path.read_text() == "old"
+
+
+def test_without_a_ring_nothing_is_noted(tmp_path: Path) -> None:
+    """With 0 bytes there is none, and asking for it says which setting to change."""
+    with new_cache(flight_recorder_bytes=0) as cache:
+        serve(cache, "a", texts(40))
+        assert cache.insight.flight_recorder is None
+        with pytest.raises(RecordingError, match=r"insight\.flight_recorder_bytes is 0"):
+            cache.insight.write_flight(tmp_path / "a.flight")
+    with new_cache() as cache, pytest.raises(RecordingError, match=r"insight\.flight_folder is not set"):
+        cache.insight.write_flight()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"flight_recorder_bytes": 100}, "use 65536 .64KiB. or more, or 0"),
+        ({"flight_recorder_bytes": True}, "whole number"),
+        ({"flight_folder": ""}, "give the name of a folder"),
+        ({"record_folder": "x", "flight_recorder_bytes": 0}, "comes from the ring"),
+        ({"record_bytes": 5}, "1MiB"),
+        ({"num_record_files": 0}, "use 1 to 10000"),
+    ],
+)
+def test_impossible_settings_are_refused(given: dict[str, Any], words: str) -> None:
+    """Each with its name, the value seen and what to give."""
+    with pytest.raises(ConfigError, match=rf"insight\.\w+ is .*{words}"):
+        InsightConfig(**given)
