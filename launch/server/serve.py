@@ -31,7 +31,8 @@ from fastdeploy_cache.life_cycle import LifeCycleStatus
 logger = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 10.0
-_FLIGHT = "flight"  # no end: SIGUSR1 asks for a flight recording
+_FLIGHT = "flight"  # no end: a flight recording is asked for
+_ASKS = {signal.SIGTERM: "asked", signal.SIGINT: "asked", signal.SIGUSR1: _FLIGHT}
 
 
 def serve(
@@ -61,9 +62,8 @@ def serve(
     loaded = load_config(files, config_file, settings, role=role, storage_folder=storage_folder)
     config, control_socket = _own_socket(loaded, control_socket)
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: endings.put("asked"))
-    signal.signal(signal.SIGUSR1, lambda *_: endings.put(_FLIGHT))
+    for number in _ASKS:
+        signal.signal(number, lambda number, _: endings.put(_ASKS[number]))
     _check_metrics_port(host, metrics_port)  # and the others before the ranks start: what is taken should cost nothing
     server, control = _listen(host, port, control_socket)
     try:
