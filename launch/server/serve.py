@@ -62,8 +62,8 @@ def serve(
     loaded = load_config(files, config_file, settings, role=role, storage_folder=storage_folder)
     config, control_socket = _own_socket(loaded, control_socket)
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
-    for number in _ASKS:
-        signal.signal(number, lambda number, _: endings.put(_ASKS[number]))
+    for number, what in _ASKS.items():
+        signal.signal(number, lambda *_, what=what: endings.put(what))
     _check_metrics_port(host, metrics_port)  # and the others before the ranks start: what is taken should cost nothing
     server, control = _listen(host, port, control_socket)
     try:
