@@ -47,7 +47,7 @@ class StorageCounts(NamedTuple):
 
 
 class Durations(NamedTuple):
-    """Histograms of seconds. `residency` and `idle` are by tier, and count blocks, as `reuse_gaps` does."""
+    """Histograms of seconds. `residency` and `idle` are by tier and count blocks; the others count requests."""
 
     residency: Mapping[str, Counted] = MappingProxyType({})
     idle: Mapping[str, Counted] = MappingProxyType({})
@@ -183,7 +183,7 @@ def _process_families(picture: Picture, families: Families, num_ranks: int) -> l
 def _time_families(times: Durations, families: Families) -> list[Metric]:
     residency = "Time that evicted blocks had been in the tier; counts blocks"
     idle = "Time from the last use of evicted blocks to their eviction; counts blocks"
-    gaps = "Time from the last use of blocks to the match that hit them; counts blocks"
+    gaps = "Time from the last use of the last blocks that a request hit to its match; counts requests"
     matches = "Time inside match(), of requests that were admitted"
     by_tier = ("tier",)
     residencies: dict[tuple[str, ...], Counted] = {(tier,): times.residency.get(tier, _NO_AGE) for tier in BLOCK_TIERS}

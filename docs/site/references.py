@@ -20,7 +20,6 @@ OPEN_LABELS = {  # their values depend on how an engine is set up
     "block_size": "the setting",
     "eviction_policy": "the setting",
     "factor": "the size of the tier, as a multiple of what it is",
-    "block_size": "the setting of that name",
 }
 UNKNOWN = "known once there is a series"
 
