@@ -115,6 +115,10 @@ class Insight:
         """The same, and nothing where it was never started."""
         return self._what_if.rates() if self._what_if is not None else []
 
+    def policy_name(self) -> str:
+        """The eviction policy that is in force now."""
+        return self._books.tree.policy.name
+
     def what_if_counts(self) -> WhatIfCounts:
         """What the metrics show of it."""
         rates = [(r.tier, r.factor, r.policy, r.token_hit_rate, r.saved_seconds) for r in self.known_what_if()]

@@ -39,6 +39,7 @@ class Looks(Protocol):
     def explain_last(self, num_requests: int) -> Sequence[Explanation]: ...
     def examine(self) -> Sequence[Finding]: ...
     def known_what_if(self) -> Sequence[WhatIfRate]: ...
+    def policy_name(self) -> str: ...
 
 
 class OperatorPage:
@@ -98,6 +99,7 @@ class OperatorPage:
             "block_size": config.block_size,
             "block_bytes": config.block_bytes() * config.transfer.tp_size,
             "policy": config.eviction_policy,
+            "policy_now": insight.policy_name(),
             "tier_names": TIERS,
             "causes": list(stats.missed_tokens),
             "tiers": {"gpu": stats.gpu.by_state(), "cpu": stats.cpu.by_state()},

@@ -39,7 +39,7 @@ class MiniCache:
             transfer_client="inline",
             lost_blocks_bytes=0,
             num_explained_requests=0,
-            insight=InsightConfig(what_if=False),
+            insight=InsightConfig(what_if=False, flight_recorder_bytes=0),
         )
         tokens = max(1, round(setup.block_size / ratio))  # that a block here stands for
         policy = new_policy(

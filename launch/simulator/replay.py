@@ -10,6 +10,7 @@ import numpy as np
 
 from fastdeploy_cache import CacheConfig, Match, PrefixCacheManager, Request, StorageConfig
 from fastdeploy_cache.errors import PromptTooLongError
+from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.launch.simulator.store import SimulatedStore
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceRequest
 from fastdeploy_cache.policies import new_policy
@@ -81,6 +82,7 @@ class Replay:
             prefetch_policy="wait_complete",
             min_prefetch_tokens=-(-CacheConfig.min_prefetch_tokens // trace.block_size),
             transfer_client="inline",
+            insight=InsightConfig(what_if=False, flight_recorder_bytes=0),
         )
         if isinstance(policy, str):  # it has to know how many tokens a block really stands for
             size = max(gpu_blocks, cpu_blocks)

@@ -97,7 +97,7 @@ function showData(data) {
   trouble("");
   if (view.startedAt !== null && data.started_at !== view.startedAt) view.opened.clear();
   [view.data, view.startedAt] = [data, data.started_at];
-  at("instance").textContent = `instance ${data.dp}, ${data.policy}, blocks of ${data.block_size} tokens`;
+  at("instance").textContent = `instance ${data.dp}, ${data.policy_now}, blocks of ${data.block_size} tokens`;
   pill(data.life_cycle, data.life_cycle === "running" ? "good" : "bad");
   const hour = span(data);
   showFigures(data, hour);
