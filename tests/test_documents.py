@@ -16,6 +16,7 @@ from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, PrefixCacheManag
 from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.callers.copies import BlockCopies
 from fastdeploy_cache.callers.view import BlockView
+from fastdeploy_cache.insight.control import Control
 from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.ipc.peer_channel import make_keys
@@ -111,12 +112,12 @@ def test_every_adapter_has_its_page_and_is_named() -> None:
 def test_the_verbs_in_pages_are_there() -> None:
     """Whatever pages call `cache.PART.verb`, and `cache.verb(` outside the pages of adapters, exists."""
     parts = {"storage": StorageAccess, "peers": Peers, "blocks": CallerBlocks, "ranks": RankAccess, "life": LifeCycle}
-    parts["insight"] = Insight
+    parts |= {"insight": Insight, "control": Control}
     parts |= {"blocks.copies": BlockCopies, "blocks.view": BlockView}
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         text = page.read_text()
         for part, verb in re.findall(
-            r"\bcache\.((?:storage|peers|blocks|ranks|life|insight)(?:\.copies|\.view)?)\.(\w+)", text
+            r"\bcache\.((?:storage|peers|blocks|ranks|life|insight|control)(?:\.copies|\.view)?)\.(\w+)", text
         ):
             assert verb in {"copies", "view"} or hasattr(parts[part], verb), f"{page}: cache.{part}.{verb}"
         if page.parent.name != "adapters":

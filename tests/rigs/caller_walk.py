@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,9 @@ from fastdeploy_cache.books.block_pool import RUN
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.callers.copies import CallerLoad, CallerTransfer
-from fastdeploy_cache.errors import BlockOwnerError, LifeCycleError, OutOfBlocksError, RequestError
+from fastdeploy_cache.errors import BlockOwnerError, ControlError, LifeCycleError, OutOfBlocksError, RequestError
 from fastdeploy_cache.life_cycle import LifeCycleStatus
+from fastdeploy_cache.policies import EVICTION_POLICIES
 from tests.rigs.cache_model import CacheModel, Prefix
 
 TEXTS = [[(7 * i * i + text * (i // 9)) % 5 for i in range(60)] for text in range(4)]
@@ -243,7 +245,25 @@ class Caller:
                 model.committed.clear()
         client.auto = False
 
+    def operate(self) -> None:
+        """What an operator does meanwhile: pins by tokens and by name, and another eviction policy."""
+        control, insight = self.model.cache.control, self.model.cache.insight
+        with contextlib.suppress(ControlError):  # too much is pinned, nothing is cached, or `reuse` cannot come back
+            verb = self.choose.choice(["pin", "pin name", "unpin", "unpin", "policy"])
+            if verb == "pin":
+                control.pin(self.choose.choice(TEXTS)[: self.choose.randint(1, 12)], 1000)
+            elif verb == "pin name" and (top := insight.top(5)):
+                control.pin(self.choose.choice(top).name, 1000)
+            elif verb == "unpin" and (pins := control.pins()):
+                control.unpin(self.choose.choice(pins).name)
+            elif verb == "policy":
+                control.set_policy(self.choose.choice(EVICTION_POLICIES))
+        kept = sum(pin.num_blocks for pin in control.pins())
+        assert kept <= self.model.cache.stats().gpu.num_blocks // 4, "more is pinned than may be"
+
     def finish(self) -> None:
+        for pin in self.model.cache.control.pins():
+            self.model.cache.control.unpin(pin.name)
         self.model.client.land_all()
         self.end_copies()
         while self.loads:
@@ -256,7 +276,7 @@ class Caller:
 STEPS = {
     "take": 4, "give_back": 2, "insert": 6, "pin": 3, "unpin": 2, "evict_runs": 1, "look": 1, "use": 1, "load": 3,
     "end_load": 2, "swap_out": 3, "swap_in": 3, "serve": 4, "match": 2, "land": 6, "change_life": 0.4, "down": 0.2,
-    "reset": 0.1,
+    "reset": 0.1, "operate": 2,
 }  # fmt: skip
 
 
