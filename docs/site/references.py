@@ -18,6 +18,7 @@ OPEN_LABELS = {  # their values depend on how an engine is set up
     "rank": "the number of the rank, from 0 on",
     "peer": "the other instance, by its `peer.name`",
     "eviction_policy": "the setting of that name",
+    "block_size": "the setting of that name",
     "factor": "the size of the tier, as a multiple of what it is",
 }
 UNKNOWN = "known once there is a series"
