@@ -96,6 +96,7 @@ def test_engines_in_several_processes_share_an_endpoint() -> None:
         cache.release(request)
 
 
+@pytest.mark.processes  # the estimate of other sizes
 def test_fastdeploys_names_of_two_managers_are_told_apart() -> None:
     """With the label each has its own series; without it, and of one id twice, a series is shown once."""
     managers = [fastdeploy.PrefixCacheManager(fastdeploy_config(8 * (dp + 1)), 1, "mixed", dp) for dp in range(2)]
@@ -115,6 +116,7 @@ def test_fastdeploys_names_of_two_managers_are_told_apart() -> None:
             manager.close()
 
 
+@pytest.mark.processes  # as above
 @pytest.mark.parametrize("habit", ["resets", "drips", "garbage"])
 def test_a_bad_page_elsewhere_does_not_spoil_ours(habit: str) -> None:
     """A peer that breaks off, is slow for ever, or talks nonsense shows as down; our own series are there."""
