@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -47,6 +48,7 @@ class LookVerbs(Protocol):
     def tree(self, depth: int = ..., max_nodes: int = ...) -> TreeView: ...
     def requests(self, num_requests: int = ...) -> RequestsView: ...
     def ranks(self) -> RanksView: ...
+    def write_flight(self, path: str | None = ...) -> Path: ...
 
 
 class ActionVerbs(Protocol):
@@ -144,6 +146,13 @@ class _Verify(_Verb, tag="verify"):
         return dataclasses.asdict(subject.control.verify(checksums=self.checksums))
 
 
+class _WriteFlight(_Verb, tag="write-flight"):
+    file: str | None = None
+
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        return {"file": str(subject.insight.write_flight(self.file))}
+
+
 # -- looks
 
 
@@ -218,11 +227,11 @@ def _explained(explanation: Explanation) -> dict[str, Any]:
     return {**explanation.as_dict(), "text": str(explanation)}
 
 
-_ACTIONS = (_Pause, _Resume, _Sleep, _Wake, _Clear, _UpdateWeights, _Pin, _Unpin, _SetPolicy, _Verify)
+_ACTIONS = (_Pause, _Resume, _Sleep, _Wake, _Clear, _UpdateWeights, _Pin, _Unpin, _SetPolicy, _Verify, _WriteFlight)
 _LOOKS = (_Status, _Top, _Tree, _Requests, _Ranks, _Pins, _Policy, _Explain, _ExplainLast, _Examine)
 Verb = (
     _Pause | _Resume | _Sleep | _Wake | _Clear | _UpdateWeights | _Pin | _Unpin | _SetPolicy | _Verify
-    | _Status | _Top | _Tree | _Requests | _Ranks | _Pins | _Policy | _Explain | _ExplainLast | _Examine
+    | _WriteFlight | _Status | _Top | _Tree | _Requests | _Ranks | _Pins | _Policy | _Explain | _ExplainLast | _Examine
 )  # fmt: skip
 
 

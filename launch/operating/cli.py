@@ -217,6 +217,25 @@ def policy(
         typer.echo(f"{found['name']} (configured: {found['configured']}; known: {', '.join(found['known'])})")
 
 
+@operating_app.command(epilog="Example: fastdeploy-cache flight last.flight")
+def flight(
+    run_dir: RunDir,
+    file: Annotated[Path | None, typer.Argument(help="Where to; else insight.flight_folder, under a new name.")] = None,
+    socket: Socket = None,
+    json: AsJson = False,
+) -> None:
+    """Write what the flight recorder of a running cache has kept. The file goes to the machine of that cache.
+
+    Exit status 0: written; 1: refused, or it cannot be written; 3: nobody listens there.
+    """
+    wanted = str(file.absolute()) if file is not None else None
+    found = RunningCache(socket, run_dir).look("write-flight", file=wanted)
+    if json:
+        show_json(found)
+    else:
+        typer.echo(f"written to {found['file']}; look at it with: fastdeploy-cache simulate --replay {found['file']}")
+
+
 @operating_app.command(epilog="Example: fastdeploy-cache verify")
 def verify(
     run_dir: RunDir,

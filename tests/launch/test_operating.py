@@ -18,7 +18,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from fastdeploy_cache.errors import ControlError
+from fastdeploy_cache.errors import CacheError, ControlError
 from fastdeploy_cache.insight import control_client
 from fastdeploy_cache.ipc.private_socket import PrivateListener
 from fastdeploy_cache.launch.cli import app
@@ -82,6 +82,19 @@ def test_pins_and_policies_are_set_and_shown(path: Path) -> None:
     )
     assert run(path, "policy", "lfu").stdout.startswith("lfu (configured: lru; known: lru, ")
     assert found(path, "policy", "lru")["name"] == "lru"
+
+
+@pytest.mark.processes
+def test_a_flight_is_written_and_replayed(path: Path, tmp_path: Path) -> None:
+    """To the file that is named, for this user alone; what is no folder is one line and status 1."""
+    file = tmp_path / "last.flight"
+    assert found(path, "flight", str(file)) == {"file": str(file)} and file.stat().st_mode & 0o777 == 0o600
+    done = CliRunner().invoke(app, ["simulate", "--replay", str(file)])
+    assert done.exit_code == 0 and "0 different" in done.stdout, done.output
+    done = run(path, "flight", str(tmp_path / "none" / "last.flight"))
+    assert done.exit_code == 1 and isinstance(done.exception, CacheError) and "none/last.flight" in str(done.exception)
+    done = run(path, "flight")
+    assert done.exit_code == 1 and "flight_folder" in str(done.exception)
 
 
 @pytest.mark.processes
