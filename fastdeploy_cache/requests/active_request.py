@@ -52,7 +52,7 @@ _USUAL_FIELDS = (
     *("request", "keys", "generation", "block_ids", "matched_at", "num_asked_blocks", "num_found_blocks"),
     *("num_searched_blocks", "num_whole_blocks", "misses", "computing_key", "idle_since", "pin", "num_pinned_blocks"),
     *("num_gpu_blocks", "loads", "phase", "num_matched_blocks", "num_committed_blocks", "copy", "match_seconds"),
-    *("stepped_at", "is_admitted", "num_computed_tokens", "duplicates", "step"),
+    *("stepped_at", "is_admitted", "num_computed_tokens", "duplicates", "step", "number"),
 )
 
 

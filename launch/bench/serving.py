@@ -10,6 +10,7 @@ from time import thread_time_ns
 from typing import Protocol, TypeVar
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.launch.bench.workloads import Tokens, Work, Workload
 
 PHASES = ("request", "match", "allocate", "commit", "decode", "release")
@@ -110,11 +111,12 @@ def new_server(
     workload: Workload, policy: str = "lru", cpu_ratio: float = 0.0, *, from_list: bool = False, explains: bool = True
 ) -> Server:
     """A server over a fresh manager, with the pool that the workload asks for. Not `explains`: without the memory of
-    what was missed and why."""
+    what was missed and why, and without the flight recorder."""
     num_blocks = workload.pool_tokens // workload.block_size
     config = bench_config(workload.block_size, num_blocks, policy, cpu_ratio)
     if not explains:
-        config = dataclasses.replace(config, lost_blocks_bytes=0, num_explained_requests=0)
+        insight = InsightConfig(flight_recorder_bytes=0)
+        config = dataclasses.replace(config, lost_blocks_bytes=0, num_explained_requests=0, insight=insight)
     return Server(config, workload.num_in_flight, from_list=from_list)
 
 
