@@ -81,6 +81,7 @@ setup(
         "valkey": ["valkey[libvalkey]>=6.1"],
         "mooncake": ["mooncake-transfer-engine-non-cuda>=0.3.13"],
         "plot": ["matplotlib>=3.8"],
+        "otel": ["opentelemetry-api>=1.30"],
         "docs": ["furo>=2025.12.19", "myst-parser>=5,<6", "sphinx>=8.2,<10"],
         "test": [
             "aiohttp>=3.14.4,<4",
@@ -88,6 +89,7 @@ setup(
             "matplotlib>=3.8",
             "mooncake-transfer-engine-non-cuda>=0.3.13",
             "openai>=2",
+            "opentelemetry-sdk>=1.30",
             "pytest>=8",
             "pytest-xdist>=3.6",
             "pyyaml>=6",

@@ -19,6 +19,7 @@ class InsightConfig:
         what_if: estimate the hit rates that other sizes of the tiers would have, in a process of its own that starts
             with the first metrics endpoint.
         page: show a page for people at `/` of each metrics endpoint.
+        traces: make a span of OpenTelemetry for each hop; needs the extra `otel`.
         control_socket: path of a unix socket at which this cache can be looked at and controlled; None: none.
         max_pinned_share: of the GPU's blocks, what an operator's pins may keep in place.
         flight_recorder_bytes: of the ring that keeps what the cache was asked and has decided last; 0: there is none.
@@ -34,6 +35,7 @@ class InsightConfig:
 
     what_if: bool = True
     page: bool = True
+    traces: bool = False
     control_socket: str | None = None
     max_pinned_share: float = 0.25
     flight_recorder_bytes: int = 4 * 2**20
@@ -44,7 +46,7 @@ class InsightConfig:
     num_record_files: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("what_if", "page"):
+        for name in ("what_if", "page", "traces"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"insight.{name} is {value!r}; use true or false")
         path, share = self.control_socket, self.max_pinned_share

@@ -104,11 +104,11 @@ class PrefixCacheManager:
                 storage.attach(config.storage)
             self.peers.open(movement, storage, peer_client)
             self.control.open_configured()
+            self.insight.start(clock)
         except BaseException:
             self.close()
             raise
         self._recorder.show(lambda: self.insight.picture(self.life.status.value))
-        self.insight.start(clock)
 
     # -- the verbs of a request
 

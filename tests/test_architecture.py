@@ -118,6 +118,7 @@ HOMES = {
         "launch/storage/command.py",
     },
     "matplotlib": {"launch/simulator/plot.py"},
+    "opentelemetry": {"fastdeploy_cache/insight/traces.py"},
 }
 # A benchmark's baseline; and who tells the children of another engine what their main module is.
 MULTIPROCESSING = {"launch/bench/ping_pong.py", "fastdeploy_cache/adapters/fastdeploy/run.py"}

@@ -18,6 +18,7 @@ from fastdeploy_cache.metrics.picture import Durations, Picture
 from fastdeploy_cache.metrics.what_if_metrics import WhatIfCounts
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
+from fastdeploy_cache.requests.listener import RequestListener
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.access import StorageAccess
 
@@ -63,13 +64,24 @@ class Insight:
         self._flight: FlightKeeper | None = None
 
     def start(self, clock: Callable[[], float]) -> None:
-        """Record from now on: the manager is whole. `clock`: that its eviction policy goes by."""
+        """Record from now on: the manager is whole. `clock`: that its eviction policy goes by.
+
+        Raises:
+            ConfigError: `insight.traces` without OpenTelemetry.
+        """
+        listener: RequestListener | None = None
         if self._config.insight.flight_recorder_bytes:
             from fastdeploy_cache.insight.flight_keeper import FlightKeeper  # late: an import of the manager is quick
 
             self._flight = FlightKeeper(self._config, self._books, self._movement, self._storage, clock=clock)
-            self._requests.tell(self._flight.recorder)
+            listener = self._flight.recorder
             self._flight.start()
+        if self._config.insight.traces:
+            from fastdeploy_cache.insight.traces import Traces
+
+            listener = Traces(self._books, listener)
+        if listener is not None:
+            self._requests.tell(listener)
 
     def explain(self, request_id: str) -> Explanation:
         """See `PrefixCacheManager.explain`."""

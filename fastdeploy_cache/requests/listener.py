@@ -21,7 +21,10 @@ SETTLED_LATE: Final = 15  # nothing: its caller has looked again, and its match 
 class RequestListener(Protocol):
     """Told under the lock, behind what it is told of. It raises nothing, and takes less than a microsecond."""
 
-    note: Callable[[tuple[object, ...]], None]  # for what comes with each step: a call of our own would cost too much
+    @property
+    def note(self) -> Callable[[tuple[object, ...]], None]:
+        """What takes notes of each step: a call of our own would cost too much."""
+        ...
 
     def matched(self, active: ActiveRequest) -> None:
         """Its prefix was looked for."""

@@ -107,17 +107,20 @@ class Fetched(Change):
 @dataclass(slots=True, eq=False, kw_only=True)
 class StorageTaskEnded(Change):
     """Every rank has answered a task of storage, so many `seconds` after it was decided on. Noted behind what it
-    brought, so that matches grow first."""
+    brought, so that matches grow first. `request_id`: of the request that it was for, where it was for one."""
 
     result: TransferResult
     seconds: float
+    request_id: str | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefetchEnded(Change):
-    """Nothing more comes of a prefetch, so many `seconds` after storage was asked."""
+    """Nothing more comes of a request's prefetch, so many `seconds` after storage was asked."""
 
     seconds: float
+    request_id: str
+    num_blocks: int  # that have come
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

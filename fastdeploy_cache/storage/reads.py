@@ -122,6 +122,12 @@ class StorageReads:
         for prefetch in list(self._waiting):
             self._go_on(prefetch)
 
+    def request_of(self, task_id: int) -> str | None:
+        """Whose prefetch a task is for that has not ended; None: nobody's."""
+        piece = self._pieces.get(task_id)
+        prefetch = piece.prefetch if piece is not None else self._lookups.get(task_id)
+        return prefetch.request_id if prefetch is not None else None
+
     def follow(self, prefetch: StoragePrefetch) -> None:
         """A match follows the prefetch, and holds what has come. One that ended for want of room goes on."""
         if prefetch.done.is_set():
@@ -153,7 +159,8 @@ class StorageReads:
     def _end(self, prefetch: StoragePrefetch) -> None:
         self._waiting.pop(prefetch, None)
         self._books.await_room(self, bool(self._waiting))
-        self._books.note(PrefetchEnded(seconds=time.monotonic() - prefetch.began_at))
+        seconds, num_blocks = time.monotonic() - prefetch.began_at, prefetch.num_landed
+        self._books.note(PrefetchEnded(seconds=seconds, request_id=prefetch.request_id, num_blocks=num_blocks))
         prefetch.done.set()
         for call in prefetch.on_done:
             self._books.call_later(call)

@@ -144,9 +144,10 @@ class StorageTier:
     def on_result(self, result: TransferResult) -> None:
         """Every rank has answered a task, or is reaped."""
         with self._books:
+            request_id = self.reads.request_of(result.task.task_id)
             self._books.mishaps.contain("landing", functools.partial(self._finish, result))
             seconds = self.link.tasks.end(result.task.task_id)
-            self._books.note(StorageTaskEnded(result=result, seconds=seconds))
+            self._books.note(StorageTaskEnded(result=result, seconds=seconds, request_id=request_id))
         if result.is_failure:  # not what was cancelled, as nobody waits for it any more
             logger.info("event=storage_task_failed kind=%s error=%r", result.task.kind.value, result.error)
 
