@@ -175,7 +175,8 @@ def test_a_wheel_is_complete(copy: Path, archive: Path, wheel: Path, tmp_path: P
     expected = {name if name.startswith("fastdeploy_cache/") else f"fastdeploy_cache/{name}" for name in ours}
     assert inside(wheel) == expected == inside(wheel_of(bare, tmp_path))
     data = {name.removeprefix("fastdeploy_cache/") for name in expected if not name.endswith(".py")}
-    deploy = {str(path.relative_to(copy)) for path in (copy / "launch" / "background" / "deploy").iterdir()}
+    places = (copy / "launch" / "background" / "deploy").rglob("*")
+    deploy = {str(path.relative_to(copy)) for path in places if path.is_file()}
     page = {name for name in data if name.startswith("insight/page_parts/")}
     assert data == {"py.typed", "_native.pyi", "launch/serve.toml", *deploy, *page}
     assert len(deploy) >= 4 and "insight/page_parts/page.html" in page
@@ -197,7 +198,7 @@ def test_the_command_line_of_a_wheel(installed: Installed) -> None:
         name, _, words = line.partition(": ")
         assert words in installed.told("deploy", "--print", name).replace("\n# ", " ")
     status = installed.run(sys.executable, "-m", "fastdeploy_cache.launch", "status")
-    assert (status.returncode, status.stdout) == (3, "== not running\n"), status.stderr
+    assert status.returncode == 3 and status.stdout.startswith("== not running: no server listens at "), status.stderr
 
 
 @needs_wheels
