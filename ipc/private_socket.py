@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
 import stat
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,8 @@ from pathlib import Path
 from fastdeploy_cache.errors import IPCError
 
 _BACKLOG = 8
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED}  # what `accept` may meet
+_SHORTAGE_SECONDS = 0.2
 _MOST_AT_ONCE = 2**18
 _UCRED = struct.Struct("3i")  # pid, uid, gid; unix(7)
 
@@ -31,7 +35,7 @@ class PrivateListener:
         Raises:
             IPCError: a server listens there, others may enter the folder, or something else is in the way.
         """
-        self._name, self._ended = path.name, False
+        self._name, self._ended = path.name, threading.Event()
         self._folder = _open_private_folder(path.parent)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -67,17 +71,23 @@ class PrivateListener:
         fcntl.flock(self._folder, fcntl.LOCK_UN)
 
     def accept(self) -> socket.socket | None:
-        """The next connection; None after `end`."""
-        try:
-            return self._socket.accept()[0]
-        except OSError:
-            if self._ended:
-                return None
-            raise
+        """The next connection; None after `end`.
+
+        Where the process has no descriptor or no memory left for it now, whoever connects waits until it has.
+        """
+        while True:
+            try:
+                return self._socket.accept()[0]
+            except OSError as error:
+                if self._ended.is_set():
+                    return None
+                if error.errno not in _PASSING:
+                    raise
+                self._ended.wait(_SHORTAGE_SECONDS)
 
     def end(self) -> None:
         """`accept` returns None; who connects from now on is refused."""
-        self._ended = True
+        self._ended.set()
         with contextlib.suppress(OSError):  # closed already
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,9 +17,12 @@ from fastdeploy_cache.errors import MetricsError, PortInUseError
 
 __all__ = ["Collector", "MetricsExporter", "Page"]
 
+logger = logging.getLogger(__name__)
+
 _HEADERS = [("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer")]
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _METRICS_PATH = "/metrics"
+_IDLE_SECONDS = 10.0
 _NOTHING = b"nothing is here; see / and /metrics\n"
 _Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -76,6 +81,9 @@ class MetricsExporter:
         except OSError as error:
             reason = error.strerror or error
             raise PortInUseError(f"metrics cannot listen on {host}:{port}: {reason}; use another port") from error
+        handler: Any = self._server.RequestHandlerClass
+        bounded: Any = type("BoundedHandler", (handler,), {"timeout": _IDLE_SECONDS})
+        vars(self._server).update(RequestHandlerClass=bounded, handle_error=_note_gone)  # else each prints a traceback
         if pages:
             self._server.set_app(_beside(make_wsgi_app(registry), dict(pages)))
         self.url = f"http://{host}:{self._server.server_port}/metrics"
@@ -85,6 +93,11 @@ class MetricsExporter:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5)
+
+
+def _note_gone(_: object, address: object) -> None:
+    """A client has gone, or has said nothing for too long: its thread and its descriptor are given back."""
+    logger.debug("event=metrics_client_gone address=%s reason=%r", address, str(sys.exception()))
 
 
 def _beside(metrics: Any, pages: Mapping[str, Page]) -> _Application:

@@ -292,7 +292,8 @@ class CallerBlocks:
         try:
             if asked is not None:
                 ages, path = tree.residency.ages, run.path()
-                hit_run, _ = tree.place(path, num_hit_blocks)
+                num_blocks = sum([each.num_blocks for each in path])  # a caller may have found more than it inserts
+                hit_run, _ = tree.place(path, min(num_hit_blocks, num_blocks))
                 if hit_run is not None:
                     ages.hit(hit_run)
                 ages.used(path)

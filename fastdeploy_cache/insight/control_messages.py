@@ -18,6 +18,7 @@ from fastdeploy_cache.insight.pins import MAX_PIN_SECONDS, PinView
 from fastdeploy_cache.insight.policy_change import PolicyView
 from fastdeploy_cache.insight.prefix_views import PrefixView, TreeView
 from fastdeploy_cache.insight.verified import Verified
+from fastdeploy_cache.insight.what_if import WhatIfRate
 
 LIFE_VERBS = ("pause", "resume", "sleep", "wake", "clear", "update-weights")
 MAX_SECONDS = 600.0  # that a verb may take
@@ -48,6 +49,7 @@ class LookVerbs(Protocol):
     def tree(self, depth: int = ..., max_nodes: int = ...) -> TreeView: ...
     def requests(self, num_requests: int = ...) -> RequestsView: ...
     def ranks(self) -> RanksView: ...
+    def what_if(self) -> Sequence[WhatIfRate]: ...
     def write_flight(self, path: str | None = ...) -> Path: ...
 
 
@@ -204,7 +206,8 @@ class _Explain(_Look, tag="explain", kw_only=True):
     def apply(self, subject: Subject) -> list[dict[str, Any]]:
         last = subject.insight.explain_last(_ALL_REQUESTS)
         # several prompts of one request of a server have its name, with a number behind it
-        found = [each for each in last if self.request_id in {each.request_id, each.request_id.rpartition("-")[0]}]
+        names = ({each.request_id, each.request_id.rpartition("-")[0]} - {""} for each in last)
+        found = [each for each, known in zip(last, names, strict=True) if self.request_id in known]
         if not found:
             text = f"no request {self.request_id!r} among the last {len(last)}; `explain --last 10` shows their ids"
             raise ControlError(text)
@@ -223,15 +226,21 @@ class _Examine(_Look, tag="examine"):
         return [{**dataclasses.asdict(each), "text": str(each)} for each in subject.insight.examine()]
 
 
+class _WhatIf(_Look, tag="what-if"):
+    def apply(self, subject: Subject) -> list[dict[str, Any]]:
+        return [dataclasses.asdict(each) for each in subject.insight.what_if()]
+
+
 def _explained(explanation: Explanation) -> dict[str, Any]:
     return {**explanation.as_dict(), "text": str(explanation)}
 
 
 _ACTIONS = (_Pause, _Resume, _Sleep, _Wake, _Clear, _UpdateWeights, _Pin, _Unpin, _SetPolicy, _Verify, _WriteFlight)
-_LOOKS = (_Status, _Top, _Tree, _Requests, _Ranks, _Pins, _Policy, _Explain, _ExplainLast, _Examine)
+_LOOKS = (_Status, _Top, _Tree, _Requests, _Ranks, _Pins, _Policy, _Explain, _ExplainLast, _Examine, _WhatIf)
 Verb = (
     _Pause | _Resume | _Sleep | _Wake | _Clear | _UpdateWeights | _Pin | _Unpin | _SetPolicy | _Verify
-    | _WriteFlight | _Status | _Top | _Tree | _Requests | _Ranks | _Pins | _Policy | _Explain | _ExplainLast | _Examine
+    | _WriteFlight | _Status | _Top | _Tree | _Requests | _Ranks | _Pins | _Policy | _Explain | _ExplainLast
+    | _Examine | _WhatIf
 )  # fmt: skip
 
 

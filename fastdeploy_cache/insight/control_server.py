@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import socket
@@ -132,7 +133,10 @@ def _has_gone(connection: socket.socket) -> bool:
 
 
 def _encode(answer: dict[str, Any]) -> bytes:
-    line = msgspec.json.encode(answer)
+    try:
+        line = msgspec.json.encode(answer)
+    except UnicodeEncodeError:  # a request's id has half of a surrogate pair: no UTF-8, but JSON has a way to write it
+        line = json.dumps(msgspec.to_builtins(answer)).encode()
     if len(line) >= MAX_ANSWER_BYTES:
         raise ControlError(f"the answer has {len(line)} bytes, and at most {MAX_ANSWER_BYTES} are sent; ask for less")
     return line

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.insight.evidence import Evidence
+from fastdeploy_cache.insight.what_if import WhatIfRate
 
 _MIN_SHARE = 0.1  # of all prompt tokens that one cause costs, before it is worth a word
 _MIN_TAIL_SHARE = 0.25  # the same for the tails of prompts: some are always lost
@@ -104,21 +105,36 @@ def _evicted(case: Evidence) -> Iterator[Finding]:
 
 
 def _size_that_pays(case: Evidence) -> str:
-    """A sentence on the smallest CPU tier with most of what the largest gives; nothing where no rates are known."""
+    """Sentences on the smallest tiers with most of what larger ones give; nothing where no rates are known."""
     rates = {(rate.tier, rate.factor): rate for rate in case.rates if rate.policy == case.policy}
     if not rates:
         return ""
     now = rates["gpu", 1.0].token_hit_rate
-    larger = [rate for (tier, _), rate in sorted(rates.items()) if tier == "cpu" and rate.token_hit_rate > now]
-    most = larger[-1].token_hit_rate if larger else now
+    best = [_smallest(rates, tier, now) for tier in ("cpu", "gpu")]
+    found = [rate for rate in best if rate is not None]
+    if not found:
+        return " In the last hour no size up to four times that of a tier would have hit more."
+    words = {"cpu": "the CPU tier", "gpu": "the GPU pool"}
+    texts = [
+        f"with {rate.num_blocks} blocks in {words[rate.tier]} {rate.token_hit_rate:.0%}{_saved(rate)}" for rate in found
+    ]
+    text = f" Of the last hour's tokens {now:.0%} would hit as it is, {', and '.join(texts)}."
+    if any(rate.factor == max(factor for _, factor in rates) for rate in found):
+        text += " Larger ones are not estimated; `fastdeploy-cache simulate` replays a recording with any size."
+    return text
+
+
+def _smallest(rates: Mapping[tuple[str, float], WhatIfRate], tier: str, now: float) -> WhatIfRate | None:
+    """The smallest size of a tier with most of what its largest gains; None where that is too little."""
+    larger = [rate for (of, _), rate in sorted(rates.items()) if of == tier and rate.token_hit_rate > now]
+    most = max((rate.token_hit_rate for rate in larger), default=now)
     if most - now < _MIN_GAIN:
-        return " In the last hour a CPU tier of no size up to four times of this one would have hit more."
-    best = next(rate for rate in larger if rate.token_hit_rate >= now + _MOST * (most - now))
-    saved = f", and {best.saved_seconds:.0f} seconds of computing be saved" if best.saved_seconds is not None else ""
-    return (
-        f" With {best.num_blocks} blocks in the CPU tier {best.token_hit_rate:.0%} of the last hour's tokens would "
-        f"hit{saved}; as it is, {now:.0%} would."
-    )
+        return None
+    return next(rate for rate in larger if rate.token_hit_rate >= now + _MOST * (most - now))
+
+
+def _saved(rate: WhatIfRate) -> str:
+    return f" (which saves {rate.saved_seconds:.0f} seconds of computing)" if rate.saved_seconds is not None else ""
 
 
 def _simple(name: str, cause: Cause, what: str, advice: str) -> Callable[[Evidence], Iterator[Finding]]:

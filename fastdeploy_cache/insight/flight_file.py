@@ -84,8 +84,10 @@ def write_whole(path: Path, parts: Sequence[bytes]) -> None:
     """Write a file of mode 0600 under another name, and give it its own when all is there.
 
     Raises:
-        RecordingError: it cannot be written; nothing is left of it.
+        RecordingError: it cannot be written, or what is there is no file; nothing is left of it.
     """
+    if not path.name or "\0" in str(path) or (path.exists() and not path.is_file()):
+        raise RecordingError(f"cannot write a flight recording to {str(path)!r}; give the name of a file")
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         try:

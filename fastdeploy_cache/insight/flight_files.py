@@ -64,12 +64,18 @@ class GrowingFile:
             RecordingError: it cannot be made.
         """
         self.close()
+        path = self._folder.next_path()
         try:
-            self._file = open_private(self._folder.next_path())
+            self._file = open_private(path)
         except OSError as error:
             raise RecordingError(f"no flight recording can be begun: {reason_of(error)}") from error
         self._num_bytes = 0
-        self.write(self._header())
+        try:
+            self.write(self._header())
+        except RecordingError:
+            with contextlib.suppress(OSError):  # a file without a begin is of no use to anybody
+                path.unlink()
+            raise
 
     def write(self, data: bytes) -> None:
         """Add these bytes, whole.

@@ -135,7 +135,9 @@ class FlightKeeper:
             now, before = (status.up, status.num_restarts), self._ranks.get(status.rank, (True, 0))
             if now != before:
                 self._note(RecordKind.RANK, status.rank, status.up, status.num_restarts)
-                if before[0] and not status.up and not self._books.is_closed:
+                # it may have been down, and be up again, since the last look
+                has_died = (before[0] and not status.up) or status.num_restarts > before[1]
+                if has_died and not self._books.is_closed:
                     self._alert("rank_down")
             self._ranks[status.rank] = now
         stats = self._storage.stats()
@@ -197,7 +199,7 @@ class FlightKeeper:
 
     def _recording_head(self) -> bytes:
         """The begin of the next file of the recording; what went before is in the other files, or lost."""
-        return head(self._header("recording", self._num_recorded) | {"num_lost_parts": self._num_lost})
+        return head(self._header("recording", self._num_recorded + self._num_lost) | {"num_lost_parts": self._num_lost})
 
     def _run(self) -> None:
         while not self._is_over:

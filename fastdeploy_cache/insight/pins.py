@@ -103,7 +103,7 @@ class Pins:
     def unpin(self, name: str) -> int:
         """End a pin; returns how many blocks it had. Raises `ControlError` where there is none of that name."""
         with self._books:
-            held = self._held.pop(name, None)
+            held = self._held.pop(name.lower(), None)
             num_blocks = held.prefix.num_blocks if held is not None else 0
             if held is not None:
                 self._books.unpin_prefix(held.prefix)

@@ -63,11 +63,12 @@ class WhatIf:
         """`prefill_speed`: tokens per second, of one request."""
         self._config, self._books, self._prefill_speed = config, books, prefill_speed
         self._plans = plans_for(config)
-        self._sending = threading.Lock()
+        self._sending, self._starting = threading.Lock(), threading.Lock()
+        self._owner_pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self._board: ResultBoard | None = None
         self._array: SharedArray | None = None
-        self._unsent = b""
+        self._unsent, self._is_closed = b"", False
 
     @property
     def is_on(self) -> bool:
@@ -79,9 +80,12 @@ class WhatIf:
 
         One that cannot start costs its estimates only; it is logged.
         """
-        is_wanted = self._config.insight.what_if and self._config.enable_prefix_caching
-        if self._process is not None or not is_wanted or self._books.is_closed:
-            return
+        with self._starting:  # of several that ask first at a time, one
+            is_wanted = self._config.insight.what_if and self._config.enable_prefix_caching
+            if self._process is None and is_wanted and not self._is_closed and not self._books.is_closed:
+                self._start()
+
+    def _start(self) -> None:
         num_plans = len(self._plans)
         try:
             with contextlib.ExitStack() as undo:
@@ -150,16 +154,18 @@ class WhatIf:
 
     def close(self) -> None:
         """End the process. Safe to call twice."""
-        self._books.note_references(None)
-        with self._sending:
+        with self._starting, self._sending:
+            self._is_closed = True
+            self._books.note_references(None)
             self._end()
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        if process is not None:
+        if process is not None and os.getpid() == self._owner_pid:  # else it is our parent's: this is a fork
             process.kill()  # it has nothing to lose
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
+        if process is not None:
             assert process.stdin is not None
             with contextlib.suppress(OSError):
                 process.stdin.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ class WhatIfSetup(msgspec.Struct, frozen=True, kw_only=True):
     cpu_write_min_uses: int
     window_seconds: float
     plans: tuple[Plan, ...]
+    engine_pid: int
     result_fd: int  # of the memory for results
 
 
@@ -71,6 +73,7 @@ def setup_for(config: CacheConfig, window_seconds: float, result_fd: int = -1) -
         cpu_write_min_uses=config.cpu_write_min_uses,
         window_seconds=window_seconds,
         plans=plans_for(config),
+        engine_pid=os.getpid(),
         result_fd=result_fd,
     )
 

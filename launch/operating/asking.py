@@ -14,7 +14,9 @@ from fastdeploy_cache.launch.background.run_folder import RunFolder
 from fastdeploy_cache.launch.background.single import absence
 
 NOBODY_LISTENS, SOMETHING_IS_WRONG = 3, 4  # exit statuses
-_SECONDS = 120.0  # that an answer may take: a check of millions of blocks takes some
+_LOOK_SECONDS = 1.0  # that an answer may take beside the ten that are always given
+_LONG_SECONDS = 120.0  # the same where the whole cache is walked through
+_LONG = ("verify", "pin", "set-policy", "write-flight")
 
 
 class RunningCache:
@@ -28,7 +30,7 @@ class RunningCache:
     def look(self, verb: str, **fields: Any) -> Any:
         """What is found. Raises `ControlError`; leaves with status 3 where nobody listens."""
         try:
-            return look(self.path, verb, _SECONDS, **fields)
+            return look(self.path, verb, _LONG_SECONDS if verb in _LONG else _LOOK_SECONDS, **fields)
         except (FileNotFoundError, ConnectionRefusedError):
             self._leave()
 
@@ -44,7 +46,7 @@ class RunningCache:
         slot = self.folder.server
         pid, facts = (slot.pid, slot.facts) if self.is_own else (None, {})
         try:
-            found = look(self.path, "status", _SECONDS if pid is None else _SECONDS / 20)
+            found = look(self.path, "status", _LOOK_SECONDS)
         except (FileNotFoundError, ConnectionRefusedError):
             if pid is None:
                 text = f"{self._absence()}: no server listens at {self.path}"

@@ -217,6 +217,21 @@ def policy(
         typer.echo(f"{found['name']} (configured: {found['configured']}; known: {', '.join(found['known'])})")
 
 
+@operating_app.command("what-if", epilog="Example: fastdeploy-cache what-if")
+def what_if(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> None:
+    """Show what the last hour would have hit with other sizes of each tier: whether more memory would pay.
+
+    It is known after 50 requests. Exit status 0: shown; 1: it cannot be asked; 3: nobody listens there.
+    """
+    from fastdeploy_cache.launch.operating.text import what_if_table
+
+    found = RunningCache(socket, run_dir).look("what-if")
+    if json:
+        show_json(found)
+    else:
+        _print(what_if_table(found) if found else "not known yet: it takes 50 requests, and insight.what_if")
+
+
 @operating_app.command(epilog="Example: fastdeploy-cache flight last.flight")
 def flight(
     run_dir: RunDir,

@@ -25,12 +25,10 @@ def seconds_ago(seconds: float | None) -> str:
 
 def status_lines(document: Mapping[str, Any]) -> list[str]:
     """The state of a cache, a line for each thing."""
-    first = f"running: pid {document['pid']}"
+    first = f"{document['life_cycle']}: pid {document['pid']}"
     if document.get("url"):
         first += f", API {document['url']}/v1/chat/completions, metrics {document.get('metrics')}"
     lines = [first]
-    if document["life_cycle"] != "running":
-        lines.append(f"life cycle: {document['life_cycle']}")
     for rank in document["ranks"]:
         state = "up" if rank["up"] else "DOWN"
         lines.append(f"rank {rank['rank']}: {state}, pid {rank['pid']}, restarts {rank['num_restarts']}")
@@ -48,6 +46,22 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     )
     rates = ", ".join(f"{name} {rate:.0%}" for name, rate in document["hit_rates"].items())
     return [*lines, f"hit rates, recently: {rates}", *_worth(document)]
+
+
+def what_if_table(rates: Sequence[Mapping[str, Any]]) -> Table:
+    """What other sizes of the tiers would have hit in the last hour."""
+    table = table_of(("tier", "times its size", "blocks", "policy", "hit", "seconds saved"), words=("tier", "policy"))
+    for rate in rates:
+        saved = rate["saved_seconds"]
+        table.add_row(
+            rate["tier"].upper(),
+            f"{rate['factor']:g}",
+            str(rate["num_blocks"]),
+            rate["policy"],
+            f"{rate['token_hit_rate']:.1%}",
+            "-" if saved is None else f"{saved:.1f}",
+        )
+    return table
 
 
 def _worth(document: Mapping[str, Any]) -> list[str]:

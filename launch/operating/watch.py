@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +23,9 @@ def watch(status: Callable[[], tuple[dict[str, Any], int]], every_seconds: float
     """Show the state of a cache again and again, until Ctrl-C or until it does not answer: then what is wrong, and the
     exit status. Where the console is no terminal, each view is printed below the last one."""
     waiting, before, seen_at = threading.Event(), dict[str, Any](), 0.0
-    with Live(console=console, auto_refresh=False, transient=True) as live:
+    if console.is_terminal:  # what is wider would wrap, and leave its lines behind at the next view
+        console.width = shutil.get_terminal_size().columns
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             document, code = status()
             if code:

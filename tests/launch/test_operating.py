@@ -98,10 +98,23 @@ def test_a_flight_is_written_and_replayed(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+def test_other_sizes_are_shown_once_they_are_known(path: Path) -> None:
+    """Before there are 50 requests that is said; the document is a list all the same."""
+    assert found(path, "what-if") == [] and "50 requests" in run(path, "what-if").stdout
+
+
+@pytest.mark.processes
+def test_no_name_is_no_request(path: Path) -> None:
+    """An empty id is that of none."""
+    done = run(path, "explain", "")
+    assert done.exit_code == 1 and "no request ''" in str(done.exception)
+
+
+@pytest.mark.processes
 def test_the_life_cycle_goes_over_the_socket_too(path: Path) -> None:
     """As it does for a server."""
     assert run(path, "control", "pause").stdout == "paused\n"
-    assert "life cycle: paused" in run(path, "status").stdout
+    assert "== paused: pid " in run(path, "status").stdout
     assert found(path, "control", "resume") == {"status": "running"}
 
 

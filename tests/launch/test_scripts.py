@@ -135,7 +135,7 @@ def test_control_of_the_running_server(environment: dict[str, str], started: str
     """control.sh finds its socket; status names what is not running as ever; a refusal is status 1 and one line."""
     asleep = run("control.sh", "sleep", "--tier", "gpu", environment=environment)
     assert (asleep.returncode, asleep.stdout.endswith("; asleep\n")) == (0, True), asleep.stderr
-    assert "life cycle: asleep" in run("status.sh", environment=environment).stdout
+    assert "== asleep: pid " in run("status.sh", environment=environment).stdout
     refused = run("control.sh", "pause", environment=environment)
     assert refused.returncode == 1
     assert "it has to be running or paused" in refused.stderr

@@ -94,3 +94,17 @@ def test_close_ends_the_thread_and_frees_the_port() -> None:
     with pytest.raises(urllib.error.URLError):
         scrape(exporter.url)
     assert threading.active_count() == before
+
+
+def test_a_client_that_says_nothing_gives_its_thread_back(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """After its time, without a traceback; others are answered meanwhile."""
+    monkeypatch.setattr("fastdeploy_cache.metrics.exporter._IDLE_SECONDS", 0.05)
+    exporter = MetricsExporter(CacheMetrics())
+    host, port = exporter.url.split("/")[2].split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as silent:
+        assert urllib.request.urlopen(exporter.url, timeout=10).status == 200
+        assert silent.recv(1) == b""
+    exporter.close()
+    assert "Traceback" not in capfd.readouterr().err

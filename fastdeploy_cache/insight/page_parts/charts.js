@@ -85,18 +85,27 @@ function stacked(place, times, series, { most, format, label }) {
   const below = times.map(() => 0);
   for (const [, color, values] of series) {
     const upper = values.map((value, i) => below[i] + (value ?? 0));
-    const top = times.map((time, i) => `${x(time).toFixed(1)},${y(upper[i]).toFixed(1)}`);
-    const bottom = times.map((time, i) => `${x(time).toFixed(1)},${y(below[i]).toFixed(1)}`).reverse();
-    const shape = svg("polygon", { points: [...top, ...bottom].join(" ") });
-    shape.style.fill = color;
-    shape.style.opacity = 0.85;
-    picture.append(shape);
+    for (const part of withoutGaps(values)) {
+      const top = part.map((i) => `${x(times[i]).toFixed(1)},${y(upper[i]).toFixed(1)}`);
+      const bottom = part.map((i) => `${x(times[i]).toFixed(1)},${y(below[i]).toFixed(1)}`).reverse();
+      const shape = svg("polygon", { points: [...top, ...bottom].join(" ") });
+      shape.style.fill = shape.style.stroke = color;
+      shape.style.opacity = 0.85;
+      picture.append(shape);
+    }
     upper.forEach((value, i) => {
       below[i] = value;
     });
   }
   picture.append(...timeAxis(plot, from, to), hover(plot, times, series, x, format));
   place.replaceChildren(picture, legend(series.map(([name, color]) => [name, color])));
+}
+
+/* The places of values in a row that are there. */
+function withoutGaps(values) {
+  const parts = [[]];
+  values.forEach((value, i) => (value === null ? parts.push([]) : parts[parts.length - 1].push(i)));
+  return parts.filter((part) => part.length);
 }
 
 function timeAxis(plot, from, to) {

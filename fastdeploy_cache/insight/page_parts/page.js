@@ -229,6 +229,14 @@ function showWhatIf(data) {
   at("whatif-note").textContent =
     `What the last hour would have hit with other sizes, the other tier as it is.${none}`;
   curves(at("whatif"), factors, series, { format: percent, label: "Hit rate over sizes of the tiers" });
+  const rows = own.map((rate) => {
+    const saved = rate.saved_seconds === null ? "-" : seconds(rate.saved_seconds);
+    const cells = [TIER_NAMES[rate.tier], count(rate.num_blocks), percent(rate.token_hit_rate), saved];
+    return html("tr", {}, ...cells.map((text) => html("td", {}, text)));
+  });
+  const names = ["Tier", "Blocks", "Would hit", "Would save in an hour"];
+  const head = html("tr", {}, ...names.map((text) => html("th", { scope: "col" }, text)));
+  at("whatif-numbers").replaceChildren(html("table", {}, head, ...rows));
 }
 
 function showMoved(data, { times, rise }) {
@@ -318,8 +326,8 @@ function showFindings(findings) {
     html(
       "div",
       { class: "finding" },
-      html("b", {}, each.name.replaceAll("_", " ")),
-      `${each.evidence} ${each.advice}`,
+      html("b", {}, each.name),
+      each.text.slice(each.name.length + 2),
     ),
   );
   at("findings").replaceChildren(

@@ -275,6 +275,7 @@ def test_a_reset_forgets_all_slots() -> None:
 @pytest.mark.processes
 def test_the_sample_prints_what_it_says() -> None:
     """The sample of docs/adapters/slots.md runs as it stands."""
-    (sample,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    sample, *fragments = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert all(fragment.startswith("# fragment:") for fragment in fragments)
     result = subprocess.run([sys.executable, "-c", sample], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.splitlines() == re.findall(r"^# (.*)", sample, re.MULTILINE)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
+import subprocess
+import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -143,5 +148,48 @@ def test_the_doctor_says_how_many_blocks_would_do(cache: PrefixCacheManager) -> 
     wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 120)
     (finding,) = cache.examine()
     assert finding.name == "gpu_short"
-    assert "With 40 blocks in the CPU tier 90% of the last hour's tokens would hit" in finding.advice
-    assert "as it is, 0% would" in finding.advice
+    assert "0% would hit as it is, with 40 blocks in the CPU tier 90%" in finding.advice
+    assert "with 40 blocks in the GPU pool 90%" in finding.advice
+
+
+def test_one_process_is_started_by_many_threads(cache: PrefixCacheManager) -> None:
+    """Six that ask first at the same time start one, which the cache ends; a closed cache starts none."""
+    before, together = child_pids(), threading.Barrier(6)
+
+    def ask() -> None:
+        together.wait()
+        cache.insight.what_if()
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(child_pids() - before) == 1
+    cache.close()
+    assert cache.insight.what_if() == [] and child_pids() == before
+
+
+def test_it_ends_with_an_engine_that_has_forked() -> None:
+    """A child of the engine, which has all its descriptors, does not keep it."""
+    program = (
+        "import os, signal, sys, time\n"
+        "from fastdeploy_cache import CacheConfig, PrefixCacheManager\n"
+        "cache = PrefixCacheManager(CacheConfig(num_gpu_blocks=8, transfer_client='inline'))\n"
+        "cache.insight.what_if()\n"
+        "print(cache.insight.start_what_if()._process.pid, flush=True)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os.close(1)\n"
+        "    sys.stdin.read()\n"
+        "    os._exit(0)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+        assert engine.stdout is not None and engine.stdin is not None
+        pid = int(engine.stdout.readline())
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            pidfd = os.pidfd_open(pid)
+            ended, _, _ = select.select([pidfd], [], [], 20)
+            os.close(pidfd)
+            assert ended, "it outlived its engine"
