@@ -305,16 +305,25 @@ def doctor(
     metrics: Annotated[
         str | None, typer.Option(metavar="FILE_OR_URL", help="Go by a page of metrics, where only that can be reached.")
     ] = None,
+    recording: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Go by a file of the flight recorder, which is replayed.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Say what is wrong with a running cache: the evidence, what to change, and what that can give.
 
     Exit status 0: nothing is; 1: it cannot be asked; 3: nobody listens there; 4: something is wrong.
     """
+    if metrics is not None and recording is not None:
+        raise typer.BadParameter("--metrics with --recording; give one of them")
     if metrics is not None:
         from fastdeploy_cache.launch.operating.doctor_page import findings_of_page
 
         found = findings_of_page(metrics)
+    elif recording is not None:
+        from fastdeploy_cache.launch.operating.doctor_recording import findings_of_recording
+
+        found = findings_of_recording(recording)
     else:
         found = RunningCache(socket, run_dir).look("examine")
     _show_texts(found, "nothing is wrong, as far as can be seen", as_json=json)

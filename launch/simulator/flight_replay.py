@@ -139,8 +139,8 @@ class FlightReplay:
             RecordKind.RANK: lambda record: self._client.set_up(record["rank"], up=bool(record["up"])),
         }
 
-    def run(self) -> ReplayOutcome:
-        """Replay all of it.
+    def run(self, at_end: Callable[[PrefixCacheManager], None] = lambda _: None) -> ReplayOutcome:
+        """Replay all of it. `at_end` is given the cache before it is closed.
 
         Raises:
             RecordingError: a record that cannot be.
@@ -157,6 +157,7 @@ class FlightReplay:
                     step(record)
                 except CacheError as error:
                     self._differ(record["kind"].name.lower(), "done", f"refused: {error}")
+            at_end(self.cache)
         finally:
             self.cache.close()
         return self.outcome

@@ -1,0 +1,50 @@
+"""The doctor over a file of the flight recorder: the recording is served again, and what that cache shows is judged."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastdeploy_cache import PrefixCacheManager
+from fastdeploy_cache.insight.doctor import Finding, examine
+from fastdeploy_cache.insight.evidence import Evidence
+from fastdeploy_cache.insight.flight_file import read_recording
+from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
+
+_NUM_EXPLAINED = 100_000  # requests: more than a recording has
+
+
+def findings_of_recording(path: Path) -> list[dict[str, Any]]:
+    """What is wrong with the cache that made the recording, each with a `text` to print.
+
+    The replay takes no time, so nothing is said of ages; what is wrong with ranks and storage is not in a recording.
+
+    Raises:
+        RecordingError: the file cannot be read, or not replayed.
+    """
+    found: list[Finding] = []
+
+    def judge(cache: PrefixCacheManager) -> None:
+        found.extend(_judge(cache))
+
+    FlightReplay(read_recording(path), {"num_explained_requests": _NUM_EXPLAINED}).run(judge)
+    return [{**dataclasses.asdict(each), "text": str(each)} for each in found]
+
+
+def _judge(cache: PrefixCacheManager) -> Sequence[Finding]:
+    config, requests = cache.config, cache.explain_last(_NUM_EXPLAINED)
+    gpu, cpu = config.pool_sizes()
+    misses = [dataclasses.replace(miss, seconds_ago=None) for each in requests for miss in each.misses]
+    return examine(
+        Evidence(
+            num_requests=len(requests),
+            num_tokens=sum(each.num_tokens for each in requests),
+            misses=misses,
+            block_size=config.block_size,
+            policy=config.eviction_policy,
+            num_gpu_blocks=gpu,
+            num_cpu_blocks=cpu,
+        )
+    )
