@@ -97,6 +97,11 @@ def _evicted(case: Evidence) -> Iterator[Finding]:
         elif num_cpu_blocks:
             name = "evicted_before_copied"
             advice = "Lower cpu_write_high_water, or set cpu_write_policy to 'write_through'."
+            if num_cpu_blocks < num_gpu_blocks:
+                advice = (
+                    f"Raise num_cpu_blocks, which is {num_cpu_blocks} now: a CPU tier that is smaller than the GPU "
+                    f"pool of {num_gpu_blocks} blocks has no room for what leaves that."
+                )
         else:
             name = "gpu_short"
             advice = f"Give the cache a CPU tier (num_cpu_blocks), or more than {num_gpu_blocks} num_gpu_blocks."

@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 
 from fastdeploy_cache import Request
+from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.explanation import Miss
 from fastdeploy_cache.insight.doctor import examine
 from fastdeploy_cache.insight.evidence import evidence_of
 from fastdeploy_cache.policies.breaker import BreakerState
@@ -77,3 +79,15 @@ def test_requests_that_others_matched_are_examined_likewise() -> None:
             Request(request_id=f"other {number}", prompt_token_ids=prompt(number % NUM_PROMPTS)), (0, 0, 0)
         )
     assert names(asker)[0] == "gpu_short"
+
+
+def test_a_small_cpu_tier_is_told_to_grow() -> None:
+    """Where it is smaller than the GPU pool, copying earlier is no advice."""
+    case = evidence_of(Asker(num_gpu=64, num_cpu=16).config, Asker().cache.stats(), [], Asker().cache._books)
+    miss = Miss(cause=Cause.EVICTED, num_tokens=50, tier="gpu")
+    for num_cpu_blocks, words in ((16, "num_cpu_blocks, which is 16 now"), (640, "cpu_write_high_water")):
+        sick = dataclasses.replace(
+            case, num_requests=30, num_tokens=100, misses=[miss], num_gpu_blocks=64, num_cpu_blocks=num_cpu_blocks
+        )
+        (finding,) = examine(sick)
+        assert finding.name == "evicted_before_copied" and words in finding.advice

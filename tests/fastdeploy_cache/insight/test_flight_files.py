@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fastdeploy_cache.insight.flight_files import FlightFolder
 from fastdeploy_cache.insight.flight_records import RecordKind
 from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
+from fastdeploy_cache.transfer_manager.client import RankStatus
 from tests.rigs.cache_model import CacheModel
 
 
@@ -88,6 +90,21 @@ def test_an_alert_writes_one_file(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert [record["up"] for record in recording.of_kind(RecordKind.RANK)] == [0]
     assert list(recording.of_kind(RecordKind.ALERT))
     assert [r.message for r in caplog.records if "flight_written" in r.message]
+
+
+def test_a_rank_that_was_down_for_a_moment_writes_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None]
+) -> None:
+    """It died and was up again between two looks: its count of restarts tells."""
+    model = served(5, flight_folder=str(tmp_path / "alerts"))
+    again = [RankStatus(rank=0, up=True, num_restarts=1)]
+    monkeypatch.setattr(model.client, "statuses", lambda: again)
+    eventually(lambda: (tmp_path / "alerts").exists() and any((tmp_path / "alerts").glob("*.flight")))
+    model.cache.close()
+    (path,) = (tmp_path / "alerts").iterdir()
+    recording = read_recording(path)
+    assert recording.header["reason"] == "rank_down"
+    assert [(record["up"], record["num_restarts"]) for record in recording.of_kind(RecordKind.RANK)] == [(1, 1)]
 
 
 def test_only_so_many_files_are_kept(tmp_path: Path) -> None:
