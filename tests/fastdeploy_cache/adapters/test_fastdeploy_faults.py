@@ -14,6 +14,7 @@ from fastdeploy_cache import KVLayout
 from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
 from fastdeploy_cache.adapters.fastdeploy.task import new_request, path_hashes
 from fastdeploy_cache.errors import BlockOwnerError, RequestError
+from tests.rigs.call_counts import counted
 from tests.rigs.fastdeploy_engine import (
     PROMPT,
     Kernel,
@@ -138,18 +139,10 @@ def _num_calls_of_a_hit(num_leaves: int) -> int:
     manager = PrefixCacheManager(new_config(2 * num_leaves + 8), 1)
     for number in range(num_leaves):
         serve_v1(manager, Task(f"r{number}", [number % 251, number // 251, 1, 2, 3]), [1])
-    num_calls = 0
-
-    def count(*_: object) -> None:
-        nonlocal num_calls
-        num_calls += 1
-
     # the first request in a new part of the flight recorder's ring is written whole, those behind it refer to it
     serve_v1(manager, Task("first", [0, 0, 1, 2, 8]), [1])
     task = Task("hit", [0, 0, 1, 2, 9])
-    sys.setprofile(count)
-    ids, _, _ = manager.request_match_blocks(task, 4)
-    sys.setprofile(None)
+    (ids, _, _), num_calls = counted(lambda: manager.request_match_blocks(task, 4))
     assert len(ids) == 1
     manager.release_block_ids(task)
     manager.close()

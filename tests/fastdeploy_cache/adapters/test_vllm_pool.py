@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +12,7 @@ from fastdeploy_cache import Request
 from fastdeploy_cache.adapters.vllm.manager import hash_request_tokens
 from fastdeploy_cache.errors import BlockOwnerError
 from fastdeploy_cache.policies import EVICTION_POLICIES
+from tests.rigs.call_counts import counted
 from tests.rigs.simulated_client import SimulatedClient
 from tests.rigs.vllm_engine import SIZE, Engine, asks, ids, serve, start, view
 
@@ -116,15 +116,8 @@ def test_a_hit_takes_its_blocks_out_of_the_queue_without_a_walk() -> None:
         for i in range(num_others):
             serve(kv, asks(f"r{i}", [100 + i] * 9))
         serve(kv, asks("old", [*range(9)]))
-        request, count = asks("a", [*range(9)]), 0
-
-        def note(frame: object, event: str, argument: object) -> None:
-            nonlocal count
-            count += event in ("call", "c_call")
-
-        sys.setprofile(note)
-        blocks, _ = kv.get_computed_blocks(request)
-        sys.setprofile(None)
+        request = asks("a", [*range(9)])
+        (blocks, _), count = counted(lambda: kv.get_computed_blocks(request))
         queue = kv.block_pool.free_block_queue
         assert len(blocks) == 2 and queue.num_free_blocks == 998
         assert not {*ids(blocks)} & {*ids(queue.get_all_free_blocks())}
