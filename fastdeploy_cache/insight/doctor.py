@@ -142,8 +142,10 @@ def _saved(rate: WhatIfRate) -> str:
     return f" (which saves {rate.saved_seconds:.0f} seconds of computing)" if rate.saved_seconds is not None else ""
 
 
-def _simple(name: str, cause: Cause, what: str, advice: str) -> Callable[[Evidence], Iterator[Finding]]:
-    """A cause that is a finding by itself, with the detail that most of its tokens have."""
+def _simple(
+    name: str, cause: Cause, what: str, advice: str, more: Callable[[Evidence], str] = lambda _: ""
+) -> Callable[[Evidence], Iterator[Finding]]:
+    """A cause that is a finding by itself, with the detail that most of its tokens have; `more`: further evidence."""
 
     def look(case: Evidence) -> Iterator[Finding]:
         misses = case.misses_for(cause)
@@ -152,7 +154,7 @@ def _simple(name: str, cause: Cause, what: str, advice: str) -> Callable[[Eviden
             detail = f" The last time: {details[0]}." if details else ""
             yield Finding(
                 name=name,
-                evidence=f"{share:.0%} of all prompt tokens were missed because {what}.{detail}",
+                evidence=f"{share:.0%} of all prompt tokens were missed because {what}.{detail}{more(case)}",
                 advice=advice,
                 share=share,
             )
@@ -192,27 +194,11 @@ def _first_blocks(case: Evidence) -> Iterator[Finding]:
     )
 
 
-def _slow(case: Evidence) -> Iterator[Finding]:
-    misses = case.misses_for(Cause.SLOWER)
-    if (share := case.share(misses)) < _MIN_SHARE:
-        return
-    details = [miss.detail for miss in misses if miss.detail is not None]
-    speeds = ""
-    if case.load_bytes_per_second is not None and case.copy_bytes_per_second is not None:
-        loads, copies = (speed / 1e9 for speed in (case.load_bytes_per_second, case.copy_bytes_per_second))
-        speeds = f" A rank loads {loads:.1f} GB in a second; a plain copy on this machine moves {copies:.1f}."
-    yield Finding(
-        name="tier_slow",
-        evidence=(
-            f"{share:.0%} of all prompt tokens were missed because computing them was expected to be faster than "
-            f"loading them.{f' The last time: {details[0]}.' if details else ''}{speeds}"
-        ),
-        advice=(
-            "See `fastdeploy-cache bench transfer` for what copies reach here; load_policy = 'always' loads all the "
-            "same."
-        ),
-        share=share,
-    )
+def _speeds(case: Evidence) -> str:
+    if case.load_bytes_per_second is None or case.copy_bytes_per_second is None:
+        return ""
+    loads, copies = (speed / 1e9 for speed in (case.load_bytes_per_second, case.copy_bytes_per_second))
+    return f" A rank loads {loads:.1f} GB in a second; a plain copy on this machine moves {copies:.1f}."
 
 
 _NOW = (_ranks, _store)
@@ -226,7 +212,13 @@ _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
         "the same tokens are cached under another namespace",
         "Give requests that may share what is cached the same namespace.",
     ),
-    _slow,
+    _simple(
+        "tier_slow",
+        Cause.SLOWER,
+        "computing them was expected to be faster than loading them",
+        "See `fastdeploy-cache bench transfer` for what copies reach here; load_policy = 'always' loads all the same.",
+        _speeds,
+    ),
     _simple(
         "loads_late",
         Cause.LATE,

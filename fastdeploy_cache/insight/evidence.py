@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -77,20 +77,13 @@ def evidence_of(
 ) -> Evidence:
     """What a running cache shows. `requests`: the last ones. Takes the lock for a look at some prompts, and copies some
     memory where loads are refused."""
-    misses = [miss for each in requests for miss in each.misses]
-    gpu, cpu = config.pool_sizes()
     storage = stats.storage
     states = {"read": storage.reading, "write": storage.writing} if storage is not None else {}
     num_looked, num_alike = _second_blocks(books)
-    is_slow = any(miss.cause is Cause.SLOWER for miss in misses)
-    return Evidence(
-        num_requests=len(requests),
-        num_tokens=sum(each.num_tokens for each in requests),
-        misses=misses,
-        block_size=config.block_size,
-        policy=config.eviction_policy,
-        num_gpu_blocks=gpu,
-        num_cpu_blocks=cpu,
+    case = evidence_of_requests(config, requests)
+    is_slow = bool(case.misses_for(Cause.SLOWER))
+    return replace(
+        case,
         ranks_down=[status.rank for status in stats.ranks if not status.up],
         num_full_disks=storage.num_full_disks if storage is not None else 0,
         broken_operations=[name for name, state in states.items() if state is BreakerState.OPEN],
@@ -99,6 +92,20 @@ def evidence_of(
         num_alike_prompts=num_alike,
         load_bytes_per_second=load_bytes_per_second,
         copy_bytes_per_second=_plain_copy() if is_slow and config.block_bytes() else None,
+    )
+
+
+def evidence_of_requests(config: CacheConfig, requests: Sequence[Explanation]) -> Evidence:
+    """What a configuration and some requests show by themselves."""
+    gpu, cpu = config.pool_sizes()
+    return Evidence(
+        num_requests=len(requests),
+        num_tokens=sum(each.num_tokens for each in requests),
+        misses=[miss for each in requests for miss in each.misses],
+        block_size=config.block_size,
+        policy=config.eviction_policy,
+        num_gpu_blocks=gpu,
+        num_cpu_blocks=cpu,
     )
 
 

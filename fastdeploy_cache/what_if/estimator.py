@@ -36,11 +36,10 @@ class Estimator:
 
     def __init__(self, setup: WhatIfSetup) -> None:
         self._setup, self._sampling = setup, BlockSubset(setup.sample_ratio)
-        self._caches = [MiniCache(plan, setup) for plan in setup.plans]
-        # plans that are alike in all but what they are compared with need one cache only
-        alike: dict[tuple[str, int, int], int] = {}
-        keys = [(plan.policy, plan.num_gpu_blocks, plan.num_cpu_blocks) for plan in setup.plans]
-        self._same_as = [alike.setdefault(key, number) for number, key in enumerate(keys)]
+        # plans that are alike in all but what they are compared with share a cache
+        self._keys = [(plan.policy, plan.num_gpu_blocks, plan.num_cpu_blocks) for plan in setup.plans]
+        plans = dict(zip(self._keys, setup.plans, strict=True))
+        self._caches = {key: MiniCache(plan, setup) for key, plan in plans.items()}
         self._buckets: deque[_Bucket] = deque()
         self._bucket_seconds = setup.window_seconds / _NUM_BUCKETS
         self._num_requests = 0
@@ -48,7 +47,7 @@ class Estimator:
     def feed(self, reference: Reference) -> None:
         """A request has used something, or nothing that was used counts any more."""
         if reference.is_reset:
-            for cache in self._caches:
+            for cache in self._caches.values():
                 cache.forget()
             return
         tokens, places = self._sampling.tokens(reference.marks, reference.namespace)
@@ -61,15 +60,14 @@ class Estimator:
         bucket.num_sampled += num_asked
         if not len(tokens):
             return
-        hits: list[int] = []
-        for number, (cache, same_as) in enumerate(zip(self._caches, self._same_as, strict=True)):
-            hits.append(hits[same_as] if same_as < number else cache.serve(reference, tokens, num_asked))
-            bucket.num_hits[number] += hits[number]
+        hits = {key: cache.serve(reference, tokens, num_asked) for key, cache in self._caches.items()}
+        for number, key in enumerate(self._keys):
+            bucket.num_hits[number] += hits[key]
 
     def _bucket_at(self, seconds: float) -> _Bucket:
         number = int(seconds / self._bucket_seconds)
         if not self._buckets or self._buckets[-1].number < number:
-            self._buckets.append(_Bucket(number, num_hits=[0] * len(self._caches)))
+            self._buckets.append(_Bucket(number, num_hits=[0] * len(self._keys)))
         while self._buckets[0].number <= number - _NUM_BUCKETS:
             self._buckets.popleft()
         return self._buckets[-1]
@@ -79,7 +77,7 @@ class Estimator:
         buckets, size, ratio = self._buckets, self._setup.block_size, self._setup.sample_ratio
         num_asked, num_sampled = (sum([getattr(b, name) for b in buckets]) for name in ("num_asked", "num_sampled"))
         missing = num_asked * ratio - num_sampled
-        hits = [sum([bucket.num_hits[i] for bucket in buckets]) + missing for i in range(len(self._caches))]
+        hits = [sum([bucket.num_hits[i] for bucket in buckets]) + missing for i in range(len(self._keys))]
         return WhatIfResult(
             num_requests=self._num_requests,
             num_window_requests=sum([bucket.num_requests for bucket in buckets]),

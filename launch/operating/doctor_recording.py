@@ -9,7 +9,7 @@ from typing import Any
 
 from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.insight.doctor import Finding, examine
-from fastdeploy_cache.insight.evidence import Evidence
+from fastdeploy_cache.insight.evidence import evidence_of_requests
 from fastdeploy_cache.insight.flight_file import read_recording
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 
@@ -34,17 +34,5 @@ def findings_of_recording(path: Path) -> list[dict[str, Any]]:
 
 
 def _judge(cache: PrefixCacheManager) -> Sequence[Finding]:
-    config, requests = cache.config, cache.explain_last(_NUM_EXPLAINED)
-    gpu, cpu = config.pool_sizes()
-    misses = [dataclasses.replace(miss, seconds_ago=None) for each in requests for miss in each.misses]
-    return examine(
-        Evidence(
-            num_requests=len(requests),
-            num_tokens=sum(each.num_tokens for each in requests),
-            misses=misses,
-            block_size=config.block_size,
-            policy=config.eviction_policy,
-            num_gpu_blocks=gpu,
-            num_cpu_blocks=cpu,
-        )
-    )
+    case = evidence_of_requests(cache.config, cache.explain_last(_NUM_EXPLAINED))
+    return examine(dataclasses.replace(case, misses=[dataclasses.replace(m, seconds_ago=None) for m in case.misses]))
