@@ -1,8 +1,8 @@
 /* The fast halves of fastdeploy_cache/tokens.py, a list of token ids as packed little-endian int32, and of
  * fastdeploy_cache/books/block_marks.py, short marks of packed blocks.
  *
- * Never needed: where it was not built, Python does the same. Packing takes lists and tuples of plain integers only, and
- * answers None for all else, so that one place alone decides what is accepted and words the errors.
+ * Never needed: where it was not built, Python does the same. Packing takes lists and tuples of plain integers only,
+ * and answers None for all else, so that one place alone decides what is accepted and words the errors.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -90,11 +90,13 @@ static inline uint64_t folded(uint64_t mark, uint64_t word)
     return product(mark ^ 0x8EBC6AF09C88C6E3ULL, word ^ 0xD6E8FEB86659FD93ULL);
 }
 
-/* A mark tells blocks apart; it proves nothing. In four chains, as each has to wait for its own product. Token ids leave
- * the highest bit of a word clear and the factors set it: what a chain is multiplied with is never 0. */
+/* A mark tells blocks apart; it proves nothing. In four chains, as each has to wait for its own product. All constants
+ * have the highest bit of a word, which token ids leave clear: no word makes a factor 0, at which the other one would
+ * be lost. */
 static uint64_t mark_of(const unsigned char *block, Py_ssize_t num_bytes)
 {
-    uint64_t a = 0xA0761D6478BD642FULL, b = 0xE7037ED1A0B428DBULL, c = 0xD89965557BDB6C11ULL, d = 0x9E3779B97F4A7C15ULL;
+    uint64_t a = 0xC2B2AE3D27D4EB4FULL, b = 0xA5A3B1C8F9D2E671ULL;
+    uint64_t c = 0xF1357AEA2E62A9C5ULL, d = 0x94D049BB133111EBULL;
     unsigned char last[64];
     for (Py_ssize_t num_left = num_bytes; num_left > 0; block += 64, num_left -= 64) {
         const unsigned char *bytes = block;

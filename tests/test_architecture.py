@@ -38,6 +38,7 @@ HOMES = {
         "fastdeploy_cache/books/block_sample.py",
         "fastdeploy_cache/books/run.py",
         "fastdeploy_cache/policies/reuse_history.py",
+        "fastdeploy_cache/requests/accounts.py",
         "fastdeploy_cache/insight/what_if_setup.py",
         "fastdeploy_cache/match.py",
         "fastdeploy_cache/tokens.py",

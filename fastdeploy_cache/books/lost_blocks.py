@@ -10,7 +10,8 @@ from fastdeploy_cache.books.block_marks import MARK_BYTES, WINDOW_BYTES, block_m
 from fastdeploy_cache.books.run import Run
 
 _ENTRY_BYTES = 320  # of a loss without its marks: the key, the tuple, the time, a place in the dictionary
-_NUM_PARTS = 4  # of the memory: the oldest part is forgotten at once
+_NUM_PARTS = 8  # of the memory: the oldest part is forgotten at once
+_MOST_TAIL_BYTES = 2**18  # of packed tokens, that are gathered of a run that loses its end bit by bit
 _MAX_FORKS, _MAX_WAYS = 4096, 8  # places where lost blocks were parted, and ways that go on from one
 _BURST, _BURST_SECONDS = 256, 0.005  # losses noted in so long, at most: a third of a millisecond of the lock
 
@@ -25,8 +26,29 @@ class Loss(IntEnum):
     RANK = 3
 
 
-# The marks of blocks in a row, how they were lost, and when, by the monotonic clock.
-Lost = tuple[bytes, int, float]
+# The marks of blocks in a row, how they were lost, when, by the monotonic clock, and the part of the memory.
+Lost = tuple[bytes, int, float, int]
+
+
+class _Tail:
+    """What a run has lost of its end so far, the last piece last."""
+
+    __slots__ = ("at", "end", "extra", "first_block", "kind", "pieces", "root", "run", "window")
+    first_block: int  # where the run ends now
+    end: int  # the byte of its tokens where it ended before
+    root: bytes | bytearray  # the hash of its namespace
+    window: bytes | bytearray  # the tokens in front of what is lost
+    extra: int
+    kind: Loss
+    at: float
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.pieces = list[bytes | bytearray]()
+
+    def ends_at(self, run: Run, block: int) -> bool:
+        """Whether this run was the last one to lose its end, and has ended there since."""
+        return self.run is run and self.first_block == block
 
 
 class LostBlocks:
@@ -34,68 +56,109 @@ class LostBlocks:
 
     Keys and marks may meet by chance, which makes an explanation wrong and nothing else. The oldest go when `max_bytes`
     are full. What goes is counted in `num_forgotten`, and so is what a large eviction has no time for. Under the lock.
+
+    Most blocks are evicted one or a few at a time, each time from the end of the same run. What it has lost is
+    gathered, 256 KiB of tokens at most, and gets its key when another run loses blocks, or when somebody asks for its
+    place.
+
+    Attributes:
+        tail_block: the place of what is gathered, in blocks from the begin of a prompt; -1: nothing is. Whoever looks
+            for what was lost from that place on calls `end_tail` first.
     """
 
     def __init__(self, max_bytes: int, block_bytes: int) -> None:
         """`max_bytes` 0: it remembers nothing. `block_bytes`: of the packed tokens of a block."""
         self.is_on = max_bytes > 0
         self._part_bytes, self._block_bytes = max_bytes // _NUM_PARTS, block_bytes
-        self._newest: dict[int, Lost] = {}
-        self._parts: deque[dict[int, Lost]] = deque([self._newest])  # the newest first
-        self._num_bytes = 0  # of the newest part
+        self._by_key: dict[int, Lost] = {}
+        self.get = self._by_key.get  # what was lost from the place of this key on, the last time
+        self._keys: list[int] = []  # of the newest part
+        self._parts = deque([self._keys])  # the newest first
+        self._part = self._num_bytes = 0  # the number of the newest part, and what it takes
         self._forks: dict[int, tuple[Lost, ...]] = {}
         self.num_forgotten = 0  # blocks
         self.kind = Loss.GPU  # of what is lost now, but for what a reset has forgotten
         self.reset_kind = Loss.RESET
         self._num_left, self._burst_at = 0, -_BURST_SECONDS
-        self._last: tuple[Run, int, int] | None = None  # the run that lost its end last: where, and under which key
+        self._tail, self.tail_block = _Tail(), -1
 
     def note(self, run: Run, first_block: int, *, is_reset: bool = False) -> None:
         """A run is about to lose its blocks from `first_block` on."""
-        num_blocks = run.num_blocks - first_block
+        tail, before, start = self._tail, run.num_blocks, first_block * self._block_bytes
+        try:
+            if start < WINDOW_BYTES or tail.run is not run or tail.first_block != before or run.extras is not None:
+                self._note(run, first_block, self.reset_kind if is_reset else self.kind)
+                return
+            tokens, block, at = run.tokens, self.tail_block - before + first_block, time.monotonic()
+            piece, window = tokens[start:], tokens[start - WINDOW_BYTES : start]
+            tail.pieces.append(piece)  # for what is behind it there is memory
+            tail.window, tail.first_block, self.tail_block = window, first_block, block
+            tail.at, tail.kind = at, self.reset_kind if is_reset else self.kind
+            if tail.end - start > _MOST_TAIL_BYTES:
+                self.end_tail()
+        except MemoryError:  # whatever the loss is part of goes on
+            self.num_forgotten += before - first_block
+
+    def _note(self, run: Run, first_block: int, kind: Loss) -> None:
+        """The same of any run: of one that has not lost its end before, or that goes altogether."""
+        if not self.is_on:
+            return
         if not self._num_left and not self._refill():
-            self.num_forgotten += num_blocks
+            self.num_forgotten += run.num_blocks - first_block
             return
         self._num_left -= 1
+        tail, start, extras = self._tail, first_block * self._block_bytes, run.extras
+        if not tail.ends_at(run, run.num_blocks):
+            self.end_tail()
+            block, root = run.num_blocks, run
+            while (parent := root.parent) is not None:
+                block += parent.num_blocks
+                root = parent
+            tail.root, tail.end, self.tail_block = root.hashes, len(run.tokens), block
+        window, at, block = _window(run, start), time.monotonic(), self.tail_block - run.num_blocks + first_block
+        tail.pieces.append(run.tokens[start:] if start else run.tokens)
+        tail.run, tail.first_block, self.tail_block = run, first_block, block
+        tail.window, tail.at, tail.kind = window, at, kind
+        tail.extra = hash(extras[first_block]) if extras is not None and first_block in extras else 0
+        if not start:  # its tokens go with it
+            self.end_tail()
+
+    def end_tail(self) -> None:
+        """Give what was gathered its key."""
+        tail, block, size = self._tail, self.tail_block, self._block_bytes
+        if tail.run is None:
+            return
+        pieces, tail.pieces, tail.run, self.tail_block = tail.pieces, [], None, -1
         try:
-            self._note(run, first_block, num_blocks, self.reset_kind if is_reset else self.kind)
-        except MemoryError:  # whatever the loss is part of goes on
-            self.num_forgotten += num_blocks
+            tokens = pieces[0] if len(pieces) == 1 else b"".join(reversed(pieces))
+            marks = block_marks(tokens, 0, len(tokens) // size, size)
+            key = place_key(tail.root, block, tail.window + tokens[:size], len(tail.window), size) ^ tail.extra
+            if (older := self.get(key)) is not None:  # what went on in another way, or further, is not forgotten
+                num_same = num_equal(older[0], marks)
+                window = bytes(tail.window + tokens[: num_same * size])[-WINDOW_BYTES:]
+                self.fork(tail.root, block + num_same, window, older, num_same)
+            self._add(key, marks, int(tail.kind), tail.at)  # with an enumeration the collector would look at it
+        except MemoryError:
+            self.num_forgotten += sum(map(len, pieces)) // size
 
-    def _note(self, run: Run, first_block: int, num_blocks: int, kind: Loss) -> None:
-        size, tokens, extras = self._block_bytes, run.tokens, run.extras
-        start, depth, root = first_block * size, first_block, run
-        while (parent := root.parent) is not None:
-            depth += parent.num_blocks
-            root = parent
-        marks = block_marks(tokens, start, num_blocks, size)
-        if start < WINDOW_BYTES and run.parent is not root:
-            tokens = _with_window(run, start + size)
-            start = len(tokens) - size
-        key = place_key(root.hashes, depth, tokens, start, size)
-        if extras is not None and first_block in extras:
-            key ^= hash(extras[first_block])
-        last = self._last
-        if last is not None and last[0] is run and last[1] == run.num_blocks:  # it goes on losing its end
-            before = self._newest.pop(last[2], None)
-            if before is not None:
-                marks += before[0]
-        if (older := self.get(key)) is not None:  # what went on in another way, or further, is not forgotten
-            num_same = num_equal(older[0], marks)
-            window = _with_window(run, (first_block + num_same) * size)[-WINDOW_BYTES:]
-            self.fork(root.hashes, depth + num_same, window, older, num_same)
-        self.add(key, (marks, int(kind), time.monotonic()))  # with an enumeration the collector would look at it
-        self._last = (run, first_block, key)
-
-    def add(self, key: int, lost: Lost) -> None:
-        """Remember these under the key of the first one's place."""
-        self._newest[key] = lost
-        self._num_bytes += len(lost[0]) + _ENTRY_BYTES
+    def _add(self, key: int, marks: bytes, kind: int, at: float) -> None:
+        self._by_key[key] = (marks, kind, at, self._part)
+        self._keys.append(key)
+        self._num_bytes += len(marks) + _ENTRY_BYTES
         if self._num_bytes > self._part_bytes:
-            self._newest, self._num_bytes = {}, 0
-            self._parts.appendleft(self._newest)
+            self._keys, self._num_bytes = [], 0
+            self._part += 1
+            self._parts.appendleft(self._keys)
             if len(self._parts) > _NUM_PARTS:
-                self.num_forgotten += sum([len(marks) // MARK_BYTES for marks, _, _ in self._parts.pop().values()])
+                self._forget(self._parts.pop(), self._part - _NUM_PARTS)
+
+    def _forget(self, keys: list[int], part: int) -> None:
+        """Those that no newer loss has replaced."""
+        for key in keys:
+            lost = self.get(key)
+            if lost is not None and lost[3] == part:
+                del self._by_key[key]
+                self.num_forgotten += len(lost[0]) // MARK_BYTES
 
     def _refill(self) -> bool:
         """Whether the last burst began long enough ago for another."""
@@ -104,14 +167,6 @@ class LostBlocks:
             return False
         self._num_left, self._burst_at = _BURST, now
         return True
-
-    def get(self, key: int) -> Lost | None:
-        """What was lost from the place of this key on, the last time."""
-        for part in self._parts:
-            lost = part.get(key)
-            if lost is not None:
-                return lost
-        return None
 
     def num_lost(self, lost: Lost, tokens: bytes, start: int, num_blocks: int) -> int:
         """How many of so many blocks, from the byte `start` of `tokens` on, are those that were lost."""
@@ -129,10 +184,10 @@ class LostBlocks:
             return
         key = hash((bytes(root), block, window))
         known = [each for each in self._forks.pop(key, ()) if each[0] != rest]
-        self._forks[key] = (*known[-_MAX_WAYS + 1 :], (rest, lost[1], lost[2]))
+        self._forks[key] = (*known[-_MAX_WAYS + 1 :], (rest, *lost[1:]))
         if len(self._forks) > _MAX_FORKS:
             first = next(iter(self._forks))
-            self.num_forgotten += sum([len(marks) // MARK_BYTES for marks, _, _ in self._forks.pop(first)])
+            self.num_forgotten += sum([len(marks) // MARK_BYTES for marks, *_ in self._forks.pop(first)])
 
     @property
     def has_forks(self) -> bool:
@@ -144,11 +199,10 @@ class LostBlocks:
         return self._forks.get(hash((bytes(root), block, window)), ()) if self._forks else ()
 
 
-def _with_window(run: Run, end: int) -> bytes:
-    """The tokens of a run up to the byte `end`, with a window of those in front of the run."""
-    tokens, missing = bytes(run.tokens[:end]), WINDOW_BYTES
-    while run.parent is not None and run.parent.parent is not None and missing > 0:
+def _window(run: Run, end: int) -> bytes:
+    """What stands in front of the byte `end` of a run's tokens; in front of the run, too, where it begins there."""
+    window = bytes(run.tokens[max(0, end - WINDOW_BYTES) : end])
+    while len(window) < WINDOW_BYTES and run.parent is not None and run.parent.parent is not None:
         run = run.parent
-        window = bytes(run.tokens[-missing:])
-        tokens, missing = window + tokens, missing - len(window)
-    return tokens
+        window = bytes(run.tokens[len(window) - WINDOW_BYTES :]) + window
+    return window

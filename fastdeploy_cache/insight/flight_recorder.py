@@ -72,7 +72,7 @@ class FlightRecorder:
 
     def matched(self, active: ActiveRequest) -> None:
         """See `RequestListener`."""
-        request, pin, author, num_known, marks = active.request, active.pin, 0, 0, b""
+        request, pin, keys, author, num_known = active.request, active.pin, active.keys, 0, 0
         self._number = active.number = number = self._number + 1
         if pin is not None:
             author = pin.run.author
@@ -81,16 +81,20 @@ class FlightRecorder:
             else:
                 author = 0
                 _claim(pin, number)
-        num_full = request.num_tokens // self._block_size
-        if num_full > num_known:
-            marks = self._marks(active.keys, num_known, num_full)
-        num_unloaded = active.num_unloaded_blocks
+        num_tokens, size, rest = request.num_tokens, self._block_bytes, None
+        num_full = num_tokens // self._block_size
+        if num_full * size <= len(keys.prompt):
+            marks = block_marks(keys.prompt, num_known * size, num_full - num_known, size)
+        else:
+            marks = self._marks(keys, num_known, num_full)
+        if self._has_hints or request.counted or request.images:
+            rest = self._rest_of(request)
         self.note(
             (
                 _MATCHED,
                 self._clock(),
                 number,
-                request.num_tokens,
+                num_tokens,
                 request.num_prompt_tokens,
                 request.namespace,
                 author,
@@ -98,9 +102,9 @@ class FlightRecorder:
                 marks,
                 active.num_found_blocks,
                 active.num_gpu_blocks,
-                num_unloaded,
-                active.refused_for if num_unloaded else None,
-                self._rest_of(request) if self._has_hints or request.counted or request.images else None,
+                active.num_unloaded_blocks,
+                active.refused_for,
+                rest,
             )
         )
         self._num_large_bytes = num_bytes = self._num_large_bytes + _REQUEST_BYTES + len(marks)
@@ -133,16 +137,19 @@ class FlightRecorder:
 
     def released(self, active: ActiveRequest) -> None:
         """See `RequestListener`."""
-        num_matched, num_gpu, rest = active.num_matched_blocks, active.num_gpu_blocks, None
-        if num_gpu != num_matched or self._has_rest:
-            rest = self._end_of(active)
-        request, marks, gpu, cpu = active.request, b"", self._gpu_evicted, self._cpu_evicted
-        first = request.num_prompt_tokens // self._block_size  # what is in front was marked by its match
-        if (pin := active.pin) is not None:
-            if active.num_committed_blocks > first:
-                marks = self._new_marks(active, pin, first)
-            if pin.end == pin.run.num_blocks:
-                pin.run.author = active.number
+        request, pin, gpu, cpu = active.request, active.pin, self._gpu_evicted, self._cpu_evicted
+        num_matched, num_gpu = active.num_matched_blocks, active.num_gpu_blocks
+        rest = self._end_of(active) if num_gpu != num_matched or self._has_rest else None
+        first, marks = request.num_prompt_tokens // self._block_size, b""  # what is in front was marked by its match
+        if pin is not None:
+            run, end, size = pin.run, active.num_committed_blocks, self._block_bytes
+            if end > first:
+                if pin.end >= end - first and active.num_pinned_blocks == end:  # it is there in one piece
+                    marks = block_marks(run.tokens, (pin.end + first - end) * size, end - first, size)
+                else:
+                    marks = self._marks(active.keys, first, end)
+            if pin.end == run.num_blocks:
+                run.author = active.number
         self.note(
             (
                 _RELEASED,
@@ -201,13 +208,6 @@ class FlightRecorder:
             self._num_sealed_bytes -= self._sealed.popleft()[1]
             self._num_dropped += 1
         self._begin_part()
-
-    def _new_marks(self, active: ActiveRequest, pin: Pin, first: int) -> bytes:
-        """What it has published behind its prompt, from this block on."""
-        end, size = active.num_committed_blocks, self._block_bytes
-        if pin.end >= end - first and active.num_pinned_blocks == end:
-            return block_marks(pin.run.tokens, (pin.end + first - end) * size, end - first, size)  # there in one piece
-        return self._marks(active.keys, first, end)
 
     def _marks(self, keys: BlockKeys, first: int, end: int) -> bytes:
         size = self._block_bytes

@@ -6,7 +6,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
+
+import msgspec
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.lost_blocks import Loss
@@ -24,7 +25,7 @@ _NOTHING = (0, 0, 0)
 _LAST_PLACE, _PARTIAL_PLACE = Cause.LAST.place, Cause.PARTIAL.place
 
 
-class Account(NamedTuple):
+class Account(msgspec.Struct, gc=False, frozen=True):
     """What is kept of one request: tokens by tier, seconds of loads from the CPU tier and of reads from storage, and
     what it missed of the blocks that it asked for."""
 

@@ -15,26 +15,23 @@ class Computing:
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        self._by_key: dict[int, ActiveRequest] = {}
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._by_key
+        self.by_key: dict[int, ActiveRequest] = {}
 
     def begin(self, active: ActiveRequest, key: int) -> None:
         """The block at the place of this key is the first that the request computes."""
         active.computing_key = key
-        self._by_key[key] = active
+        self.by_key[key] = active
 
     def end(self, active: ActiveRequest) -> None:
         """It has committed something, or has gone."""
         key = active.computing_key
         active.computing_key = None
-        if key is not None and self._by_key.get(key) is active:
-            del self._by_key[key]
+        if key is not None and self.by_key.get(key) is active:
+            del self.by_key[key]
 
     def num_blocks(self, active: ActiveRequest, key: int, first: int, end: int) -> int:
         """How many of the blocks [first, end) of a request's prompt another one is computing; `key`: of the first."""
-        other = self._by_key.get(key)
+        other = self.by_key.get(key)
         if other is None or other is active or other.num_committed_blocks > first:
             return 0
         size, extras, others = self._block_bytes, active.keys.extras, other.keys.extras

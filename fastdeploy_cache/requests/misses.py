@@ -34,29 +34,29 @@ class Misses:
     def find(self, active: ActiveRequest, path: Sequence[Run], num_found: int) -> None:
         """Note for the request why the blocks from `num_found` on, that its match asked for, are missed, and that it
         computes them. The path is what it has found."""
-        active.misses = ((_FORGOTTEN, active.num_asked_blocks - num_found, None, 0.0, ""),)  # if memory runs out here
-        if not self._lost.is_on:
-            return
+        tree, keys, lost, computing = self._tree, active.keys, self._lost, self.computing
+        cause, num_missed = _FORGOTTEN, active.num_asked_blocks - num_found
         try:
-            self._find(active, path, num_found)
+            if lost.is_on:
+                roots = tree.roots
+                root = roots.get(active.request.namespace)
+                name = root.hashes if root is not None else root_hash(active.request.namespace, tree.block_size)
+                key = self._key(name, keys, num_found)
+                if lost.tail_block == num_found:
+                    lost.end_tail()
+                is_known = lost.get(key) is not None or key in computing.by_key
+                if lost.has_forks and not is_known:
+                    is_known = bool(lost.forked(name, num_found, self._window(keys, num_found)))
+                if is_known or len(roots) != (root is not None) or keys.extras is not None:
+                    active.misses = self._parts(active, path, num_found, name)
+                    computing.begin(active, key)
+                    return
+                computing.begin(active, key)  # most are new
+                if not lost.num_forgotten and not tree.graves.open:
+                    cause = _NEW
         except MemoryError:
             self.mishaps.note("metrics")
-
-    def _find(self, active: ActiveRequest, path: Sequence[Run], num_found: int) -> None:
-        tree, end, keys = self._tree, active.num_asked_blocks, active.keys
-        roots, lost = tree.roots, self._lost
-        root = roots.get(active.request.namespace)
-        name = root.hashes if root is not None else root_hash(active.request.namespace, tree.block_size)
-        key = self._key(name, keys, num_found)
-        is_alone = len(roots) == (root is not None) and keys.extras is None
-        is_known = lost.get(key) is not None or key in self.computing
-        if is_alone and not is_known and not self._has_forks(name, keys, num_found):
-            if not lost.num_forgotten and not tree.graves.open:  # most of them are new
-                active.misses = ((_NEW, end - num_found, None, 0.0, ""),)
-            self.computing.begin(active, key)
-            return
-        active.misses = self._parts(active, path, num_found, name)
-        self.computing.begin(active, key)
+        active.misses = ((cause, num_missed, None, 0.0, ""),)
 
     @contained("metrics", None)
     def committed(self, active: ActiveRequest) -> None:
@@ -67,17 +67,16 @@ class Misses:
             self.computing.begin(active, self._key(root.hashes, active.keys, active.num_committed_blocks))
 
     def _key(self, root: bytes | bytearray, keys: BlockKeys, block: int) -> int:
-        size = self._size
+        size, extras = self._size, keys.extras
         start = block * size
+        if start + size <= len(keys.prompt) and extras is None:
+            return place_key(root, block, keys.prompt, start, size)
         first = start - WINDOW_BYTES if start > WINDOW_BYTES else 0
         tokens, at = keys.buffer(first, start + size)
         key = place_key(root, block, tokens, at + start - first, size)
-        if keys.extras is not None and block in keys.extras:
-            key ^= hash(keys.extras[block])
+        if extras is not None and block in extras:
+            key ^= hash(extras[block])
         return key
-
-    def _has_forks(self, root: bytes | bytearray, keys: BlockKeys, block: int) -> bool:
-        return self._lost.has_forks and bool(self._lost.forked(root, block, self._window(keys, block)))
 
     def _window(self, keys: BlockKeys, block: int) -> bytes:
         return keys.part(max(0, block * self._size - WINDOW_BYTES), block * self._size)
@@ -123,6 +122,8 @@ class Misses:
 
     def _lost_at(self, key: int, root: bytes | bytearray, keys: BlockKeys, block: int, end: int) -> MissedBlocks | None:
         """The blocks from this one on that were lost together, as far as the prompt goes on with them."""
+        if self._lost.tail_block == block:
+            self._lost.end_tail()
         direct, size = self._lost.get(key), self._size
         tokens, at = keys.buffer(block * size, end * size)
         best: MissedBlocks | None = None

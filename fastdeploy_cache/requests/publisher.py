@@ -79,8 +79,8 @@ class Publisher:
         assert pin is not None
         if active.request.priority is not None:
             pin.run.store_priority = active.request.priority
-        if self._listener is not None:
-            self._listener.note((COMMITTED, active.number, active.num_computed_tokens, len(active.block_ids)))
+        if (listener := self._listener) is not None:
+            listener.note((COMMITTED, active.number, active.num_computed_tokens, len(active.block_ids)))
         self._copy_down.committed(pin.run)
 
     def release(self, active: ActiveRequest) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import struct
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +38,18 @@ def test_equal_blocks_have_equal_marks_and_others_have_not(marks: BlockMarks, si
         changed[2 * size + place] ^= 1
         assert num_equal(marks(changed, 0, 5, size), found) == 2
         assert marks(changed, 3 * size, 2, size) == found[3 * MARK_BYTES :]
+
+
+@pytest.mark.parametrize("marks", MARKS)
+@pytest.mark.parametrize(("num_tokens", "num_values"), [(1, 2000), (2, 60), (4, 8), (12, 2), (17, 2)])
+def test_short_blocks_of_small_tokens_have_marks_of_their_own(
+    marks: BlockMarks, num_tokens: int, num_values: int
+) -> None:
+    """All that there are: no more meet than would meet by chance. Also those that are the same but for the order."""
+    blocks = list(itertools.product(range(num_values), repeat=num_tokens))[:10_000]
+    packed = b"".join([struct.pack(f"<{num_tokens}i", *tokens) for tokens in blocks])
+    found = marks(packed, 0, len(blocks), 4 * num_tokens)
+    assert len(set(struct.unpack(f"<{len(blocks)}I", found))) >= len(blocks) - 1
 
 
 @pytest.mark.parametrize("marks", MARKS)
