@@ -33,9 +33,23 @@ Lost = tuple[bytes, int, float, int]
 class _Tail:
     """What a run has lost of its end so far, the last piece last."""
 
-    __slots__ = ("at", "end", "extra", "first_block", "kind", "pieces", "root", "run", "window")
+    __slots__ = (
+        "at",
+        "end",
+        "extra",
+        "first_block",
+        "kind",
+        "least_block",
+        "num_before",
+        "pieces",
+        "root",
+        "run",
+        "window",
+    )
+    num_before: int  # blocks in front of the run
+    end: int  # the block where it ended before
     first_block: int  # where the run ends now
-    end: int  # the byte of its tokens where it ended before
+    least_block: int  # as far as more is gathered in short
     root: bytes | bytearray  # the hash of its namespace
     window: bytes | bytearray  # the tokens in front of what is lost
     extra: int
@@ -46,10 +60,6 @@ class _Tail:
         self.run: Run | None = None
         self.pieces = list[bytes | bytearray]()
 
-    def ends_at(self, run: Run, block: int) -> bool:
-        """Whether this run was the last one to lose its end, and has ended there since."""
-        return self.run is run and self.first_block == block
-
 
 class LostBlocks:
     """Blocks in a row that left all tiers, by the key of the first one's place.
@@ -59,11 +69,7 @@ class LostBlocks:
 
     Most blocks are evicted one or a few at a time, each time from the end of the same run. What it has lost is
     gathered, 256 KiB of tokens at most, and gets its key when another run loses blocks, or when somebody asks for its
-    place.
-
-    Attributes:
-        tail_block: the place of what is gathered, in blocks from the begin of a prompt; -1: nothing is. Whoever looks
-            for what was lost from that place on calls `end_tail` first.
+    place: whoever looks for what was lost from a place on calls `look_at` first.
     """
 
     def __init__(self, max_bytes: int, block_bytes: int) -> None:
@@ -80,24 +86,22 @@ class LostBlocks:
         self.kind = Loss.GPU  # of what is lost now, but for what a reset has forgotten
         self.reset_kind = Loss.RESET
         self._num_left, self._burst_at = 0, -_BURST_SECONDS
-        self._tail, self.tail_block = _Tail(), -1
+        self._tail = _Tail()
 
     def note(self, run: Run, first_block: int, *, is_reset: bool = False) -> None:
         """A run is about to lose its blocks from `first_block` on."""
-        tail, before, start = self._tail, run.num_blocks, first_block * self._block_bytes
+        tail = self._tail
         try:
-            if start < WINDOW_BYTES or tail.run is not run or tail.first_block != before or run.extras is not None:
+            if tail.run is run and tail.first_block == run.num_blocks and first_block >= tail.least_block:
+                tokens, start, at = run.tokens, first_block * self._block_bytes, time.monotonic()
+                piece, window = tokens[start:], tokens[start - WINDOW_BYTES : start]
+                tail.pieces.append(piece)  # for what is behind it there is memory
+                tail.window, tail.first_block, tail.at = window, first_block, at
+                tail.kind = self.reset_kind if is_reset else self.kind
+            else:
                 self._note(run, first_block, self.reset_kind if is_reset else self.kind)
-                return
-            tokens, block, at = run.tokens, self.tail_block - before + first_block, time.monotonic()
-            piece, window = tokens[start:], tokens[start - WINDOW_BYTES : start]
-            tail.pieces.append(piece)  # for what is behind it there is memory
-            tail.window, tail.first_block, self.tail_block = window, first_block, block
-            tail.at, tail.kind = at, self.reset_kind if is_reset else self.kind
-            if tail.end - start > _MOST_TAIL_BYTES:
-                self.end_tail()
         except MemoryError:  # whatever the loss is part of goes on
-            self.num_forgotten += before - first_block
+            self.num_forgotten += run.num_blocks - first_block
 
     def _note(self, run: Run, first_block: int, kind: Loss) -> None:
         """The same of any run: of one that has not lost its end before, or that goes altogether."""
@@ -108,27 +112,39 @@ class LostBlocks:
             return
         self._num_left -= 1
         tail, start, extras = self._tail, first_block * self._block_bytes, run.extras
-        if not tail.ends_at(run, run.num_blocks):
-            self.end_tail()
-            block, root = run.num_blocks, run
-            while (parent := root.parent) is not None:
-                block += parent.num_blocks
-                root = parent
-            tail.root, tail.end, self.tail_block = root.hashes, len(run.tokens), block
-        window, at, block = _window(run, start), time.monotonic(), self.tail_block - run.num_blocks + first_block
+        is_long = tail.run is run and (tail.end - tail.first_block) * self._block_bytes > _MOST_TAIL_BYTES
+        if is_long or tail.run is not run or tail.first_block != run.num_blocks:
+            self._end_tail()
+            self._begin_tail(run)
+        window, at = _window(run, start), time.monotonic()
         tail.pieces.append(run.tokens[start:] if start else run.tokens)
-        tail.run, tail.first_block, self.tail_block = run, first_block, block
-        tail.window, tail.at, tail.kind = window, at, kind
+        tail.run, tail.first_block, tail.window, tail.at, tail.kind = run, first_block, window, at, kind
         tail.extra = hash(extras[first_block]) if extras is not None and first_block in extras else 0
         if not start:  # its tokens go with it
-            self.end_tail()
+            self._end_tail()
 
-    def end_tail(self) -> None:
+    def _begin_tail(self, run: Run) -> None:
+        tail, root, num_before = self._tail, run, -run.num_blocks
+        while (parent := root.parent) is not None:
+            num_before += root.num_blocks
+            root = parent
+        tail.root, tail.num_before, tail.end = root.hashes, num_before, run.num_blocks
+        num_most, num_in_window = _MOST_TAIL_BYTES // self._block_bytes, -(-WINDOW_BYTES // self._block_bytes)
+        tail.least_block = max(num_in_window, run.num_blocks - num_most) if run.extras is None else run.num_blocks
+
+    def look_at(self, block: int) -> None:
+        """Somebody will look for what was lost from so many blocks behind the begin of a prompt on."""
+        tail = self._tail
+        if tail.run is not None and tail.num_before + tail.first_block == block:
+            self._end_tail()
+
+    def _end_tail(self) -> None:
         """Give what was gathered its key."""
-        tail, block, size = self._tail, self.tail_block, self._block_bytes
+        tail, size = self._tail, self._block_bytes
         if tail.run is None:
             return
-        pieces, tail.pieces, tail.run, self.tail_block = tail.pieces, [], None, -1
+        block, pieces = tail.num_before + tail.first_block, tail.pieces
+        tail.pieces, tail.run = [], None
         try:
             tokens = pieces[0] if len(pieces) == 1 else b"".join(reversed(pieces))
             marks = block_marks(tokens, 0, len(tokens) // size, size)
@@ -139,7 +155,7 @@ class LostBlocks:
                 self.fork(tail.root, block + num_same, window, older, num_same)
             self._add(key, marks, int(tail.kind), tail.at)  # with an enumeration the collector would look at it
         except MemoryError:
-            self.num_forgotten += sum(map(len, pieces)) // size
+            self.num_forgotten += tail.end - tail.first_block
 
     def _add(self, key: int, marks: bytes, kind: int, at: float) -> None:
         self._by_key[key] = (marks, kind, at, self._part)

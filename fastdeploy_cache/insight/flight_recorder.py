@@ -89,10 +89,11 @@ class FlightRecorder:
             marks = self._marks(keys, num_known, num_full)
         if self._has_hints or request.counted or request.images:
             rest = self._rest_of(request)
-        self.note(
+        note, clock = self.note, self._clock
+        note(
             (
                 _MATCHED,
-                self._clock(),
+                clock(),
                 number,
                 num_tokens,
                 request.num_prompt_tokens,
@@ -150,10 +151,11 @@ class FlightRecorder:
                     marks = self._marks(active.keys, first, end)
             if pin.end == run.num_blocks:
                 run.author = active.number
-        self.note(
+        note, clock = self.note, self._clock
+        note(
             (
                 _RELEASED,
-                self._clock(),
+                clock(),
                 active.number,
                 request.num_tokens,
                 active.num_computed_tokens,

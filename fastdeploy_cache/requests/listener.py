@@ -23,7 +23,8 @@ class RequestListener(Protocol):
 
     @property
     def note(self) -> Callable[[tuple[object, ...]], None]:
-        """What takes notes of each step: a call of our own would cost too much."""
+        """What takes notes of each step: a call of our own would cost too much. Fetched first, and called then: in one
+        go, as a method, CPython 3.11 would look for it in the class each time, at half of what a note costs."""
         ...
 
     def matched(self, active: ActiveRequest) -> None:

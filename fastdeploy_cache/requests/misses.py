@@ -42,8 +42,7 @@ class Misses:
                 root = roots.get(active.request.namespace)
                 name = root.hashes if root is not None else root_hash(active.request.namespace, tree.block_size)
                 key = self._key(name, keys, num_found)
-                if lost.tail_block == num_found:
-                    lost.end_tail()
+                lost.look_at(num_found)
                 is_known = lost.get(key) is not None or key in computing.by_key
                 if lost.has_forks and not is_known:
                     is_known = bool(lost.forked(name, num_found, self._window(keys, num_found)))
@@ -122,8 +121,7 @@ class Misses:
 
     def _lost_at(self, key: int, root: bytes | bytearray, keys: BlockKeys, block: int, end: int) -> MissedBlocks | None:
         """The blocks from this one on that were lost together, as far as the prompt goes on with them."""
-        if self._lost.tail_block == block:
-            self._lost.end_tail()
+        self._lost.look_at(block)
         direct, size = self._lost.get(key), self._size
         tokens, at = keys.buffer(block * size, end * size)
         best: MissedBlocks | None = None

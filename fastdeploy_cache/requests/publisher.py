@@ -80,7 +80,8 @@ class Publisher:
         if active.request.priority is not None:
             pin.run.store_priority = active.request.priority
         if (listener := self._listener) is not None:
-            listener.note((COMMITTED, active.number, active.num_computed_tokens, len(active.block_ids)))
+            note = listener.note
+            note((COMMITTED, active.number, active.num_computed_tokens, len(active.block_ids)))
         self._copy_down.committed(pin.run)
 
     def release(self, active: ActiveRequest) -> int:

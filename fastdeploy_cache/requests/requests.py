@@ -170,14 +170,16 @@ class Requests:
         active.stepped_at = now = time.monotonic()
         if not active.is_admitted:
             self._admit(active, now)
-        if is_told and self._listener is not None:
-            self._listener.note((ALLOCATED, active.number, num_blocks, ahead_of_loads))
+        if is_told and (listener := self._listener) is not None:
+            note = listener.note
+            note((ALLOCATED, active.number, num_blocks, ahead_of_loads))
         return ids
 
     def tell_allocated(self, active: ActiveRequest, num_blocks: int) -> None:
         """It got blocks, and no commit has told of them."""
-        if self._listener is not None:
-            self._listener.note((ALLOCATED, active.number, num_blocks, False))
+        if (listener := self._listener) is not None:
+            note = listener.note
+            note((ALLOCATED, active.number, num_blocks, False))
 
     def take_back(self, active: ActiveRequest, num_blocks: int) -> None:
         """The reverse of `allocate`, for the last blocks that it gave."""

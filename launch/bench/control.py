@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import statistics
 from time import thread_time_ns
@@ -9,7 +10,7 @@ from time import thread_time_ns
 import numpy as np
 
 from fastdeploy_cache import Request
-from fastdeploy_cache.launch.bench.serving import Server, bench_config
+from fastdeploy_cache.launch.bench.serving import Server, bench_config, new_server, times_of
 from fastdeploy_cache.launch.bench.workloads import Tokens, Work, Workload
 
 
@@ -41,6 +42,19 @@ def floors(workload: Workload) -> dict[str, float]:
         spent["compare"] += compared - chained
         spent["dict walk"] += walked - prepared
     return {name: total / 1000 / len(workload.works) for name, total in spent.items()}
+
+
+def by_token(workload: Workload, repeats: int) -> dict[str, dict[str, float]]:
+    """Microseconds per request, one token a step: with causes and flight recorder, and without; interleaved. The least
+    of the repeats of each, as what they differ by is less than the noise of a run."""
+    runs: dict[str, list[dict[str, float]]] = {"lru": [], "lru, no causes": []}
+    for _ in range(repeats):
+        for name, times in runs.items():
+            server = new_server(workload, explains=name == "lru")
+            gc.collect()  # what the server before has left is not this one's
+            server.serve_by_token(workload.works)
+            times.append(times_of(server, workload))
+    return {name: min(times, key=lambda each: each["whole"]) for name, times in runs.items()}
 
 
 def medians(repeats: list[dict[str, float]]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.bench.control import floors, match_over_edges, medians
+from fastdeploy_cache.launch.bench.control import by_token, floors, match_over_edges, medians
 from fastdeploy_cache.launch.bench.pause_tables import run_pauses
 from fastdeploy_cache.launch.bench.report import Figure, Promise, Report, at_most
 from fastdeploy_cache.launch.bench.scale import eviction_cost, full_pool_costs, scale_ratio
@@ -85,6 +85,8 @@ def bench_control(options: ControlOptions, json_file: Path | None) -> bool:
             report.note("Lists of tokens are packed natively" if IS_NATIVE else "Lists of tokens are packed in Python")
             for recipe in recipes:
                 _run_workload(report, recipe, options.repeats, vllm)
+                if recipe.kind == "chat":
+                    _run_by_token(report, recipe, options.repeats)
             if options.trace is None:
                 report.note("No trace workload: give a file with --trace")
             _run_steps(report, options.repeats, vllm)
@@ -170,6 +172,16 @@ def _promises(workload: str, limits: _Limits) -> dict[tuple[str, str], Promise]:
     if workload.startswith("chat"):
         found["reuse", "lru"] = at_most(f"{workload}: reuse / lru", 1.25)
     return found
+
+
+def _run_by_token(report: Report, recipe: Recipe, repeats: int) -> None:
+    workload = recipe.make()
+    times = by_token(workload, repeats)
+    ratio = times["lru"]["whole"] / times["lru, no causes"]["whole"]
+    name = f"{workload.name}, one token a step"
+    lines = {line: [Figure("whole", found["whole"], "us")] for line, found in times.items()}
+    lines["lru"].append(Figure("of no causes", ratio, promise=at_most(f"{name}: lru / lru, no causes", 1.05)))
+    report.table(name, lines, about=f"{workload.num_in_flight} requests take a step together")
 
 
 def _run_steps(report: Report, repeats: int, vllm: VllmProcess | None) -> None:

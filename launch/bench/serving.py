@@ -6,6 +6,7 @@ import dataclasses
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from time import thread_time_ns
 from typing import Protocol, TypeVar
 
@@ -50,6 +51,23 @@ class Server:
         """See `Serving`."""
         serve_in_flight(works, self._num_in_flight, self._start, self._finish)
 
+    def serve_by_token(self, works: Iterable[Work]) -> None:
+        """The same, but a step gives each request in flight one token, as most engines do: all take it together."""
+        waiting, live = iter(works), list[tuple[Request, deque[int]]]()
+        while True:
+            for work in islice(waiting, self._num_in_flight - len(live)):
+                request, output = self._start(work)
+                live.append((request, deque(output.tolist())))
+            if not live:
+                return
+            sampled = [(request, [tokens.popleft()]) for request, tokens in live]
+            started = thread_time_ns()
+            take_step(self.cache, sampled)
+            self.nanoseconds["decode"] += thread_time_ns() - started
+            for request in [request for request, tokens in live if not tokens]:
+                self._release(request)
+            live = [(request, tokens) for request, tokens in live if tokens]
+
     def _start(self, work: Work) -> tuple[Request, Tokens]:
         cache, spent = self.cache, self.nanoseconds
         self._num_served += 1
@@ -76,11 +94,16 @@ class Server:
         started = thread_time_ns()
         for tokens in steps:
             take_step(self.cache, [(request, tokens)])
+        self.nanoseconds["decode"] += thread_time_ns() - started
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
+        started = thread_time_ns()
         self.cache.commit(request, request.num_tokens)
-        decoded = thread_time_ns()
+        committed = thread_time_ns()
         self.cache.release(request)
-        self.nanoseconds["release"] += thread_time_ns() - decoded
-        self.nanoseconds["decode"] += decoded - started
+        self.nanoseconds["release"] += thread_time_ns() - committed
+        self.nanoseconds["decode"] += committed - started
 
 
 def take_step(cache: PrefixCacheManager, sampled: Iterable[tuple[Request, Sequence[int] | Tokens]]) -> None:
@@ -132,12 +155,17 @@ def bench_config(block_size: int, num_gpu_blocks: int, policy: str = "lru", cpu_
 
 
 def serve_workload(server: Serving, workload: Workload) -> dict[str, float]:
-    """Serve the whole workload; microseconds per request by phase.
+    """Serve the whole workload; microseconds per request by phase: see `times_of`."""
+    gc.collect()  # what the server before has left is not this one's
+    server.serve(workload.works)
+    return times_of(server, workload)
+
+
+def times_of(server: Serving, workload: Workload) -> dict[str, float]:
+    """Microseconds per request by phase, of a server that has served the whole workload.
 
     `all` is what the manager's verbs take, decoding included; `request` is what the caller pays to pack its tokens.
     """
-    gc.collect()  # what the server before has left is not this one's
-    server.serve(workload.works)
     found = {phase: spent / 1000 / len(workload.works) for phase, spent in server.nanoseconds.items()}
     num_tokens = sum(len(work.prompt) for work in workload.works)
     whole = sum(found.values())
