@@ -11,7 +11,7 @@ from fastdeploy_cache.books.run import Run
 
 _ENTRY_BYTES = 320  # of a loss without its marks: the key, the tuple, the time, a place in the dictionary
 _NUM_PARTS = 8  # of the memory: the oldest part is forgotten at once
-_MOST_TAIL_BYTES = 2**18  # of packed tokens, that are gathered of a run that loses its end bit by bit
+_MOST_PIECES = 512  # of a run that loses its end bit by bit, before they are put together
 _MAX_FORKS, _MAX_WAYS = 4096, 8  # places where lost blocks were parted, and ways that go on from one
 _BURST, _BURST_SECONDS = 256, 0.005  # losses noted in so long, at most: a third of a millisecond of the lock
 
@@ -31,34 +31,20 @@ Lost = tuple[bytes, int, float, int]
 
 
 class _Tail:
-    """What a run has lost of its end so far, the last piece last."""
+    """What a run has lost of its end so far."""
 
-    __slots__ = (
-        "at",
-        "end",
-        "extra",
-        "first_block",
-        "kind",
-        "least_block",
-        "num_before",
-        "pieces",
-        "root",
-        "run",
-        "window",
-    )
+    __slots__ = ("at", "extra", "first_block", "head", "kind", "num_before", "pieces", "root", "run")
     num_before: int  # blocks in front of the run
-    end: int  # the block where it ended before
     first_block: int  # where the run ends now
-    least_block: int  # as far as more is gathered in short
     root: bytes | bytearray  # the hash of its namespace
-    window: bytes | bytearray  # the tokens in front of what is lost
-    extra: int
+    head: bytes | bytearray  # the tokens of the first lost block, with a window of those in front of it
+    extra: int  # of the first lost block
     kind: Loss
     at: float
 
     def __init__(self) -> None:
         self.run: Run | None = None
-        self.pieces = list[bytes | bytearray]()
+        self.pieces = list[bytes]()  # marks; the last piece was lost last
 
 
 class LostBlocks:
@@ -68,14 +54,15 @@ class LostBlocks:
     are full. What goes is counted in `num_forgotten`, and so is what a large eviction has no time for. Under the lock.
 
     Most blocks are evicted one or a few at a time, each time from the end of the same run. What it has lost is
-    gathered, 256 KiB of tokens at most, and gets its key when another run loses blocks, or when somebody asks for its
-    place: whoever looks for what was lost from a place on calls `look_at` first.
+    gathered, and gets its key when another run loses blocks, or when somebody asks for its place: whoever looks for
+    what was lost from a place on calls `look_at` first.
     """
 
     def __init__(self, max_bytes: int, block_bytes: int) -> None:
         """`max_bytes` 0: it remembers nothing. `block_bytes`: of the packed tokens of a block."""
         self.is_on = max_bytes > 0
         self._part_bytes, self._block_bytes = max_bytes // _NUM_PARTS, block_bytes
+        self._least_block = -(-WINDOW_BYTES // block_bytes)  # that has a window in front of it in every run
         self._by_key: dict[int, Lost] = {}
         self.get = self._by_key.get  # what was lost from the place of this key on, the last time
         self._keys: list[int] = []  # of the newest part
@@ -90,47 +77,47 @@ class LostBlocks:
 
     def note(self, run: Run, first_block: int, *, is_reset: bool = False) -> None:
         """A run is about to lose its blocks from `first_block` on."""
-        tail = self._tail
+        tail, kind = self._tail, self.reset_kind if is_reset else self.kind
         try:
-            if tail.run is run and tail.first_block == run.num_blocks and first_block >= tail.least_block:
-                tokens, start, at = run.tokens, first_block * self._block_bytes, time.monotonic()
-                piece, window = tokens[start:], tokens[start - WINDOW_BYTES : start]
-                tail.pieces.append(piece)  # for what is behind it there is memory
-                tail.window, tail.first_block, tail.at = window, first_block, at
-                tail.kind = self.reset_kind if is_reset else self.kind
-            else:
-                self._note(run, first_block, self.reset_kind if is_reset else self.kind)
+            is_more = tail.run is run and tail.first_block == run.num_blocks
+            if not is_more or first_block < self._least_block or run.extras is not None:
+                self._note(run, first_block, kind, is_more=is_more)
+                return
+            tokens, size, at = run.tokens, self._block_bytes, time.monotonic()
+            start, pieces = first_block * size, tail.pieces
+            head = tokens[start - WINDOW_BYTES : start + size]
+            pieces.append(
+                block_marks(tokens, start, run.num_blocks - first_block, size)
+            )  # what is behind needs no memory
+            tail.head, tail.first_block, tail.at, tail.kind = head, first_block, at, kind  # needs no memory any more
+            if len(pieces) > _MOST_PIECES:
+                tail.pieces = [b"".join(reversed(pieces))]
         except MemoryError:  # whatever the loss is part of goes on
             self.num_forgotten += run.num_blocks - first_block
 
-    def _note(self, run: Run, first_block: int, kind: Loss) -> None:
-        """The same of any run: of one that has not lost its end before, or that goes altogether."""
+    def _note(self, run: Run, first_block: int, kind: Loss, *, is_more: bool) -> None:
+        """The same of any run. `is_more`: it is the one that has lost its end before."""
         if not self.is_on:
             return
-        if not self._num_left and not self._refill():
-            self.num_forgotten += run.num_blocks - first_block
-            return
-        self._num_left -= 1
-        tail, start, extras = self._tail, first_block * self._block_bytes, run.extras
-        is_long = tail.run is run and (tail.end - tail.first_block) * self._block_bytes > _MOST_TAIL_BYTES
-        if is_long or tail.run is not run or tail.first_block != run.num_blocks:
+        tail, size, extras = self._tail, self._block_bytes, run.extras
+        if not is_more:
             self._end_tail()
-            self._begin_tail(run)
-        window, at = _window(run, start), time.monotonic()
-        tail.pieces.append(run.tokens[start:] if start else run.tokens)
-        tail.run, tail.first_block, tail.window, tail.at, tail.kind = run, first_block, window, at, kind
+            if not self._num_left and not self._refill():
+                self.num_forgotten += run.num_blocks - first_block
+                return
+            self._num_left -= 1
+            root, num_before = run, -run.num_blocks
+            while (parent := root.parent) is not None:
+                num_before += root.num_blocks
+                root = parent
+            tail.root, tail.num_before = root.hashes, num_before
+        start, at = first_block * size, time.monotonic()
+        head = _window(run, start) + run.tokens[start : start + size]
+        tail.pieces.append(block_marks(run.tokens, start, run.num_blocks - first_block, size))
+        tail.run, tail.first_block, tail.head, tail.at, tail.kind = run, first_block, head, at, kind
         tail.extra = hash(extras[first_block]) if extras is not None and first_block in extras else 0
-        if not start:  # its tokens go with it
+        if not first_block:  # it goes
             self._end_tail()
-
-    def _begin_tail(self, run: Run) -> None:
-        tail, root, num_before = self._tail, run, -run.num_blocks
-        while (parent := root.parent) is not None:
-            num_before += root.num_blocks
-            root = parent
-        tail.root, tail.num_before, tail.end = root.hashes, num_before, run.num_blocks
-        num_most, num_in_window = _MOST_TAIL_BYTES // self._block_bytes, -(-WINDOW_BYTES // self._block_bytes)
-        tail.least_block = max(num_in_window, run.num_blocks - num_most) if run.extras is None else run.num_blocks
 
     def look_at(self, block: int) -> None:
         """Somebody will look for what was lost from so many blocks behind the begin of a prompt on."""
@@ -146,16 +133,14 @@ class LostBlocks:
         block, pieces = tail.num_before + tail.first_block, tail.pieces
         tail.pieces, tail.run = [], None
         try:
-            tokens = pieces[0] if len(pieces) == 1 else b"".join(reversed(pieces))
-            marks = block_marks(tokens, 0, len(tokens) // size, size)
-            key = place_key(tail.root, block, tail.window + tokens[:size], len(tail.window), size) ^ tail.extra
-            if (older := self.get(key)) is not None:  # what went on in another way, or further, is not forgotten
-                num_same = num_equal(older[0], marks)
-                window = bytes(tail.window + tokens[: num_same * size])[-WINDOW_BYTES:]
-                self.fork(tail.root, block + num_same, window, older, num_same)
+            marks = pieces[0] if len(pieces) == 1 else b"".join(reversed(pieces))
+            key = place_key(tail.root, block, tail.head, len(tail.head) - size, size) ^ tail.extra
+            older = self.get(key)
+            if older is not None and (num_same := num_equal(older[0], marks)):
+                self.fork(tail.root, block, older, num_same)  # what went on in another way, or further
             self._add(key, marks, int(tail.kind), tail.at)  # with an enumeration the collector would look at it
         except MemoryError:
-            self.num_forgotten += tail.end - tail.first_block
+            self.num_forgotten += sum(map(len, pieces)) // MARK_BYTES
 
     def _add(self, key: int, marks: bytes, kind: int, at: float) -> None:
         self._by_key[key] = (marks, kind, at, self._part)
@@ -184,21 +169,16 @@ class LostBlocks:
         self._num_left, self._burst_at = _BURST, now
         return True
 
-    def num_lost(self, lost: Lost, tokens: bytes, start: int, num_blocks: int) -> int:
-        """How many of so many blocks, from the byte `start` of `tokens` on, are those that were lost."""
-        num_blocks = min(num_blocks, len(lost[0]) // MARK_BYTES)
-        return num_equal(lost[0], block_marks(tokens, start, num_blocks, self._block_bytes))
-
     # A prompt that goes another way in the midst of lost blocks, or ends there, will be cached up to there. The rest is
     # to be found behind that place, by what is in front of it alone: its first block is not here to make a key of.
 
-    def fork(self, root: bytes | bytearray, block: int, window: bytes, lost: Lost, num_same: int) -> None:
-        """Note that others stand behind the first `num_same` of some lost blocks; `block` and `window` are of the place
-        behind these."""
-        rest = lost[0][num_same * MARK_BYTES :]
+    def fork(self, root: bytes | bytearray, block: int, lost: Lost, num_same: int) -> None:
+        """Note that others stand behind the first `num_same` of some blocks that were lost from `block` on."""
+        border = num_same * MARK_BYTES
+        marks, rest = lost[0], lost[0][border:]
         if not rest:
             return
-        key = hash((bytes(root), block, window))
+        key = hash((bytes(root), block + num_same, marks[border - MARK_BYTES : border]))
         known = [each for each in self._forks.pop(key, ()) if each[0] != rest]
         self._forks[key] = (*known[-_MAX_WAYS + 1 :], (rest, *lost[1:]))
         if len(self._forks) > _MAX_FORKS:
@@ -210,9 +190,9 @@ class LostBlocks:
         """Whether `fork` has noted anything."""
         return bool(self._forks)
 
-    def forked(self, root: bytes | bytearray, block: int, window: bytes) -> tuple[Lost, ...]:
-        """What `fork` has noted of this place; the newest last."""
-        return self._forks.get(hash((bytes(root), block, window)), ()) if self._forks else ()
+    def forked(self, root: bytes | bytearray, block: int, mark_before: bytes) -> tuple[Lost, ...]:
+        """What `fork` has noted of this place, behind a block with this mark; the newest last."""
+        return self._forks.get(hash((bytes(root), block, mark_before)), ())
 
 
 def _window(run: Run, end: int) -> bytes:

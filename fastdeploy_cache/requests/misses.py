@@ -17,6 +17,7 @@ from fastdeploy_cache.requests.active_request import ActiveRequest, MissedBlocks
 from fastdeploy_cache.requests.computing import Computing
 
 _MAX_PARTS = 64  # that one prompt's missed blocks are looked up in: some tens of microseconds
+_AT_ONCE_SECONDS = 1.0  # blocks in a row that were lost within this time are told of together
 _MAX_BACK = 4  # blocks in front of one, among what is lost, from which on it may have been lost
 _MAX_LOOKED = 64  # other namespaces, and continuations that may be an image's, that are looked at
 _BY_LOSS = (Cause.EVICTED, Cause.EVICTED, Cause.RESET, Cause.RANK)
@@ -45,7 +46,7 @@ class Misses:
                 lost.look_at(num_found)
                 is_known = lost.get(key) is not None or key in computing.by_key
                 if lost.has_forks and not is_known:
-                    is_known = bool(lost.forked(name, num_found, self._window(keys, num_found)))
+                    is_known = bool(lost.forked(name, num_found, self._mark_before(active, num_found)))
                 if is_known or len(roots) != (root is not None) or keys.extras is not None:
                     active.misses = self._parts(active, path, num_found, name)
                     computing.begin(active, key)
@@ -77,15 +78,20 @@ class Misses:
             key ^= hash(extras[block])
         return key
 
-    def _window(self, keys: BlockKeys, block: int) -> bytes:
-        return keys.part(max(0, block * self._size - WINDOW_BYTES), block * self._size)
+    def _marks(self, active: ActiveRequest, first: int, end: int) -> bytes:
+        """The marks of some blocks of its prompt."""
+        tokens, start = active.keys.buffer(first * self._size, end * self._size)
+        return block_marks(tokens, start, end - first, self._size)
+
+    def _mark_before(self, active: ActiveRequest, block: int) -> bytes:
+        return self._marks(active, block - 1, block) if block else b""
 
     def pass_over(self, active: ActiveRequest) -> None:
         """All that the match has asked for was found; the request will commit one more block, which nobody asks for."""
         keys, block = active.keys, active.num_asked_blocks
         root = self._tree.roots.get(active.request.namespace)
         if root is not None and self._lost.is_on:
-            self._lost_at(self._key(root.hashes, keys, block), root.hashes, keys, block, block + 1)
+            self._lost_at(self._key(root.hashes, keys, block), root.hashes, active, block, block + 1)
 
     def _parts(
         self, active: ActiveRequest, path: Sequence[Run], block: int, root: bytes | bytearray
@@ -93,21 +99,24 @@ class Misses:
         parts: list[MissedBlocks] = []
         keys, end = active.keys, active.num_asked_blocks
         num_full = active.request.num_tokens // self._tree.block_size  # of which the last one is not asked for
-        while block < end and len(parts) < _MAX_PARTS:
+        for _ in range(_MAX_PARTS):
+            if block == end:
+                break
             key = self._key(root, keys, block)
-            part = self._lost_at(key, root, keys, block, num_full)
+            part = self._lost_at(key, root, active, block, num_full)
             for place in range(block - 1, max(active.num_found_blocks, block - _MAX_BACK) - 1, -1):
                 if part is not None:
                     break
-                part = self._lost_over(root, keys, place, block, num_full)
+                part = self._lost_over(root, active, place, block, num_full)
             if part is None:
                 num_computing = self.computing.num_blocks(active, key, block, end)
                 if not num_computing:
                     break
                 part = (Cause.UNCOMMITTED, num_computing, None, 0.0, "")
             cause, num_blocks, kind, at, _ = part
-            parts.append((cause, min(num_blocks, end - block), kind, at, ""))
-            block = min(end, block + num_blocks)
+            num_blocks = min(num_blocks, end - block)
+            block += num_blocks
+            _add(parts, cause, num_blocks, kind, at)
         if not parts and keys.extras is not None and (num_same := self._num_with_other_images(active, path, block)):
             parts.append((Cause.IMAGE, num_same, None, 0.0, ""))
             block += num_same
@@ -119,26 +128,30 @@ class Misses:
             parts.append((_FORGOTTEN if has_forgotten else _NEW, end - block, None, 0.0, ""))
         return parts
 
-    def _lost_at(self, key: int, root: bytes | bytearray, keys: BlockKeys, block: int, end: int) -> MissedBlocks | None:
+    def _lost_at(
+        self, key: int, root: bytes | bytearray, active: ActiveRequest, block: int, end: int
+    ) -> MissedBlocks | None:
         """The blocks from this one on that were lost together, as far as the prompt goes on with them."""
-        self._lost.look_at(block)
-        direct, size = self._lost.get(key), self._size
-        tokens, at = keys.buffer(block * size, end * size)
-        best: MissedBlocks | None = None
-        ways = self._lost.forked(root, block, self._window(keys, block))
+        memory = self._lost
+        memory.look_at(block)
+        direct, best = memory.get(key), None
+        ways = memory.forked(root, block, self._mark_before(active, block)) if memory.has_forks else ()
+        if direct is None and not ways:
+            return None
+        marks = self._marks(active, block, end)
         for lost in ways if direct is None else (*ways, direct):
-            num_lost = self._lost.num_lost(lost, tokens, at, end - block)
+            num_lost = num_equal(lost[0], marks)
             if num_lost and (best is None or num_lost >= best[1]):
                 best = (_BY_LOSS[lost[1]], num_lost, Loss(lost[1]), lost[2], "")
             if num_lost and num_lost * MARK_BYTES < len(lost[0]):
-                self._lost.fork(root, block + num_lost, self._window(keys, block + num_lost), lost, num_lost)
+                memory.fork(root, block, lost, num_lost)
         return best
 
     def _lost_over(
-        self, root: bytes | bytearray, keys: BlockKeys, place: int, block: int, end: int
+        self, root: bytes | bytearray, active: ActiveRequest, place: int, block: int, end: int
     ) -> MissedBlocks | None:
         """What was lost from an earlier place on, as far as it reaches over this block."""
-        part = self._lost_at(self._key(root, keys, place), root, keys, place, end)
+        part = self._lost_at(self._key(root, active.keys, place), root, active, place, end)
         if part is None or part[1] <= block - place:
             return None
         return part[0], part[1] - (block - place), part[2], part[3], ""
@@ -169,3 +182,10 @@ class Misses:
             children = list(islice(at.children.values(), _MAX_LOOKED)) if position < end else []
             at, offset = next((child for child in children if child.tokens.startswith(tokens)), None), 0
         return position - block
+
+
+def _add(parts: list[MissedBlocks], cause: Cause, num_blocks: int, kind: Loss | None, at: float) -> None:
+    """What was lost together with the part in front belongs to that."""
+    if parts and parts[-1][:3:2] == (cause, kind) and abs(parts[-1][3] - at) < _AT_ONCE_SECONDS:
+        num_blocks += parts.pop()[1]
+    parts.append((cause, num_blocks, kind, at, ""))

@@ -66,14 +66,14 @@ def test_a_prompt_that_goes_another_way_leaves_the_rest_to_be_recognised() -> No
     assert asker.serve(A[:82]) == {Cause.EVICTED: 40, **TAIL}
 
 
-@pytest.mark.parametrize(("most_bytes", "num_losses"), [(2**18, 1), (40, 8)])
+@pytest.mark.parametrize("most_pieces", [512, 3])
 @pytest.mark.parametrize("images", [(), [(4, 8, b"an image"), (60, 8, b"another")]])
 def test_blocks_that_went_one_by_one_are_told_of_together(
-    most_bytes: int, num_losses: int, images: list[tuple[int, int, bytes]], monkeypatch: pytest.MonkeyPatch
+    most_pieces: int, images: list[tuple[int, int, bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long answer of another request takes them from the end. What is gathered is bounded: then they are parts. What
-    another prompt asks for meanwhile does not part them."""
-    monkeypatch.setattr(lost_blocks, "_MOST_TAIL_BYTES", most_bytes)
+    """A long answer of another request takes them from the end, in few pieces and in many. What another prompt asks for
+    meanwhile does not part them."""
+    monkeypatch.setattr(lost_blocks, "_MOST_PIECES", most_pieces)
     asker = Asker(num_gpu=24)
     asker.serve(A[:82], images=images)
     request, match = asker.match(B[:6])
@@ -86,7 +86,7 @@ def test_blocks_that_went_one_by_one_are_told_of_together(
     request, match = asker.match(A[:82], images=images)
     missed = asker.admit(request, match)
     assert missed[Cause.EVICTED] >= 72 and Cause.NEW not in missed
-    assert len([miss for miss in match.explain().misses if miss.cause is Cause.EVICTED]) <= num_losses
+    assert len([miss for miss in match.explain().misses if miss.cause is Cause.EVICTED]) == 1
 
 
 def test_a_reset_is_told_at_once_and_while_it_is_being_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
