@@ -243,7 +243,8 @@ class PrefixCacheManager:
         with self._books:
             self._books.check_awake()
             done = self._steps.run(packed)
-            self._movement.copy_down.moved(self._steps.num_taken_blocks)
+            if self._steps.num_taken_blocks:
+                self._movement.copy_down.moved(self._steps.num_taken_blocks)
         return done
 
     def release(self, request: Request) -> None:

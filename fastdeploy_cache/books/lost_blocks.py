@@ -86,9 +86,7 @@ class LostBlocks:
             tokens, size, at = run.tokens, self._block_bytes, time.monotonic()
             start, pieces = first_block * size, tail.pieces
             head = tokens[start - WINDOW_BYTES : start + size]
-            pieces.append(
-                block_marks(tokens, start, run.num_blocks - first_block, size)
-            )  # what is behind needs no memory
+            pieces.append(block_marks(tokens, start, run.num_blocks - first_block, size))
             tail.head, tail.first_block, tail.at, tail.kind = head, first_block, at, kind  # needs no memory any more
             if len(pieces) > _MOST_PIECES:
                 tail.pieces = [b"".join(reversed(pieces))]

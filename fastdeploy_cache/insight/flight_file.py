@@ -32,7 +32,7 @@ from fastdeploy_cache.insight.flight_recorder import RingPart
 from fastdeploy_cache.insight.flight_records import Record, RecordKind, pack, unpack
 
 MAGIC: Final = b"\x89fdcache-flight"
-VERSION: Final = 1
+VERSION: Final = 2  # since there is `STEPPED`; else as 1, which is read, too
 _VERSION, _HEAD, _PIECE = struct.Struct("<H"), struct.Struct("<II"), struct.Struct("<4sQIII")
 _TAG: Final = b"PIEC"
 _PIECE_NOTES: Final = 1024
@@ -174,7 +174,7 @@ def read_recording(path: Path) -> FlightRecording:
         )
     try:
         (version,) = _VERSION.unpack_from(data, len(MAGIC))
-        if version != VERSION:
+        if version not in {1, VERSION}:
             raise RecordingError(
                 f"{path} is a flight recording of version {version}, and this program reads version {VERSION}; use the "
                 "program that wrote it"

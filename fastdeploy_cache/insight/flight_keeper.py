@@ -7,7 +7,7 @@ import functools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.block_mover import TaskEnded
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.policies.breaker import BreakerState
+from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import StorageTaskEnded
 from fastdeploy_cache.transfer_manager.task import TransferResult
@@ -53,12 +54,14 @@ class FlightKeeper:
         movement: Movement,
         storage: StorageAccess,
         *,
+        live: Iterable[ActiveRequest],
         clock: Callable[[], float],
     ) -> None:
+        """`live`: the requests that are matched now, to be asked under the lock."""
         insight = config.insight
         if clock is not time.monotonic:  # somebody else's: no verb fails by it
             clock = functools.partial(books.mishaps.ask, "metrics", clock, 0.0)
-        self._config, self._books, self._clock = config, books, clock
+        self._config, self._books, self._clock, self._live = config, books, clock, live
         self._client, self._storage = movement.client, storage
         self.recorder = FlightRecorder(
             books,
@@ -179,6 +182,8 @@ class FlightKeeper:
             if is_settled:
                 self._look()
             parts, num_dropped = self.recorder.parts(), self.recorder.num_dropped
+            if is_settled:
+                parts.append(RingPart(parts[-1].serial, self.recorder.marked(self._live)))
         header = self._header(reason, num_dropped)
         write_whole(path, [head(header), *[data for part in parts for data in pieces(part, self._secret)]])
 

@@ -19,6 +19,7 @@ from fastdeploy_cache.requests.active_request import ActiveRequest
 _NUM_PARTS: Final = 2  # of a full ring
 _NOTE_BYTES, _REQUEST_BYTES = 128, 384  # that a small tuple takes in memory with its numbers, and a large one more
 _MATCHED, _LOOKED, _RELEASED = (int(kind) for kind in (RecordKind.MATCHED, RecordKind.LOOKED, RecordKind.RELEASED))
+_STEPPED, _MARKED = int(RecordKind.STEPPED), int(RecordKind.MARKED)
 Note = tuple[Any, ...]  # its kind, and what `flight_records` says of that
 
 
@@ -60,7 +61,7 @@ class FlightRecorder:
         self._part_bytes = max_bytes // _NUM_PARTS
         self._most_notes = self._part_bytes // _NOTE_BYTES  # also where no request comes or goes for long
         self._sealed: deque[tuple[RingPart, int]] = deque()  # with the bytes of each
-        self._num_sealed_bytes = self._num_dropped = self._number = self._serial = 0
+        self._num_sealed_bytes = self._num_dropped = self._number = self._serial = self._num_before_step = 0
         self._begin_part()
 
     def _begin_part(self) -> None:
@@ -136,6 +137,17 @@ class FlightRecorder:
         )
         self._num_large_bytes += _REQUEST_BYTES + len(marks)
 
+    def begin_step(self) -> None:
+        """See `RequestListener`."""
+        self._num_before_step = len(self._notes)
+
+    def end_step(self) -> None:
+        """See `RequestListener`. A full ring, to which no request comes, does not tell."""
+        num_notes = len(self._notes) - self._num_before_step
+        if num_notes > 1:
+            note = self.note
+            note((_STEPPED, num_notes))
+
     def released(self, active: ActiveRequest) -> None:
         """See `RequestListener`."""
         request, pin, gpu, cpu = active.request, active.pin, self._gpu_evicted, self._cpu_evicted
@@ -169,6 +181,15 @@ class FlightRecorder:
             )
         )
         self._num_large_bytes += _REQUEST_BYTES + len(marks)
+
+    def marked(self, actives: Iterable[ActiveRequest]) -> list[Note]:
+        """What their release will tell of the blocks behind their prompts, for a file that is written before it."""
+        notes = list[Note]()
+        for active in actives:
+            first, end = active.request.num_prompt_tokens // self._block_size, active.num_committed_blocks
+            if active.number and end > first:
+                notes.append((_MARKED, active.number, first, self._marks(active.keys, first, end)))
+        return notes
 
     def parts(self, after: tuple[int, int] = (0, 0)) -> list[RingPart]:
         """What the ring has: copies of its parts, the oldest first.

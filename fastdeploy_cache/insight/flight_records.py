@@ -40,6 +40,8 @@ class RecordKind(IntEnum):
     BREAKER = 13
     ALERT = 14  # what a file was written for
     SETTLED_LATE = listener.SETTLED_LATE
+    STEPPED = 16  # the records in front of it, so many, are of one step
+    MARKED = 17  # at the end: what a request that is still there has published behind its prompt
 
 
 class Flag:
@@ -88,6 +90,8 @@ _FIELDS: Final[dict[RecordKind, tuple[str, tuple[str, ...]]]] = {
     RecordKind.BREAKER: ("dBB", ("at", "is_write", "state")),
     RecordKind.ALERT: ("dB", ("at", "reason")),
     RecordKind.SETTLED_LATE: ("I", ("number",)),
+    RecordKind.STEPPED: ("I", ("num_records",)),
+    RecordKind.MARKED: ("III", ("number", "first", "num_marks")),
 }
 LAYOUTS: Final = {kind: struct.Struct(f"<B{form}") for kind, (form, _) in _FIELDS.items()}
 NAMES: Final = {kind: ("kind", *names) for kind, (_, names) in _FIELDS.items()}
@@ -117,6 +121,9 @@ def pack(note: tuple[Any, ...], digest: Digest) -> tuple[bytes, bytes]:
         num_storage, num_copied, seconds, *bits = rest or (0, 0, 0.0)
         flags = sum([1 << place for place, is_set in enumerate(bits) if is_set])
         return LAYOUTS[kind].pack(*counts, num_storage, num_copied, seconds, first, len(marks) // 4, flags), marks
+    if kind is RecordKind.MARKED:
+        *counts, marks = note
+        return LAYOUTS[kind].pack(*counts, len(marks) // 4), marks
     return LAYOUTS[kind].pack(*note), b""
 
 

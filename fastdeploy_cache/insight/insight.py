@@ -73,7 +73,9 @@ class Insight:
         if self._config.insight.flight_recorder_bytes:
             from fastdeploy_cache.insight.flight_keeper import FlightKeeper  # late: an import of the manager is quick
 
-            self._flight = FlightKeeper(self._config, self._books, self._movement, self._storage, clock=clock)
+            self._flight = FlightKeeper(
+                self._config, self._books, self._movement, self._storage, live=self._requests, clock=clock
+            )
             listener = self._flight.recorder
             self._flight.start()
         if self._config.insight.traces:

@@ -60,6 +60,16 @@ class Traces:
         """See `RequestListener`."""
         return self._before.note if self._before is not None else _nothing
 
+    def begin_step(self) -> None:
+        """See `RequestListener`."""
+        if self._before is not None:
+            self._before.begin_step()
+
+    def end_step(self) -> None:
+        """See `RequestListener`."""
+        if self._before is not None:
+            self._before.end_step()
+
     def matched(self, active: ActiveRequest) -> None:
         """See `RequestListener`."""
         if self._before is not None:

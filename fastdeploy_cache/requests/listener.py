@@ -35,6 +35,14 @@ class RequestListener(Protocol):
         """A request that is queued was looked for by `prefetch`: so much of it was found."""
         ...
 
+    def begin_step(self) -> None:
+        """What is noted from here on is of one step of several requests, in one turn."""
+        ...
+
+    def end_step(self) -> None:
+        """The reverse."""
+        ...
+
     def released(self, active: ActiveRequest) -> None:
         """It goes. Told before its use is noted."""
         ...

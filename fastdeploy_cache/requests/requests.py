@@ -42,12 +42,12 @@ class Requests:
         self._config, self._mover, self._storage = config, movement.mover, storage
         self._requests: dict[str, ActiveRequest] = {}
         self.prefetches = Prefetches(config, books, self.matcher, storage, self._requests)
-        self._listener: RequestListener | None = None
+        self.listener: RequestListener | None = None
         books.listen(Fetched, self._on_fetched)
 
     def tell(self, listener: RequestListener) -> None:
         """Let this one hear of every verb from now on."""
-        self._listener = listener
+        self.listener = listener
         self.matcher.tell(listener)
         self.publisher.tell(listener)
         self.ahead.tell(listener)
@@ -130,8 +130,8 @@ class Requests:
                 self.matcher.find_with_storage(active)
             if self.books.hears(Matched):
                 self.books.note(Matched(request_id=request.request_id))
-            if self._listener is not None:
-                self._listener.matched(active)
+            if self.listener is not None:
+                self.listener.matched(active)
         except BaseException:
             self.abandon(active)
             raise
@@ -153,8 +153,8 @@ class Requests:
             if missing > 0:
                 num_all = max(len(active.block_ids), active.num_matched_blocks) + num_blocks
                 is_more = num_all > pool.num_blocks
-                if self._listener is not None:
-                    self._listener.note((REFUSED, active.number, num_blocks, missing))
+                if self.listener is not None:
+                    self.listener.note((REFUSED, active.number, num_blocks, missing))
                 raise OutOfBlocksError(missing, self.num_coming(), num_all=pool.num_blocks if is_more else None)
         if active.phase is WAITING:
             if ahead_of_loads:
@@ -170,14 +170,14 @@ class Requests:
         active.stepped_at = now = time.monotonic()
         if not active.is_admitted:
             self._admit(active, now)
-        if is_told and (listener := self._listener) is not None:
+        if is_told and (listener := self.listener) is not None:
             note = listener.note
             note((ALLOCATED, active.number, num_blocks, ahead_of_loads))
         return ids
 
     def tell_allocated(self, active: ActiveRequest, num_blocks: int) -> None:
         """It got blocks, and no commit has told of them."""
-        if (listener := self._listener) is not None:
+        if (listener := self.listener) is not None:
             note = listener.note
             note((ALLOCATED, active.number, num_blocks, False))
 
@@ -206,8 +206,8 @@ class Requests:
         if is_first:
             self._admit(active, now)
         self.publisher.commit(active, num_computed_tokens, now)
-        if is_first and self._listener is not None:
-            self._listener.note((COMMITTED, active.number, num_computed_tokens, len(active.block_ids)))
+        if is_first and self.listener is not None:
+            self.listener.note((COMMITTED, active.number, num_computed_tokens, len(active.block_ids)))
         if active.is_offered:
             self.books.note(Committed(active=active))
 
@@ -232,8 +232,8 @@ class Requests:
         private_ids = active.private_ids()
         if active.computing_key is not None:
             self._misses.computing.end(active)
-        if self._listener is not None:
-            self._listener.released(active)
+        if self.listener is not None:
+            self.listener.released(active)
         del self._requests[active.request.request_id]  # after what may lack memory: a failed release can be repeated
         return private_ids
 

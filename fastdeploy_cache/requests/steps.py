@@ -45,11 +45,16 @@ class Steps:
         self.num_taken_blocks = 0
         now = time.monotonic()
         done: list[list[int] | CacheError | MemoryError] = []
+        listener = self._requests.listener if len(packed) > 1 else None
+        if listener is not None:
+            listener.begin_step()
         for step in packed:
             try:
                 done.append(step if isinstance(step, CacheError) else self._step(step, now))
             except (CacheError, MemoryError) as error:
                 done.append(error)
+        if listener is not None:
+            listener.end_step()
         return done
 
     def _step(self, step: Packed, now: float) -> list[int]:

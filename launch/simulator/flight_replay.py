@@ -15,6 +15,7 @@ from fastdeploy_cache.insight.flight_file import FlightRecording
 from fastdeploy_cache.insight.flight_records import CAUSES, NO_CAUSE, STATUSES, TASK_KINDS, Flag, Record, RecordKind
 from fastdeploy_cache.launch.simulator.recorded_client import RecordedClient
 from fastdeploy_cache.launch.simulator.recorded_prompts import RecordedPrompts
+from fastdeploy_cache.launch.simulator.recorded_turns import turns
 from fastdeploy_cache.launch.simulator.store import SimulatedStore
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 from fastdeploy_cache.requests.active_request import ActiveRequest
@@ -78,6 +79,10 @@ class _Heard:
 
     def looked(self, request: Request, keys: BlockKeys, path: list[Run], num_found: int) -> None:  # noqa: ARG002
         self.num_looked = num_found
+
+    def begin_step(self) -> None: ...
+
+    def end_step(self) -> None: ...
 
     def released(self, active: ActiveRequest) -> None: ...
 
@@ -146,15 +151,19 @@ class FlightReplay:
             RecordingError: a record that cannot be.
         """
         try:
-            for record in self._recording.records():
+            for turn in turns(self._recording.records()):
+                record, self._now = turn[0], turn[0]["at"]
                 step = self._steps.get(record["kind"])
                 if step is None:
                     continue
-                self._record, self._now = record, record["at"]
+                self._record = record
                 self._began = self._now if self._began is None else self._began
-                self.outcome.num_steps += 1
+                self.outcome.num_steps += len(turn)
                 try:
-                    step(record)
+                    if len(turn) > 1:
+                        self._step_together(turn)
+                    else:
+                        step(record)
                 except CacheError as error:
                     self._differ(record["kind"].name.lower(), "done", f"refused: {error}")
             at_end(self.cache)
@@ -216,12 +225,37 @@ class FlightReplay:
         if live is None:
             return
         self._poll(live)
-        if (num_new := record["num_held"] - len(live.active.block_ids)) > 0:
-            self._take(live, num_new)
+        if record["num_held"] > len(live.active.block_ids):
+            self._step_together([record])
+            return
         request, num_computed = live.request, record["num_computed"]
         if num_computed > request.num_tokens:
             request.append_output(self._prompts.tokens(record["number"], request.num_tokens, num_computed))
         self.cache.commit(request, num_computed)
+
+    def _step_together(self, records: list[Record]) -> None:
+        """What these say was one step, in one turn. How many tokens it has follows from the blocks that it got."""
+        steps: dict[int, tuple[Record, Request, int]] = {}
+        for record in records:
+            live = self._of(record)
+            if live is not None:
+                self._poll(live)
+                num_held = record.get("num_held", len(live.active.block_ids) + record.get("num_blocks", 0))
+                steps[record["number"]] = record, live.request, num_held
+        given = []
+        for number, (record, request, num_held) in steps.items():
+            num_computed = record.get("num_computed", self._live[number].active.num_computed_tokens)
+            num_tokens = max(request.num_tokens, num_computed, (num_held - 1) * self._size + 1)
+            given.append((request, self._prompts.tokens(number, request.num_tokens, num_tokens), num_computed))
+        answers = self.cache.step(given)
+        for (record, _, _), answer in zip(steps.values(), answers, strict=True):
+            self._record, is_refusal = record, record["kind"] is RecordKind.REFUSED
+            missing = answer.missing if isinstance(answer, OutOfBlocksError) else None
+            if is_refusal and missing != record["num_missing"]:
+                found = "blocks given" if missing is None else f"refused, {missing} missing"
+                self._differ("step", f"refused, {record['num_missing']} missing", found)
+            elif not is_refusal and isinstance(answer, Exception):
+                self._differ("step", "done", f"refused: {answer}")
 
     def _confirm(self, record: Record) -> None:
         live = self._of(record)

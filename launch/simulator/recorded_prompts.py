@@ -25,7 +25,7 @@ class RecordedPrompts:
         self.num_blocks = 0  # that differ
         self._blocks: dict[int, Blocks] = {}
         prompts = (RecordKind.MATCHED, RecordKind.LOOKED)
-        for record in recording.of_kind(*prompts, RecordKind.RELEASED):
+        for record in recording.of_kind(*prompts, RecordKind.RELEASED, RecordKind.MARKED):
             number = record["number"]
             if record["kind"] in prompts:
                 front = self._front(record["author"], record["num_known"])

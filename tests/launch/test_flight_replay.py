@@ -38,6 +38,13 @@ def test_a_replay_that_is_the_same_ends_with_0(recording: Path, tmp_path: Path) 
     assert findings["num_steps"] > 300 and findings["num_different"] == 0
 
 
+def test_a_recording_of_the_version_before_is_read(recording: Path) -> None:
+    """It differs by two kinds of records alone."""
+    data = recording.read_bytes()
+    recording.write_bytes(data[: len(MAGIC)] + struct.pack("<H", 1) + data[len(MAGIC) + 2 :])
+    assert FlightReplay(read_recording(recording)).run().num_different == 0
+
+
 def test_a_replay_that_differs_ends_with_4_and_shows_both_sides(recording: Path) -> None:
     """With a GPU pool of another size some steps differ; the first few are shown, with what was recorded."""
     data = recording.read_bytes()
@@ -108,7 +115,7 @@ def test_a_recording_is_a_trace(recording: Path) -> None:
 def test_a_recording_that_begins_in_the_midst_is_taught_what_was_there(tmp_path: Path) -> None:
     """What matches have found before anybody computed it was cached: the replay knows it then, and says how much."""
     logging.disable(logging.WARNING)
-    walk = FlightWalk(8, 4, 400, 0, is_inline=True, insight=InsightConfig(flight_recorder_bytes=2**16))
+    walk = FlightWalk(9, 4, 400, 0, is_inline=True, insight=InsightConfig(flight_recorder_bytes=2**16))
     walk.run(2500)
     walk.model.cache.insight.write_flight(tmp_path / "a.flight")
     result = CliRunner().invoke(app, ["simulate", "--replay", str(tmp_path / "a.flight")])

@@ -206,6 +206,25 @@ class CacheModel:
         if live.epoch == self.epoch:
             self.committed |= {self.prefix(live, n + 1) for n in range(upto // self.size)}
 
+    def step(self, sampled: list[tuple[LiveRequest, list[int]]]) -> None:
+        """A step of all of these: each has computed what fits in its blocks, and these tokens were sampled of it."""
+        steps = []
+        for live, tokens in sampled:
+            upto = self.computable(live)
+            if live not in self.live or upto < live.num_computed or live.epoch != self.epoch:
+                continue  # whose blocks were lost is to be released
+            for block in range(live.num_computed // self.size, upto // self.size):
+                self.client.gpu[self.table(live)[block]] = self.prefix(live, block + 1)
+            steps.append((live, tokens, upto))
+        done = self.cache.step([(live.request, tokens, upto) for live, tokens, upto in steps])
+        for (live, _, upto), answer in zip(steps, done, strict=True):
+            if isinstance(answer, OutOfBlocksError):
+                continue
+            assert isinstance(answer, list), answer
+            live.table, live.num_computed = [*self.table(live), *answer], upto
+            assert len(live.table) == len(set(live.table)) >= live.request.num_tokens / self.size
+            self.committed |= {self.prefix(live, n + 1) for n in range(upto // self.size)}
+
     def allow_all_computed(self) -> None:
         """After a commit that raised: what it was about may be found, as some of it may have been published."""
         for live in self.live:

@@ -14,7 +14,7 @@ from tests.rigs.cache_model import CacheModel, LiveRequest
 TEXTS = [[(7 * i * i + text * (i // 9)) % 5 for i in range(60)] for text in range(4)]
 IMAGES = [Image(offset, length, name) for offset in (3, 5) for length in (1, 9) for name in (b"cat", b"dog")]
 _ACTIONS = {"serve": 9, "match": 4, "reset": 0.2, "kv lost": 0.1, "pause": 0.2, "prefetch": 1}
-_ACTIONS_OF_LIVE = {"allocate": 4, "compute": 5, "release": 7}
+_ACTIONS_OF_LIVE = {"allocate": 4, "compute": 5, "release": 7, "step": 9}
 
 
 class FlightWalk:
@@ -43,7 +43,10 @@ class FlightWalk:
         model, choose = self.model, self._choose
         actions = _ACTIONS | (_ACTIONS_OF_LIVE if model.live else {}) | ({} if self._is_inline else {"land": 8})
         action = choose.choices(list(actions), list(actions.values()))[0]
-        if action in _ACTIONS_OF_LIVE:
+        if action == "step":
+            together = choose.sample(model.live, choose.randint(1, len(model.live)))
+            model.step([(live, [choose.randint(0, 4) for _ in range(choose.randint(0, 9))]) for live in together])
+        elif action in _ACTIONS_OF_LIVE:
             self._go_on(action, choose.choice(model.live))
         elif action == "land":
             model.land(choose.choice((None, None, None, "rank died")), choose.randint(1, 4))

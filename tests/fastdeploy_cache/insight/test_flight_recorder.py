@@ -56,6 +56,28 @@ def test_a_request_is_a_few_records(tmp_path: Path) -> None:
     assert (recording.note, recording.header["num_dropped"]) == ("", 0)
 
 
+def test_a_step_of_several_requests_is_told_and_what_is_not_released_is_marked(tmp_path: Path) -> None:
+    """How many of the records in front belong to one step; at the end the published answers of those still there."""
+    with new_cache() as cache:
+        requests = [Request(request_id=name, prompt_token_ids=texts(30, seed)) for seed, name in enumerate("abc")]
+        for request in requests:
+            cache.match(request)
+            cache.allocate(request, 2)
+            cache.commit(request, 30)
+        for _ in range(SIZE):
+            assert all(isinstance(ids, list) for ids in cache.step([(r, [7], r.num_tokens) for r in requests]))
+        cache.step([(requests[0], list(range(SIZE)), 46)])
+        cache.release(requests[2])
+        recording = read_recording(cache.insight.write_flight(tmp_path / "a.flight"))
+    kinds = [record["kind"].name for record in recording.records()]
+    assert kinds[9:] == [*["COMMITTED"] * 3, "STEPPED", "ALLOCATED", "RELEASED", "MARKED", "MARKED"]
+    assert [record["num_records"] for record in recording.of_kind(RecordKind.STEPPED)] == [3]
+    assert [(r["number"], r["first"], r["num_marks"]) for r in recording.of_kind(RecordKind.MARKED)] == [
+        (1, 1, 1),
+        (2, 1, 1),
+    ]
+
+
 def test_only_what_is_new_of_a_conversation_is_marked(tmp_path: Path) -> None:
     """A resent conversation is a reference to who had it before, and the marks of its new blocks."""
     talk = texts(64)
