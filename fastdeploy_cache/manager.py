@@ -72,9 +72,10 @@ class PrefixCacheManager:
         """Make the pools and start the ranks.
 
         `client`, `peer_client` and `policy` replace the configured ones (tests, simulation); `clock` gives the seconds
-        that eviction policies and hit-rate windows go by. `on_kv_lost` is called with a rank that has died with the KV
-        arrays that it owned (`kv_owner = "transfer"`), and again when it has made new ones; each time everything on the
-        GPU has been forgotten. It runs on the I/O thread and must not block; it is not called for the end by `close`.
+        that eviction policies and hit-rate windows go by: finite ones, and it raises nothing. `on_kv_lost` is called
+        with a rank that has died with the KV arrays that it owned (`kv_owner = "transfer"`), and again when it has made
+        new ones; each time everything on the GPU has been forgotten. It runs on the I/O thread and must not block; it
+        is not called for the end by `close`.
 
         Raises:
             RankStartError, DeviceError: a rank did not start within its deadline, or its device cannot be here.

@@ -50,11 +50,13 @@ class Control:
         """Answer at a unix socket there, for this user alone (see docs/control.md), until `close`.
 
         Raises:
-            ControlError: it is open already.
+            ControlError: it is open already, or this is no path.
             IPCError: another process listens there, others may enter its folder, or something else is in the way.
         """
         from fastdeploy_cache.insight.control_server import ControlServer  # late: most caches have none
 
+        if not isinstance(path, str | Path):
+            raise ControlError(f"cannot open a control socket at {path!r}; give its path as text")
         with self._books:
             self._books.check_open()
         with self._changing:
