@@ -71,11 +71,10 @@ class PrefixCacheManager:
     ) -> None:
         """Make the pools and start the ranks.
 
-        `client`, `peer_client` and `policy` replace the configured ones (tests, simulation); `clock` gives the seconds
-        that eviction policies and hit-rate windows go by: finite ones, and it raises nothing. `on_kv_lost` is called
-        with a rank that has died with the KV arrays that it owned (`kv_owner = "transfer"`), and again when it has made
-        new ones; each time everything on the GPU has been forgotten. It runs on the I/O thread and must not block; it
-        is not called for the end by `close`.
+        `client`, `peer_client` and `policy` replace the configured ones (tests, simulation). `clock`, which raises
+        nothing, gives the seconds that eviction policies and hit-rate windows go by. `on_kv_lost` is called with a rank
+        that has died with the KV arrays that it owned (`kv_owner = "transfer"`), and again when it has made new ones:
+        each time the GPU has been forgotten. It runs on the I/O thread and must not block; `close` does not call it.
 
         Raises:
             RankStartError, DeviceError: a rank did not start within its deadline, or its device cannot be here.

@@ -44,6 +44,14 @@ class Ages:
         self._going, self._going_from, self._num_gone = usage, tier, num_blocks
         self._age, self._idle = now - since, now - (usage.used_last or since)
 
+    def evicted_together(self, gone: Sequence[tuple[Usage, int]]) -> None:
+        """The same for runs that leave the GPU whole, each with its blocks, in one eviction."""
+        now, residency, idle = self._clock(), self.residency[GPU], self.idle[GPU]
+        for usage, num_blocks in gone:
+            since = usage.gpu_since
+            residency.add(now - since, num_blocks)
+            idle.add(now - (usage.used_last or since), num_blocks)
+
     def count_evicted(self) -> None:
         """Count what has gone of the run that was evicted from last; before anybody reads."""
         if self._going is not None:

@@ -80,6 +80,9 @@ class LostBlocks:
         tail, kind = self._tail, self.reset_kind if is_reset else self.kind
         try:
             is_more = tail.run is run and tail.first_block == run.num_blocks
+            if not (is_more or self._num_left or self._refill()):
+                self.num_forgotten += run.num_blocks - first_block
+                return
             if not is_more or first_block < self._least_block or run.extras is not None:
                 self._note(run, first_block, kind, is_more=is_more)
                 return
@@ -95,14 +98,9 @@ class LostBlocks:
 
     def _note(self, run: Run, first_block: int, kind: Loss, *, is_more: bool) -> None:
         """The same of any run. `is_more`: it is the one that has lost its end before."""
-        if not self.is_on:
-            return
         tail, size, extras = self._tail, self._block_bytes, run.extras
         if not is_more:
             self._end_tail()
-            if not self._num_left and not self._refill():
-                self.num_forgotten += run.num_blocks - first_block
-                return
             self._num_left -= 1
             root, num_before = run, -run.num_blocks
             while (parent := root.parent) is not None:
@@ -161,8 +159,10 @@ class LostBlocks:
 
     def _refill(self) -> bool:
         """Whether the last burst began long enough ago for another."""
+        if not self.is_on:
+            return False
         now = time.monotonic()
-        if not self._part_bytes or now - self._burst_at < _BURST_SECONDS:
+        if now - self._burst_at < _BURST_SECONDS:
             return False
         self._num_left, self._burst_at = _BURST, now
         return True

@@ -9,7 +9,7 @@ from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_pool import CALLER, RUN, BlockPool
 from fastdeploy_cache.books.graves import Graves
 from fastdeploy_cache.books.lost_blocks import Loss, LostBlocks
-from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, TIERS, Run, Tier
+from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, TIERS, Run, Tier, Usage
 from fastdeploy_cache.books.transfer import Segment
 from fastdeploy_cache.policies.guarded import GuardedPolicy
 
@@ -188,7 +188,7 @@ class Residency:
         """
         if self.graves.open:  # what a reset has forgotten goes first
             num_blocks -= self.graves.free(tier, num_blocks)
-        pool, victim, gone = self.pools[tier], self.policy.victim, array("i")
+        pool, victim, gone, whole = self.pools[tier], self.policy.victim, array("i"), list[tuple[Usage, int]]()
         in_parts = tier != 0 or pool.num_read > 0
         self.lost.kind = Loss.CPU if tier else Loss.GPU
         try:
@@ -200,12 +200,13 @@ class Residency:
                 else:  # where they are small they are many: their ids are freed all at once
                     gone.frombytes(run.gpu)
                     num_blocks -= num_gpu
-                    self.ages.evicted(run, GPU, num_gpu)
+                    whole.append((run.usage, num_gpu))
                     self._remove_leaf(run)
         finally:
             if gone:
                 pool.free(gone, RUN)
                 self.num_evicted[tier][1] += len(gone)
+                self.ages.evicted_together(whole)
 
     def _remove_leaf(self, run: Run) -> None:
         """Unlink a leaf that is on the GPU alone, and that the policy has named. Its ids are the caller's to free."""
