@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from fastdeploy_cache.insight.what_if import WhatIfRate
 LIFE_VERBS = ("pause", "resume", "sleep", "wake", "clear", "update-weights")
 MAX_SECONDS = 600.0  # that a verb may take
 _ALL_REQUESTS = 10**6  # that are remembered
+_ANSWER_ID = re.compile(r"^(chat)?cmpl-")  # before the request's name, in the body of an OpenAI-style answer
 Tier = Literal["gpu", "cpu"]
 
 
@@ -205,9 +207,7 @@ class _Explain(_Look, tag="explain", kw_only=True):
 
     def apply(self, subject: Subject) -> list[dict[str, Any]]:
         last = subject.insight.explain_last(_ALL_REQUESTS)
-        # several prompts of one request of a server have its name, with a number behind it
-        names = ({each.request_id, each.request_id.rpartition("-")[0]} - {""} for each in last)
-        found = [each for each, known in zip(last, names, strict=True) if self.request_id in known]
+        found = _named(self.request_id, last) or _named(_ANSWER_ID.sub("", self.request_id), last)
         if not found:
             text = f"no request {self.request_id!r} among the last {len(last)}; `explain --last 10` shows their ids"
             raise ControlError(text)
@@ -229,6 +229,11 @@ class _Examine(_Look, tag="examine"):
 class _WhatIf(_Look, tag="what-if"):
     def apply(self, subject: Subject) -> list[dict[str, Any]]:
         return [dataclasses.asdict(each) for each in subject.insight.what_if()]
+
+
+def _named(name: str, requests: Sequence[Explanation]) -> list[Explanation]:
+    # several prompts of one request of a server have its name, with a number behind it
+    return [each for each in requests if name and name in (each.request_id, each.request_id.rpartition("-")[0])]
 
 
 def _explained(explanation: Explanation) -> dict[str, Any]:

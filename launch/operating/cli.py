@@ -280,7 +280,7 @@ def explain(
     run_dir: RunDir,
     request_id: Annotated[
         str | None,
-        typer.Argument(metavar="[ID]", help="Its X-Request-ID, or its id in the log."),
+        typer.Argument(metavar="[ID]", help="Its X-Request-ID, the id in its answer's body, or that in the log."),
     ] = None,
     last: Annotated[int, typer.Option(min=1, max=100, help="Without an id: so many of the last requests.")] = 1,
     socket: Socket = None,

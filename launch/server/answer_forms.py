@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,13 +12,16 @@ from fastdeploy_cache.launch.server.api_requests import ApiRequest, ChatRequest
 MODEL_NAME = "SmolLM2-135M-Instruct"
 
 
-def envelope(request: ApiRequest) -> dict[str, Any]:
-    """What a whole answer, and each piece of a streamed one, has around its choices."""
+def envelope(request: ApiRequest, name: str) -> dict[str, Any]:
+    """What a whole answer, and each piece of a streamed one, has around its choices.
+
+    Its id is the `name` of the request behind what OpenAI's clients expect there, so that `explain` finds it by this.
+    """
     if isinstance(request, ChatRequest):
         prefix, kind = "chatcmpl", "chat.completion.chunk" if request.stream else "chat.completion"
     else:
         prefix, kind = "cmpl", "text_completion"
-    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": MODEL_NAME}
+    return {"id": f"{prefix}-{name}", "object": kind, "created": int(time.time()), "model": MODEL_NAME}
 
 
 def whole_choice(request: ApiRequest, text: str, reason: str | None, index: int) -> dict[str, Any]:

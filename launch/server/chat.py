@@ -108,8 +108,8 @@ class ChatApi:
         for generation in generations:
             self._engine.intake.cancel(generation)
 
-    async def complete(self, request: ApiRequest, generations: Sequence[Generation]) -> dict[str, Any]:
-        """Wait for the whole answer, a choice for each prompt.
+    async def complete(self, request: ApiRequest, generations: Sequence[Generation], *, name: str) -> dict[str, Any]:
+        """Wait for the whole answer, a choice for each prompt. Its id has the request's `name`.
 
         Raises:
             GenerationError: the engine failed one of them, or is too slow.
@@ -121,16 +121,20 @@ class ChatApi:
         whole = [
             answer_forms.whole_choice(request, "".join(said[each.index]), each.reason, each.index) for each in choices
         ]
-        return {**answer_forms.envelope(request), "choices": whole, "usage": _usage_of(choices)}
+        return {**answer_forms.envelope(request, name), "choices": whole, "usage": _usage_of(choices)}
 
-    async def stream(self, request: ApiRequest, generations: Sequence[Generation]) -> AsyncIterator[dict[str, Any]]:
-        """The answer piece by piece, those of its choices as they come.
+    async def stream(
+        self, request: ApiRequest, generations: Sequence[Generation], *, name: str
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The answer piece by piece, those of its choices as they come. Its id has the request's `name`.
 
         Raises:
             GenerationError: the engine failed one of them, or is too slow.
         """
         choices = self._choices(request, generations)
-        envelope: dict[str, Any] = answer_forms.envelope(request) | ({"usage": None} if request.wants_usage else {})
+        envelope = answer_forms.envelope(request, name)
+        if request.wants_usage:
+            envelope["usage"] = None
         for first in answer_forms.first_choices(request):
             yield {**envelope, "choices": [first]}
         async with aclosing(self._pieces(choices)) as pieces:

@@ -141,7 +141,7 @@ class InstanceApp:
         generations = request[GENERATIONS] = await self._api.submit(asked, name=request[REQUEST_ID])
         if asked.stream:
             return await self._stream(request, asked, generations)
-        return success(await self._api.complete(asked, generations))
+        return success(await self._api.complete(asked, generations, name=request[REQUEST_ID]))
 
     async def _stream(
         self, request: web.Request, asked: ApiRequest, generations: Sequence[Generation]
@@ -149,7 +149,8 @@ class InstanceApp:
         """Server-sent events. HTTP's chunks tell a client an end from a death in the middle."""
         answer = StreamedAnswer(request, 200, _STREAM_HEADERS)
         try:
-            async with aclosing(_events(self._api.stream(asked, generations))) as events:
+            chunks = self._api.stream(asked, generations, name=request[REQUEST_ID])
+            async with aclosing(_events(chunks)) as events:
                 await answer.begin()
                 async for event in events:
                     await answer.write(b"data: " + event + b"\n\n")

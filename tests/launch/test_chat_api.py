@@ -47,11 +47,11 @@ class Numbers(ChatTokenizer):
 
 
 async def complete(api: ChatApi, request: ApiRequest = CHAT) -> dict[str, Any]:
-    return await api.complete(request, await api.submit(request))
+    return await api.complete(request, await api.submit(request), name="a-name")
 
 
 async def stream(api: ChatApi) -> None:
-    async for _ in api.stream(CHAT, await api.submit(CHAT)):
+    async for _ in api.stream(CHAT, await api.submit(CHAT), name="a-name"):
         pass
 
 
@@ -204,7 +204,7 @@ def test_a_stop_text_ends_the_work() -> None:
     async def ask(api: ChatApi) -> tuple[Generation, dict[str, Any]]:
         request = ChatRequest(messages=CHAT.messages, max_tokens=300, stop=" ")
         (generation,) = await api.submit(request)
-        return generation, await api.complete(request, [generation])
+        return generation, await api.complete(request, [generation], name="a-name")
 
     with instances(lambda: Instance("mixed", 1)) as (there,):
         generation, answer = asyncio.run(ask(ChatApi(there.engine, Numbers())))

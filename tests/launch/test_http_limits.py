@@ -46,7 +46,7 @@ class Api:
         self.is_asked.set()
         return [Generation(Request(request_id=name, prompt_token_ids=[1]), 1)]
 
-    async def complete(self, request: Any, generations: Any) -> dict[str, Any]:
+    async def complete(self, request: Any, generations: Any, *, name: str) -> dict[str, Any]:
         try:
             async with asyncio.timeout(SECONDS):
                 await self.may_answer.wait()
@@ -55,7 +55,7 @@ class Api:
             raise
         return {"text": "all"}
 
-    async def stream(self, request: Any, generations: Any) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, request: Any, generations: Any, *, name: str) -> AsyncIterator[dict[str, Any]]:
         for _ in range(10_000):
             yield {"text": self._piece}
             await asyncio.sleep(0)
@@ -129,7 +129,7 @@ def test_a_fault_of_ours_in_the_middle_is_logged(
 
     monkeypatch.setattr(logging.getLogger("fastdeploy_cache.launch.server.limits"), "filters", [note])
 
-    async def stream(*_: Any) -> AsyncIterator[dict[str, Any]]:
+    async def stream(*_: Any, **__: Any) -> AsyncIterator[dict[str, Any]]:
         yield {"text": "first"}
         raise LookupError("a fault of ours")
 

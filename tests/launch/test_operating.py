@@ -104,10 +104,18 @@ def test_other_sizes_are_shown_once_they_are_known(path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_no_name_is_no_request(path: Path) -> None:
-    """An empty id is that of none."""
-    done = run(path, "explain", "")
-    assert done.exit_code == 1 and "no request ''" in str(done.exception)
+@pytest.mark.parametrize("name", ["chat-2", "chatcmpl-chat-2", "cmpl-chat-2"])
+def test_a_request_is_found_by_the_id_of_its_answer(path: Path, name: str) -> None:
+    """Which is its name behind what OpenAI's clients expect there."""
+    assert [each["request_id"] for each in found(path, "explain", name)] == ["chat-2"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["", "chatcmpl-", "chatcmpl-cmpl-chat-2", "xcmpl-chat-2"])
+def test_no_name_is_no_request(path: Path, name: str) -> None:
+    """An empty id is that of none, and so is one with another beginning."""
+    done = run(path, "explain", name)
+    assert done.exit_code == 1 and f"no request {name!r}" in str(done.exception)
 
 
 @pytest.mark.processes

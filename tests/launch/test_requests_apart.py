@@ -69,13 +69,16 @@ def group() -> Iterator[Group]:
 
 
 def ask(port: int, path: str, body: Any = None, name: str = "") -> tuple[int, dict[str, Any], str]:
-    """Status, answer and the request's name there."""
+    """Status, answer (of a stream its first piece) and the request's name there."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     try:
         method, headers = ("GET" if body is None else "POST"), ({"X-Request-Id": name} if name else {})
         connection.request(method, path, body and json.dumps(body), headers)
         response = connection.getresponse()
-        return response.status, json.loads(response.read()), response.headers["X-Request-Id"]
+        text = response.read()
+        if response.headers.get_content_type() == "text/event-stream":
+            text = text.removeprefix(b"data: ").split(b"\n")[0]
+        return response.status, json.loads(text), response.headers["X-Request-Id"]
     finally:
         connection.close()
 
@@ -168,6 +171,17 @@ def test_one_name_joins_router_prefill_decode_and_the_answer(group: Group, lines
         assert (decoded["prompt_tokens"], decoded["output_tokens"], decoded["finish"]) == (len(PROMPT), 3, "length")
         assert decoded["milliseconds"] >= decoded["first_token_milliseconds"] >= decoded["queue_milliseconds"] >= 0
         assert all(line["engine_request"].startswith(f"{name}-") for line in (prefilled, decoded))
+
+
+@pytest.mark.parametrize(("path", "kind"), [(CHAT, "chatcmpl"), (COMPLETION, "cmpl")])
+def test_the_id_of_an_answer_is_the_name_of_its_request(group: Group, path: str, kind: str) -> None:
+    """The client's, or the new one that the header says; of a whole answer and of a stream, here and apart."""
+    for stream in (False, True):
+        body = BODIES[path] | {"max_tokens": 2, "stream": stream}
+        for port in (group.mixed, group.router):
+            assert ask(port, path, body, "a-name")[1]["id"] == f"{kind}-a-name"
+            _, answer, name = ask(port, path, body)
+            assert len(name) == 32 and answer["id"] == f"{kind}-{name}"
 
 
 def test_a_router_is_ready_where_a_decode_instance_is(group: Group) -> None:

@@ -32,7 +32,7 @@ class Api:
         assert self.may_begin.wait(SECONDS)  # all that comes meanwhile waits, too
         return [Generation(Request(request_id=name, prompt_token_ids=[1]), 1)]
 
-    async def stream(self, request: Any, generations: Any) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, request: Any, generations: Any, *, name: str) -> AsyncIterator[dict[str, Any]]:
         yield {"text": "\u4e2d"}
         yield {"text": "b"}
 
