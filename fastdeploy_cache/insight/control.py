@@ -144,7 +144,9 @@ class Control:
         from fastdeploy_cache.insight.policy_change import change_policy
 
         with self._changing:
-            return change_policy(self._books, self._config, self._clock, name)
+            view = change_policy(self._books, self._config, self._clock, name)
+            self._insight.follow_policy(view.name)
+            return view
 
     def verify(self, *, checksums: bool = False) -> Verified:
         """Check that the books of all rooms add up. It holds the lock while it walks the whole tree, which takes some

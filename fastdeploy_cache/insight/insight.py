@@ -133,6 +133,11 @@ class Insight:
         """The eviction policy that is in force now."""
         return self._books.tree.policy.name
 
+    def follow_policy(self, policy: str) -> None:
+        """Another eviction policy is in force: what other sizes would hit is estimated for that one."""
+        if self._what_if is not None:
+            self._what_if.follow(policy)
+
     def what_if_counts(self) -> WhatIfCounts:
         """What the metrics show of it."""
         rates = [(r.tier, r.factor, r.policy, r.token_hit_rate, r.saved_seconds) for r in self.known_what_if()]

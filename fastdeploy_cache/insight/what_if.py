@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Forgotten
 from fastdeploy_cache.books.references import References
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.insight.what_if_setup import ResultBoard, plans_for, setup_for
+from fastdeploy_cache.insight.what_if_setup import Plan, ResultBoard, plans_for, setup_for
 from fastdeploy_cache.ipc.codec import encode
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.shared_array import SharedArray
@@ -32,7 +32,7 @@ _MIN_REQUESTS = 50  # in the window: fewer say little
 _LENGTH = struct.Struct("<I")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class WhatIfRate:
     """What a tier of another size would have hit in the last hour, the other tier being as it is.
 
@@ -66,7 +66,7 @@ class WhatIf:
         self._sending, self._starting = threading.Lock(), threading.Lock()
         self._owner_pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
-        self._board: ResultBoard | None = None
+        self._board: tuple[ResultBoard, Sequence[Plan]] | None = None  # what is found, and of what
         self._array: SharedArray | None = None
         self._unsent, self._is_closed = b"", False
 
@@ -85,20 +85,36 @@ class WhatIf:
             if self._process is None and is_wanted and not self._is_closed and not self._books.is_closed:
                 self._start()
 
+    def follow(self, policy: str) -> None:
+        """Another eviction policy is in force: estimate that one, too. What was used so far counts no more, unless it
+        was estimated already. The caller holds no lock."""
+        with self._starting:
+            is_running = self._process is not None
+            if self._is_closed or policy in {plan.policy for plan in self._plans}:
+                return
+            with self._sending:
+                self._books.note_references(None)
+                self._end()
+                self._config = dataclasses.replace(self._config, eviction_policy=policy)
+                self._plans, self._unsent = plans_for(self._config), b""
+            if is_running:
+                self._start()
+
     def _start(self) -> None:
-        num_plans = len(self._plans)
+        plans = self._plans
         try:
             with contextlib.ExitStack() as undo:
-                array = SharedArray.create("fastdeploy_what_if", ResultBoard.num_words(num_plans) * 8)
+                array = SharedArray.create("fastdeploy_what_if", ResultBoard.num_words(len(plans)) * 8)
                 undo.callback(array.close)
                 process = self._spawn(array.fd)
                 undo.pop_all()
         except (OSError, MemoryError) as error:  # `NotEnoughMemoryError` is one of these
             logger.warning("event=what_if_not_started reason=%r", str(error))
             return
-        self._array, self._board, self._process = array, ResultBoard(array, num_plans), process
+        self._array, self._board, self._process = array, (ResultBoard(array, len(plans)), plans), process
         references = References(self._config.block_size * 4, self._books.clock, self._when_due)
         with self._books:
+            self._books.ignore(Forgotten, self._on_forgotten)
             self._books.listen(Forgotten, self._on_forgotten)
             self._books.note_references(references)
 
@@ -123,7 +139,8 @@ class WhatIf:
     def rates(self) -> list[WhatIfRate]:
         """One for each tier, factor and policy; none before there are enough requests, or where the process is gone."""
         self._send()
-        result = self._board.read() if self._board is not None and self._process is not None else None
+        board, plans = self._board or (None, ())
+        result = board.read() if board is not None and self._process is not None else None
         if result is None or result.num_window_requests < _MIN_REQUESTS:
             return []
         speed = self._prefill_speed()
@@ -136,14 +153,15 @@ class WhatIf:
                 token_hit_rate=hit_tokens / result.num_window_tokens,
                 saved_seconds=hit_tokens / speed if speed else None,
             )
-            for plan, hit_tokens in zip(self._plans, result.hit_tokens, strict=True)
+            for plan, hit_tokens in zip(plans, result.hit_tokens, strict=True)
         ]
 
     @property
     def num_seen_requests(self) -> int:
         """That the process has served to its small caches so far."""
         self._send()
-        result = self._board.read() if self._board is not None else None
+        board, _ = self._board or (None, ())
+        result = board.read() if board is not None else None
         return result.num_requests if result is not None else 0
 
     @property

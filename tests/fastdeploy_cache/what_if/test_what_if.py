@@ -85,6 +85,26 @@ def test_a_reset_and_an_image_count(cache: PrefixCacheManager) -> None:
     assert {rate.token_hit_rate for rate in cache.insight.what_if()} == {0.0}
 
 
+def test_another_policy_is_estimated_when_it_is_in_force(cache: PrefixCacheManager) -> None:
+    """Of what is used from then on; back under `lru`, which was estimated all the while, nothing begins anew."""
+    before = child_pids()
+    cache.insight.what_if()
+    for i in range(60):
+        serve(cache, str(i), prompt(i % 6))
+    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 60)
+    cache.control.set_policy("mru")
+    assert cache.insight.what_if() == []
+    for i in range(60, 150):
+        serve(cache, str(i), prompt(i % 6))
+    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 90)
+    pids = child_pids() - before
+    rates = {(rate.tier, rate.factor, rate.policy): rate.token_hit_rate for rate in cache.insight.what_if()}
+    assert rates["gpu", 1.0, "lru"] == 0 < rates["gpu", 1.0, "mru"]
+    cache.control.set_policy("lru")
+    assert {rate.policy for rate in cache.insight.what_if()} == {"mru", "lru"}
+    assert child_pids() - before == pids and len(pids) == 1
+
+
 def test_the_metrics_page_starts_it_and_shows_it(cache: PrefixCacheManager) -> None:
     """The gauges come when there are enough requests; the process goes with the cache."""
     before = child_pids()
