@@ -89,6 +89,11 @@ class CacheMetrics:
         with self._lock:
             return self._requests.hit_rates(self._clock())
 
+    def known_hit_rates(self) -> Mapping[str, float | None]:
+        """The same, and None for each where no request came within the window."""
+        with self._lock:
+            return self._requests.known_hit_rates(self._clock())
+
     @property
     def num_requests(self) -> int:
         """Admitted so far."""

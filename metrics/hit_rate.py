@@ -41,6 +41,11 @@ class HitRateWindow:
             for tier, num in enumerate(hit_tokens):
                 current.hit_tokens[tier] += num
 
+    def has_requests(self, now: float) -> bool:
+        """Whether one came in that time."""
+        self._expire(now)
+        return bool(self._slices)
+
     def request_hit_rate(self, now: float) -> float:
         """Share of requests that hit at least one token."""
         self._expire(now)

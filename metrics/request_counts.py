@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fastdeploy_cache.metrics.families import Families, by_one
@@ -41,6 +42,11 @@ class RequestCounts:
         """The hit rates over the window: `request`, `token`, and the token hit rate of each tier."""
         rates = {"request": self._window.request_hit_rate(now), "token": self._window.token_hit_rate(now)}
         return rates | {tier: self._window.token_hit_rate(now, i) for i, tier in enumerate(TIERS)}
+
+    def known_hit_rates(self, now: float) -> Mapping[str, float | None]:
+        """The same, and None for each where no request came within the window."""
+        rates = self.hit_rates(now)
+        return rates if self._window.has_requests(now) else dict.fromkeys(rates)
 
     def families(self, families: Families, now: float) -> list[Metric]:
         """What Prometheus is shown."""

@@ -277,7 +277,7 @@ class Insight:
         """The statistics as one document, for JSON."""
         from fastdeploy_cache.insight.status_document import status_document
 
-        return status_document(self.stats(), self._metrics, has_peers=self._config.peer is not None)
+        return status_document(self.stats(), self._metrics, self._config)
 
     def ranks(self) -> RanksView:
         """The processes that copy, and how much they have to do."""

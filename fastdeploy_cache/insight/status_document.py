@@ -6,20 +6,25 @@ import dataclasses
 import os
 from typing import Any
 
+from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.stats import CacheStats
 
 
-def status_document(stats: CacheStats, metrics: CacheMetrics, *, has_peers: bool) -> dict[str, Any]:
-    """What of it follows from the statistics and the metrics, for JSON. Any thread."""
+def status_document(stats: CacheStats, metrics: CacheMetrics, config: CacheConfig) -> dict[str, Any]:
+    """What of it follows from the statistics and the metrics, for JSON. Any thread.
+
+    Each of `hit_rates` is None where no request was admitted within `hit_rate_window_seconds`.
+    """
     return {
         "pid": os.getpid(),
         "ranks": [dataclasses.asdict(status) for status in stats.ranks],
         "tiers": {"gpu": stats.gpu.by_state(), "cpu": stats.cpu.by_state()},
         "storage": _storage_status(stats),
-        "peers": _peer_status(metrics) if has_peers else None,
-        "hit_rates": dict(stats.hit_rates),
+        "peers": _peer_status(metrics) if config.peer is not None else None,
+        "hit_rates": dict(metrics.known_hit_rates()),
+        "hit_rate_window_seconds": config.hit_rate_window_seconds,
         "missed_tokens": dict(stats.missed_tokens),
         "saved_seconds": dict(stats.saved_seconds),
         "requests": stats.num_requests,

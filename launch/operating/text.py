@@ -44,8 +44,15 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
         f"requests: {document['requests']} running; {document['transfers_in_flight']} copies in flight; eviction "
         f"policy {document['eviction_policy']}; {document['pins']} pins"
     )
-    rates = ", ".join(f"{name} {rate:.0%}" for name, rate in document["hit_rates"].items())
-    return [*lines, f"hit rates, recently: {rates}", *_worth(document)]
+    return [*lines, hit_rates_line(document), *_worth(document)]
+
+
+def hit_rates_line(document: Mapping[str, Any]) -> str:
+    """The hit rates of the last minutes; where nobody asked for anything there are none."""
+    rates = document["hit_rates"].items()
+    if any(rate is None for _, rate in rates):
+        return f"hit rates, recently: no request came in the last {document['hit_rate_window_seconds']:g} seconds"
+    return "hit rates, recently: " + ", ".join(f"{name} {rate:.0%}" for name, rate in rates)
 
 
 def what_if_table(rates: Sequence[Mapping[str, Any]]) -> Table:

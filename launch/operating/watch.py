@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fastdeploy_cache.launch.findings import table_of
-from fastdeploy_cache.launch.operating.text import ranks_table
+from fastdeploy_cache.launch.operating.text import hit_rates_line, ranks_table
 
 _NUM_CAUSES = 6
 
@@ -46,11 +46,10 @@ def view_of(document: Mapping[str, Any], before: Mapping[str, Any], seconds: flo
         f"pid {document['pid']}, {document['life_cycle']}, {document['requests']} requests, eviction policy "
         f"{document['eviction_policy']}, {document['pins']} pins"
     )
-    rates = ", ".join(f"{name} {rate:.0%}" for name, rate in document["hit_rates"].items())
     parts: list[RenderableType] = [
         Text(head),
         _tiers(document, before, seconds),
-        Text(f"hit rates, recently: {rates}"),
+        Text(hit_rates_line(document)),
         _queues(document),
     ]
     if document["ranks"]:

@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fastdeploy_cache.errors import CacheError, ControlError
 from fastdeploy_cache.insight import control_client
 from fastdeploy_cache.ipc.private_socket import PrivateListener
 from fastdeploy_cache.launch.cli import app
+from fastdeploy_cache.launch.operating.text import status_lines
 from fastdeploy_cache.launch.operating.watch import view_of
 from tests.rigs.cache_program import cache_program
 from tests.rigs.command_line import CLI
@@ -256,35 +258,50 @@ def test_the_socket_of_another_user_is_not_asked(tmp_path: Path, monkeypatch: py
         broken.close()
 
 
+def document(evicted: int = 0, missed: int = 0, **fields: Any) -> dict[str, Any]:
+    """What a cache says of itself."""
+    counts = {"swapped_in_blocks": evicted, "swapped_out_blocks": 0, "quarantined_blocks": 0, "open_sends": 0}
+    return {
+        "pid": 1,
+        "life_cycle": "running",
+        "requests": 0,
+        "eviction_policy": "lru",
+        "pins": 0,
+        "ranks": [],
+        "tiers": {"gpu": {"free": 1}, "cpu": {"free": 2}},
+        "storage": None,
+        "evicted_blocks": {"gpu": evicted, "cpu": 0},
+        "hit_rates": {"token": 0.5},
+        "hit_rate_window_seconds": 300.0,
+        "missed_tokens": {"new": missed},
+        "saved_seconds": {},
+        "transfers_in_flight": 0,
+        "open_receives": 0,
+        **counts,
+        **fields,
+    }
+
+
+def viewed(now: dict[str, Any], before: dict[str, Any]) -> str:
+    """The live view, two seconds after that before."""
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(view_of(now, before, 2.0))
+    console.file.close()
+    return console.export_text()
+
+
 def test_rates_are_of_the_time_between_two_views() -> None:
     """The first view has none; a count that has become smaller, of a cache that was started anew, has a rate of 0."""
-    from rich.console import Console
-
-    def document(evicted: int, missed: int) -> dict[str, Any]:
-        counts = {"swapped_in_blocks": evicted, "swapped_out_blocks": 0, "quarantined_blocks": 0, "open_sends": 0}
-        return {
-            "pid": 1,
-            "life_cycle": "running",
-            "requests": 0,
-            "eviction_policy": "lru",
-            "pins": 0,
-            "ranks": [],
-            "tiers": {"gpu": {"free": 1}, "cpu": {"free": 2}},
-            "evicted_blocks": {"gpu": evicted, "cpu": 0},
-            "hit_rates": {"token": 0.5},
-            "missed_tokens": {"new": missed},
-            "transfers_in_flight": 0,
-            "open_receives": 0,
-            **counts,
-        }
-
-    def text(now: dict[str, Any], before: dict[str, Any]) -> str:
-        console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-        console.print(view_of(now, before, 2.0))
-        console.file.close()
-        return console.export_text()
-
-    assert " - " in text(document(10, 4), {}) and "5.0" not in text(document(10, 4), {})
-    later = text(document(20, 7), document(10, 4))
+    first = viewed(document(10, 4), {})
+    assert " - " in first and "5.0" not in first
+    later = viewed(document(20, 7), document(10, 4))
     assert "5.0" in later and "+3" in later
-    assert "+0" in text(document(0, 1), document(10, 4))
+    assert "+0" in viewed(document(0, 1), document(10, 4))
+
+
+def test_without_requests_there_is_no_hit_rate() -> None:
+    """That nobody asked for anything within the window is said, in the lines and in the live view, and no 0 %."""
+    assert "hit rates, recently: token 50%" in status_lines(document())
+    idle = document(hit_rates=dict.fromkeys(("request", "token", "gpu")))
+    line = "hit rates, recently: no request came in the last 300 seconds"
+    assert line in status_lines(idle) and line in viewed(idle, {}) and "%" not in viewed(idle, {})

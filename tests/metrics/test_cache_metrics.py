@@ -181,13 +181,14 @@ def test_requests_and_tokens_are_counted() -> None:
 
 
 def test_the_window_forgets_what_the_counters_keep() -> None:
-    """Gauges follow the clock; counters do not."""
+    """Gauges follow the clock; counters do not. That there is no rate is known, too."""
     now = [0.0]
     metrics = CacheMetrics(window_seconds=60.0, clock=lambda: now[0])
     metrics.record_request(10, (5, 0, 0))
-    assert metrics.hit_rates() == {"request": 1.0, "token": 0.5, "gpu": 0.5, "cpu": 0.0, "storage": 0.0}
+    rates = {"request": 1.0, "token": 0.5, "gpu": 0.5, "cpu": 0.0, "storage": 0.0}
+    assert metrics.hit_rates() == metrics.known_hit_rates() == rates
     now[0] = 100.0
-    assert set(metrics.hit_rates().values()) == {0.0}
+    assert set(metrics.hit_rates().values()) == {0.0} and set(metrics.known_hit_rates().values()) == {None}
     assert scrape(metrics)[key("tokens_hit_total", tier="gpu")] == 5
 
 
