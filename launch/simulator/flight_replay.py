@@ -18,7 +18,7 @@ from fastdeploy_cache.launch.simulator.recorded_prompts import RecordedPrompts
 from fastdeploy_cache.launch.simulator.recorded_turns import turns
 from fastdeploy_cache.launch.simulator.store import SimulatedStore
 from fastdeploy_cache.life_cycle import LifeCycleStatus
-from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest
 
 MAX_SHOWN = 10
 _STORE = "fastdeploy_cache.launch.simulator.store:SimulatedStore"
@@ -225,7 +225,7 @@ class FlightReplay:
         if live is None:
             return
         self._poll(live)
-        if record["num_held"] > len(live.active.block_ids):
+        if record["num_held"] > _num_held(live.active):
             self._step_together([record])
             return
         request, num_computed = live.request, record["num_computed"]
@@ -240,7 +240,7 @@ class FlightReplay:
             live = self._of(record)
             if live is not None:
                 self._poll(live)
-                num_held = record.get("num_held", len(live.active.block_ids) + record.get("num_blocks", 0))
+                num_held = record.get("num_held", _num_held(live.active) + record.get("num_blocks", 0))
                 steps[record["number"]] = record, live.request, num_held
         given = []
         for number, (record, request, num_held) in steps.items():
@@ -374,6 +374,11 @@ class FlightReplay:
             seconds = self._now - (self._began or 0.0)
             step = Difference(outcome.num_steps, seconds, record.get("number"), what, recorded, replayed)
             outcome.differences.append(step)
+
+
+def _num_held(active: ActiveRequest) -> int:
+    """The blocks that it has, or will have as soon as its match settles at what its caller has seen."""
+    return active.num_shown_blocks + active.shows_copy if active.phase is WAITING else len(active.block_ids)
 
 
 def _found(found: tuple[int, int, int, int]) -> str:

@@ -30,9 +30,10 @@ class RecordedPrompts:
             if record["kind"] in prompts:
                 front = self._front(record["author"], record["num_known"])
                 self._blocks[number] = np.concatenate([front, self._named(record["marks"])])
-            elif number in self._blocks:
-                front = self._front(number, record["first"])
-                self._blocks[number] = np.concatenate([front, self._named(record["marks"])])
+            elif number in self._blocks:  # a request that came back had more than it has published now
+                front, known = self._front(number, record["first"]), self._blocks[number]
+                behind = known[record["first"] + record["num_marks"] :]
+                self._blocks[number] = np.concatenate([front, self._named(record["marks"]), behind])
 
     def blocks(self, number: int, num_blocks: int) -> Blocks:
         """The first so many blocks of a request, by their numbers. What nobody knows is like nothing else."""
