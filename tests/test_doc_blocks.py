@@ -55,6 +55,7 @@ NOT_RUN = {  # how a command begins: why it is not run here
     "./launch/stop.sh": "ends a server: tests/launch/test_scripts.py does",
     "./launch/engines.sh": "installs an engine: .ci/run does, for vLLM",
     "./launch/gpu.sh": "needs a GPU",
+    "runuser": "needs root, and a service of systemd",
     "pip": "fetches packages",
     "python3 -m pip": "fetches packages",
     "python3.12 -m pip": "fetches packages",

@@ -13,7 +13,7 @@ from fastdeploy_cache.launch.findings import table_of
 def show(console: Console, found: dict[str, Any]) -> None:
     """Print one line for each capacity and policy, and the bounds."""
     console.print(
-        f"{found['trace']}: {found['requests']} requests, {found['tokens'] / 1e6:.1f} M tokens, "
+        f"{found['trace']}: {found['requests']} requests, {tokens_text(found['tokens'])}, "
         f"{found['distinct_blocks']} distinct blocks of {found['block_size']} tokens"
     )
     if found["skipped_lines"]:
@@ -63,6 +63,13 @@ def _print_table(console: Console, rows: Sequence[dict[str, Any]], has_storage: 
             *([f"{row['saved_seconds']:.0f} s"] if has_speed else []),
         )
     console.print(table)
+
+
+def tokens_text(number: int) -> str:
+    """So many tokens, exactly or in thousands or millions."""
+    if number < 10_000:
+        return f"{number} tokens"
+    return f"{number / 1e3:.0f} k tokens" if number < 999_500 else f"{number / 1e6:.1f} M tokens"
 
 
 def _count(number: int) -> str:

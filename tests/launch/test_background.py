@@ -1,11 +1,10 @@
-"""What servers in the background are made of: plans of groups, readiness, second lives, files for other programs."""
+"""What servers in the background are made of: plans of groups, readiness, second lives."""
 
 from __future__ import annotations
 
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from typer.testing import CliRunner
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.background import group, program, single, supervisor
-from fastdeploy_cache.launch.background.deployment import describe, filled_in, write_all
 from fastdeploy_cache.launch.background.group import show_group, stop_group
 from fastdeploy_cache.launch.background.group_plan import GroupPlan, at_known_ports
 from fastdeploy_cache.launch.background.run_folder import RunFolder, Slot, default_run_folder
@@ -332,55 +330,6 @@ def test_a_stop_refuses_what_it_cannot_end(tmp_path: Path) -> None:
         (folder.path / "start.lock").write_text("start 1")
         with pytest.raises(LaunchError, match=r"another start or stop is at work in \S+; try again"):
             single.stop(folder, lambda _: None)
-
-
-def test_files_for_other_programs(tmp_path: Path) -> None:
-    """Each is listed with what it is for, has no placeholder left, and names what is there; others are refused."""
-    names = [line.partition(":")[0] for line in describe().splitlines()[:-1]]
-    assert names == [
-        *("alerts.yml", "compose.yaml", "fastdeploy-cache-group.service", "fastdeploy-cache.service"),
-        *("grafana/dashboards/cache.json", "grafana/dashboards/machinery.json"),
-        "grafana/provisioning/dashboards/fastdeploy_cache.yaml",
-        *("grafana/provisioning/datasources/prometheus.yaml", "prometheus.yml"),
-    ]
-    for name in names:
-        text = filled_in(name, tmp_path)
-        assert text.startswith("{" if name.endswith(".json") else "# ")
-        assert "@" not in text, name
-    assert f"{tmp_path}/prefill_decode/prometheus.json" in filled_in("prometheus.yml", tmp_path)
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"  # a wheel that was built here is for no other
-    assert f"ARG PYTHON_VERSION={version}\n        FROM python:$${{PYTHON_VERSION}}-slim\n" in filled_in(
-        "compose.yaml", tmp_path
-    )
-    assert r"/a\"b\\c/prefill_decode/" in filled_in("prometheus.yml", Path('/a"b\\c'))
-    with pytest.raises(LaunchError, match=r"there is no file 'nginx' to print; there are alerts\.yml, compose\.yaml, "):
-        filled_in("nginx", tmp_path)
-
-
-def test_all_files_are_written_or_none(tmp_path: Path) -> None:
-    """A folder gets every file, as it is printed; where one is there already, or the folder is a file, it is said and
-    nothing is left."""
-    written = write_all(tmp_path / "new", tmp_path)
-    names = [line.partition(": ")[0] for line in describe().splitlines()[:-1]]
-    assert [str(path.relative_to(tmp_path / "new")) for path in written] == names
-    assert all(path.read_text() == filled_in(name, tmp_path) for path, name in zip(written, names, strict=True))
-    with pytest.raises(LaunchError, match=r"there are \S+/new/alerts\.yml, .* already"):
-        write_all(tmp_path / "new", tmp_path)
-    (tmp_path / "file").touch()
-    with pytest.raises(LaunchError, match=r"cannot write the files into \S+/file: File exists; name another folder"):
-        write_all(tmp_path / "file", tmp_path)
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
-def test_the_units_are_valid(tmp_path: Path) -> None:
-    """systemd itself finds nothing wrong with them."""
-    units = [tmp_path / name for name in ("fastdeploy-cache.service", "fastdeploy-cache-group.service")]
-    for unit in units:
-        unit.write_text(filled_in(unit.name, tmp_path))
-    command = ["systemd-analyze", "verify", *map(str, units)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_prometheus_finds_the_ports(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.launch.cli import app
 from fastdeploy_cache.launch.simulator.bound import Clairvoyant, infinite_hit_rate
 from fastdeploy_cache.launch.simulator.replay import Replay, Replayed, StorePlan
+from fastdeploy_cache.launch.simulator.report import tokens_text
 from fastdeploy_cache.launch.simulator.store import SimulatedStore
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceError, read_trace
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
@@ -310,6 +311,12 @@ def test_the_program_prints_writes_and_draws(tmp_path: Path) -> None:
         assert 0 < row["token_hit_rate"] <= bound["clairvoyant_token_hit_rate"] <= found["infinite_token_hit_rate"]
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert "reuse" in result.output
+
+
+def test_small_traces_have_a_number_of_tokens_too() -> None:
+    """Exact below ten thousand, then in thousands and millions."""
+    said = [tokens_text(number) for number in (1, 9_999, 10_000, 230_800, 999_500, 12_345_678)]
+    assert said == [f"{number} tokens" for number in ("1", "9999", "10 k", "231 k", "1.0 M", "12.3 M")]
 
 
 def test_sizes_in_bytes_and_seconds_saved(tmp_path: Path) -> None:
