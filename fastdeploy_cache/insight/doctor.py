@@ -12,7 +12,7 @@ from fastdeploy_cache.insight.what_if import WhatIfRate
 
 _MIN_SHARE = 0.1  # of all prompt tokens that one cause costs, before it is worth a word
 _MIN_TAIL_SHARE = 0.25  # the same for the tails of prompts: some are always lost
-_MIN_REQUESTS = 20  # fewer say nothing
+MIN_REQUESTS = 20  # fewer say nothing
 _MIN_SHARE_ALIKE = 0.5  # of the cached prompts that differ in their first block only
 _SMALL_BLOCK = 16  # tokens: a tail of one is not worth a word
 _MIN_GAIN = 0.02  # of all prompt tokens, for which more blocks are worth a word
@@ -43,7 +43,7 @@ class Finding:
 def examine(case: Evidence) -> list[Finding]:
     """What is wrong, what costs most first."""
     findings = [finding for look in _NOW for finding in look(case)]
-    if case.num_requests >= _MIN_REQUESTS:
+    if case.num_requests >= MIN_REQUESTS:
         findings += [finding for look in _BY_REQUESTS for finding in look(case)]
     return sorted(findings, key=lambda finding: -(finding.share if finding.share is not None else 1.0))
 
@@ -181,7 +181,7 @@ def _first_blocks(case: Evidence) -> Iterator[Finding]:
     """Prompts that differ in their first block, and go on alike: nothing behind a difference can be shared."""
     share = case.share(case.misses_for(Cause.NEW, Cause.NEW_OR_FORGOTTEN, Cause.EVICTED))
     num_looked, num_alike = case.num_looked_prompts, case.num_alike_prompts
-    if share < _MIN_SHARE or num_looked < _MIN_REQUESTS or num_alike < num_looked * _MIN_SHARE_ALIKE:
+    if share < _MIN_SHARE or num_looked < MIN_REQUESTS or num_alike < num_looked * _MIN_SHARE_ALIKE:
         return
     yield Finding(
         name="first_blocks_differ",

@@ -96,6 +96,11 @@ class Insight:
             accounts = self._requests.accounts.last(num_requests)
         return self._requests.accounts.explained(accounts)
 
+    def num_explained(self) -> int:
+        """How many requests `explain_last` can tell of now."""
+        with self._books:
+            return len(self._requests.accounts)
+
     def examine(self) -> list[Finding]:
         """See `PrefixCacheManager.examine`."""
         from fastdeploy_cache.insight.doctor import examine  # late: it is seldom asked

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from fastdeploy_cache.insight.what_if import WhatIfRate
     from fastdeploy_cache.metrics.exporter import Page
 
-_PARTS = ("colors.css", "page.css", "charts.js", "map.js", "page.js")  # that go into page.html
+_STYLES = ("colors.css", "page.css", "sections.css")
+_SCRIPTS = ("charts.js", "reading.js", "map.js", "sections.js", "lists.js", "page.js")
 _NUM_RECENT, _NUM_RUNNING = 25, 20
 _MAP_DEPTH, _MAP_NODES = 24, 600
 
@@ -37,6 +38,7 @@ class Looks(Protocol):
     def ranks(self) -> RanksView: ...
     def tree(self, depth: int, max_nodes: int) -> TreeView: ...
     def explain_last(self, num_requests: int) -> Sequence[Explanation]: ...
+    def num_explained(self) -> int: ...
     def examine(self) -> Sequence[Finding]: ...
     def known_what_if(self) -> Sequence[WhatIfRate]: ...
     def policy_name(self) -> str: ...
@@ -107,9 +109,21 @@ class OperatorPage:
             "ranks": insight.ranks().as_dict(),
             "running": [asdict(each) for each in requests.running],
             "num_running": requests.num_running,
+            "num_known": insight.num_explained(),
+            "needs": self._needs(),
             "recent": [{**each.as_dict(), "text": str(each)} for each in recent],
             "what_if": [asdict(rate) for rate in insight.known_what_if()],
             "history": {name: [getattr(moment, name) for moment in moments] for name in Moment._fields},
+        }
+
+    def _needs(self) -> dict[str, Any]:
+        """What must have happened before there is something to show: numbers of requests; None where it is off."""
+        from fastdeploy_cache.insight import doctor, what_if  # late: nobody may look at the page
+
+        return {
+            "doctor": doctor.MIN_REQUESTS,
+            "what_if": what_if.MIN_REQUESTS if self._config.insight.what_if else None,
+            "remembers": self._config.num_explained_requests > 0,
         }
 
     def _map(self) -> dict[str, Any]:
@@ -127,6 +141,6 @@ def _assembled() -> bytes:
     """One file with all that it needs."""
     folder = importlib.resources.files("fastdeploy_cache.insight") / "page_parts"
     html = (folder / "page.html").read_text()
-    for part in _PARTS:
+    for part in (*_STYLES, *_SCRIPTS):
         html = html.replace(f"/*{part}*/", (folder / part).read_text())
     return html.encode()

@@ -28,7 +28,7 @@ _PIPE_BYTES = 2**20
 _MAX_UNSENT_BYTES = 4 * 2**20
 _END_SECONDS = 5.0
 _WINDOW_SECONDS = 3600.0
-_MIN_REQUESTS = 50  # in the window: fewer say little
+MIN_REQUESTS = 50  # in the window: fewer say little
 _LENGTH = struct.Struct("<I")
 
 
@@ -141,7 +141,7 @@ class WhatIf:
         self._send()
         board, plans = self._board or (None, ())
         result = board.read() if board is not None and self._process is not None else None
-        if result is None or result.num_window_requests < _MIN_REQUESTS:
+        if result is None or result.num_window_requests < MIN_REQUESTS:
             return []
         speed = self._prefill_speed()
         return [

@@ -189,6 +189,10 @@ class Accounts:
         account = next((each for each in reversed(self._recent) if each.request_id == request_id), None)
         return self._explain(account) if account is not None else None
 
+    def __len__(self) -> int:
+        """How many of the last requests are remembered."""
+        return len(self._recent)
+
     def last(self, num_requests: int) -> list[Account]:
         """The accounts of the last requests, the newest first."""
         return list(islice(reversed(self._recent), num_requests))

@@ -49,6 +49,12 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}]
         self.command("Emulation.setEmulatedMedia", features=features)
 
+    def press(self, key: str) -> None:
+        """A key on the keyboard, such as `Tab`, down and up again."""
+        code = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39}[key]
+        for kind in ("keyDown", "keyUp"):
+            self.command("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+
     def picture(self, file: Path) -> None:
         """A screenshot of the whole page, as PNG."""
         found = self.command("Page.captureScreenshot", captureBeyondViewport=True)

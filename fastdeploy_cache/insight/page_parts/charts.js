@@ -42,6 +42,7 @@ function bytes(number) {
 }
 
 function seconds(number) {
+  if (number === 0) return "0 s";
   if (number >= 7200) return (number / 3600).toFixed(1) + " h";
   if (number >= 120) return (number / 60).toFixed(1) + " min";
   if (number >= 1) return number.toFixed(number >= 10 ? 0 : 1) + " s";
@@ -60,45 +61,56 @@ function legend(entries) {
 }
 
 /* A picture is as wide as its place, so that its words are as large as all others. */
-function plotFor(place, height = 190) {
-  return { width: Math.max(240, place.clientWidth), height, left: 48, right: 10, top: 8, bottom: 22 };
+function plotFor(place, labels, height = 190) {
+  const left = 12 + 6.5 * Math.max(...labels.map((text) => text.length));
+  return { width: Math.max(240, place.clientWidth), height, left, right: 10, top: 8, bottom: 22 };
 }
 
-function frame(plot, most, format, label) {
+function frame(plot, labels, label) {
   const picture = svg("svg", { viewBox: `0 0 ${plot.width} ${plot.height}`, role: "img", "aria-label": label });
-  for (const share of [0, 0.5, 1]) {
-    const y = plot.top + (1 - share) * (plot.height - plot.top - plot.bottom);
+  for (const [i, text] of labels.entries()) {
+    const y = plot.top + (1 - i / (labels.length - 1)) * (plot.height - plot.top - plot.bottom);
     picture.append(svg("line", { class: "grid", x1: plot.left, x2: plot.width - plot.right, y1: y, y2: y }));
-    picture.append(svg("text", { x: plot.left - 6, y: y + 4, "text-anchor": "end" }, format(most * share)));
+    picture.append(svg("text", { x: plot.left - 6, y: y + 4, "text-anchor": "end" }, text));
   }
   return picture;
 }
 
-/* Values stacked upon each other over time. series: [name, color, values]; times in seconds; null leaves a gap. */
-function stacked(place, times, series, { most, format, label }) {
-  const plot = plotFor(place);
-  const picture = frame(plot, most, format, label);
+const scale = (most, format) => [0, 0.5, 1].map((share) => format(most * share));
+
+/* Values stacked upon each other over time. series: [name, color, values]; times in seconds. A value holds from the
+   time before it to its own (steps), or is what had been reached by then; null leaves a gap. */
+function stacked(place, times, series, { most, format, label, steps = false, absent = "nothing" }) {
+  const labels = scale(most, format),
+    plot = plotFor(place, labels);
   const from = times[0],
     to = Math.max(times[times.length - 1], from + 1);
+  const picture = frame(plot, labels, `${label}, from ${clock(from, to - from)} to ${clock(to, to - from)}`);
   const x = (time) => plot.left + ((time - from) / (to - from)) * (plot.width - plot.left - plot.right);
   const y = (value) => plot.top + (1 - Math.min(1, value / most)) * (plot.height - plot.top - plot.bottom);
   const below = times.map(() => 0);
   for (const [, color, values] of series) {
     const upper = values.map((value, i) => below[i] + (value ?? 0));
     for (const part of withoutGaps(values)) {
-      const top = part.map((i) => `${x(times[i]).toFixed(1)},${y(upper[i]).toFixed(1)}`);
-      const bottom = part.map((i) => `${x(times[i]).toFixed(1)},${y(below[i]).toFixed(1)}`).reverse();
-      const shape = svg("polygon", { points: [...top, ...bottom].join(" ") });
-      shape.style.fill = shape.style.stroke = color;
-      shape.style.opacity = 0.85;
+      const edge = (heights) =>
+        part.flatMap((i) => {
+          const ends = steps ? [times[i - 1], times[i]] : [times[i]];
+          return ends.map((time) => `${x(time).toFixed(1)},${y(heights[i]).toFixed(1)}`);
+        });
+      const shape = svg("polygon", { points: [...edge(upper), ...edge(below).reverse()].join(" ") });
+      shape.style.fill = color;
+      shape.style.opacity = 0.9;
       picture.append(shape);
     }
     upper.forEach((value, i) => {
       below[i] = value;
     });
   }
-  picture.append(...timeAxis(plot, from, to), hover(plot, times, series, x, format));
-  place.replaceChildren(picture, legend(series.map(([name, color]) => [name, color])));
+  picture.append(...timeAxis(plot, from, to));
+  const words = html("div", { class: "legend" });
+  place.replaceChildren(picture, words);
+  place.setAttribute("aria-label", `${label}. The arrow keys go through time.`);
+  readable(place, { picture, words, plot, times, series, x, format, absent, first: steps ? 1 : 0 });
 }
 
 /* The places of values in a row that are there. */
@@ -108,11 +120,13 @@ function withoutGaps(values) {
   return parts.filter((part) => part.length);
 }
 
+/* The time of day, with seconds where the time around it is short. */
+function clock(time, around = 0) {
+  const parts = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
+  return new Date(time * 1000).toLocaleTimeString([], around < 600 ? { ...parts, second: "2-digit" } : parts);
+}
+
 function timeAxis(plot, from, to) {
-  const ago = (share) => {
-    const back = (1 - share) * (to - from);
-    return back < 1 ? "now" : "-" + seconds(back);
-  };
   return [0, 0.5, 1].map((share) =>
     svg(
       "text",
@@ -121,57 +135,27 @@ function timeAxis(plot, from, to) {
         y: plot.height - 5,
         "text-anchor": share === 0 ? "start" : share === 1 ? "end" : "middle",
       },
-      ago(share),
+      share === 1 ? `${clock(to, to - from)} (now)` : clock(from + share * (to - from), to - from),
     ),
   );
 }
 
-/* A line under the pointer, and what the series were there. */
-function hover(plot, times, series, x, format) {
-  const line = svg("line", { class: "grid", y1: plot.top, y2: plot.height - plot.bottom, visibility: "hidden" });
-  const title = svg("title");
-  const area = svg(
-    "rect",
-    {
-      x: plot.left,
-      y: plot.top,
-      width: plot.width - plot.left - plot.right,
-      height: plot.height - plot.top - plot.bottom,
-      fill: "transparent",
-    },
-    title,
-  );
-  area.addEventListener("pointermove", (event) => {
-    const box = area.getBoundingClientRect();
-    const at = plot.left + ((event.clientX - box.left) / box.width) * (plot.width - plot.left - plot.right);
-    let nearest = 0;
-    times.forEach((time, i) => {
-      if (Math.abs(x(time) - at) < Math.abs(x(times[nearest]) - at)) nearest = i;
-    });
-    line.setAttribute("x1", x(times[nearest]));
-    line.setAttribute("x2", x(times[nearest]));
-    line.setAttribute("visibility", "visible");
-    const when = new Date(times[nearest] * 1000).toLocaleTimeString();
-    title.textContent = [
-      when,
-      ...series.map(
-        ([name, , values]) => `${name}: ${values[nearest] == null ? "no requests" : format(values[nearest])}`,
-      ),
-    ].join("\n");
-  });
-  area.addEventListener("pointerleave", () => line.setAttribute("visibility", "hidden"));
-  return svg("g", {}, line, area);
+/* In place of a picture that would be empty: what will stand there. */
+function nothingYet(place, sentence) {
+  place.replaceChildren(html("p", { class: "empty" }, sentence));
+  notReadable(place);
 }
 
 /* Lines over the factors of a size, which stand at equal distances. series: [name, color, [[factor, value], ...]]. */
 function curves(place, factors, series, { format, label, most = 1 }) {
-  const plot = plotFor(place);
-  const picture = frame(plot, most, format, label);
+  const labels = scale(most, format),
+    plot = plotFor(place, labels);
+  const picture = frame(plot, labels, label);
   const inner = plot.width - plot.left - plot.right;
   const x = (factor) => plot.left + ((factors.indexOf(factor) + 0.5) / factors.length) * inner;
   const y = (value) => plot.top + (1 - value / most) * (plot.height - plot.top - plot.bottom);
   for (const factor of factors) {
-    const text = factor === 1 ? "as it is" : factor + " times";
+    const text = factor === 1 ? "as it is" : factor === 0.5 ? "half" : factor + " times";
     picture.append(svg("text", { x: x(factor), y: plot.height - 5, "text-anchor": "middle" }, text));
   }
   for (const [name, color, points, dashed] of series) {
@@ -206,15 +190,37 @@ function bars(rows, most) {
   return list;
 }
 
-function track(parts, most) {
+function track(parts, most, label) {
   return html(
     "div",
-    { class: "track" },
+    label ? { class: "track", role: "img", "aria-label": label, title: label } : { class: "track" },
     ...parts.map(([color, value]) => {
       const part = html("i");
       part.style.width = (most ? (100 * value) / most : 0) + "%";
       part.style.background = color;
       return part;
     }),
+  );
+}
+
+/* A number, or a text that is one with its unit. */
+const isAmount = (cell) => typeof cell === "number" || (typeof cell === "string" && /^[\d.]+ \S/.test(cell));
+
+/* head: names of columns; rows of cells that are texts, numbers or elements. Amounts are set to the right. */
+function table(caption, head, rows) {
+  const isNumber = head.map((_, i) => rows.length > 0 && rows.every((row) => isAmount(row[i])));
+  const kind = (i) => (isNumber[i] ? { class: "number" } : {});
+  return html(
+    "table",
+    {},
+    html("caption", { class: "unseen" }, caption),
+    html("thead", {}, html("tr", {}, ...head.map((text, i) => html("th", { scope: "col", ...kind(i) }, text)))),
+    html(
+      "tbody",
+      {},
+      ...rows.map((row) =>
+        html("tr", {}, ...row.map((cell, i) => html("td", kind(i), typeof cell === "number" ? count(cell) : cell))),
+      ),
+    ),
   );
 }

@@ -4,8 +4,9 @@
 const MAP = { height: 380, axis: 20, least: 3 };
 
 class PrefixMap {
-  constructor(place, detail, upButton) {
-    [this.place, this.detail, this.upButton] = [place, detail, upButton];
+  constructor(place, detail, upButton, shown) {
+    [this.place, this.detail, this.upButton, this.shown] = [place, detail, upButton, shown];
+    this.chosen = null; // the name of a prefix
     this.open = []; // names of the prefixes that were opened, from the outside in
     this.tree = { children: [] };
     upButton.addEventListener("click", () => {
@@ -17,6 +18,8 @@ class PrefixMap {
 
   show(tree) {
     this.tree = tree;
+    const more = tree.num_left_out ? `, and ${count(tree.num_left_out)} more that begin a prompt` : "";
+    this.shown.textContent = `${count(tree.num_shown)} prefixes${more}, as of ${clock(Date.now() / 1000)}`;
     this.draw();
   }
 
@@ -64,25 +67,41 @@ class PrefixMap {
   paint(bars, firstToken) {
     const focused = document.activeElement?.dataset?.name;
     if (!bars.length) {
-      this.place.replaceChildren(html("p", { class: "empty" }, "Nothing is cached."));
+      const sentence = "Nothing is cached. As soon as a request has committed a full block, its prefix appears here.";
+      this.place.replaceChildren(html("p", { class: "empty" }, sentence));
+      this.detail.replaceChildren();
       return;
     }
     const width = Math.max(240, this.place.clientWidth);
     const lastToken = Math.max(...bars.map(({ node }) => node.num_prefix_tokens));
     const x = (token) => (width * (token - firstToken)) / Math.max(1, lastToken - firstToken);
-    const picture = svg("svg", { viewBox: `0 0 ${width} ${MAP.height + MAP.axis}` });
+    const picture = svg("svg", { viewBox: `0 0 ${width} ${MAP.height + MAP.axis}`, role: "none" });
     this.bars = bars.map((each, i) => ({ ...each, bar: this.bar(each, i, x) }));
     picture.append(...this.bars.map(({ bar }) => bar), ...tokenAxis(firstToken, lastToken, x));
     this.place.replaceChildren(picture);
-    this.bars.find(({ node }) => node.name === focused)?.bar.focus();
+    const same = this.bars.find(({ node }) => node.name === this.chosen);
+    if (same) this.mark(same.bar);
+    else if (!this.detail.contains(document.activeElement)) {
+      this.chosen = null;
+      this.detail.textContent = "Choose a bar, and why it is still there appears here.";
+    }
+    this.bars.find(({ node }) => node.name === focused)?.bar.focus({ preventScroll: true });
+  }
+
+  mark(chosen) {
+    for (const { bar } of this.bars) {
+      bar.classList.toggle("chosen", bar === chosen);
+      bar.setAttribute("aria-selected", bar === chosen);
+      bar.setAttribute("tabindex", bar === chosen ? 0 : -1);
+    }
   }
 
   bar({ node, level, y, height }, i, x) {
     const from = x(node.num_prefix_tokens - node.num_tokens),
       wide = x(node.num_prefix_tokens) - from;
     const rect = svg("rect", { x: from, y, width: Math.max(2, wide), height: Math.max(1, height), rx: 2 });
-    rect.style.fill = tierColor(node);
-    rect.style.fillOpacity = freshness(node.idle_seconds);
+    const left = from + 1.5;
+    const front = svg("line", { class: "front", x1: left, x2: left, y1: y + 1, y2: y + Math.max(2, height - 1) });
     const bar = svg(
       "g",
       {
@@ -93,20 +112,21 @@ class PrefixMap {
         "data-name": node.name,
       },
       rect,
+      front,
       svg("title", {}, sentence(node)),
     );
+    bar.style.setProperty("--tier", tierColor(node));
+    bar.style.setProperty("--fresh", freshness(node.idle_seconds));
     if (height > 15 && wide > 44)
-      bar.append(svg("text", { x: from + 6, y: y + Math.min(height / 2 + 4, 16) }, count(node.num_tokens)));
+      bar.append(svg("text", { x: from + 8, y: y + Math.min(height / 2 + 4, 16) }, count(node.num_tokens)));
     bar.addEventListener("focus", () => this.choose(bar, node));
     bar.addEventListener("dblclick", () => this.enter(node));
     return bar;
   }
 
   choose(bar, node) {
-    for (const each of this.bars) {
-      each.bar.classList.toggle("chosen", each.bar === bar);
-      each.bar.setAttribute("tabindex", each.bar === bar ? 0 : -1);
-    }
+    this.chosen = node.name;
+    this.mark(bar);
     const enter = html("button", { type: "button" }, "Open it");
     enter.addEventListener("click", () => this.enter(node));
     enter.disabled = !node.children.length;

@@ -16,6 +16,8 @@ from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.insight.history import History, Moment
 from fastdeploy_cache.insight_config import InsightConfig
 from tests.rigs.browser import Browser, browser, missing
+from tests.rigs.page_looks import poor_contrasts, tab_stops
+from tests.rigs.sick_caches import rank_down
 
 SIZE = 4
 
@@ -74,6 +76,15 @@ def test_the_page_is_one_file_that_needs_nothing_else() -> None:
     assert not re.search(r"/\*\w+\.(js|css)\*/", text) and "class PrefixMap" in text and "--gpu" in text
     assert set(re.findall(r"https?://[^\s\"')]+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"innerHTML|eval\(|document\.write", text)
+
+
+def test_each_colour_is_stated_once() -> None:
+    """A name has its light and its dark colour on one line, whoever chooses the theme."""
+    with new_cache() as cache:
+        text = get(cache.serve_metrics(), "/")[2].decode()
+    names = re.findall(r"^\s*(--\w[\w-]*):", text, flags=re.MULTILINE)
+    assert len(names) == len(set(names)) > 10 and "--card" in names
+    assert "@media (prefers-color-scheme" not in text
 
 
 def test_nothing_but_get_is_answered() -> None:
@@ -154,7 +165,7 @@ class TestInChromium:
             some_traffic(cache)
             window.size(width, 900, is_dark=is_dark)
             window.open(url.replace("/metrics", "/"))
-            window.wait_for(f"return {SHOWN.removeprefix('return ')}")
+            window.wait_for(SHOWN)
             figures = window.run("return [...document.querySelectorAll('.figure b')].map((each) => each.textContent)")
             assert figures[1:3] == ["6", "246"] and figures[0].endswith("%")
             assert "Nothing is wrong" in window.run("return document.getElementById('findings').textContent")
@@ -222,3 +233,137 @@ class TestInChromium:
             window.wait_for("return document.getElementById('trouble').hidden && view.data.recent.length === 1")
             assert window.run(state) == "running"
         assert all("ERR_CONNECTION_REFUSED" in problem or "json" in problem for problem in window.problems())
+
+
+EMPTY = ("rate", "causes", "saved", "map", "whatif", "moved", "ranks", "running", "requests")
+LONGER = """
+const data = structuredClone(view.data), history = data.history;
+for (const name of Object.keys(history)) history[name] = Array(360).fill(history[name][0]);
+history.at = history.at.map((_, i) => data.now - 10 * (359 - i));
+history.num_tokens = history.num_tokens.map((_, i) => (i % 7 ? 100 * i : 100 * (i - 1)));
+document.getElementById("span").value = arguments[0];
+showData(data);
+"""
+
+
+@pytest.mark.processes
+class TestItsLooks:
+    """What an operator sees who has a minute, a phone, or no mouse."""
+
+    @pytest.mark.parametrize("is_dark", [False, True])
+    def test_all_words_can_be_read(self, window: Browser, is_dark: bool) -> None:
+        """Their contrast is that of WCAG's level AA in both themes: in charts, on bars, findings, and in trouble."""
+        with rank_down().cache as cache:
+            window.size(1300, 900, is_dark=is_dark)
+            window.open(cache.serve_metrics().replace("/metrics", "/"))
+            window.wait_for(SHOWN)
+            window.run("document.querySelector('#map g').focus()")
+            assert poor_contrasts(window) == []
+            window.run("trouble('The manager does not answer.')")
+            assert poor_contrasts(window) == []
+
+    def test_what_is_empty_says_what_will_appear(self, window: Browser) -> None:
+        """Without traffic each section has a whole sentence in place of an empty picture or table."""
+        with new_cache() as cache:
+            window.size(1300, 900)
+            window.open(cache.serve_metrics().replace("/metrics", "/"))
+            window.wait_for("return view.data !== null && document.querySelector('#map .empty, #map svg') !== null")
+            for name in EMPTY:
+                text = window.run(f"return document.querySelector('#{name} .empty')?.textContent")
+                assert text and len(text.split()) > 5 and text.endswith("."), name
+                assert window.run(f"return document.querySelector('#{name} svg, #{name} table')") is None
+            window.wait_for("return document.querySelector('#findings .fine') !== null")
+            words = window.run("return document.getElementById('findings').textContent")
+            assert "the other checks begin with 20 requests, and there were 0" in words
+
+    @pytest.mark.parametrize("width", [1300, 390])
+    def test_what_is_wrong_is_seen_first(self, window: Browser, width: int) -> None:
+        """A finding, what to do, and how many there are stand on the first screen, above all charts."""
+        with rank_down().cache as cache:
+            window.size(width, 844)
+            window.open(cache.serve_metrics().replace("/metrics", "/"))
+            window.wait_for("return document.querySelector('.finding') !== null && view.data !== null")
+            text = window.run("return document.querySelector('.finding').textContent")
+            assert text.startswith("Rank down") and "What to do: See its log" in text
+            assert "found, looked at" in window.run("return document.getElementById('doctor-when').textContent")
+            top = window.run("return document.querySelector('.finding').getBoundingClientRect().bottom + scrollY")
+            assert top < 844 and top < window.run("return at('rate').getBoundingClientRect().top + scrollY")
+            assert window.run("return document.documentElement.scrollWidth <= innerWidth")
+
+    def test_it_says_how_many_of_how_many(self, window: Browser) -> None:
+        """Where lists are cut the page says so: requests that run, and the last ones."""
+        with new_cache(num_gpu=400) as cache:
+            for i in range(30):
+                serve(cache, f"request {i}", list(range(1000 * i, 1000 * i + 9)))
+            running = [Request(request_id=f"running {i}", prompt_token_ids=list(range(9))) for i in range(22)]
+            for request in running:
+                cache.match(request)
+            window.open(cache.serve_metrics().replace("/metrics", "/"))
+            window.wait_for("return view.data !== null")
+            texts = window.run("return ['requests-when', 'running-when'].map((name) => at(name).textContent)")
+            assert texts == ["25 of 30 requests", "20 of 22 requests, the oldest"]
+            assert "explain --last 30" in window.run("return at('requests').textContent")
+            assert window.run("return document.querySelectorAll('#running tbody tr').length") == 20
+            assert window.run("return [...document.querySelectorAll('th')].every((each) => each.scope === 'col')")
+            for request in running:
+                cache.release(request)
+
+    def test_it_says_which_time_it_shows(self, window: Browser) -> None:
+        """Each section over time has its span, each time axis its times of day; a young process says that it is."""
+        with new_cache() as cache:
+            some_traffic(cache)
+            window.open(cache.serve_metrics().replace("/metrics", "/"))
+            window.wait_for("return view.data !== null")
+            assert window.run("return at('period').textContent").endswith("; nothing older is known")
+            for value, words in (("900", "last 15 minutes"), ("3600", "last hour")):
+                window.run(LONGER, value)
+                assert re.fullmatch(
+                    words + r", from \d\d:\d\d to \d\d:\d\d", window.run("return at('period').textContent")
+                )
+                spans = window.run(
+                    "return [...document.querySelectorAll('.when[data-span]')].map((e) => e.textContent)"
+                )
+                assert spans == [words] * 4
+            axis = window.run("return [...document.querySelectorAll('#rate svg > text')].map((e) => e.textContent)")
+            assert [bool(re.fullmatch(r"\d\d:\d\d( \(now\))?", text)) for text in axis] == [False] * 3 + [True] * 3
+            assert axis[-1].endswith("(now)")
+
+    def test_a_chart_is_read_by_keyboard(self, window: Browser) -> None:
+        """Arrows choose a moment of it, which stays chosen while new numbers come."""
+        with new_cache() as cache:
+            some_traffic(cache)
+            window.open(cache.serve_metrics().replace("/metrics", "/"))
+            window.wait_for("return view.data !== null")
+            window.run(LONGER, "3600")
+            window.run("at('rate').focus()")
+            window.press("ArrowLeft")
+            read = "return document.querySelector('#rate .legend b').textContent"
+            assert re.fullmatch(r"\d\d:\d\d:\d\d", chosen := window.run(read))
+            assert window.run("return document.querySelector('#rate .legend').textContent").count("%") == 3
+            window.run(LONGER, "3600")
+            assert window.run(read) == chosen
+            assert window.run("return document.querySelector('#rate .cursor').getAttribute('visibility')") == "visible"
+            window.run("at('rate').blur()")
+            assert window.run(read) == "now"
+
+    def test_tab_goes_through_it_in_order(self, window: Browser) -> None:
+        """It reaches each control, chart, table and list from top to bottom, and what has the focus can be seen."""
+        with new_cache() as cache:
+            url = cache.serve_metrics()
+            some_traffic(cache)
+            window.size(1300, 900)
+            window.open(url.replace("/metrics", "/"))
+            window.wait_for(SHOWN)
+            stops = tab_stops(window)
+            assert {"span", "theme", "rate", "map-again", "g", "ranks", "SUMMARY"} <= {stop["name"] for stop in stops}
+            assert [stop for stop in stops if not stop["marked"] or not stop["isBehind"]] == []
+
+    def test_the_theme_is_changed(self, window: Browser) -> None:
+        """The button names the theme that it changes to, and takes the other colours."""
+        with new_cache() as cache:
+            window.size(1300, 900)
+            window.open(cache.serve_metrics().replace("/metrics", "/"))
+            look = "return [at('theme').textContent, getComputedStyle(document.body).backgroundColor]"
+            assert window.run(look) == ["Dark theme", "rgb(246, 247, 249)"]
+            window.run("at('theme').click()")
+            assert window.run(look) == ["Light theme", "rgb(16, 20, 27)"]
