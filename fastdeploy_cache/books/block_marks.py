@@ -7,7 +7,7 @@ understands them.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 MARK_BYTES: Final = 4
@@ -52,6 +52,20 @@ except ImportError:  # they were not built
     _block_marks, _place_key = block_marks_in_python, place_key_in_python
 block_marks: Final[BlockMarks] = _block_marks  # the faster ones
 place_key: Final[PlaceKey] = _place_key
+
+
+def with_extras(marks: bytes, extras: Mapping[int, bytes], first: int) -> bytes:
+    """The marks of the blocks from `first` on, in which equal tokens of other images differ.
+
+    `extras`: what is part of the keys of some blocks beside their tokens, by block.
+    """
+    mixed, end = bytearray(marks), first + len(marks) // MARK_BYTES
+    for block, extra in extras.items():
+        if first <= block < end:
+            at = (block - first) * MARK_BYTES
+            mark = int.from_bytes(mixed[at : at + MARK_BYTES], "little") ^ (hash(extra) & 0xFFFFFFFF)
+            mixed[at : at + MARK_BYTES] = mark.to_bytes(MARK_BYTES, "little")
+    return bytes(mixed)
 
 
 def num_equal(marks: bytes, others: bytes) -> int:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from enum import IntEnum
 
-from fastdeploy_cache.books.block_marks import MARK_BYTES, WINDOW_BYTES, block_marks, num_equal, place_key
+from fastdeploy_cache.books.block_marks import MARK_BYTES, WINDOW_BYTES, block_marks, num_equal, place_key, with_extras
 from fastdeploy_cache.books.run import Run
 
 _ENTRY_BYTES = 320  # of a loss without its marks: the key, the tuple, the time, a place in the dictionary
@@ -33,12 +33,13 @@ Lost = tuple[bytes, int, float, int]
 class _Tail:
     """What a run has lost of its end so far."""
 
-    __slots__ = ("at", "extra", "first_block", "head", "kind", "num_before", "pieces", "root", "run")
+    __slots__ = ("at", "extra", "first_block", "has_images", "head", "kind", "num_before", "pieces", "root", "run")
     num_before: int  # blocks in front of the run
     first_block: int  # where the run ends now
     root: bytes | bytearray  # the hash of its namespace
     head: bytes | bytearray  # the tokens of the first lost block, with a window of those in front of it
-    extra: int  # of the first lost block
+    has_images: bool  # the run, or one in front of it
+    extra: int  # of the first lost block and all in front of it
     kind: Loss
     at: float
 
@@ -102,16 +103,18 @@ class LostBlocks:
         if not is_more:
             self._end_tail()
             self._num_left -= 1
-            root, num_before = run, -run.num_blocks
+            root, num_before, has_images = run, -run.num_blocks, False
             while (parent := root.parent) is not None:
                 num_before += root.num_blocks
+                has_images = has_images or root.extras is not None
                 root = parent
-            tail.root, tail.num_before = root.hashes, num_before
+            tail.root, tail.num_before, tail.has_images = root.hashes, num_before, has_images
         start, at = first_block * size, time.monotonic()
         head = _window(run, start) + run.tokens[start : start + size]
-        tail.pieces.append(block_marks(run.tokens, start, run.num_blocks - first_block, size))
+        marks = block_marks(run.tokens, start, run.num_blocks - first_block, size)
+        tail.pieces.append(with_extras(marks, extras, first_block) if extras is not None else marks)
         tail.run, tail.first_block, tail.head, tail.at, tail.kind = run, first_block, head, at, kind
-        tail.extra = hash(extras[first_block]) if extras is not None and first_block in extras else 0
+        tail.extra = _extra_up_to(run, first_block) if tail.has_images else 0
         if not first_block:  # it goes
             self._end_tail()
 
@@ -200,3 +203,12 @@ def _window(run: Run, end: int) -> bytes:
         run = run.parent
         window = bytes(run.tokens[len(window) - WINDOW_BYTES :]) + window
     return window
+
+
+def _extra_up_to(run: Run, block: int) -> int:
+    """A hash of what the blocks up to this one of a run have beside their tokens; 0: nothing."""
+    found = b"".join([extra for place, extra in sorted((run.extras or {}).items()) if place <= block])
+    while (parent := run.parent) is not None:
+        run = parent
+        found = b"".join([extra for _, extra in sorted((run.extras or {}).items())]) + found
+    return hash(found)

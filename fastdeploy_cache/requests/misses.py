@@ -7,7 +7,7 @@ from itertools import islice
 
 from fastdeploy_cache.books.block_hash import root_hash
 from fastdeploy_cache.books.block_keys import BlockKeys
-from fastdeploy_cache.books.block_marks import MARK_BYTES, WINDOW_BYTES, block_marks, num_equal, place_key
+from fastdeploy_cache.books.block_marks import MARK_BYTES, WINDOW_BYTES, block_marks, num_equal, place_key, with_extras
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.lost_blocks import Loss
 from fastdeploy_cache.books.mishaps import contained
@@ -74,14 +74,16 @@ class Misses:
         first = start - WINDOW_BYTES if start > WINDOW_BYTES else 0
         tokens, at = keys.buffer(first, start + size)
         key = place_key(root, block, tokens, at + start - first, size)
-        if extras is not None and block in extras:
-            key ^= hash(extras[block])
+        if extras is not None:  # other images in front are another place
+            key ^= hash(b"".join([extra for place, extra in sorted(extras.items()) if place <= block]))
         return key
 
     def _marks(self, active: ActiveRequest, first: int, end: int) -> bytes:
         """The marks of some blocks of its prompt."""
-        tokens, start = active.keys.buffer(first * self._size, end * self._size)
-        return block_marks(tokens, start, end - first, self._size)
+        keys = active.keys
+        tokens, start = keys.buffer(first * self._size, end * self._size)
+        marks = block_marks(tokens, start, end - first, self._size)
+        return with_extras(marks, keys.extras, first) if keys.extras is not None else marks
 
     def _mark_before(self, active: ActiveRequest, block: int) -> bytes:
         return self._marks(active, block - 1, block) if block else b""

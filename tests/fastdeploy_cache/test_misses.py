@@ -140,6 +140,21 @@ def test_the_same_tokens_elsewhere_are_told_without_the_place() -> None:
     assert "one" not in str(match.explain()).split("(image)")[1]
 
 
+def test_what_was_lost_with_another_image_was_not_lost_of_this_prompt() -> None:
+    """Equal tokens stand for two images: what lies in front of them was evicted, the rest was never cached. So it is
+    where the other image lies far in front of what was lost."""
+    asker = Asker(num_gpu=14)
+    asker.serve(A[:42], images=[(8, 8, b"one")])
+    asker.serve(B[:56])
+    assert asker.serve(A[:42], images=[(8, 8, b"two")]) == {Cause.EVICTED: 8, Cause.NEW: 32, **TAIL}
+
+    far = Asker(num_gpu=75)
+    far.serve(A[:162], images=[(8, 8, b"one")])
+    far.serve(A[:122], images=[(8, 8, b"two")])
+    far.serve(B[:68])  # takes ten blocks, from the place on at which the second prompt ends
+    assert far.serve(A[:162], images=[(8, 8, b"two")]) == {Cause.NEW: 40, **TAIL}
+
+
 def test_an_image_that_is_not_cached_whole_is_partial() -> None:
     """A match ends before an image: what is cached of it is not used."""
     asker = Asker()
