@@ -49,7 +49,8 @@ function seconds(number) {
   return (number * 1000).toFixed(number >= 0.01 ? 0 : 1) + " ms";
 }
 
-const percent = (share) => (100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0) + " %";
+const percent = (share) =>
+  share > 0 && share < 0.0005 ? "< 0.1 %" : (100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0) + " %";
 
 function legend(entries) {
   const parts = entries.map(([name, color]) => {

@@ -99,7 +99,13 @@ class PrefixMap {
   bar({ node, level, y, height }, i, x) {
     const from = x(node.num_prefix_tokens - node.num_tokens),
       wide = x(node.num_prefix_tokens) - from;
-    const rect = svg("rect", { x: from, y, width: Math.max(2, wide), height: Math.max(1, height), rx: 2 });
+    const rect = svg("rect", {
+      x: from + 1, // the mark of a chosen bar is drawn on its edge, and no neighbour may cover it
+      y: y + 1,
+      width: Math.max(2, wide - 2),
+      height: Math.max(1, height - 2),
+      rx: 2,
+    });
     const left = from + 1.5;
     const front = svg("line", { class: "front", x1: left, x2: left, y1: y + 1, y2: y + Math.max(2, height - 1) });
     const bar = svg(
@@ -213,7 +219,7 @@ function why(node) {
   if (node.num_cpu_blocks) where.push(`${node.num_cpu_blocks} in the CPU tier`);
   const parts = [
     `It is ${count(node.num_tokens)} tokens long and ends a prefix of ${count(node.num_prefix_tokens)}. `,
-    `Of its ${node.num_blocks} blocks ${where.join(" and ")}. `,
+    `Of its ${node.num_blocks} blocks there are ${where.join(" and ")}. `,
   ];
   if (node.is_pinned) parts.push("It is pinned, so it stays. ");
   else if (node.num_held_blocks)

@@ -135,8 +135,10 @@ function showWhatIf(data) {
         : `What other sizes would have hit appears here after ${needs} requests within an hour.`;
     return nothingYet(at("whatif"), sentence);
   }
-  const own = data.what_if.filter((rate) => rate.policy === data.policy);
-  const others = data.what_if.filter((rate) => rate.policy !== data.policy);
+  const isKnown = data.what_if.some((rate) => rate.policy === data.policy_now); // not yet, where it has just changed
+  const inForce = isKnown ? data.policy_now : data.policy;
+  const own = data.what_if.filter((rate) => rate.policy === inForce);
+  const others = data.what_if.filter((rate) => rate.policy !== inForce);
   const factors = [...new Set(own.map((rate) => rate.factor))];
   const line = (rates, tier, dashed) => {
     const name = (tier === "gpu" ? "GPU pool" : "CPU tier") + (dashed ? `, ${rates[0].policy}` : "");

@@ -289,6 +289,8 @@ class TestItsLooks:
             top = window.run("return document.querySelector('.finding').getBoundingClientRect().bottom + scrollY")
             assert top < 844 and top < window.run("return at('rate').getBoundingClientRect().top + scrollY")
             assert window.run("return document.documentElement.scrollWidth <= innerWidth")
+            wide = "return [...document.querySelectorAll('.card')].filter((e) => e.scrollWidth > e.clientWidth).length"
+            assert window.run(wide) == 0
 
     def test_it_says_how_many_of_how_many(self, window: Browser) -> None:
         """Where lists are cut the page says so: requests that run, and the last ones."""
