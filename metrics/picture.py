@@ -116,9 +116,10 @@ def _block_families(picture: Picture, families: Families) -> list[Metric]:
     evictions |= {(t, k): n for t, k, n in picture.evictions}
     text = "Blocks that left a tier; copy_kept: another tier still has them"
     quarantined = "Blocks of ended tasks whose landing failed: nobody gets them any more"
+    by_state = "Blocks by tier and state; pinned: held by requests, copies or pins"
     hashed = "Cached blocks whose hash storage, a peer or an adapter has asked for"
     return [
-        families.gauge("blocks", "Blocks by tier and state", ("tier", "state"), blocks),
+        families.gauge("blocks", by_state, ("tier", "state"), blocks),
         families.counter("evicted_blocks", text, ("tier", "kind"), evictions),
         families.gauge("quarantined_blocks", quarantined, (), {(): picture.num_quarantined_blocks}),
         families.counter("hashed_blocks", hashed, (), {(): picture.num_hashed_blocks}),

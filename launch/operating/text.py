@@ -23,6 +23,11 @@ def seconds_ago(seconds: float | None) -> str:
     return f"{seconds:.1f} s"
 
 
+def state_word(state: str) -> str:
+    """A state of blocks, for people: requests and copies hold blocks, too, and a pin is what an operator has set."""
+    return "held" if state == "pinned" else state
+
+
 def status_lines(document: Mapping[str, Any]) -> list[str]:
     """The state of a cache, a line for each thing."""
     first = f"{document['life_cycle']}: pid {document['pid']}"
@@ -33,7 +38,7 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
         state = "up" if rank["up"] else "DOWN"
         lines.append(f"rank {rank['rank']}: {state}, pid {rank['pid']}, restarts {rank['num_restarts']}")
     for tier, states in document["tiers"].items():
-        lines.append(f"{tier.upper()}: " + ", ".join(f"{count} {state}" for state, count in states.items()))
+        lines.append(f"{tier.upper()}: " + ", ".join(f"{count} {state_word(state)}" for state, count in states.items()))
     if storage := document["storage"]:
         state = "open" if storage["available"] else "NOT OPEN"
         counts = [f"{count} blocks {fate}" for fate, count in storage["blocks"].items()]

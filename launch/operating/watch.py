@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fastdeploy_cache.launch.findings import table_of
-from fastdeploy_cache.launch.operating.text import hit_rates_line, ranks_table
+from fastdeploy_cache.launch.operating.text import hit_rates_line, ranks_table, state_word
 
 _NUM_CAUSES = 6
 
@@ -64,7 +64,7 @@ def view_of(document: Mapping[str, Any], before: Mapping[str, Any], seconds: flo
 
 def _tiers(document: Mapping[str, Any], before: Mapping[str, Any], seconds: float) -> Table:
     states = list(document["tiers"]["gpu"])
-    table = table_of(("tier", *states, "evicted", "evicted/s", "copied in/s"), words=("tier",))
+    table = table_of(("tier", *map(state_word, states), "evicted", "evicted/s", "copied in/s"), words=("tier",))
     copied = {"gpu": "swapped_in_blocks", "cpu": "swapped_out_blocks"}
     for tier, counts in document["tiers"].items():
         gone, came = document["evicted_blocks"][tier], document[copied[tier]]

@@ -299,6 +299,14 @@ def test_rates_are_of_the_time_between_two_views() -> None:
     assert "+0" in viewed(document(0, 1), document(10, 4))
 
 
+def test_what_is_held_is_not_called_pinned() -> None:
+    """Requests and copies hold most of it; pins are counted apart, and the document has the word that it had."""
+    holding = document(tiers={tier: {"free": 1, "pinned": 2} for tier in ("gpu", "cpu")}, pins=3)
+    assert "GPU: 1 free, 2 held" in status_lines(holding)
+    for said in ("\n".join(status_lines(holding)), viewed(holding, {})):
+        assert "held" in said and "pinned" not in said and "3 pins" in said
+
+
 def test_without_requests_there_is_no_hit_rate() -> None:
     """That nobody asked for anything within the window is said, in the lines and in the live view, and no 0 %."""
     assert "hit rates, recently: token 50%" in status_lines(document())

@@ -10,10 +10,10 @@ const STATE_COLORS = {
   free: "var(--track)",
 };
 const STATE_NAMES = {
-  pinned: "cached and in use",
+  pinned: "cached and held by requests, copies or pins",
   private: "of requests that compute",
   in_flight: "being copied",
-  evictable: "cached, nobody uses it now",
+  evictable: "cached, nothing holds it now",
   free: "free",
 };
 const CAUSES = {
