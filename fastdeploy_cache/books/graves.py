@@ -33,6 +33,11 @@ class Graves:
         self.roots: list[Run] = []
         self.open: list[tuple[Run, Children] | tuple[None, Roots]] = []
 
+    @property
+    def are_empty(self) -> bool:
+        """Whether nothing of an earlier epoch is left: else some of it may still be in use."""
+        return not self.open and not self.roots
+
     def add(self, roots: Roots) -> None:
         """Those of an epoch that is over."""
         if roots:

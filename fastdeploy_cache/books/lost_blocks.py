@@ -33,9 +33,22 @@ Lost = tuple[bytes, int, float, int]
 class _Tail:
     """What a run has lost of its end so far."""
 
-    __slots__ = ("at", "extra", "first_block", "has_images", "head", "kind", "num_before", "pieces", "root", "run")
+    __slots__ = (
+        "at",
+        "extra",
+        "first_block",
+        "has_images",
+        "head",
+        "kind",
+        "num_before",
+        "parent",
+        "pieces",
+        "root",
+        "run",
+    )
     num_before: int  # blocks in front of the run
     first_block: int  # where the run ends now
+    parent: Run | None  # of the run then: where it has another one, it was cut, and begins elsewhere
     root: bytes | bytearray  # the hash of its namespace
     head: bytes | bytearray  # the tokens of the first lost block, with a window of those in front of it
     has_images: bool  # the run, or one in front of it
@@ -80,7 +93,7 @@ class LostBlocks:
         """A run is about to lose its blocks from `first_block` on."""
         tail, kind = self._tail, self.reset_kind if is_reset else self.kind
         try:
-            is_more = tail.run is run and tail.first_block == run.num_blocks
+            is_more = tail.run is run and tail.first_block == run.num_blocks and tail.parent is run.parent
             if not (is_more or self._num_left or self._refill()):
                 self.num_forgotten += run.num_blocks - first_block
                 return
@@ -113,7 +126,8 @@ class LostBlocks:
         head = _window(run, start) + run.tokens[start : start + size]
         marks = block_marks(run.tokens, start, run.num_blocks - first_block, size)
         tail.pieces.append(with_extras(marks, extras, first_block) if extras is not None else marks)
-        tail.run, tail.first_block, tail.head, tail.at, tail.kind = run, first_block, head, at, kind
+        tail.run, tail.parent, tail.first_block = run, run.parent, first_block
+        tail.head, tail.at, tail.kind = head, at, kind
         tail.extra = _extra_up_to(run, first_block) if tail.has_images else 0
         if not first_block:  # it goes
             self._end_tail()

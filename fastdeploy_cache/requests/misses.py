@@ -52,7 +52,7 @@ class Misses:
                     computing.begin(active, key)
                     return
                 computing.begin(active, key)  # most are new
-                if not lost.num_forgotten and not tree.graves.open:
+                if not lost.num_forgotten and tree.graves.are_empty:
                     cause = _NEW
         except MemoryError:
             self.mishaps.note("metrics")
@@ -126,7 +126,7 @@ class Misses:
             parts.append((Cause.NAMESPACE, num_found - block, None, 0.0, ""))
             block = num_found
         if block < end:
-            has_forgotten = self._lost.num_forgotten or self._tree.graves.open
+            has_forgotten = self._lost.num_forgotten or not self._tree.graves.are_empty
             parts.append((_FORGOTTEN if has_forgotten else _NEW, end - block, None, 0.0, ""))
         return parts
 

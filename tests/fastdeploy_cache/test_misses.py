@@ -102,6 +102,21 @@ def test_a_reset_is_told_at_once_and_while_it_is_being_cleared(monkeypatch: pyte
     assert asker.serve(B[:42]) == {Cause.NEW_OR_FORGOTTEN: 40, **TAIL}
 
 
+def test_what_a_reset_has_left_to_a_request_is_not_called_new() -> None:
+    """While the request runs nobody knows; when it has gone, the reset is the cause."""
+    asker = Asker(num_gpu=60)
+    request, match = asker.match(A[:42])
+    asker.admit(request, match)
+    asker.cache.commit(request, 42)
+    asker.cache.reset()
+    asked, match = asker.match(A[:42])
+    assert asker.admit(asked, match) == {Cause.NEW_OR_FORGOTTEN: 40, **TAIL}
+    asker.cache.release(asked)
+    asker.cache.release(request)
+    assert asker.serve(A[:42]) == {Cause.RESET: 40, **TAIL}
+    assert asker.serve(B[:42]) == {Cause.NEW: 40, **TAIL}
+
+
 def test_a_lost_gpu_is_a_rank_s_fault() -> None:
     """The bytes went with the rank's memory."""
     asker = Asker()
