@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,16 +18,25 @@ Socket = Annotated[
         help="A cache's insight.control_socket, or serve's --control-socket; else the server's in the background."
     ),
 ]
+_NOT_KNOWN = "not known yet: it takes 50 requests, and insight.what_if"
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
-def _print(shown: Any) -> None:
-    """A table, a tree, or a line."""
-    from fastdeploy_cache.launch.findings import console_beside, print_table
+def _show(found: Any, json: bool, in_words: Callable[[], Any]) -> None:
+    """What was found, as JSON or `in_words`."""
+    if json:
+        show_json(found)
+    else:
+        _print(in_words())
 
+
+def _print(shown: Any) -> None:
+    """A table, a tree, or lines."""
     if isinstance(shown, str):
         typer.echo(shown)
     else:
+        from fastdeploy_cache.launch.findings import console_beside, print_table
+
         print_table(console_beside(None, 100), shown)
 
 
@@ -77,10 +87,7 @@ def top(
     from fastdeploy_cache.launch.operating.text import top_table
 
     found = RunningCache(socket, run_dir).look("top", num_prefixes=num)
-    if json:
-        show_json(found)
-    else:
-        _print(top_table(found) if found else "nothing is cached")
+    _show(found, json, lambda: top_table(found) if found else "nothing is cached")
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache tree --depth 3")
@@ -98,10 +105,7 @@ def tree(
     from fastdeploy_cache.launch.operating.text import prefix_tree
 
     found = RunningCache(socket, run_dir).look("tree", depth=depth, max_nodes=nodes)
-    if json:
-        show_json(found)
-    else:
-        _print(prefix_tree(found))
+    _show(found, json, lambda: prefix_tree(found))
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache requests --num 10")
@@ -159,10 +163,8 @@ def pin(
     Exit status 0: done; 1: refused, as it is not cached, or too much is pinned; 3: nobody listens there.
     """
     found = RunningCache(socket, run_dir).look("pin", name=name, seconds=seconds)
-    if json:
-        show_json(found)
-    else:
-        typer.echo(f"pinned {found['num_tokens']} tokens, {found['num_blocks']} blocks, for {seconds:g} seconds")
+    what = f"{found['num_tokens']} tokens, {found['num_blocks']} blocks"
+    _show(found, json, lambda: f"pinned {what}, for {seconds:g} seconds")
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache unpin 0123456789abcdef")
@@ -177,10 +179,7 @@ def unpin(
     Exit status 0: done; 1: there is none of that name; 3: nobody listens there.
     """
     found = RunningCache(socket, run_dir).look("unpin", name=name)
-    if json:
-        show_json(found)
-    else:
-        typer.echo(f"unpinned {found['num_blocks']} blocks")
+    _show(found, json, lambda: f"unpinned {found['num_blocks']} blocks")
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache pins")
@@ -192,10 +191,7 @@ def pins(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> None:
     from fastdeploy_cache.launch.operating.text import pins_table
 
     found = RunningCache(socket, run_dir).look("pins")
-    if json:
-        show_json(found)
-    else:
-        _print(pins_table(found) if found else "nothing is pinned")
+    _show(found, json, lambda: pins_table(found) if found else "nothing is pinned")
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache policy lfu")
@@ -211,10 +207,8 @@ def policy(
     """
     cache = RunningCache(socket, run_dir)
     found = cache.look("policy") if name is None else cache.look("set-policy", name=name)
-    if json:
-        show_json(found)
-    else:
-        typer.echo(f"{found['name']} (configured: {found['configured']}; known: {', '.join(found['known'])})")
+    known = ", ".join(found["known"])
+    _show(found, json, lambda: f"{found['name']} (configured: {found['configured']}; known: {known})")
 
 
 @operating_app.command("what-if", epilog="Example: fastdeploy-cache what-if")
@@ -226,10 +220,7 @@ def what_if(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> Non
     from fastdeploy_cache.launch.operating.text import what_if_table
 
     found = RunningCache(socket, run_dir).look("what-if")
-    if json:
-        show_json(found)
-    else:
-        _print(what_if_table(found) if found else "not known yet: it takes 50 requests, and insight.what_if")
+    _show(found, json, lambda: what_if_table(found) if found else _NOT_KNOWN)
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache flight last.flight")
@@ -245,10 +236,8 @@ def flight(
     """
     wanted = str(file.absolute()) if file is not None else None
     found = RunningCache(socket, run_dir).look("write-flight", file=wanted)
-    if json:
-        show_json(found)
-    else:
-        typer.echo(f"written to {found['file']}; look at it with: fastdeploy-cache simulate --replay {found['file']}")
+    path = found["file"]
+    _show(found, json, lambda: f"written to {path}; look at it with: fastdeploy-cache simulate --replay {path}")
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache verify")
@@ -332,10 +321,7 @@ def doctor(
 
 def _show_texts(found: list[dict[str, Any]], otherwise: str, *, as_json: bool) -> None:
     texts = [each.pop("text") for each in found]
-    if as_json:
-        show_json(found)
-    else:
-        typer.echo("\n".join(texts) or otherwise)
+    _show(found, as_json, lambda: "\n".join(texts) or otherwise)
 
 
 @operating_app.command("control", epilog="Example: fastdeploy-cache control pause")
@@ -358,10 +344,7 @@ def control_cache(
     given = {"tiers": tier or None, "weights_id": weights_id}
     fields = {name: value for name, value in given.items() if value is not None}
     status = RunningCache(socket, run_dir).ask(verb, timeout, **fields)
-    if json:
-        show_json({"status": status})
-    else:
-        typer.echo(_done(verb, weights_id, tier or []) + status)
+    _show({"status": status}, json, lambda: _done(verb, weights_id, tier or []) + status)
 
 
 def _done(verb: str, weights_id: str | None, tiers: list[str]) -> str:
