@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from fastdeploy_cache.books.block_marks import MARK_BYTES, block_marks
+from fastdeploy_cache.books.block_marks import MARK_BYTES, block_marks, with_extras
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.policies.eviction import Hints
 
@@ -16,7 +16,7 @@ HEADER = struct.Struct("<IdQIIffB")
 HAS_PRIORITY, HAS_KEEP_SECONDS, SESSION_ENDED, TOOL_CALL_PENDING, FORGOTTEN = 1, 2, 4, 8, 16
 _MAX_WAITING = 4096  # records
 _FLUSH_RECORDS, _FLUSH_SECONDS = 32, 1.0
-_WORD, _HALF_WORD = 2**64 - 1, 2**32 - 1
+_WORD = 2**64 - 1
 
 
 class User(Hints, Protocol):
@@ -60,7 +60,7 @@ class References:
         size = self._block_bytes
         new = block_marks(run.tokens, num_known * size, run.num_blocks - num_known, size)
         if run.extras is not None:
-            new = _with_extras(new, num_known, run.extras)
+            new = with_extras(new, run.extras, num_known)
         run.block_marks += new
         return run.block_marks
 
@@ -82,12 +82,3 @@ class References:
         if len(self._records) >= _FLUSH_RECORDS or now - self._taken_at >= _FLUSH_SECONDS:
             self._taken_at = now
             self._when_due()
-
-
-def _with_extras(marks: bytes, first: int, extras: Mapping[int, bytes]) -> bytes:
-    """The same tokens with another image are another block. `first`: the number of the first block in its run."""
-    words = [int.from_bytes(marks[at : at + MARK_BYTES], "little") for at in range(0, len(marks), MARK_BYTES)]
-    for block, extra in extras.items():
-        if block >= first:
-            words[block - first] ^= hash(extra) & _HALF_WORD
-    return b"".join([word.to_bytes(MARK_BYTES, "little") for word in words])

@@ -49,7 +49,7 @@ def change_policy(books: Books, config: CacheConfig, clock: Clock, name: str) ->
         if name == policy.name:
             return policy_now(books, config)
         # Samples of blocks that an earlier one has taken are still there, and not known to a new one.
-        if name == "reuse" and name in policy.served:
+        if name == "reuse" and policy.has_served(name):
             text = "reuse was in force before, and has not seen what was lost since; restart to have it again"
             raise ControlError(text)
         policy.follow_with(chosen)

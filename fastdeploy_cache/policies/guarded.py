@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -36,7 +37,7 @@ class GuardedPolicy:
         """`runs` gives every run there is."""
         self._mishaps, self._runs = mishaps, runs
         self._moving: MovingLeaves | None = None
-        self.served: set[str] = set()  # names of this policy and those before it
+        self._served: list[tuple[float, str]] = []  # since when, and the names of this policy and those before it
         self._serve_by(chosen)
 
     def _serve_by(self, chosen: EvictionPolicy) -> None:
@@ -44,7 +45,7 @@ class GuardedPolicy:
         told of every block of a decode step."""
         self.chosen = chosen
         self.name = str(getattr(chosen, "name", type(chosen).__name__))
-        self.served.add(self.name)
+        self._served.append((time.monotonic(), self.name))
         self.hears_growth = _overrides(chosen, "grow") or getattr(chosen, "keeps_borders", False)
         self.hears_losses = _overrides(chosen, "shrink")
         self.has_marks = isinstance(chosen, LeastRecentlyUsed)  # else nobody knows what it has been told of
@@ -52,6 +53,14 @@ class GuardedPolicy:
         self._clear, self._coldest, self._victim = calls.pop("clear"), calls.pop("coldest"), chosen.victim
         self._names_leaves = getattr(chosen.victim, "__func__", None) is LeastRecentlyUsed.victim
         vars(self).update(calls)
+
+    def has_served(self, name: str) -> bool:
+        """Whether a policy of this name is in force, or has been."""
+        return any(name == each for _, each in self._served)
+
+    def name_at(self, seconds: float) -> str:
+        """Which policy was in force at this time, by the monotonic clock."""
+        return next((name for since, name in reversed(self._served) if since <= seconds), self._served[0][1])
 
     def _passed_on(self, name: str) -> Callable[..., Any]:
         method = getattr(self.chosen, name)

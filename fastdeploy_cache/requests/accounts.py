@@ -72,8 +72,24 @@ class Accounts:
         if active.idle_since and active.num_matched_blocks:
             self._ages.reuse_gaps.add(active.matched_at - active.idle_since)
         active.request.counted = True
+        active.owes_load_seconds = active.is_ahead
         num_blocks = active.num_matched_blocks
         self._mishaps.ask("metrics", lambda: self._count(self._account(active, num_blocks, now, is_final=True)), None)
+
+    def loaded(self, active: ActiveRequest) -> None:
+        """The loads that a request ran ahead of have ended: how long they took is known only now."""
+        seconds, active.owes_load_seconds = active.load_seconds if active.owes_load_seconds else 0.0, False
+        if seconds:
+            self._mishaps.ask("metrics", lambda: self._add_load(active, seconds), None)
+
+    def _add_load(self, active: ActiveRequest, seconds: float) -> None:
+        self.move_seconds[1] += seconds
+        name = active.request.request_id
+        for place in range(len(self._recent) - 1, -1, -1):
+            account = self._recent[place]
+            if account.request_id == name:
+                self._recent[place] = msgspec.structs.replace(account, load_seconds=seconds)
+                return
 
     def count_other(self, active: ActiveRequest, hit_tokens: tuple[int, int, int]) -> None:
         """Count a request that somebody else has matched, with the blocks that it has missed."""
@@ -220,7 +236,7 @@ class Accounts:
                 num_tokens=num_blocks * size,
                 tier=_LOST_FROM.get(kind) if kind is not None else None,
                 seconds_ago=max(0.0, account.at - at) if kind is not None else None,
-                policy=self._policy.name if cause is Cause.EVICTED else None,
+                policy=self._policy.name_at(at) if cause is Cause.EVICTED else None,
                 detail=detail or None,
             )
             for cause, num_blocks, kind, at, detail in account.misses

@@ -99,6 +99,7 @@ class ActiveRequest:
     refused_for: tuple[Cause, str] | None = None  # why what the CPU tier has was not loaded
     has_failed_load: bool = False
     load_seconds: float = 0.0  # of the loads that it waited for and that came
+    owes_load_seconds: bool = False  # it was counted while it ran ahead of them
     computing_key: int | None = None  # see `Computing`
     num_unloaded_blocks: int = 0  # in the CPU tier, not loaded for want of room
     loads: Sequence[Transfer] = ()  # that it waits for

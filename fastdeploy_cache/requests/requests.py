@@ -37,7 +37,7 @@ class Requests:
         accounts.follow(books, movement.speeds)
         self._misses = misses = Misses(books)
         self.matcher = Matcher(config, books, movement, storage, misses)
-        self.ahead = RunsAhead(self.matcher, movement.mover)
+        self.ahead = RunsAhead(self.matcher, movement.mover, accounts)
         self.publisher = Publisher(config, books, movement, self.matcher, misses)
         self._config, self._mover, self._storage = config, movement.mover, storage
         self._requests: dict[str, ActiveRequest] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastdeploy_cache.movement.block_mover import BlockMover
+from fastdeploy_cache.requests.accounts import Accounts
 from fastdeploy_cache.requests.active_request import AHEAD, SETTLED, VOID, ActiveRequest
 from fastdeploy_cache.requests.listener import CONFIRMED, RequestListener
 from fastdeploy_cache.requests.matcher import Matcher
@@ -11,8 +12,8 @@ from fastdeploy_cache.requests.matcher import Matcher
 class RunsAhead:
     """See `PrefixCacheManager.allocate` with `ahead_of_loads`, and `confirm`."""
 
-    def __init__(self, matcher: Matcher, mover: BlockMover) -> None:
-        self._matcher, self._mover = matcher, mover
+    def __init__(self, matcher: Matcher, mover: BlockMover, accounts: Accounts) -> None:
+        self._matcher, self._mover, self._accounts = matcher, mover, accounts
         self._listener: RequestListener | None = None
 
     def tell(self, listener: RequestListener) -> None:
@@ -42,6 +43,7 @@ class RunsAhead:
         came = arrived and all(transfer.succeeded for transfer in active.ahead) and not matcher.is_lost(active)
         ids, path = matcher.arrived(active)
         matcher.stop_waiting(active)
+        self._accounts.loaded(active)
         active.enter(SETTLED if came else VOID)
         if self._listener is not None:
             self._listener.note((CONFIRMED, active.number, arrived))

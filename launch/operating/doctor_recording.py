@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache import PrefixCacheManager
+from fastdeploy_cache.errors import RecordingError
 from fastdeploy_cache.insight.doctor import Finding, examine
 from fastdeploy_cache.insight.evidence import evidence_of_requests
 from fastdeploy_cache.insight.flight_file import read_recording
@@ -22,14 +23,17 @@ def findings_of_recording(path: Path) -> list[dict[str, Any]]:
     The replay takes no time, so nothing is said of ages; what is wrong with ranks and storage is not in a recording.
 
     Raises:
-        RecordingError: the file cannot be read, or not replayed.
+        RecordingError: the file cannot be read, or not replayed, or has no request.
     """
     found: list[Finding] = []
 
     def judge(cache: PrefixCacheManager) -> None:
         found.extend(_judge(cache))
 
-    FlightReplay(read_recording(path), {"num_explained_requests": _NUM_EXPLAINED}).run(judge)
+    recording = read_recording(path)
+    outcome = FlightReplay(recording, {"num_explained_requests": _NUM_EXPLAINED}).run(judge)
+    if not outcome.num_requests:
+        raise RecordingError(recording.note or f"{path} has no request to judge by")
     return [{**dataclasses.asdict(each), "text": str(each)} for each in found]
 
 

@@ -23,11 +23,11 @@ def replay_recording(path: Path, json_file: Path | None) -> int:
     check_target(json_file)
     console = console_beside(json_file, 110)
     recording = read_recording(path)
-    if recording.note:
-        console.print(f"note: {recording.note}")
     outcome = FlightReplay(recording).run()
     if not outcome.num_steps:
-        raise LaunchError(f"{path} has no step to replay")
+        raise LaunchError(recording.note or f"{path} has no step to replay")
+    if recording.note:
+        console.print(f"note: {recording.note}")
     header = recording.header
     found = {"recording": path.name, "note": recording.note, **dataclasses.asdict(outcome)}
     found |= {name: header.get(name) for name in ("reason", "settings", "has_storage", "has_peers", "num_dropped")}

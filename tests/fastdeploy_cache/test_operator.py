@@ -185,7 +185,8 @@ def test_another_policy_decides_from_then_on(asker: Asker) -> None:
     asker.serve([101, 102, 103, 104])
     push_out(asker, 5)
     assert "by the policy lfu" in "".join(str(each) for each in asker.cache.explain_last(3))
-    asker.cache.control.set_policy("lru")
+    asker.cache.control.set_policy("lru")  # that evicts from now on: what is explained happened before
+    assert "by the policy lfu" in "".join(str(each) for each in asker.cache.explain_last(3))
     push_out(asker)
     assert not is_cached(asker)
 

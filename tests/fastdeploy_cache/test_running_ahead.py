@@ -44,6 +44,23 @@ def num_found(model: CacheModel, tokens: list[int]) -> int:
     return found
 
 
+def test_how_long_its_loads_took_is_told_when_they_have_ended() -> None:
+    """The request was counted before: its hop and the sum of all loads have their seconds from then on."""
+    model = with_copies(22)
+    live = start_ahead(model)
+    name = live.request.request_id
+    compute(model, live, 44)
+    (before,) = [hit for hit in model.cache.explain(name).hits if hit.tier == "cpu"]
+    model.client.land_all()
+    for transfer in model.cache._requests.active(live.request).loads:
+        transfer.seconds = 0.25  # a simulated copy takes no time
+    assert model.cache.confirm(live.request, 0, arrived=True)
+    (after,) = [hit for hit in model.cache.explain(name).hits if hit.tier == "cpu"]
+    assert (before.hops[0].seconds, after.hops[0].seconds) == (0.0, 0.25) and after.num_tokens == before.num_tokens
+    assert model.cache._requests.accounts.moved_by_tier()["cpu"] == 0.25
+    model.cache.check_invariants()
+
+
 def test_the_block_table_is_readable_then_coming_then_new() -> None:
     """All three are told by `poll` and `allocate`, share no id, and hold the right content once the load is in."""
     model = with_copies(22)

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
-from fastdeploy_cache.errors import RecordingError
+from fastdeploy_cache.errors import LaunchError, RecordingError
 from fastdeploy_cache.launch.cli import app
 from fastdeploy_cache.launch.operating.doctor_recording import findings_of_recording
 
@@ -50,3 +50,12 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
         findings_of_recording(file)
     done = CliRunner().invoke(app, ["doctor", "--recording", str(file), "--metrics", "page"])
     assert done.exit_code == 2
+
+
+def test_a_recording_without_a_request_is_no_healthy_cache(tmp_path: Path) -> None:
+    """One that was cut in its only piece: one line that says so, for the doctor and for a replay, and status 1."""
+    file, _ = recording_of(tmp_path, 200)
+    file.write_bytes(file.read_bytes()[:-1])
+    for command in (["doctor", "--recording", str(file)], ["simulate", "--replay", str(file)]):
+        with pytest.raises((RecordingError, LaunchError), match="was cut: its last"):
+            CliRunner().invoke(app, command, catch_exceptions=False)

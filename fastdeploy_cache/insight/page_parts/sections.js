@@ -73,7 +73,7 @@ function showCauses(data, within) {
   const total = sum(shown.map(([, tokens]) => tokens));
   at("causes-note").textContent = total ? `${count(total)} tokens were computed.` : "";
   if (!total)
-    return nothingYet(at("causes"), "No token was computed in this time. When one is, what it missed by appears here.");
+    return nothingYet(at("causes"), "No token was computed in this time. As soon as one is, the cause appears here.");
   const rows = shown.map(([name, tokens]) => [
     name.replaceAll("_", " "),
     CAUSES[name],
