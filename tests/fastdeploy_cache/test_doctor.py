@@ -11,10 +11,9 @@ from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.explanation import Miss
 from fastdeploy_cache.insight.doctor import examine
 from fastdeploy_cache.insight.evidence import evidence_of
-from fastdeploy_cache.policies.breaker import BreakerState
-from fastdeploy_cache.stats import StorageTierStats
 from tests.rigs.asker import Asker
 from tests.rigs.sick_caches import NUM_PROMPTS, SICK, prompt, rounds
+from tests.rigs.storage_rig import A, Rig, stored
 
 
 def names(asker: Asker) -> list[str]:
@@ -51,24 +50,34 @@ def test_new_prompts_are_no_fault() -> None:
     assert names(asker) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [({"num_full_disks": 1}, "disk_full"), ({"reading": BreakerState.OPEN}, "breaker_open")],
-)
-def test_a_store_in_trouble_is_named(change: dict[str, object], name: str) -> None:
-    """By its present state, without any request."""
-    asker = Asker(num_gpu=100)
-    healthy = StorageTierStats(
-        is_available=True,
-        reading=BreakerState.CLOSED,
-        writing=BreakerState.CLOSED,
-        **{field.name: 0 for field in dataclasses.fields(StorageTierStats)[3:]},
-    )
-    stats, books = asker.cache.stats(), asker.cache._books
-    healthy_stats = dataclasses.replace(stats, storage=healthy)
-    sick_stats = dataclasses.replace(stats, storage=dataclasses.replace(healthy, **change))  # type: ignore[arg-type]
-    found = [examine(evidence_of(asker.config, each, [], books)) for each in (healthy_stats, sick_stats)]
-    assert found[0] == [] and [finding.name for finding in found[1]] == [name]
+def test_a_store_that_fails_again_and_again_is_named() -> None:
+    """Reads that time out open its breaker; a probe that succeeds closes it, and nothing is wrong any more."""
+    rig = Rig(stored(A))
+    assert rig.model.cache.examine() == []
+    for _ in range(3):
+        rig.prefetch(A)
+        rig.store.land("timed out")
+    assert [finding.name for finding in rig.model.cache.examine()] == ["breaker_open"]
+    tier = rig.model.cache.storage._tier
+    assert tier is not None
+    tier.link.reading._probe_at = 0.0  # its pause is over
+    rig.prefetch(A)
+    rig.land_all()
+    assert rig.model.cache.examine() == []
+    rig.finish()
+
+
+def test_a_store_whose_disk_is_full_is_named() -> None:
+    """What it says of itself with each task counts, until it says otherwise."""
+    rig = Rig()
+    for num_full_disks, found in ((0, []), (1, ["disk_full"]), (0, [])):
+        rig.store.counts = {"num_full_disks": num_full_disks}
+        live = rig.match([*A, num_full_disks])
+        rig.model.release(live)
+        rig.prefetch([900 + i for i in range(41)])
+        rig.land_all()
+        assert [finding.name for finding in rig.model.cache.examine()] == found
+    rig.finish()
 
 
 def test_requests_that_others_matched_are_examined_likewise() -> None:

@@ -31,6 +31,7 @@ class SimulatedStorage:
         self.answers_at_once = False
         self.num_offers: Counter[bytes] = Counter()
         self.seconds = 0.001  # that each task is said to have taken
+        self.counts: dict[str, int] | None = None  # what the store says of itself
         self._on_result: OnResult | None = None
 
     def start(self, on_result: OnResult, on_ready: Callable[[], None]) -> None:
@@ -95,7 +96,13 @@ class SimulatedStorage:
     def _answer(self, task: TransferTask, num_blocks: int, error: str | None, was_tried: bool = True) -> None:
         assert self._on_result is not None
         result = RankResult(
-            rank=0, num_bytes=num_blocks, num_blocks=num_blocks, seconds=self.seconds, error=error, was_tried=was_tried
+            rank=0,
+            num_bytes=num_blocks,
+            num_blocks=num_blocks,
+            seconds=self.seconds,
+            error=error,
+            was_tried=was_tried,
+            counts=self.counts,
         )
         self._on_result(TransferResult(task=task, ranks=(result,)))
 
