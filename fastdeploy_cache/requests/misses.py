@@ -140,8 +140,10 @@ class Misses:
         ways = memory.forked(root, block, self._mark_before(active, block)) if memory.has_forks else ()
         if direct is None and not ways:
             return None
-        marks = self._marks(active, block, end)
-        for lost in ways if direct is None else (*ways, direct):
+        ways = ways if direct is None else (*ways, direct)
+        num_most = max([len(lost[0]) for lost in ways]) // MARK_BYTES  # a prompt may go on far behind what was lost
+        marks = self._marks(active, block, min(end, block + num_most))
+        for lost in ways:
             num_lost = num_equal(lost[0], marks)
             if num_lost and (best is None or num_lost >= best[1]):
                 best = (_BY_LOSS[lost[1]], num_lost, Loss(lost[1]), lost[2], "")
