@@ -25,7 +25,6 @@ from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
-_NUM_CPU_BLOCKS = 96
 _NUM_GPU_BLOCKS = 64
 _LAYOUTS = {
     "layer first": KVLayout(num_layers=4, num_kv_heads=4, head_dim=64, dtype="bfloat16"),
@@ -113,16 +112,17 @@ def there_and_back(layout: RankLayout, arrays: WorkerArrays) -> str:
         RuntimeError: a copy failed.
     """
     num_blocks, rng = arrays.num_blocks, np.random.default_rng(3)
+    num_cpu_blocks = num_blocks + num_blocks // 2  # more than are stored, so that some ids are left out
     gpu_ids, targets = (rng.permutation(num_blocks)[: num_blocks // 2].tolist() for _ in range(2))
-    cpu_ids = rng.permutation(_NUM_CPU_BLOCKS)[: len(gpu_ids)].tolist()
+    cpu_ids = rng.permutation(num_cpu_blocks)[: len(gpu_ids)].tolist()
     wanted = noise(4, num_blocks * layout.block_bytes).reshape(num_blocks, -1)
-    with Ranks(1, layout, num_blocks, _NUM_CPU_BLOCKS, cuda_config(1, "worker")) as ranks:
+    with Ranks(1, layout, num_blocks, num_cpu_blocks, cuda_config(1, "worker")) as ranks:
         handle = arrays.handle()
         ranks.client.attach_kv(0, handle)
         arrays.write(wanted)
         expect_equal("the arrays as they were written", arrays.read(), wanted)
         ranks.run(TaskKind.SWAP_OUT, gpu_ids, cpu_ids)
-        images = ranks.client.cpu_segments()[0].view(np.uint8, (_NUM_CPU_BLOCKS, layout.block_bytes))
+        images = ranks.client.cpu_segments()[0].view(np.uint8, (num_cpu_blocks, layout.block_bytes))
         expect_equal("CPU blocks after the store", images[cpu_ids], wanted[gpu_ids])
         arrays.write(np.zeros_like(wanted))
         ranks.run(TaskKind.SWAP_IN, targets, cpu_ids)

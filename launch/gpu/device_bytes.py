@@ -14,9 +14,10 @@ from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.launch.gpu.gpu_memory import Bytes, GpuMemory, expect_equal, noise
 from fastdeploy_cache.launch.gpu.layouts import ID_PAIRS, LAYOUTS, NUM_CPU_BLOCKS, NUM_GPU_BLOCKS
 from fastdeploy_cache.launch.gpu.notes import GpuOptions, Notes
+from fastdeploy_cache.transfer_manager.device.copy_kernel import CopyKernel
 from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
 from fastdeploy_cache.transfer_manager.device.cuda import CudaDevice, KernelUse
-from fastdeploy_cache.transfer_manager.device.cuda_driver import CopyKernel, Cuda
+from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.task import TaskKind
 

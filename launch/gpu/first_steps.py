@@ -10,7 +10,8 @@ import numpy as np
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.launch.gpu.gpu_memory import Bytes, GpuMemory, expect_equal, noise
 from fastdeploy_cache.launch.gpu.notes import GpuOptions, Notes
-from fastdeploy_cache.transfer_manager.device.cuda_driver import Addresses, CopyKernel, Cuda
+from fastdeploy_cache.transfer_manager.device.copy_kernel import CopyKernel, PieceTable
+from fastdeploy_cache.transfer_manager.device.cuda_driver import Addresses, Cuda
 
 _PIECE, _NUM = 4096, 64
 _SIZE = _PIECE * _NUM
@@ -80,10 +81,9 @@ def _by_calls(cuda: Cuda, to: Addresses, source: Addresses) -> None:
 
 def _by_kernel(cuda: Cuda, to: Addresses, source: Addresses) -> None:
     kernel, stream = CopyKernel(cuda), cuda.new_stream()
-    table = kernel.new_table()
-    table[0, :_NUM], table[1, :_NUM] = to, source
-    kernel.copy_pieces(table, _NUM, _PIECE, stream)
+    table = PieceTable(kernel)
+    table.copy_pieces(to, source, _PIECE, stream)
     cuda.call("cuStreamSynchronize", stream)
     cuda.call("cuStreamDestroy", stream)
-    kernel.free_table(table)
+    table.close()
     kernel.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,52 +9,29 @@ import pytest
 
 from fastdeploy_cache.errors import DeviceError, LayoutError, RankStartError
 from fastdeploy_cache.transfer_manager.config import TransferConfig
-from fastdeploy_cache.transfer_manager.device import cuda as cuda_module
-from fastdeploy_cache.transfer_manager.device import cuda_driver
-from fastdeploy_cache.transfer_manager.device.base import DeviceSetup
-from fastdeploy_cache.transfer_manager.device.cuda import CudaDevice, export_kv, open_cuda, open_segment
+from fastdeploy_cache.transfer_manager.device.cuda import export_kv, open_cuda, open_segment
 from fastdeploy_cache.transfer_manager.device.cuda_driver import Cuda
-from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, Place
+from fastdeploy_cache.transfer_manager.kv.layout import Place
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, SegmentHandle
 from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace
 from fastdeploy_cache.transfer_manager.rank.client import RankClient
-from fastdeploy_cache.transfer_manager.task import Lane, TaskKind
+from fastdeploy_cache.transfer_manager.task import TaskKind
+from tests.rigs.cuda_rank import (
+    COPY,
+    IDS,
+    IN,
+    LAYOUT,
+    NUM_CPU,
+    NUM_GPU,
+    OUT,
+    PART,
+    SMALL,
+    RecordingDriver,
+    on_gpu,
+    opened,
+    setup_of,
+)
 from tests.rigs.fake_cuda import FakeDriver, install
-
-NUM_GPU, NUM_CPU = 6, 7
-# large enough that each layer is a step of its own
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=1024, dtype="float32").for_rank(1, 8)
-SMALL = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8).for_rank(1, 4)
-PART = SMALL.parts[0].num_bytes
-OUT, IN, COPY = TaskKind.SWAP_OUT, TaskKind.SWAP_IN, TaskKind.COPY
-IDS = np.array([4, 0, 1], np.int32), np.array([5, 6, 2], np.int32)  # on the GPU, on the CPU
-
-
-class RecordingDriver(FakeDriver):
-    """Notes how memory was registered and unregistered, and the copies that were done."""
-
-    def __init__(self, version: int = 13000, num_devices: int = 1) -> None:
-        super().__init__(version, num_devices)
-        self.registered: list[tuple[int, int]] = []
-        self.unregistered: list[int] = []
-        self.num_done = 0
-
-    def cuMemHostRegister(self, address: int, num_bytes: int, flags: int) -> None:  # noqa: N802 (NVIDIA's name)
-        self.registered.append((address, num_bytes))
-        super().cuMemHostRegister(address, num_bytes, flags)
-
-    def cuMemHostUnregister(self, address: int) -> None:  # noqa: N802
-        self.unregistered.append(address)
-        super().cuMemHostUnregister(address)
-
-    def _copy(self, to: int, source: int, num_bytes: int) -> None:
-        self.num_done += 1
-        super()._copy(to, source, num_bytes)
-
-    @property
-    def num_pending(self) -> int:
-        """Copies that were started and are not done."""
-        return sum(len(queue) - self._done[stream] for stream, queue in self._queues.items())
 
 
 @pytest.fixture
@@ -66,41 +42,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> RecordingDriver:
     return fake
 
 
-def setup_of(kv: KVHandle | None, layout: object = LAYOUT, device_id: int = 0) -> DeviceSetup:
-    """What a rank is told of its device."""
-    return DeviceSetup(
-        rank=0,
-        kind="cuda",
-        device_id=device_id,
-        layout=layout,  # type: ignore[arg-type]
-        num_gpu_blocks=NUM_GPU,
-        num_cpu_blocks=NUM_CPU,
-        kv=kv,
-    )
-
-
 @pytest.fixture
 def images() -> np.ndarray:
     """The CPU blocks' memory, random."""
     return np.random.default_rng(1).integers(0, 256, (NUM_CPU, LAYOUT.block_bytes), dtype=np.uint8)
-
-
-def on_gpu(driver: FakeDriver, handle: KVHandle) -> np.ndarray:
-    """The fake GPU memory of the only segment, by layer and part: [layers, parts, blocks, bytes]."""
-    cuda = Cuda(0)
-    base = open_segment(cuda, handle.segments[0])
-    buffer = driver._buffers[base]
-    flat = np.frombuffer(buffer, np.uint8)
-    start = base - flat.ctypes.data
-    flat = flat[start : start + handle.segments[0].num_bytes]
-    return flat.reshape(LAYOUT.num_layers, len(LAYOUT.parts), NUM_GPU, -1)
-
-
-def opened(images: np.ndarray) -> tuple[CudaDevice, KVHandle]:
-    """A device that has made its own KV arrays."""
-    device, handle = open_cuda(setup_of(None), images)
-    assert handle is not None
-    return device, handle
 
 
 # -- what is missing
@@ -329,56 +274,4 @@ def test_a_layer_is_told_when_its_bytes_are_in(driver: RecordingDriver, images: 
 
     device.copy(IN, cpu, gpu, on_layer)
     assert told == [(1, [True, False, False]), (2, [True, True, False]), (3, [True, True, True])]
-    device.close()
-
-
-# -- the kernel
-
-
-@pytest.mark.parametrize("is_faster", [True, False])
-def test_measuring_the_kernel_gives_its_memory_back(
-    monkeypatch: pytest.MonkeyPatch, images: np.ndarray, is_faster: bool
-) -> None:
-    """Whichever is faster: scratch memory of GPU and host is freed, only arrays, CPU blocks and tables stay."""
-    driver = RecordingDriver()
-    install(monkeypatch, driver, compiler=True)
-    seconds: list[Callable[[], None]] = []
-
-    def timed(self: CudaDevice, start: Callable[[], None]) -> float:
-        start()
-        self._cuda.call("cuStreamSynchronize", self._streams[Lane.IN])
-        seconds.append(start)
-        return float(len(seconds) % 2) if is_faster else 0.0  # the kernel is the second of each pair
-
-    monkeypatch.setattr(CudaDevice, "_time", timed)
-    device, handle = opened(images)
-    assert seconds and driver.num_copies["cuLaunchKernel"] and not device.is_lost
-    assert list(driver.on_gpu.values()) == [handle.segments[0].num_bytes]
-    table = 16 * cuda_driver.TABLE_PIECES
-    assert sorted(driver.pinned.values()) == sorted([table, table, images.nbytes])
-    launched = driver.num_copies["cuLaunchKernel"]
-    device.copy(IN, IDS[1], IDS[0], lambda _: None)
-    assert (driver.num_copies["cuLaunchKernel"] > launched) == is_faster
-    device.close()
-
-
-def test_more_pieces_than_the_table_holds_go_in_several_launches(
-    monkeypatch: pytest.MonkeyPatch, images: np.ndarray
-) -> None:
-    """The table is filled anew only when the launch before has read it: every byte arrives, out and in."""
-    for module in (cuda_module, cuda_driver):
-        monkeypatch.setattr(module, "TABLE_PIECES", 4)
-    monkeypatch.setattr(CudaDevice, "_goes_by_kernel", lambda self, size, use: True)
-    driver = RecordingDriver()
-    install(monkeypatch, driver, compiler=True)
-    device, handle = opened(images)
-    memory, (gpu, cpu) = on_gpu(driver, handle), IDS
-    wanted = images[cpu].copy()
-    device.copy(IN, cpu, gpu, lambda _: None)
-    assert driver.num_copies["cuLaunchKernel"] == 6  # 3 layers, each of 3 blocks with 2 rows: 4 pieces and 2
-    assert memory[:, :, gpu].transpose(2, 0, 1, 3).tobytes() == wanted.tobytes()
-    images[cpu] = 0
-    device.copy(OUT, gpu, cpu, lambda _: None)
-    assert driver.num_copies["cuLaunchKernel"] == 6 + 5  # 18 pieces
-    assert (images[cpu] == wanted).all() and driver.num_copies["cuMemcpyBatchAsync"] == 0
     device.close()

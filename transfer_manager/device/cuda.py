@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -15,13 +16,8 @@ import numpy as np
 from fastdeploy_cache.errors import DeviceError, LayoutError
 from fastdeploy_cache.ipc.codec import Int32Array
 from fastdeploy_cache.transfer_manager.device.base import DeviceSetup, check_ids
-from fastdeploy_cache.transfer_manager.device.cuda_driver import (
-    KERNEL_ALIGNMENT,
-    TABLE_PIECES,
-    Addresses,
-    CopyKernel,
-    Cuda,
-)
+from fastdeploy_cache.transfer_manager.device.copy_kernel import KERNEL_ALIGNMENT, CopyKernel, PieceTable
+from fastdeploy_cache.transfer_manager.device.cuda_driver import Addresses, Cuda
 from fastdeploy_cache.transfer_manager.device.strips import Strip, leading_strips, load_steps, whole_step
 from fastdeploy_cache.transfer_manager.kv.layout import Place, Places, RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, SegmentHandle
@@ -34,6 +30,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 KernelUse = Literal["measured", "always", "never"]
 _IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _MEASURED_PIECES, _MEASURED_BYTES = 256, 16 * 2**20
+_WORTH = 1.25  # times the speed of the copy engines, which take nothing from the model; the kernel does
 
 
 def _addresses(
@@ -75,7 +72,7 @@ class CudaDevice:
         self._streams = {lane: cuda.new_stream() for lane in Lane}
         self._events = {lane: [cuda.new_event() for _ in self._load] for lane in Lane}
         self._kernel = _kernel_or_none(cuda) if kernel != "never" else None
-        self._tables = {lane: self._kernel.new_table() for lane in Lane} if self._kernel is not None else {}
+        self._tables = {lane: PieceTable(self._kernel) for lane in Lane} if self._kernel is not None else {}
         sizes = {strip.row_bytes for step in (*self._load, *self._store) for strip in step.strips}
         self._by_kernel = {size for size in sizes if self._goes_by_kernel(size, kernel)}
 
@@ -136,20 +133,9 @@ class CudaDevice:
         return _addresses(first, ids, self._layout.block_bytes, strip.shape, strip.image_strides)
 
     def _start(self, lane: Lane, to: Addresses, source: Addresses, num_bytes: int) -> None:
-        stream = self._streams[lane]
-        if num_bytes not in self._by_kernel or self._kernel is None or _misaligned(to, source):
-            self._cuda.copy_pieces(to, source, num_bytes, stream)
-            return
-        table = self._tables[lane]
-        for first in range(0, len(to), TABLE_PIECES):
-            # the kernel reads the table while it runs: what it has not finished must not be overwritten
-            self._cuda.call("cuStreamSynchronize", stream)
-            num_pieces = min(TABLE_PIECES, len(to) - first)
-            table[0, :num_pieces], table[1, :num_pieces] = (
-                to[first : first + num_pieces],
-                source[first : first + num_pieces],
-            )
-            self._kernel.copy_pieces(table, num_pieces, num_bytes, stream)
+        by_kernel = num_bytes in self._by_kernel and not _misaligned(to, source)
+        copier = self._tables[lane] if by_kernel else self._cuda
+        copier.copy_pieces(to, source, num_bytes, self._streams[lane])
 
     def _copy_leading(self, sources: Int32Array, destinations: Int32Array, num_tokens: int | None) -> int:
         """Copy whole blocks, or their first tokens, within the GPU. Returns the bytes of one block that were copied."""
@@ -167,33 +153,32 @@ class CudaDevice:
         if self._kernel is None or piece_bytes % KERNEL_ALIGNMENT:
             return False
         try:
-            return use == "always" or self._measure(self._kernel, piece_bytes)
+            return use == "always" or self._measure(piece_bytes)
         except DeviceError as error:
             if self._cuda.is_lost:
                 raise
             logger.info("event=copy_not_measured reason=%s", error)  # a full GPU has no room for it
             return False
 
-    def _measure(self, kernel: CopyKernel, piece_bytes: int) -> bool:
+    def _measure(self, piece_bytes: int) -> bool:
         num_pieces = max(1, min(_MEASURED_PIECES, _MEASURED_BYTES // piece_bytes))
         with contextlib.ExitStack() as scratch:
             host = int(self._cuda.call("cuMemHostAlloc", num_pieces * piece_bytes, 3))
             scratch.callback(self._cuda.call, "cuMemFreeHost", host)
             on_gpu = int(self._cuda.call("cuMemAlloc", num_pieces * piece_bytes))
             scratch.callback(self._cuda.call, "cuMemFree", on_gpu)
-            seconds = self._race(kernel, host, on_gpu, num_pieces, piece_bytes)
+            seconds = self._race(host, on_gpu, num_pieces, piece_bytes)
         logger.info("event=copy_measured piece_bytes=%d memcpy=%.6f kernel=%.6f", piece_bytes, *seconds)
-        return seconds[1] < seconds[0]
+        return seconds[1] * _WORTH < seconds[0]
 
-    def _race(self, kernel: CopyKernel, host: int, on_gpu: int, num_pieces: int, piece_bytes: int) -> list[float]:
-        """Seconds of single copies and of the kernel."""
+    def _race(self, host: int, on_gpu: int, num_pieces: int, piece_bytes: int) -> list[float]:
+        """Seconds of copies by the copy engines and by the kernel."""
         offsets = np.arange(num_pieces, dtype=np.uint64) * np.uint64(piece_bytes)
-        to, source = np.uint64(on_gpu) + offsets[::-1], np.uint64(host) + offsets
-        table, stream = self._tables[Lane.IN], self._streams[Lane.IN]
-        table[0, :num_pieces], table[1, :num_pieces] = to, source
+        to, source = np.ascontiguousarray(np.uint64(on_gpu) + offsets[::-1]), np.uint64(host) + offsets
+        stream = self._streams[Lane.IN]
         return [
-            self._time(lambda: self._cuda.copy_pieces(np.ascontiguousarray(to), source, piece_bytes, stream)),
-            self._time(lambda: kernel.copy_pieces(table, num_pieces, piece_bytes, stream)),
+            self._time(partial(copier.copy_pieces, to, source, piece_bytes, stream))
+            for copier in (self._cuda, self._tables[Lane.IN])
         ]
 
     def _time(self, start: Callable[[], None]) -> float:
@@ -228,7 +213,7 @@ class CudaDevice:
             self._cuda.call("cuEventDestroy", event)
         if kernel is not None:
             for table in tables:
-                kernel.free_table(table)
+                table.close()
             kernel.close()
 
 

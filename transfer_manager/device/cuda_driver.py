@@ -20,21 +20,7 @@ Addresses = np.ndarray[Any, np.dtype[np.uint64]]
 # "The process must be terminated and relaunched", or the context is gone: driver API reference, CUresult
 _LOST = {4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999}
 _MAX_BATCH = 4096  # larger batches have hung and crashed drivers in the field (vLLM issue 49276)
-_KERNEL_SOURCE = rb"""
-extern "C" __global__ void copy_pieces(const unsigned long long* __restrict__ to,
-                                       const unsigned long long* __restrict__ from,
-                                       unsigned int num_vectors, unsigned int num_pieces) {
-  for (unsigned int piece = blockIdx.x; piece < num_pieces; piece += gridDim.x) {
-    const uint4* source = reinterpret_cast<const uint4*>(from[piece]);
-    uint4* target = reinterpret_cast<uint4*>(to[piece]);
-    for (unsigned int i = threadIdx.x; i < num_vectors; i += blockDim.x) target[i] = source[i];
-  }
-}
-"""
-_KERNEL_BLOCKS, _KERNEL_THREADS = 32, 256  # few, so that the model keeps its multiprocessors
-KERNEL_ALIGNMENT = 16
 _NO_BATCH: tuple[int, Any] = (0, None)
-TABLE_PIECES = 32768  # whose addresses the kernel reads from pinned memory
 
 
 class Cuda:
@@ -165,54 +151,12 @@ class Cuda:
         return [address + start for start in starts]
 
 
-class CopyKernel:
-    """A gather and scatter kernel for many small pieces, compiled for the GPU at hand when it is first needed."""
-
-    def __init__(self, cuda: Cuda) -> None:
-        """Raises `DeviceError` where NVRTC is missing or the GPU cannot reach pinned memory by its host address."""
-        attribute = cuda.driver.CUdevice_attribute
-        by_host = attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-        if not cuda.call("cuDeviceGetAttribute", by_host, cuda.device):
-            raise DeviceError("this GPU has no host addresses for registered memory")
-        major, minor = (
-            cuda.call("cuDeviceGetAttribute", which, cuda.device)
-            for which in (
-                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-            )
-        )
-        self._cuda = cuda
-        self._module = cuda.call("cuModuleLoadData", _compile(f"sm_{major}{minor}".encode()))
-        self._function = cuda.call("cuModuleGetFunction", self._module, b"copy_pieces")
-
-    def new_table(self) -> Addresses:
-        """Pinned room for the addresses of `TABLE_PIECES` pieces: [2, TABLE_PIECES]."""
-        address = int(self._cuda.call("cuMemHostAlloc", 16 * TABLE_PIECES, 3))  # portable, mapped
-        flat = (ctypes.c_uint64 * (2 * TABLE_PIECES)).from_address(address)
-        return np.ctypeslib.as_array(flat).reshape(2, TABLE_PIECES)
-
-    def free_table(self, table: Addresses) -> None:
-        """Give back what `new_table` gave; nobody may use it any more."""
-        self._cuda.call("cuMemFreeHost", table.ctypes.data)
-
-    def close(self) -> None:
-        """Unload the kernel; no launch of it may run."""
-        self._cuda.call("cuModuleUnload", self._module)
-
-    def copy_pieces(self, table: Addresses, num_pieces: int, num_bytes: int, stream: Any) -> None:
-        """Start copying the first `num_pieces` of the table: row 0 to, row 1 from; `num_bytes` a multiple of 16."""
-        values = (table[0].ctypes.data, table[1].ctypes.data, num_bytes // KERNEL_ALIGNMENT, num_pieces)
-        types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        grid, block = (min(num_pieces, _KERNEL_BLOCKS), 1, 1), (_KERNEL_THREADS, 1, 1)
-        self._cuda.call("cuLaunchKernel", self._function, *grid, *block, 0, stream, (values, types), 0)
-
-
-def _compile(architecture: bytes) -> bytes:
-    """The kernel's machine code."""
+def compile_for(architecture: bytes, source: bytes) -> bytes:
+    """A kernel's machine code. Raises `DeviceError` where the compiler is missing or refuses the source."""
     try:
         from cuda.bindings import nvrtc
 
-        result, program = nvrtc.nvrtcCreateProgram(_KERNEL_SOURCE, b"copy_pieces.cu", 0, [], [])
+        result, program = nvrtc.nvrtcCreateProgram(source, b"copy_pieces.cu", 0, [], [])
     except (ImportError, RuntimeError) as error:
         raise DeviceError(f"no run-time compiler: {error}; pip install nvidia-cuda-nvrtc") from error
     options = [b"--gpu-architecture=" + architecture]
