@@ -63,12 +63,15 @@ bare_packages_from() {
     printf '%s\n' /etc/resolv.conf /etc/hosts /etc/ssl/certs/ca-certificates.crt /etc/apt/apt.conf.d /etc/pip.conf \
         "${XDG_CONFIG_HOME:-$HOME/.config}/pip" /etc/xdg/pip
     words="$("$PYTHON" -m pip config list; env | grep '^PIP_' || true)"
-    grep -oE "/[^ '\"=,]+" <<<"${words//file:\/\//}" || true
+    # an index in a folder names files beside it, so what is bound is the folder above
+    grep -oE "file:///[^ '\"=,]+" <<<"$words" | sed 's|^file://||' | xargs -r -n 1 dirname || true
+    sed "s|file:///[^ '\"=,]*||g" <<<"$words" | grep -oE "/[^ '\"=,]+" || true
 }
 
 # bare_bind PATH: at its own place, read-only, where there is one
 bare_bind() {
     local path="$1" place="$BARE_ROOT$1"
+    [ ! "$place" -ef "$path" ] || return 0 # its folder is bound
     if [ -d "$path" ]; then
         mkdir -p "$place"
     elif [ -f "$path" ]; then

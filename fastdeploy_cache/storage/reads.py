@@ -137,8 +137,8 @@ class StorageReads:
             prefetch.began_at = time.monotonic()
             self._waiting[prefetch] = None
         prefetch.is_followed = True
-        self._books.note(RoomCame())
-        self._books.await_room(self, bool(self._waiting))
+        self._books.note(RoomCame(tier=CPU))
+        self._books.await_room(self, bool(self._waiting), CPU)
 
     def _go_on(self, prefetch: StoragePrefetch) -> None:
         """Give out the next pieces of a prefetch; where nothing more can come, it is done."""
@@ -154,11 +154,11 @@ class StorageReads:
             self._waiting[prefetch] = None
         else:
             self._end(prefetch)
-        self._books.await_room(self, bool(self._waiting))
+        self._books.await_room(self, bool(self._waiting), CPU)
 
     def _end(self, prefetch: StoragePrefetch) -> None:
         self._waiting.pop(prefetch, None)
-        self._books.await_room(self, bool(self._waiting))
+        self._books.await_room(self, bool(self._waiting), CPU)
         seconds, num_blocks = time.monotonic() - prefetch.began_at, prefetch.num_landed
         self._books.note(PrefetchEnded(seconds=seconds, request_id=prefetch.request_id, num_blocks=num_blocks))
         prefetch.done.set()
