@@ -1,5 +1,5 @@
-"""What must hold in a real vLLM beside hits: salts, LoRA, aborts, preemption, reset, bf16, two ranks, and loads that a
-step waits for layer by layer."""
+"""What must hold in a real vLLM beside hits: salts, LoRA, aborts, preemption, reset, bf16, two ranks, loads that a step
+waits for layer by layer, and a model that has to be refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fastdeploy_cache.launch.engines.made_up_model import SMALL, write_adapter, write_made_up_model
+from fastdeploy_cache.launch.engines.made_up_model import (
+    SMALL,
+    write_adapter,
+    write_made_up_model,
+    write_mla_model,
+)
 from fastdeploy_cache.launch.engines.report import CaseResult
 from fastdeploy_cache.launch.engines.results import Passed, StageResult, answers
 from fastdeploy_cache.launch.engines.vllm_plan import Pass, StagePlan, Visit, pass_over
@@ -16,6 +21,7 @@ from fastdeploy_cache.launch.engines.vllm_server import serve_passes
 
 _LENGTHS = (96, 192, 200, 384, 64, 127, 320, 352)
 _NUM = len(_LENGTHS)
+_MLA_BLOCK_TOKENS = 16  # the only size of vLLM's kernel of MLA for CPUs
 _LEAST_HITS = 0.6  # of the tokens of all prompts, where they were served before
 _CACHE: dict[str, Any] = {"num_cpu_blocks": 600, "min_prefetch_tokens": 32}
 
@@ -43,7 +49,7 @@ def run_cases(lane: Runs) -> list[CaseResult]:
     passes = lane.run("twice-alone", **plan).passes
     ours = lane.run("layer by layer", **_with_cache(plan, layerwise_load=True))
     cases.append(_case("layer by layer", ours.passes, passes, _is_hit(ours.passes[1])))
-    return [*cases, _poisoned(lane, plan, passes)]
+    return [*cases, _poisoned(lane, plan, passes), _mla(lane, twice)]
 
 
 def http_cases(lane: Runs, model: str) -> list[CaseResult]:
@@ -113,6 +119,26 @@ def _poisoned(lane: Runs, plan: dict[str, Any], alone: Sequence[Passed]) -> Case
     case = _case("bytes of the CPU tier turned over", ours, alone[1:], "")
     failed = _is_hit(ours[0]) or ("wrong KV gives the same answers: this lane shows nothing" if case.num_equal else "")
     return dataclasses.replace(case, failed=failed, note="must differ")
+
+
+def _mla(lane: Runs, twice: tuple[Pass, ...]) -> CaseResult:
+    """Where vLLM's prefill of MLA cannot start behind a context, which a connector would give it, ours must refuse."""
+    model = lane.folder / "mla"
+    write_mla_model(model)
+    plan: dict[str, Any] = {
+        "model": str(model), "lengths": _LENGTHS, "vocabulary": SMALL.vocab_size, "passes": twice,
+        "block_size": _MLA_BLOCK_TOKENS, "num_gpu_blocks": 56,
+    }  # fmt: skip
+    alone, ours = lane.run("MLA alone", **plan), lane.run("MLA", **_with_cache(plan), may_be_refused=True)
+    if ours.refused:
+        is_right = not alone.is_prefill_chunked and "MLA" in ours.refused
+        failed = "" if is_right else f"it was refused: {ours.refused}"
+        return dataclasses.replace(_case("MLA", (), (), failed), note="refused by name: chunked prefill is off")
+    case = _case("MLA", ours.passes, alone.passes, _is_hit(ours.passes[1]))
+    if alone.is_prefill_chunked:
+        return case
+    missed = f"it was not refused, with chunked prefill off: {case.num_equal} of {case.num_answers} answers are equal"
+    return dataclasses.replace(case, failed=missed)
 
 
 def _case(name: str, ours: Sequence[Passed], alone: Sequence[Passed], failed: str) -> CaseResult:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.launch.engines.results import Passed, StageResult, to_json
 from fastdeploy_cache.launch.engines.vllm_loop import VLLMLoop, manager_of
 from fastdeploy_cache.launch.engines.vllm_plan import CONNECTOR, ENVIRONMENT, Pass, StagePlan, plan_of
@@ -27,7 +28,14 @@ def main() -> None:
     """Run what the first argument says."""
     plan = plan_of(sys.argv[1])
     os.environ.update(ENVIRONMENT)
-    Stage(plan).run()
+    try:
+        stage = Stage(plan)
+    except ConfigError as error:
+        if not plan.may_be_refused:
+            raise
+        _write(plan, passes=(), up_seconds=0.0, refused=str(error))
+    else:
+        stage.run()
 
 
 class Stage:
@@ -90,15 +98,15 @@ class Stage:
             np.invert(blocks, out=blocks)
 
     def _write(self) -> None:
-        import vllm
+        is_chunked = bool(self._engine.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill)
+        found = {"up_seconds": self._up_seconds, "num_kills": self._num_kills, "is_prefill_chunked": is_chunked}
+        _write(self._plan, passes=tuple(self._passed), **found)
 
-        result = StageResult(
-            version=vllm.__version__,
-            passes=tuple(self._passed),
-            up_seconds=self._up_seconds,
-            num_kills=self._num_kills,
-        )
-        Path(self._plan.result).write_text(to_json(result))
+
+def _write(plan: StagePlan, **found: Any) -> None:
+    import vllm
+
+    Path(plan.result).write_text(to_json(StageResult(version=vllm.__version__, **found)))
 
 
 def _new_engine(plan: StagePlan) -> Any:

@@ -16,7 +16,7 @@ import pytest
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.engines import sglang_lane, vllm_cases, vllm_lane
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
-from fastdeploy_cache.launch.engines.made_up_model import write_adapter, write_made_up_model
+from fastdeploy_cache.launch.engines.made_up_model import write_adapter, write_made_up_model, write_mla_model
 from fastdeploy_cache.launch.engines.report import Line, line_of
 from fastdeploy_cache.launch.engines.results import Passed, Served, StageResult
 from fastdeploy_cache.launch.engines.servers import running
@@ -78,7 +78,8 @@ def test_a_model_becomes_a_hugging_face_folder(tmp_path: Path) -> None:
 
 
 def test_a_made_up_model_and_its_adapter_are_folders_for_vllm(tmp_path: Path) -> None:
-    """Every weight that the configuration asks for, in its shape; an adapter has what it adds to keys and values."""
+    """Every weight that the configuration asks for, in its shape, also with a latent instead of keys and values; an
+    adapter has what it adds to keys and values."""
     load_file = pytest.importorskip("safetensors.numpy", reason="needs safetensors").load_file
     write_made_up_model(tmp_path / "model", SPEC)
     found = load_file(tmp_path / "model" / "model.safetensors")
@@ -86,6 +87,11 @@ def test_a_made_up_model_and_its_adapter_are_folders_for_vllm(tmp_path: Path) ->
     assert found["model.layers.0.self_attn.k_proj.weight"].shape == (4, 8)
     assert found["model.layers.0.mlp.down_proj.weight"].shape == (8, 6)
     assert all(np.isfinite(weight).all() for weight in found.values())
+    write_mla_model(tmp_path / "mla", SPEC)
+    latent = load_file(tmp_path / "mla" / "model.safetensors")
+    assert latent["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"].shape == (512 + 64, 8)
+    assert latent["model.layers.0.self_attn.kv_b_proj.weight"].shape == (2 * (4 + 4), 512)
+    assert json.loads((tmp_path / "mla" / "config.json").read_text())["model_type"] == "deepseek_v2"
     write_adapter(tmp_path / "adapter", SPEC)
     added = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     up = added["base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"]
@@ -258,7 +264,7 @@ class Told:
 
     def run(self, name: str, **plan: Any) -> StageResult:
         passes = [self._pass(name, index, wanted, plan) for index, wanted in enumerate(plan["passes"])]
-        return StageResult(version="0", passes=tuple(passes), up_seconds=1.0)
+        return StageResult(version="0", passes=tuple(passes), up_seconds=1.0, **self._wrong.get(name, {}))
 
     def _pass(self, name: str, index: int, wanted: Pass, plan: dict[str, Any]) -> Passed:
         """An answer follows from prompt, adapter and, where KV is wrong, from that."""
@@ -292,13 +298,19 @@ class Told:
         ({"layer by layer 1": {"answer": 1}}, "layer by layer", "8 answers differ from those of vLLM alone"),
         ({"layer by layer 1": {"hits": 0}}, "layer by layer", "only 0 tokens were hit"),
         ({"preempted": False}, "preemption", "nobody was preempted"),
+        ({"MLA alone": {"is_prefill_chunked": False}, "MLA": {"refused": "the model uses MLA"}}, None, ""),
+        ({"MLA alone": {"is_prefill_chunked": False}}, "MLA", "it was not refused, with chunked prefill off: 16 of 16"),
+        ({"MLA": {"refused": "the model uses MLA"}}, "MLA", "it was refused: the model uses MLA"),
+        ({"MLA alone": {"is_prefill_chunked": False}, "MLA": {"refused": "no tier"}}, "MLA", "it was refused: no tier"),
+        ({"MLA 1": {"answer": 1}}, "MLA", "8 answers differ from those of vLLM alone"),
         ({"blind": True}, "bytes of the CPU tier turned over", "wrong KV gives the same answers"),
     ],
 )
 def test_a_case_that_does_not_hold_is_named(
     tmp_path: Path, wrong: dict[str, Any], case: str | None, failed: str
 ) -> None:
-    """Others' hits, no hits, other answers, and a comparison that sees no wrong KV each fail their case alone."""
+    """Others' hits, no hits, other answers, a comparison that sees no wrong KV, MLA that is served where vLLM's prefill
+    cannot start behind it, or refused where it can, each fail their case alone."""
     pytest.importorskip("safetensors", reason="needs safetensors")
     found = {each.name: each.failed for each in run_cases(Told(tmp_path, wrong)) if each.failed}
     assert list(found) == ([case] if case else [])
