@@ -4,7 +4,7 @@ waits for layer by layer, and a model that has to be refused."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +16,7 @@ from fastdeploy_cache.launch.engines.made_up_model import (
 )
 from fastdeploy_cache.launch.engines.report import CaseResult
 from fastdeploy_cache.launch.engines.results import Passed, StageResult, answers
-from fastdeploy_cache.launch.engines.vllm_plan import Pass, StagePlan, Visit, pass_over
-from fastdeploy_cache.launch.engines.vllm_server import serve_passes
+from fastdeploy_cache.launch.engines.vllm_plan import Pass, Visit, pass_over
 
 _LENGTHS = (96, 192, 200, 384, 64, 127, 320, 352)
 _NUM = len(_LENGTHS)
@@ -33,37 +32,38 @@ class Runs(Protocol):
 
     def run(self, name: str, **plan: Any) -> StageResult: ...
 
+    def serve(self, name: str, num_passes: int, **plan: Any) -> list[Passed]: ...
 
-def run_cases(lane: Runs) -> list[CaseResult]:
+
+def run_cases(lane: Runs) -> Iterator[CaseResult]:
     """Run all cases on a small model with made-up weights. Raises `LaunchError`."""
     model = lane.folder / "small"
     write_made_up_model(model)
     base: dict[str, Any] = {"model": str(model), "lengths": _LENGTHS, "vocabulary": SMALL.vocab_size}
     twice = (pass_over(_NUM), pass_over(_NUM))
-    cases = _one_engine(lane, base)
+    yield from _one_engine(lane, base)
     for name, options in (("bf16", {"dtype": "bfloat16"}), ("two ranks", {"tp_size": 2})):
         plan = {**base, **options, "passes": twice}
         alone, ours = lane.run(f"{name}-alone", **plan), lane.run(name, **_with_cache(plan))
-        cases.append(_case(name, ours.passes, alone.passes, _is_hit(ours.passes[1])))
+        yield _case(name, ours.passes, alone.passes, _is_hit(ours.passes[1]))
     plan = {**base, "passes": twice}
     passes = lane.run("twice-alone", **plan).passes
     ours = lane.run("layer by layer", **_with_cache(plan, layerwise_load=True))
-    cases.append(_case("layer by layer", ours.passes, passes, _is_hit(ours.passes[1])))
-    return [*cases, _poisoned(lane, plan, passes), _mla(lane, twice)]
+    yield _case("layer by layer", ours.passes, passes, _is_hit(ours.passes[1]))
+    yield _poisoned(lane, plan, passes)
+    yield _mla(lane, twice)
 
 
-def http_cases(lane: Runs, model: str) -> list[CaseResult]:
+def http_cases(lane: Runs, model: str) -> Iterator[CaseResult]:
     """The same over HTTP: vLLM's engine in other processes, steps scheduled ahead, SIGTERM and a new server."""
     alone = lane.run("http-alone", model=model, lengths=_LENGTHS, passes=(pass_over(_NUM),)).passes
     storage = {"folder": str(lane.folder / "disk-http"), "weights_id": "lane", "admission": "all"}
-    plan = StagePlan(model=model, result="", lengths=_LENGTHS, passes=(), cache={**_CACHE, "storage": storage})
-    first, second = serve_passes(plan, lane.folder / "vllm serve.log", 2)
-    [after] = serve_passes(plan, lane.folder / "vllm serve again.log", 1)
-    return [
-        _case("over HTTP, first pass", [first], alone, ""),
-        _case("over HTTP, second pass", [second], alone, _is_hit(second)),
-        _case("over HTTP, restarted", [after], alone, _is_hit(after)),
-    ]
+    plan: dict[str, Any] = {"model": model, "lengths": _LENGTHS, "cache": {**_CACHE, "storage": storage}}
+    first, second = lane.serve("vllm serve", 2, **plan)
+    yield _case("over HTTP, first pass", [first], alone, "")
+    yield _case("over HTTP, second pass", [second], alone, _is_hit(second))
+    [after] = lane.serve("vllm serve again", 1, **plan)
+    yield _case("over HTTP, restarted", [after], alone, _is_hit(after))
 
 
 def _with_cache(plan: dict[str, Any], **cache: Any) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.launch.engines.progress import LIMITS
 from fastdeploy_cache.launch.engines.results import Passed, StageResult, to_json
 from fastdeploy_cache.launch.engines.vllm_loop import VLLMLoop, manager_of
 from fastdeploy_cache.launch.engines.vllm_plan import CONNECTOR, ENVIRONMENT, Pass, StagePlan, plan_of
 
-_FLUSH_SECONDS, _READY_SECONDS = 60.0, 60.0
+_WAIT_SECONDS = LIMITS.hard_seconds  # who started this process ends it before, where it hangs
 _CONNECTORS: dict[str, Mapping[str, str]] = {
     "fastdeploy": CONNECTOR,
     "lmcache": {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"},
@@ -61,7 +62,7 @@ class Stage:
             self._write()
             os.kill(os.getpid(), signal.SIGKILL)
         if self._has_manager and (storage := manager_of(self._engine).storage).is_attached:
-            storage.flush(_FLUSH_SECONDS)
+            storage.flush(_WAIT_SECONDS)
         self._write()
         self._engine.llm_engine.engine_core.shutdown()
 
@@ -71,9 +72,9 @@ class Stage:
             if not is_reset:
                 raise RuntimeError("vLLM could not reset its caches while nothing was running")
         if self._has_manager and not wanted.kill_every:
-            is_up = manager_of(self._engine).ranks.wait_ready(_READY_SECONDS)
+            is_up = manager_of(self._engine).ranks.wait_ready(_WAIT_SECONDS)
             if not is_up:
-                raise RuntimeError(f"the ranks have not come up in {_READY_SECONDS:.0f} s")
+                raise RuntimeError(f"the ranks have not come up in {_WAIT_SECONDS:.0f} s")
         before, cpu_before = self._hit_tokens(), _cpu_seconds(self._plan.beside_pid)
         served = loop.serve(wanted)
         cpu_seconds = _cpu_seconds(self._plan.beside_pid) - cpu_before
@@ -92,7 +93,7 @@ class Stage:
     def _poison(self) -> None:
         """Turn every byte of the CPU tier over: who compares answers must see it."""
         manager = manager_of(self._engine)
-        manager.wait_for_transfers(_FLUSH_SECONDS)
+        manager.wait_for_transfers(_WAIT_SECONDS)
         for segment in manager._movement.client.cpu_segments():  # noqa: SLF001 (no verb damages a cache)
             blocks = segment.view(np.uint8, (segment.num_bytes,))
             np.invert(blocks, out=blocks)
