@@ -1,5 +1,5 @@
 """What must hold in a real vLLM beside hits: salts, LoRA, aborts, preemption, reset, bf16, two ranks, loads that a step
-waits for layer by layer, and a model that has to be refused."""
+waits for layer by layer, steps that are scheduled ahead, and a model that has to be refused."""
 
 from __future__ import annotations
 
@@ -48,14 +48,22 @@ def run_cases(lane: Runs) -> Iterator[CaseResult]:
         yield _case(name, ours.passes, alone.passes, _is_hit(ours.passes[1]))
     plan = {**base, "passes": twice}
     passes = lane.run("twice-alone", **plan).passes
-    ours = lane.run("layer by layer", **_with_cache(plan, layerwise_load=True))
-    yield _case("layer by layer", ours.passes, passes, _is_hit(ours.passes[1]))
+    crowded = Pass(visits=twice[0].visits, num_concurrent=3)
+    ahead: dict[str, Any] = {"schedules_ahead": True, "passes": (crowded, crowded)}
+    by_layer: dict[str, Any] = {"layerwise_load": True}
+    for name, options, cache in (
+        ("layer by layer", {}, by_layer),
+        ("steps scheduled ahead", ahead, {}),
+        ("ahead and layer by layer", ahead, by_layer),
+    ):
+        ours = lane.run(name, **_with_cache({**plan, **options}, **cache))
+        yield _case(name, ours.passes, passes, _is_hit(ours.passes[1]))
     yield _poisoned(lane, plan, passes)
     yield _mla(lane, twice)
 
 
 def http_cases(lane: Runs, model: str) -> Iterator[CaseResult]:
-    """The same over HTTP: vLLM's engine in other processes, steps scheduled ahead, SIGTERM and a new server."""
+    """The same over HTTP: vLLM's engine in other processes, several clients, SIGTERM and a new server."""
     alone = lane.run("http-alone", model=model, lengths=_LENGTHS, passes=(pass_over(_NUM),)).passes
     storage = {"folder": str(lane.folder / "disk-http"), "weights_id": "lane", "admission": "all"}
     plan: dict[str, Any] = {"model": model, "lengths": _LENGTHS, "cache": {**_CACHE, "storage": storage}}

@@ -1,4 +1,4 @@
-"""vLLM's HTTP server with this cache: its engine in processes of their own, steps scheduled ahead, and a restart."""
+"""vLLM's HTTP server with this cache: its engine in processes of their own, several clients, and a restart."""
 
 from __future__ import annotations
 

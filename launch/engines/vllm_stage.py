@@ -46,6 +46,8 @@ class Stage:
         started = time.monotonic()
         self._plan, self._engine = plan, _new_engine(plan)
         self._up_seconds = time.monotonic() - started
+        if plan.schedules_ahead and self._engine.llm_engine.engine_core.engine_core.batch_queue is None:
+            raise RuntimeError("vLLM does not schedule ahead, although this was forced: it has changed")
         self._has_manager = plan.connector == "fastdeploy"
         self._passed: list[Passed] = []
         self._num_kills = 0
@@ -121,6 +123,8 @@ def _new_engine(plan: StagePlan) -> Any:
         options["kv_transfer_config"] = KVTransferConfig(
             **_CONNECTORS[plan.connector], kv_connector_extra_config=plan.cache
         )
+    if plan.schedules_ahead:
+        _force_ahead()
     if plan.gpu_memory_utilization is not None:
         options["gpu_memory_utilization"] = plan.gpu_memory_utilization
     if plan.adapters:
@@ -138,6 +142,20 @@ def _new_engine(plan: StagePlan) -> Any:
         disable_log_stats=True,
         **options,
     )
+
+
+def _force_ahead() -> None:
+    """vLLM's platform for CPUs switches it off for everybody, whatever is asked for."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    check = platform.check_and_update_config
+
+    def check_and_switch_on(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    platform.check_and_update_config = staticmethod(check_and_switch_on)
 
 
 def _mend_dispatcher() -> None:
