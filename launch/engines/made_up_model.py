@@ -92,7 +92,7 @@ def _mla_config(spec: ModelSpec) -> dict[str, object]:
         "v_head_dim": spec.head_dim,
         "first_k_dense_replace": spec.num_layers,  # no layer has experts
         "n_routed_experts": 2,
-        "n_shared_experts": None,
+        "n_shared_experts": 1,
         "num_experts_per_tok": 1,
         "moe_intermediate_size": spec.ffn_size,
     }

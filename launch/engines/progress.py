@@ -15,20 +15,20 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
-class Limits:
+class StageLimits:
     """How long a process may be quiet, and how long it may take at all."""
 
     quiet_seconds: float = 120.0
     hard_seconds: float = 1_200.0
 
 
-LIMITS = Limits()
+LIMITS = StageLimits()
 
 
-class Progress:
-    """Of one process, from now on. `log` is the file that its output goes to."""
+class StageProgress:
+    """What one process has done from now on. `log` is the file that its output goes to."""
 
-    def __init__(self, pid: int, log: Path, limits: Limits) -> None:
+    def __init__(self, pid: int, log: Path, limits: StageLimits) -> None:
         self._pid, self._log, self._limits = pid, log, limits
         self._started = self._last = time.monotonic()
         self._num_bytes, self._cpu_seconds = self._seen()
@@ -58,9 +58,9 @@ class Progress:
         return self._log.stat().st_size, sum(each.cpu_seconds for each in _tree_of(self._pid))
 
 
-def wait_while_it_gets_on(process: subprocess.Popen[bytes], log: Path, limits: Limits) -> str:
-    """Wait for its end; the same words as of `Progress.limit_reached` where it has reached a limit, and still runs."""
-    progress = Progress(process.pid, log, limits)
+def wait_while_it_gets_on(process: subprocess.Popen[bytes], log: Path, limits: StageLimits) -> str:
+    """Wait for its end. Returns `StageProgress.limit_reached` where it has reached a limit and still runs, else ""."""
+    progress = StageProgress(process.pid, log, limits)
     while True:
         try:
             process.wait(progress.next_look_seconds)

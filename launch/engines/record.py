@@ -21,7 +21,7 @@ from fastdeploy_cache.launch.findings import STANDARD_OUTPUT, check_target, cons
 
 
 class LaneRecord:
-    """Of one lane; a context, whose end prints the tables of what there is. Logs of its stages stay in `logs`."""
+    """What one lane has found; as a context its end prints the tables. Logs of the stages stay in `logs`."""
 
     def __init__(self, engine: str, json_file: Path | None, *, seconds: str) -> None:
         """`seconds` says what the table's seconds are of.

@@ -13,17 +13,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.engines.progress import LIMITS, Limits, Progress
+from fastdeploy_cache.launch.engines.progress import LIMITS, StageLimits, StageProgress
 from fastdeploy_cache.launch.engines.stages import end_group, told
 from fastdeploy_cache.launch.shm_files import engine_files_removed
 
 _STOP_SECONDS = 30.0
 
 
-class Server(threading.Thread):
+class WatchedServer(threading.Thread):
     """A process that serves, and a thread that ends it at a limit."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, limits: Limits) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, limits: StageLimits) -> None:
         super().__init__(name=f"watch over {log.stem}", daemon=True)
         self.pid, self.reached = process.pid, ""  # `reached`: the limit at which it was ended, in words
         self._process, self._log, self._limits = process, log, limits
@@ -32,7 +32,7 @@ class Server(threading.Thread):
 
     def run(self) -> None:
         """Look at it until it is left alone, or has ended."""
-        progress = Progress(self.pid, self._log, self._limits)
+        progress = StageProgress(self.pid, self._log, self._limits)
         while not self._is_left_alone.wait(progress.next_look_seconds) and self._process.poll() is None:
             self.reached = progress.limit_reached()
             if self.reached:
@@ -52,9 +52,9 @@ def running(
     ready: bytes,
     log: Path,
     environment: Mapping[str, str],
-    limits: Limits = LIMITS,
+    limits: StageLimits = LIMITS,
     is_idle: bool = False,
-) -> Iterator[Server]:
+) -> Iterator[WatchedServer]:
     """Start a server, and wait until a line of its output has `ready` in it. SIGTERM ends it behind the block.
 
     At a limit it is killed; `reached` of what is yielded then says so. `is_idle`: it may have nothing to do once it is
@@ -73,7 +73,7 @@ def running(
             env={**os.environ, **environment},
             start_new_session=True,
         )
-        server = Server(process, log, limits)
+        server = WatchedServer(process, log, limits)
         drain = threading.Thread(target=_drain, args=(process, ready, log, server.came), name="its log", daemon=True)
         drain.start()
         server.start()

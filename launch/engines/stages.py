@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.engines.progress import LIMITS, Limits, processes, wait_while_it_gets_on
+from fastdeploy_cache.launch.engines.progress import LIMITS, StageLimits, processes, wait_while_it_gets_on
 from fastdeploy_cache.launch.shm_files import engine_files_removed
 
 _END_SECONDS = 30.0
@@ -27,7 +27,7 @@ def run_stage(
     *,
     log: Path,
     environment: Mapping[str, str] | None = None,
-    limits: Limits = LIMITS,
+    limits: StageLimits = LIMITS,
     may_kill_itself: bool = False,
 ) -> bytes:
     """`python -m module plan`; returns what it has written to `result`. All its processes have ended then.

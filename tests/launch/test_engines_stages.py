@@ -15,7 +15,7 @@ import pytest
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.engines import progress, sglang_lane, vllm_lane
-from fastdeploy_cache.launch.engines.progress import Limits, Progress
+from fastdeploy_cache.launch.engines.progress import StageLimits, StageProgress
 from fastdeploy_cache.launch.engines.record import LaneRecord
 from fastdeploy_cache.launch.engines.report import CaseResult, Line
 from fastdeploy_cache.launch.engines.results import Passed, Served, StageResult, to_json
@@ -37,7 +37,7 @@ def test_a_line_or_a_second_of_processor_time_is_progress(clock: SimpleNamespace
     """Each puts the end off by the whole time; less than a second does not; and the hard limit comes all the same."""
     log = tmp_path / "log"
     log.touch()
-    seen = Progress(1, log, Limits(quiet_seconds=120.0, hard_seconds=1_200.0))
+    seen = StageProgress(1, log, StageLimits(quiet_seconds=120.0, hard_seconds=1_200.0))
     assert 0 < seen.next_look_seconds <= 30
     clock.now = 119.0
     assert not seen.limit_reached()
@@ -181,7 +181,7 @@ def test_a_stage_that_fails_is_told_with_its_log(
         assert run_stage("a_stage", str(result), result, log=log) == b"done"
         return
     with pytest.raises(LaunchError, match=failure):
-        run_stage("a_stage", str(result), result, log=log, limits=Limits(quiet_seconds=1.0))
+        run_stage("a_stage", str(result), result, log=log, limits=StageLimits(quiet_seconds=1.0))
     assert log.exists()
 
 
@@ -192,7 +192,7 @@ def test_a_stage_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.Mo
         "import time\nwhile True:\n    print('on', flush=True)\n    time.sleep(0.01)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    limits = Limits(quiet_seconds=60.0, hard_seconds=1.0)
+    limits = StageLimits(quiet_seconds=60.0, hard_seconds=1.0)
     with pytest.raises(LaunchError, match="the hard limit of 1 s, although it still got on"):
         run_stage("a_stage", "", tmp_path / "result.json", log=tmp_path / "a.log", limits=limits)
 
@@ -248,7 +248,7 @@ def test_a_server_is_followed_until_it_says_that_it_is_up(tmp_path: Path) -> Non
 def test_a_server_that_hangs_is_ended(tmp_path: Path, is_idle: bool) -> None:
     """Before it is up that is an error; later it dies, so that who waits for its answer hears of it, and it says why.
     One that may have nothing to do is left alone."""
-    log, limits = tmp_path / "server.log", Limits(quiet_seconds=0.5)
+    log, limits = tmp_path / "server.log", StageLimits(quiet_seconds=0.5)
     code = [sys.executable, "-c", "import time; time.sleep(60)"]
     with (
         pytest.raises(LaunchError, match="without a line of its log"),
