@@ -46,8 +46,8 @@ class LaneRecord:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Print and write what there is. What has ended the lane early is only written: who called prints it."""
-        if self._lines or self._cases:
-            self._console.print(f"{self._engine} {self.version} on a CPU; seconds are {self._seconds}")
+        self._console.print(f"{self._engine} {self.version} on a CPU; seconds are {self._seconds}")
+        if self._lines:
             print_lines(self._console, self._lines)
         if self._cases:
             print_cases(self._console, self._cases)

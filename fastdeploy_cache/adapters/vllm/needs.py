@@ -77,8 +77,9 @@ def _of_kv_cache(config: Any) -> Iterator[Need]:
     one = "this connector serves one: start vLLM with --disable-hybrid-kv-cache-manager, if the model allows that"
     yield Need(len(groups) == 1, f"the model has {len(groups)} KV cache groups", one)
     spec = groups[0].kv_cache_spec
-    kind, kinds = type(spec).__name__, " and ".join(_SPECS)
-    yield Need(kind in _SPECS, f"the KV cache is a {kind}", f"this connector serves {kinds}: leave it out")
+    kind = type(spec).__name__
+    plain = "this connector serves full attention, and MLA untried: leave it out"
+    yield Need(kind in _SPECS, f"the KV cache is a {kind}", plain)
     causal = "KV of a prompt then follows from the tokens behind it, too: leave the connector out"
     yield Need(not spec.non_causal, "the attention is not causal (non_causal=True)", causal)
     dense = "this connector serves blocks without padding: try another block size, or leave it out"

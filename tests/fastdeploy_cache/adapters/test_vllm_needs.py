@@ -110,7 +110,7 @@ def test_a_risc_v_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ((), "0 KV cache groups"),
         ((_spec(), _spec()), "2 KV cache groups.*--disable-hybrid-kv-cache-manager"),
-        ((_spec("MambaSpec"),), "is a MambaSpec.*serves FullAttentionSpec and MLAAttentionSpec"),
+        ((_spec("MambaSpec"),), "is a MambaSpec.*serves full attention, and MLA untried"),
         ((_spec("RSWASpec"),), "is a RSWASpec"),
         ((_spec("SinkFullAttentionSpec"),), "is a SinkFullAttentionSpec"),
         ((_spec(non_causal=True),), "not causal"),
