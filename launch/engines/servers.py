@@ -85,6 +85,7 @@ def running(
             yield server
         finally:
             server.leave_alone()
+            server.join(_STOP_SECONDS)  # a process that has been reaped must not be ended by its number
             process.send_signal(signal.SIGTERM)
             try:
                 with suppress(subprocess.TimeoutExpired):
