@@ -63,13 +63,14 @@ def _of_model(config: Any) -> Iterator[Need]:
     yield Need(is_chunked or not model.use_mla, f"the model uses MLA, and {off}", f"{behind}: {no_mla}")
     is_riscv = config.device_config.device_type == "cpu" and platform.machine().startswith("riscv")
     yield Need(is_chunked or not is_riscv, f"this is a RISC-V CPU, and {off}", f"{behind}: leave the connector out")
+    # What follows has come with one version or another of vLLM: where a name is missing, so is what it stands for.
     uncached = "vLLM itself caches no prefixes of this model (is_prefix_caching_supported=False)"
     whole = "its answers need tokens that would not be computed then: leave the connector out"
-    yield Need(model.is_prefix_caching_supported, uncached, whole)
+    yield Need(getattr(model, "is_prefix_caching_supported", True), uncached, whole)
     rewrites = "KV of its output follows from tokens behind it, too: leave the connector out"
-    yield Need(not model.is_diffusion, "the model is a diffusion model", rewrites)
+    yield Need(not getattr(model, "is_diffusion", False), "the model is a diffusion model", rewrites)
     shared = "its memory cannot be shared with another process: start vLLM without it, and without sleep mode"
-    yield Need(not model.enable_cumem_allocator, "enable_cumem_allocator is True", shared)
+    yield Need(not getattr(model, "enable_cumem_allocator", False), "enable_cumem_allocator is True", shared)
 
 
 def _of_kv_cache(config: Any) -> Iterator[Need]:
@@ -81,9 +82,11 @@ def _of_kv_cache(config: Any) -> Iterator[Need]:
     plain = "this connector serves full attention, and MLA untried: leave it out"
     yield Need(kind in _SPECS, f"the KV cache is a {kind}", plain)
     causal = "KV of a prompt then follows from the tokens behind it, too: leave the connector out"
-    yield Need(not spec.non_causal, "the attention is not causal (non_causal=True)", causal)
+    yield Need(not getattr(spec, "non_causal", False), "the attention is not causal (non_causal=True)", causal)
     dense = "this connector serves blocks without padding: try another block size, or leave it out"
-    size, unpadded = spec.page_size_bytes, spec.unpadded_page_size_bytes
+    size = spec.page_size_bytes
+    unpadded = getattr(spec, "unpadded_page_size_bytes", size)
     yield Need(size == unpadded, f"a block of {size} bytes holds {unpadded} bytes of KV", dense)
     each = "this connector serves one state for each token: leave it out"
-    yield Need(spec.tokens_per_state == 1, f"a state of the KV cache is of {spec.tokens_per_state} tokens", each)
+    num_tokens = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
+    yield Need(num_tokens == 1, f"a state of the KV cache is of {num_tokens} tokens", each)
