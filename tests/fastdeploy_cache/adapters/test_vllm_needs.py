@@ -126,14 +126,27 @@ def test_what_a_kv_cache_is_refused_for(specs: tuple[Any, ...], message: str) ->
 
 
 @pytest.mark.parametrize(
-    "lose", [lambda c: delattr(c.model_config, "is_diffusion"), lambda c: delattr(c, "scheduler_config")]
+    "lose", [lambda c: delattr(c.model_config, "use_mla"), lambda c: delattr(c, "scheduler_config")]
 )
 def test_what_cannot_be_looked_at_is_not_assumed(lose: Callable[[Any], None]) -> None:
     """A vLLM whose configuration has other names is refused, and the missing name is in the message."""
     config = _config()
     lose(config)
-    with pytest.raises(ConfigError, match=r"cannot be checked .*'(is_diffusion|scheduler_config)'"):
+    with pytest.raises(ConfigError, match=r"cannot be checked .*'(use_mla|scheduler_config)'"):
         check_needs(config, _kv_cache(_spec()))
+
+
+def test_names_that_older_versions_lack_are_not_asked_of_them() -> None:
+    """What came with a later vLLM cannot be wrong in one that does not have it."""
+    config, spec = _config(), _spec()
+    for name in ("is_diffusion", "enable_cumem_allocator"):
+        delattr(config.model_config, name)
+    for name in ("non_causal", "unpadded_page_size_bytes", "tokens_per_state"):
+        delattr(spec, name)
+    check_needs(config, _kv_cache(spec))
+    spec.compress_ratio = 4  # as tokens_per_state was called before
+    with pytest.raises(ConfigError, match="of 4 tokens"):
+        check_needs(config, _kv_cache(spec))
 
 
 def test_what_changes_the_bytes_of_a_block_is_in_its_name() -> None:
