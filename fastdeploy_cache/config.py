@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from fastdeploy_cache.errors import ConfigError, LayoutError
+from fastdeploy_cache.errors import ConfigError, LayoutError, counted
 from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES, MIN_HISTORY_BYTES
 from fastdeploy_cache.transfer_manager.config import TransferConfig
@@ -239,7 +239,9 @@ class CacheConfig:
         if self.layout is None or not self.enable_prefix_caching:
             raise ConfigError("peer needs a layout, and enable_prefix_caching: what is received is found as a prefix")
         if peer.port is not None and peer.port + self.transfer.tp_size > 65536:
-            raise ConfigError(f"peer.listen is {peer.listen!r} with {self.transfer.tp_size} ranks; each takes a port")
+            raise ConfigError(
+                f"peer.listen is {peer.listen!r} with {counted(self.transfer.tp_size, 'rank')}; each takes a port"
+            )
         if peer.link == "storage" and self.storage is None:
             raise ConfigError("peer.link is 'storage' without a table 'storage'; give both instances the same store")
         if peer.link == "storage" and self.storage is not None and self.storage.kind == "file":

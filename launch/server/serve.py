@@ -27,6 +27,7 @@ from fastdeploy_cache.launch.server.instance_app import InstanceApp
 from fastdeploy_cache.launch.server.readiness import tell_ready
 from fastdeploy_cache.launch.server.settings import load_config, named
 from fastdeploy_cache.life_cycle import LifeCycleStatus
+from fastdeploy_cache.metrics.exporter import cannot_listen
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +65,13 @@ def serve(
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
     for number, what in _ASKS.items():
         signal.signal(number, lambda *_, what=what: endings.put(what))
-    _check_metrics_port(host, metrics_port)  # and the others before the ranks start: what is taken should cost nothing
+    check_metrics_port(host, metrics_port)  # and the others before the ranks start: what is taken should cost nothing
     server, control = _listen(host, port, control_socket)
     try:
         config = named(config, server.port) if role != "mixed" else config
         with running_engine(files, config, recompute_not_received=recompute_not_received) as engine:
             metrics_url = engine.cache.serve_metrics(host, metrics_port)
-            app = InstanceApp(ChatApi(engine, ChatTokenizer(files)), engine.cache).build()
+            app = InstanceApp(ChatApi(engine, ChatTokenizer(files)), engine.cache, metrics_url).build()
             url = f"http://{host}:{server.port}"
             ranks, role = config.transfer.tp_size, config.role
             logger.info("event=serving url=%s metrics=%s ranks=%d role=%s", url, metrics_url, ranks, role)
@@ -143,13 +144,13 @@ def _flush(cache: PrefixCacheManager) -> None:
         logger.warning("event=storage_not_flushed reason=%r", f"{error}; wake the server before it is ended")
 
 
-def _check_metrics_port(host: str, port: int) -> None:
+def check_metrics_port(host: str, port: int) -> None:
+    """Raises `LaunchError` where nothing can listen there."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        reason = error.strerror or error
-        text = f"metrics cannot listen on {host}:{port}: {reason}; choose another --metrics-port, or 0 for a free one"
-        raise LaunchError(text) from error
+        text = cannot_listen(host, port, error, dashes="--", port_name="metrics-port")
+        raise LaunchError(f"metrics {text}") from error
 
 
 def _listen(host: str, port: int, control_socket: Path | None) -> tuple[HttpServer, ControlServer | None]:
