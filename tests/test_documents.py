@@ -183,6 +183,35 @@ def leads_somewhere(page: Path, file: str, heading: str) -> bool:
     return heading in {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
 
 
+def test_messages_that_name_a_page_say_where_it_is() -> None:
+    """A wheel has no pages: what a program prints, and what it deploys, says that they are the source's."""
+    found, num_named = [], 0
+    for file in [*ROOT.glob("launch/background/deploy/**/*"), *code_of("fastdeploy_cache", *LINKED)]:
+        texts = strings_of(file) if file.suffix == ".py" else file.read_text().splitlines() if file.is_file() else []
+        for text in texts:
+            for behind in re.findall(r"docs/\w+\.md([^\n]*)", text):
+                num_named += 1
+                if not behind.startswith((" of the source", "#")) and text not in DEFAULTS:
+                    found.append(f"{file.name}: {text}")
+    assert not found and num_named > 10
+
+
+LINKED = ("ipc", "metrics", "transfer_manager", "launch")
+DEFAULTS = {"docs/benchmark.md", "docs/gpu.md", "docs/storage.md", "/docs/engine.md"}  # `Report`; a step of a checkout
+
+
+def code_of(*packages: str) -> list[Path]:
+    return [file for package in packages for file in (ROOT / package).rglob("*.py")]
+
+
+def strings_of(file: Path) -> list[str]:
+    """What a module may print; the docstring of the module itself apart, which only its readers see."""
+    tree = ast.parse(file.read_text())
+    own = ast.get_docstring(tree, clean=False)
+    strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return [text for text in strings if isinstance(text, str) and text != own]
+
+
 def test_the_documented_toml_is_valid(tmp_path: Path) -> None:
     """The file in docs/configuration.md loads."""
     path = tmp_path / "cache.toml"
