@@ -25,7 +25,7 @@ from fastdeploy_cache.launch.server.engine_control import EngineControl
 from fastdeploy_cache.launch.server.http_server import HttpServer
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
 from fastdeploy_cache.launch.server.readiness import tell_ready
-from fastdeploy_cache.launch.server.settings import load_config, named
+from fastdeploy_cache.launch.server.settings import check_pool, load_config, named
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 from fastdeploy_cache.metrics.exporter import cannot_listen
 
@@ -62,6 +62,8 @@ def serve(
     files = load_model_files()
     loaded = load_config(files, config_file, settings, role=role, storage_folder=storage_folder)
     config, control_socket = _own_socket(loaded, control_socket)
+    tokenizer = ChatTokenizer(files)
+    check_pool(config, len(tokenizer.encode_chat([{"role": "user", "content": "a"}])))
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
     for number, what in _ASKS.items():
         signal.signal(number, lambda *_, what=what: endings.put(what))
@@ -71,7 +73,7 @@ def serve(
         config = named(config, server.port) if role != "mixed" else config
         with running_engine(files, config, recompute_not_received=recompute_not_received) as engine:
             metrics_url = engine.cache.serve_metrics(host, metrics_port)
-            app = InstanceApp(ChatApi(engine, ChatTokenizer(files)), engine.cache, metrics_url).build()
+            app = InstanceApp(ChatApi(engine, tokenizer), engine.cache, metrics_url).build()
             url = f"http://{host}:{server.port}"
             ranks, role = config.transfer.tp_size, config.role
             logger.info("event=serving url=%s metrics=%s ranks=%d role=%s", url, metrics_url, ranks, role)
