@@ -68,11 +68,10 @@ def counted(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in words: in the unit in which it is at least 2, of hours, minutes, seconds and milliseconds."""
-    if seconds < 0.0005:
-        return "less than 1 ms"
+    """A time in words: in the unit in which it is at least 2, of hours, minutes and seconds; below that in
+    milliseconds, at least 1."""
     if seconds < 0.9995:
-        return f"{seconds * 1000:.0f} ms"
+        return f"{max(1, round(seconds * 1000))} ms"
     size, unit = next((each for each in ((3600, "hour"), (60, "minute")) if seconds >= 2 * each[0]), (1, "second"))
     return counted(round(seconds / size), unit)
 

@@ -153,14 +153,32 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+COMPARED = ["this cache", "vLLM's tiers", "HiCache", "LMCache", "KVBM", "FlexKV", "TensorRT-LLM", "KVCR", "FastDeploy"]
+MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
+
+
 def test_the_comparison_says_what_was_looked_at() -> None:
-    """Each of the six caches is in it, and has a version or a commit among its sources."""
-    text, _, sources = (ROOT / "docs/comparison.md").read_text().partition("\n## Sources\n")
-    entries = [" ".join(each.split()) for each in sources.split("\n- ")[1:]]
-    for name in ("vLLM", "SGLang", "LMCache", "KVBM", "FastDeploy", "Mooncake"):
-        assert name in text
-        [entry] = [each for each in entries if name in each.partition(":")[0]]
-        assert re.search(r" \d+\.\d+|commit `\w{8}`", entry), name
+    """Each table has all caches, and a cell for each of its questions: a dash, or a claim with the numbers of its
+    sources. Each source has a version or a commit, and the month in which it was read."""
+    text, _, listed = (ROOT / "docs/comparison.md").read_text().partition("\n## Sources\n")
+    sources = dict(re.findall(r"^(\d+)\. (.*?)(?=\n\d+\. |\Z)", listed, re.MULTILINE | re.DOTALL))
+    unclear = [
+        number
+        for number, source in sources.items()
+        if not re.search(rf"(?: \d+\.\d+|commit `\w{{8}}`).*\((?:{MONTHS}) 20\d\d\)", " ".join(source.split()))
+    ]
+    assert list(sources) == [str(number + 1) for number in range(len(sources))] and not unclear
+    tables = [table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)]
+    assert len(tables) >= 10
+    for header, _, *rows in tables:
+        cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in (header, *rows)]
+        assert [row[0] for row in cells] == ["", *COMPARED], header
+        for row in cells[1:]:
+            assert len(row) == len(cells[0]), row
+            claims = [cell for cell in row[1:] if cell != "\N{EN DASH}"]
+            assert not [claim for claim in claims if not re.fullmatch(r"[^[\]]+(?: \[\d+\])+", claim)], row
+    named = re.findall(r" \[(\d+)\](?!\()", text)
+    assert set(named) == set(sources)
 
 
 def test_links_between_pages_lead_somewhere() -> None:

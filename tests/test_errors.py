@@ -63,7 +63,7 @@ def test_numbers_and_times_are_told_as_they_are_said() -> None:
     ]
     times = (0.0, 0.0004, 0.0016, 0.9996, 1.4, 2.0, 119.0, 120.0, 7200.0)
     assert [errors.duration(seconds) for seconds in times] == [
-        *("less than 1 ms", "less than 1 ms", "2 ms", "1 second", "1 second", "2 seconds", "119 seconds"),
+        *("1 ms", "1 ms", "2 ms", "1 second", "1 second", "2 seconds", "119 seconds"),
         *("2 minutes", "2 hours"),
     ]
     assert str(errors.OutOfBlocksError(1, 0)).startswith("1 block is missing; ")

@@ -21,7 +21,7 @@ def seconds_ago(seconds: float | None) -> str:
     for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.1f} s" if seconds >= 0.05 else "less than 0.1 s"
+    return f"{seconds:.1f} s" if seconds >= 0.05 else "under 0.1 s"
 
 
 def state_word(state: str) -> str:
