@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
-from fastdeploy_cache.errors import CacheError, LaunchError, LifeCycleError
+from fastdeploy_cache.errors import CacheError, LaunchError, LifeCycleError, counted
 from fastdeploy_cache.insight.control_server import ControlServer
 from fastdeploy_cache.launch.reference_engine.engine import Engine
 from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle
@@ -24,7 +24,7 @@ from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.engine_control import EngineControl
 from fastdeploy_cache.launch.server.http_server import HttpServer
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
-from fastdeploy_cache.launch.server.readiness import tell_ready
+from fastdeploy_cache.launch.server.readiness import tell_ready, tell_status
 from fastdeploy_cache.launch.server.settings import check_pool, load_config, named
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 from fastdeploy_cache.metrics.exporter import cannot_listen
@@ -58,7 +58,9 @@ def serve(
         LaunchError, PortInUseError, IPCError: a port or the socket is taken.
         ConfigError, ModelLoadError, RankStartError, NotEnoughMemoryError: it cannot start as configured.
     """
+    tell_status("importing PaddlePaddle")
     import_paddle()  # before the signal handlers below, which its own would replace
+    tell_status("reading the model; the first time its weights are converted, which takes a while and 0.5 GB")
     files = load_model_files()
     loaded = load_config(files, config_file, settings, role=role, storage_folder=storage_folder)
     config, control_socket = _own_socket(loaded, control_socket)
@@ -71,6 +73,7 @@ def serve(
     server, control = _listen(host, port, control_socket)
     try:
         config = named(config, server.port) if role != "mixed" else config
+        tell_status(f"starting {counted(config.transfer.tp_size, 'rank')}")
         with running_engine(files, config, recompute_not_received=recompute_not_received) as engine:
             metrics_url = engine.cache.serve_metrics(host, metrics_port)
             app = InstanceApp(ChatApi(engine, tokenizer), engine.cache, metrics_url).build()
