@@ -18,7 +18,7 @@ Socket = Annotated[
         help="A cache's insight.control_socket, or serve's --control-socket; else the server's in the background."
     ),
 ]
-_NOT_KNOWN = "not known yet: it takes 50 requests, and insight.what_if"
+_NOT_KNOWN = "not known yet: it takes 10 requests, and insight.what_if"
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
@@ -215,7 +215,7 @@ def policy(
 def what_if(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> None:
     """Show what the last hour would have hit with other sizes of each tier: whether more memory would pay.
 
-    It is known after 50 requests. Exit status 0: shown; 1: it cannot be asked; 3: nobody listens there.
+    It is known after 10 requests. Exit status 0: shown; 1: it cannot be asked; 3: nobody listens there.
     """
     from fastdeploy_cache.launch.operating.text import what_if_table
 

@@ -101,8 +101,8 @@ def test_a_flight_is_written_and_replayed(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_other_sizes_are_shown_once_they_are_known(path: Path) -> None:
-    """Before there are 50 requests that is said; the document is a list all the same."""
-    assert found(path, "what-if") == [] and "50 requests" in run(path, "what-if").stdout
+    """Before there are 10 requests that is said; the document is a list all the same."""
+    assert found(path, "what-if") == [] and "10 requests" in run(path, "what-if").stdout
 
 
 @pytest.mark.processes
