@@ -16,7 +16,7 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.explanation import Explanation, Miss
 from fastdeploy_cache.insight.what_if import WhatIfRate
 from fastdeploy_cache.policies.breaker import BreakerState
-from fastdeploy_cache.stats import CacheStats
+from fastdeploy_cache.stats import CacheStats, StorageTierStats
 
 _MAX_LOOKED = 500  # prompts in the tree whose second blocks are compared
 _COPIED_BYTES, _NUM_COPIES = 32 * 2**20, 3
@@ -39,6 +39,9 @@ class Evidence:
             second block another one has, behind another first block.
         load_bytes_per_second: of a rank, from the CPU tier; None: not known.
         copy_bytes_per_second: of a plain copy on this machine; None: not measured.
+        storage: the store, as the cache sees it; None where there is none, or where that is not known.
+        min_prefetch_tokens, storage_write_policy: see `CacheConfig`.
+        num_resets: since the start.
     """
 
     num_requests: int
@@ -56,6 +59,10 @@ class Evidence:
     num_alike_prompts: int = 0
     load_bytes_per_second: float | None = None
     copy_bytes_per_second: float | None = None
+    storage: StorageTierStats | None = None
+    min_prefetch_tokens: int = 0
+    storage_write_policy: str = ""
+    num_resets: int = 0
 
     def misses_for(self, *causes: Cause) -> list[Miss]:
         """Those of these causes."""
@@ -92,6 +99,8 @@ def evidence_of(
         num_alike_prompts=num_alike,
         load_bytes_per_second=load_bytes_per_second,
         copy_bytes_per_second=_plain_copy() if is_slow and config.block_bytes() else None,
+        storage=storage,
+        num_resets=stats.epoch,
     )
 
 
@@ -106,6 +115,8 @@ def evidence_of_requests(config: CacheConfig, requests: Sequence[Explanation]) -
         policy=config.eviction_policy,
         num_gpu_blocks=gpu,
         num_cpu_blocks=cpu,
+        min_prefetch_tokens=config.min_prefetch_tokens,
+        storage_write_policy=config.storage_write_policy,
     )
 
 

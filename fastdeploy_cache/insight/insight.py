@@ -23,7 +23,7 @@ from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.access import StorageAccess
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.doctor import Finding
+    from fastdeploy_cache.insight.finding import Finding
     from fastdeploy_cache.insight.flight_keeper import FlightKeeper
     from fastdeploy_cache.insight.flight_recorder import FlightRecorder
     from fastdeploy_cache.insight.live_views import RanksView, RequestsView

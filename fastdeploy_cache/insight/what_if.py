@@ -42,8 +42,8 @@ class WhatIfRate:
         policy: the eviction policy: that in use, or lru.
         num_blocks: of that tier then.
         token_hit_rate: 0 to 1, of all prompt tokens; an estimate.
-        most_token_hit_rate: what no size of any tier, under no policy, would have gone over: tokens that somebody had used
-            before. It is counted, not estimated. None: not known, as requests were left out.
+        most_token_hit_rate: that no size of any tier, under any policy, would have gone over: the tokens that somebody
+            had used before. It is counted, not estimated. None: not known, as requests were left out.
         saved_seconds: of computing; None while the prefill speed is not known.
     """
 

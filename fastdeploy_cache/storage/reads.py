@@ -48,6 +48,7 @@ class StorageReads:
         self._num_fetching = 0  # blocks
         self._by_request: OrderedDict[str, StoragePrefetch] = OrderedDict()
         self.num_fetched_blocks = self.num_unasked_blocks = 0
+        self.num_prefetches = self.num_short_prefetches = 0
 
     @property
     def held_ids(self) -> list[int]:
@@ -64,7 +65,10 @@ class StorageReads:
     def wants(self, num_missing_blocks: int) -> bool:
         """Whether to ask for so many blocks at all."""
         self.unasked.note_asked()
-        if num_missing_blocks < self._limits.min_blocks or not self._link.can(TaskKind.LOOKUP):
+        is_short = num_missing_blocks < self._limits.min_blocks
+        self.num_prefetches += num_missing_blocks > 0
+        self.num_short_prefetches += is_short and num_missing_blocks > 0
+        if is_short or not self._link.can(TaskKind.LOOKUP):
             return False
         is_worth = self._link.speeds.is_worth_fetching(num_missing_blocks, self._num_fetching)
         self.num_unasked_blocks += 0 if is_worth else num_missing_blocks
