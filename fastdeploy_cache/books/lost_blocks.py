@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from enum import IntEnum
+from itertools import chain, islice
 
 from fastdeploy_cache.books.block_marks import MARK_BYTES, WINDOW_BYTES, block_marks, num_equal, place_key, with_extras
 from fastdeploy_cache.books.run import Run
@@ -131,6 +132,11 @@ class LostBlocks:
         tail.extra = _extra_up_to(run, first_block) if tail.has_images else 0
         if not first_block:  # it goes
             self._end_tail()
+
+    def newest(self, num_places: int) -> list[bytes]:
+        """The marks of the blocks that were lost last, from so many places on."""
+        keys = islice(chain.from_iterable(map(reversed, self._parts)), num_places)
+        return [lost[0] for key in keys if (lost := self.get(key)) is not None]
 
     def look_at(self, block: int) -> None:
         """Somebody will look for what was lost from so many blocks behind the begin of a prompt on."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.insight.evidence import Evidence
 from fastdeploy_cache.insight.finding import MIN_REQUESTS, MIN_SHARE, Finding
+from fastdeploy_cache.insight.prompt_findings import PROMPT_FINDINGS
 from fastdeploy_cache.insight.store_findings import STORE_FINDINGS, is_store_unused
 from fastdeploy_cache.insight.what_if import WhatIfRate
 
 _MIN_TAIL_SHARE = 0.25  # the same for the tails of prompts: some are always lost
-_MIN_SHARE_ALIKE = 0.5  # of the cached prompts that differ in their first block only
 _SMALL_BLOCK = 16  # tokens: a tail of one is not worth a word
 _MIN_GAIN = 0.02  # of all prompt tokens, for which more blocks are worth a word
 _MOST = 0.8  # of what the largest size gains
@@ -159,23 +159,6 @@ def _tails(case: Evidence) -> Iterator[Finding]:
         )
 
 
-def _first_blocks(case: Evidence) -> Iterator[Finding]:
-    """Prompts that differ in their first block, and go on alike: nothing behind a difference can be shared."""
-    share = case.share(case.misses_for(Cause.NEW, Cause.NEW_OR_FORGOTTEN, Cause.EVICTED))
-    num_looked, num_alike = case.num_looked_prompts, case.num_alike_prompts
-    if share < MIN_SHARE or num_looked < MIN_REQUESTS or num_alike < num_looked * _MIN_SHARE_ALIKE:
-        return
-    yield Finding(
-        name="first_blocks_differ",
-        evidence=(
-            f"{num_alike} of {num_looked} cached prompts differ from others in their first block of "
-            f"{case.block_size} tokens, and have the same second block: what follows cannot be shared."
-        ),
-        advice="Put what changes (a time, a name, a request's id) behind what stays, or leave it out.",
-        share=share,
-    )
-
-
 def _speeds(case: Evidence) -> str:
     if case.load_bytes_per_second is None or case.copy_bytes_per_second is None:
         return ""
@@ -188,7 +171,7 @@ _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     *STORE_FINDINGS,
     _evicted,
     _tails,
-    _first_blocks,
+    *PROMPT_FINDINGS,
     _simple(
         "namespace_for_each",
         Cause.NAMESPACE,

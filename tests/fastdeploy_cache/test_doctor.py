@@ -29,7 +29,7 @@ def test_the_planted_cause_comes_first(name: str) -> None:
     make, words = SICK[name]
     asker = make()
     findings = asker.cache.examine()
-    assert findings and findings[0].name == name, [str(finding) for finding in findings]
+    assert findings and findings[0].name == name.partition(",")[0], [str(finding) for finding in findings]
     assert words in str(findings[0])
 
 

@@ -64,6 +64,53 @@ def a_time_in_front() -> Asker:
     return asker
 
 
+def a_time_in_the_middle() -> Asker:
+    """At token 50 of 200, over two blocks of 16 tokens."""
+    asker = Asker(num_gpu=900, size=16)
+    for number in range(40):
+        tokens = prompt(0, 200)
+        tokens[46:50] = [7000 + number] * 4
+        asker.serve(tokens)
+    return asker
+
+
+def a_time_in_front_of_a_small_pool() -> Asker:
+    """Which holds three of these prompts."""
+    asker = Asker(num_gpu=34)
+    for number in range(40):
+        asker.serve([7000 + number, *prompt(0)])
+    return asker
+
+
+def a_time_in_the_middle_of_a_small_pool() -> Asker:
+    asker = Asker(num_gpu=34)
+    for number in range(40):
+        asker.serve([*range(12), 7000 + number, *prompt(0)])
+    return asker
+
+
+def never_committed() -> Asker:
+    asker = Asker(num_gpu=200)
+    for number in list(range(NUM_PROMPTS)) * NUM_ROUNDS:
+        request, match = asker.match(prompt(number))
+        asker.admit(request, match)
+        asker.cache.release(request)
+    return asker
+
+
+def bursts_of_equal_prompts() -> Asker:
+    """Ten at a time, and each time another prompt."""
+    asker = Asker(num_gpu=2000)
+    for number in range(5):
+        burst = [asker.match(prompt(number)) for _ in range(10)]
+        for request, match in burst:
+            asker.admit(request, match)
+        for request, _ in burst:
+            asker.cache.commit(request, request.num_tokens)
+            asker.cache.release(request)
+    return asker
+
+
 def other_images() -> Asker:
     asker = Asker(num_gpu=400)
     for number in range(30):
@@ -90,6 +137,11 @@ SICK: dict[str, tuple[Callable[[], Asker], str]] = {
     "rank_down": (rank_down, "Rank 0"),
     "namespace_for_each": (a_namespace_for_each, "namespace"),
     "first_blocks_differ": (a_time_in_front, "second block"),
+    "first_blocks_differ, small pool": (a_time_in_front_of_a_small_pool, "their first block"),
+    "later_blocks_differ": (a_time_in_the_middle, "tokens 32 to 47"),
+    "later_blocks_differ, small pool": (a_time_in_the_middle_of_a_small_pool, "tokens 12 to 15"),
+    "never_committed": (never_committed, "cache.commit"),
+    "computed_at_once": (bursts_of_equal_prompts, "another request was computing them"),
     "blocks_too_large": (lambda: rounds(Asker(num_gpu=100, size=32), 60), "block_size"),
     "other_images": (other_images, "image"),
     "setting_forbids": (lambda: rounds(copied_down(load_policy="never")), "load_policy is 'never'"),
