@@ -30,12 +30,15 @@ def examine(case: Evidence) -> list[Finding]:
 
 
 def _ranks(case: Evidence) -> Iterator[Finding]:
-    if case.ranks_down:
-        yield Finding(
-            name="rank_down",
-            evidence=f"Rank {', '.join(map(str, case.ranks_down))} is down, so nothing is loaded or copied.",
-            advice="See its log (transfer.log_dir); it is started again by itself, up to transfer.max_restarts times.",
-        )
+    if not case.ranks_down:
+        return
+    evidence = f"Rank {', '.join(map(str, case.ranks_down))} is down, so nothing is loaded or copied."
+    limits = "more than transfer.max_restarts times within transfer.restart_window_seconds"
+    advice = f"See its log (transfer.log_dir); it is started again by itself, unless it has died {limits}."
+    if case.ranks_off:
+        evidence += f" Rank {', '.join(map(str, case.ranks_off))} has died {limits}, and is not started again by itself."
+        advice = "See in its log (transfer.log_dir) why it dies, mend that, and start the engine again."
+    yield Finding(name="rank_down", evidence=evidence, advice=advice)
 
 
 def _store(case: Evidence) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ class Evidence:
         misses: what these requests have missed, in any number of parts.
         block_size: tokens of a block. policy: of eviction.
         num_gpu_blocks, num_cpu_blocks: sizes of the pools.
-        ranks_down: numbers of ranks.
+        ranks_down: numbers of ranks. ranks_off: those of them that are not started again, as far as is known.
         num_full_disks: ranks whose store has no room.
         broken_operations: of storage, `read` and `write`, that are left alone as they fail.
         rates: of other sizes, where they are estimated.
@@ -53,6 +53,7 @@ class Evidence:
     num_gpu_blocks: int
     num_cpu_blocks: int
     ranks_down: Sequence[int] = ()
+    ranks_off: Sequence[int] = ()
     num_full_disks: int = 0
     broken_operations: Sequence[str] = ()
     rates: Sequence[WhatIfRate] = ()
@@ -97,6 +98,7 @@ def evidence_of(
     return replace(
         case,
         ranks_down=[status.rank for status in stats.ranks if not status.up],
+        ranks_off=[status.rank for status in stats.ranks if status.is_off],
         num_full_disks=storage.num_full_disks if storage is not None else 0,
         broken_operations=[name for name, state in states.items() if state is BreakerState.OPEN],
         rates=rates,

@@ -50,6 +50,12 @@ def rank_down() -> Asker:
     return asker
 
 
+def rank_off() -> Asker:
+    asker = rank_down()
+    asker.client.is_off = True
+    return asker
+
+
 def a_namespace_for_each() -> Asker:
     asker = Asker(num_gpu=400)
     for number in range(40):
@@ -134,7 +140,8 @@ SICK: dict[str, tuple[Callable[[], Asker], str]] = {
     "gpu_short": (lambda: rounds(Asker(num_gpu=34)), "CPU tier"),
     "tier_slow": (slow_tier, "computing"),
     "loads_late": (never_waits, "match.wait"),
-    "rank_down": (rank_down, "Rank 0"),
+    "rank_down": (rank_down, "started again by itself, unless"),
+    "rank_down, off": (rank_off, "start the engine again"),
     "namespace_for_each": (a_namespace_for_each, "namespace"),
     "first_blocks_differ": (a_time_in_front, "second block"),
     "first_blocks_differ, small pool": (a_time_in_front_of_a_small_pool, "their first block"),
