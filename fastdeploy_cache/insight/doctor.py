@@ -36,7 +36,8 @@ def _ranks(case: Evidence) -> Iterator[Finding]:
     limits = "more than transfer.max_restarts times within transfer.restart_window_seconds"
     advice = f"See its log (transfer.log_dir); it is started again by itself, unless it has died {limits}."
     if case.ranks_off:
-        evidence += f" Rank {', '.join(map(str, case.ranks_off))} has died {limits}, and is not started again by itself."
+        off = ", ".join(map(str, case.ranks_off))
+        evidence += f" Rank {off} has died {limits}, and is not started again by itself."
         advice = "See in its log (transfer.log_dir) why it dies, mend that, and start the engine again."
     yield Finding(name="rank_down", evidence=evidence, advice=advice)
 

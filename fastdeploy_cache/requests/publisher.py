@@ -89,6 +89,8 @@ class Publisher:
         """Note the use, copy the rest down, take the pin back; returns how many blocks could not be copied."""
         if active.prefetch is not None:
             self._matcher.end_prefetch(active)
+        if not self._cache_outputs and self._enabled and self._may(active):
+            self._misses.kept_out(active)
         pin, num_skipped = active.pin, 0
         if pin is None:
             self.num_unpublished += active.is_admitted and active.num_asked_blocks > 0

@@ -124,6 +124,23 @@ def other_images() -> Asker:
     return asker
 
 
+def outputs_kept_out() -> Asker:
+    """Conversations whose answers are as long as their questions, and come back as part of the next prompt."""
+    asker = Asker(num_gpu=2000, cache_outputs=False)
+    for number in range(8):
+        tokens = prompt(number, 40)
+        for turn in range(4):
+            request, match = asker.match(tokens)
+            asker.admit(request, match)
+            answer = [900_000 + 1000 * number + 100 * turn + i for i in range(40)]
+            request.append_output(answer)
+            asker.cache.allocate(request, 10)
+            asker.cache.commit(request, request.num_tokens)
+            asker.cache.release(request)
+            tokens = [*tokens, *answer]
+    return asker
+
+
 def resets() -> Asker:
     asker = Asker(num_gpu=100)
     for _ in range(30):
@@ -152,5 +169,6 @@ SICK: dict[str, tuple[Callable[[], Asker], str]] = {
     "blocks_too_large": (lambda: rounds(Asker(num_gpu=100, size=32), 60), "block_size"),
     "other_images": (other_images, "image"),
     "setting_forbids": (lambda: rounds(copied_down(load_policy="never")), "load_policy is 'never'"),
+    "setting_forbids, outputs": (outputs_kept_out, "cache_outputs is off"),
     "resets": (resets, "weights"),
 }
