@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 
-from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.causes import NO_ROOM_TO_FETCH, Cause
+from fastdeploy_cache.explanation import Miss
 from fastdeploy_cache.insight.evidence import Evidence
 from fastdeploy_cache.insight.finding import MIN_REQUESTS, MIN_SHARE, Finding
 from fastdeploy_cache.insight.prompt_findings import PROMPT_FINDINGS
@@ -129,12 +130,18 @@ def _saved(rate: WhatIfRate) -> str:
 
 
 def _simple(
-    name: str, cause: Cause, what: str, advice: str, more: Callable[[Evidence], str] = lambda _: ""
+    name: str,
+    cause: Cause,
+    what: str,
+    advice: str,
+    *,
+    more: Callable[[Evidence], str] = lambda _: "",
+    chosen: Callable[[Miss], bool] = lambda _: True,
 ) -> Callable[[Evidence], Iterator[Finding]]:
-    """A cause that is a finding by itself, with the detail that most of its tokens have; `more`: further evidence."""
+    """A cause that is a finding by itself, or those `chosen` of it, with the detail of the last; `more`: evidence."""
 
     def look(case: Evidence) -> Iterator[Finding]:
-        misses = case.misses_for(cause)
+        misses = [miss for miss in case.misses_for(cause) if chosen(miss)]
         if (share := case.share(misses)) >= MIN_SHARE:
             details = [miss.detail for miss in misses if miss.detail is not None]
             detail = f" The last time: {details[0]}." if details else ""
@@ -187,7 +194,7 @@ _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
         Cause.SLOWER,
         "computing them was expected to be faster than loading them",
         "See `fastdeploy-cache bench transfer` for what copies reach here; load_policy = 'always' loads all the same.",
-        _speeds,
+        more=_speeds,
     ),
     _simple(
         "loads_late",
@@ -200,6 +207,14 @@ _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
         Cause.ROOM,
         "there was no room to load them",
         "Run fewer requests at a time, or raise num_gpu_blocks.",
+        chosen=lambda miss: miss.detail != NO_ROOM_TO_FETCH,
+    ),
+    _simple(
+        "no_room_to_fetch",
+        Cause.ROOM,
+        "the CPU tier had no room for what storage has of them",
+        "Raise num_cpu_blocks; max_prefetch_share says how much of them prefetches may take.",
+        chosen=lambda miss: miss.detail == NO_ROOM_TO_FETCH,
     ),
     _simple("rank_failed", Cause.RANK, "a rank was down, or lost its memory", "See the ranks' log (transfer.log_dir)."),
     _simple("setting_forbids", Cause.LIMIT, "a setting does not allow them to be used", "Change that setting."),

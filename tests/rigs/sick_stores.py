@@ -11,11 +11,17 @@ from tests.rigs.simulated_storage import SimulatedStorage
 
 
 class StoreAsker(Asker):
-    """Both tiers hold three prompts; the store holds all that it takes."""
+    """Both tiers hold three prompts, where nothing else is said; the store holds all that it takes."""
 
-    def __init__(self, admission: str = "all", objects: dict[bytes, object] | None = None, **config: object) -> None:
+    def __init__(
+        self,
+        admission: str = "all",
+        objects: dict[bytes, object] | None = None,
+        num_cpu: int = 34,
+        **config: object,
+    ) -> None:
         given = {"min_prefetch_tokens": 4, "prefetch_policy": "wait_complete", "cpu_write_policy": "write_through"}
-        super().__init__(num_gpu=34, num_cpu=34, **{**given, **config})
+        super().__init__(num_gpu=34, num_cpu=num_cpu, **{**given, **config})
         self.store = SimulatedStorage(self.client, objects)
         settings = StorageConfig(folder="/nowhere", weights_id="w1", admission=admission)  # type: ignore[arg-type]
         self.cache.storage.attach(settings, client=self.store)
@@ -39,6 +45,15 @@ class StoreAsker(Asker):
         self.cache.commit(request, request.num_tokens)
         self.cache.release(request)
         self.land()
+
+    def prefetched(self, tokens: Sequence[int], num_tasks: int) -> Request:
+        """A queued request, when the store has answered so many tasks for it."""
+        self.num_requests += 1
+        request = Request(request_id=f"r{self.num_requests}", prompt_token_ids=tokens)
+        self.cache.prefetch(request)
+        for _ in range(num_tasks):
+            self.store.land()
+        return request
 
     def rounds(self, *, prefetch: bool = True, first: int = 0) -> StoreAsker:
         """A few prompts, in turn, again and again."""
