@@ -8,10 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from fastdeploy_cache.launch.background.cli import RunDir
+from fastdeploy_cache.config_sources import RUN_FOLDER_VARIABLE
+from fastdeploy_cache.launch.background.run_folder import folder_to_look_in
 from fastdeploy_cache.launch.operating.asking import SOMETHING_IS_WRONG, RunningCache, show_json
 
 operating_app = typer.Typer()
+RunDir = Annotated[
+    Path,
+    typer.Option(
+        envvar=RUN_FOLDER_VARIABLE,
+        default_factory=folder_to_look_in,
+        help="Folder that the server was started from; else the usual one, or ./run, as the scripts of a checkout use.",
+    ),
+]
 Socket = Annotated[
     Path | None,
     typer.Option(
