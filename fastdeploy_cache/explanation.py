@@ -28,7 +28,8 @@ class Hop:
 
     def __str__(self) -> str:
         way = f"from {_TIER_TEXTS[self.source]} to {_TIER_TEXTS[self.target]}"
-        return f"{self.num_bytes / 2**20:.1f} MiB {way} in {self.seconds * 1000:.1f} ms"
+        size = f"{self.num_bytes / 2**20:.1f} MiB" if self.num_bytes >= 2**20 else f"{self.num_bytes / 2**10:.1f} KiB"
+        return f"{size} {way} in {self.seconds * 1000:.1f} ms"
 
 
 @dataclass(frozen=True, kw_only=True)
