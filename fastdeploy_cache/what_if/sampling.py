@@ -52,7 +52,7 @@ class BlockSubset:
         return hashes
 
     def sample(self, hashes: Words) -> tuple[Tokens, Words]:
-        """Of the blocks of these places: see `tokens`."""
+        """The sample of the blocks at these places: see `tokens`."""
         if self._limit is None:
             places = np.arange(len(hashes), dtype=np.uint64)
         else:

@@ -90,8 +90,8 @@ def find_spaces(disk: Disk, folder: Path) -> Iterator[tuple[Path, KeySpace]]:
 
 
 def other_weights(disk: Disk, own: Path, space: KeySpace) -> int:
-    """Under how many other names of weights the folder of this space keeps blocks that are alike in all else. Raises
-    OSError."""
+    """The number of other names of weights under which the folder of this space keeps blocks that are alike in all
+    else. Raises OSError."""
     others = find_spaces(disk, own.parent)
     alike = [
         path for path, other in others if path != own and other == structs.replace(space, weights_id=other.weights_id)
