@@ -93,6 +93,7 @@ class Explanation:
         request_id: of the request.
         num_tokens: of its prompt.
         is_final: False while more of it may still come; then what is coming is counted as missed, with the cause late.
+        room_seconds: that the match waited for GPU blocks which copies in flight held; 0.0: it did not wait for any.
         hits: by tier; only tiers that served something.
         misses: from the first missed token to the last.
     """
@@ -102,6 +103,7 @@ class Explanation:
     is_final: bool
     hits: tuple[Hit, ...]
     misses: tuple[Miss, ...]
+    room_seconds: float = 0.0
 
     @property
     def num_hit_tokens(self) -> int:
@@ -126,6 +128,9 @@ class Explanation:
             f"({share:.0f} %) came from the cache."
         )
         rest = [f"  {part}" for part in (*self.hits, *self.misses)]
+        if self.room_seconds:
+            waited = f"The match waited {_duration(self.room_seconds)} for GPU blocks that copies in flight held."
+            rest.insert(0, f"  {waited}")
         return "\n".join([head if self.is_final else f"{head[:-1]} so far.", *rest])
 
 

@@ -162,19 +162,22 @@ class PrefixCacheManager:
         Raises:
             OutOfBlocksError: not that many can be had now; nothing was changed.
         """
-        if wait_seconds != 0:
-            try_once = functools.partial(self.allocate, request, num_blocks, ahead_of_loads=ahead_of_loads)
-            return self._movement.mover.when_room(try_once, seconds_to_wait("allocate", wait_seconds))
         if type(num_blocks) is not int:
             num_blocks = whole_number(num_blocks, "num_blocks")
+        take = functools.partial(self._allocate, request, num_blocks, ahead_of_loads)
+        if wait_seconds != 0:
+            return self._requests.room.when_room(num_blocks, take, seconds_to_wait("allocate", wait_seconds))
         with self._books:
-            active = self._requests.active(request)
-            if self._books.asleep:
-                self._books.check_awake()
-            if num_blocks < 0:
-                raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
-            ids = self._requests.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads)
-            self._movement.copy_down.moved(num_blocks)
+            return take()
+
+    def _allocate(self, request: Request, num_blocks: int, ahead_of_loads: bool) -> list[int]:
+        active = self._requests.active(request)
+        if self._books.asleep:
+            self._books.check_awake()
+        if num_blocks < 0:
+            raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
+        ids = self._requests.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads)
+        self._movement.copy_down.moved(num_blocks)
         return ids.tolist()
 
     def confirm(self, request: Request, timeout_seconds: float | None = None, *, arrived: bool) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastdeploy_cache.books.run import Pin, Run
+from fastdeploy_cache.books.run import Pin, Run, Tier
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,9 @@ class LetGo(Change):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RoomCame(Change):
-    """More or fewer CPU blocks can be had than after the last turn, or somebody began to wait for some."""
+    """More or fewer blocks of a tier can be had than after the last turn, or somebody began to wait for some."""
+
+    tier: Tier
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -200,7 +200,8 @@ class Insight:
                 reuse_gaps=ages.reuse_gaps.read(),
                 matches=accounts.match_times.read(),
             )
-            load_seconds = accounts.moved_by_tier()
+            load_seconds, room = accounts.moved_by_tier(), self._requests.room
+            num_waiting, room_waits = len(room), (room.num_waited, room.seconds_waited)
         return Picture(
             blocks=stats.block_counts(),
             evictions=stats.eviction_counts(),
@@ -208,6 +209,8 @@ class Insight:
             refused_tasks=stats.num_refused_transfers,
             tasks_in_flight=tasks_in_flight,
             requests=phases,
+            num_waiting_for_room=num_waiting,
+            room_waits=room_waits,
             storage=stats.storage_counts(),
             failed_steps=stats.num_failed_steps,
             num_quarantined_blocks=stats.num_quarantined_blocks,

@@ -39,6 +39,7 @@ class Account(msgspec.Struct, gc=False, frozen=True):
     read_seconds: float
     prefill_tokens_per_second: float | None
     misses: Sequence[MissedBlocks]
+    room_seconds: float = 0.0  # that its match waited for GPU blocks
 
 
 class Accounts:
@@ -145,6 +146,7 @@ class Accounts:
             prefetch.read_seconds if prefetch is not None and hit_tokens[2] else 0.0,
             self._prefill.per_second,
             misses,
+            active.room_seconds,
         )
 
     def _missed(self, active: ActiveRequest, num_hit_blocks: int, at: float) -> Sequence[MissedBlocks]:
@@ -256,6 +258,7 @@ class Accounts:
             request_id=account.request_id,
             num_tokens=account.num_tokens,
             is_final=account.is_final,
+            room_seconds=account.room_seconds,
             hits=tuple(hits),
             misses=tuple(misses),
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Copied, RoomCame, Used
-from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.block_mover import TaskEnded
@@ -180,8 +180,9 @@ class StorageTier:
     def _on_copy_ended(self, _: TaskEnded) -> None:
         self.reads.advance()
 
-    def _on_room_came(self, _: RoomCame) -> None:
-        self.reads.advance()
+    def _on_room_came(self, came: RoomCame) -> None:
+        if came.tier is CPU:
+            self.reads.advance()
 
     def _note_settled(self) -> None:
         is_asking = not self.reads.is_idle or not self.audits.is_idle
