@@ -29,7 +29,8 @@ class Hop:
 
     def __str__(self) -> str:
         way = f"from {_TIER_TEXTS[self.source]} to {_TIER_TEXTS[self.target]}"
-        return f"{self.num_bytes / 2**20:.1f} MiB {way} in {self.seconds * 1000:.1f} ms"
+        size = f"{self.num_bytes / 2**20:.1f} MiB" if self.num_bytes >= 2**20 else f"{self.num_bytes / 2**10:.1f} KiB"
+        return f"{size} {way} in {self.seconds * 1000:.1f} ms"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,7 @@ class Explanation:
         )
         rest = [f"  {part}" for part in (*self.hits, *self.misses)]
         if self.room_seconds:
-            waited = f"The match waited {_duration(self.room_seconds)} for GPU blocks that copies in flight held."
+            waited = f"The match waited {duration(self.room_seconds)} for GPU blocks that copies in flight held."
             rest.insert(0, f"  {waited}")
         return "\n".join([head if self.is_final else f"{head[:-1]} so far.", *rest])
 

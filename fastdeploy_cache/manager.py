@@ -36,7 +36,7 @@ from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.tokens import TokenIds
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.doctor import Finding
+    from fastdeploy_cache.insight.finding import Finding
     from fastdeploy_cache.metrics.exporter import Collector
     from fastdeploy_cache.stats import CacheStats
     from fastdeploy_cache.transfer_manager.peer.client import PeerClient

@@ -13,13 +13,17 @@ OnResult = Callable[[TransferResult], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """One process of a rank as seen from the engine. `num_busy_lanes`: of its two, those that work on a task now."""
+    """One process of a rank as seen from the engine. `num_busy_lanes`: of its two, those that work on a task now.
+
+    `is_off`: it has died too often, and is not started again.
+    """
 
     rank: int
     up: bool
     num_restarts: int
     pid: int | None = None
     num_busy_lanes: int = 0
+    is_off: bool = False
 
 
 class TaskClient(Protocol):

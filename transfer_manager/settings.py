@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.transfer_manager.sizes import parse_size
 
 T = TypeVar("T")
 _MAX_LISTED = 16  # names in a message
@@ -36,7 +37,8 @@ def meant(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 def names_checked(cls: type[T]) -> type[T]:
     """Decorates a dataclass with keyword-only fields: a call with a name that it does not have, or without one that it
-    needs, is a `ConfigError` of ours, where Python's own `TypeError` says nothing of what to do."""
+    needs, is a `ConfigError` of ours, where Python's own `TypeError` says nothing of what to do. A text of a field that
+    ends in `_bytes`, such as `10GB`, is the bytes that it means, as in a file."""
     fields: dict[str, Any] = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
     needed = [
         name
@@ -54,7 +56,8 @@ def names_checked(cls: type[T]) -> type[T]:
         if missing:
             them = "it" if len(missing) == 1 else "them"
             raise ConfigError(f"{cls.__name__} is made without {', '.join(missing)}; give {them}")
-        make(self, **given)
+        texts = [name for name, value in given.items() if isinstance(value, str) and name.endswith("_bytes")]
+        make(self, **{**given, **{name: parse_size(given[name], name) for name in texts}})
 
     setattr(cls, "__init__", init)  # noqa: B010 (a checker forbids the assignment)
     return cls

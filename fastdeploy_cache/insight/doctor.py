@@ -4,41 +4,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
-from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.causes import NO_ROOM_TO_FETCH, Cause
 from fastdeploy_cache.errors import counted, duration
+from fastdeploy_cache.explanation import Miss
 from fastdeploy_cache.insight.evidence import Evidence
+from fastdeploy_cache.insight.finding import MIN_REQUESTS, MIN_SHARE, Finding
+from fastdeploy_cache.insight.prompt_findings import PROMPT_FINDINGS
+from fastdeploy_cache.insight.store_findings import STORE_FINDINGS, is_store_unused
 from fastdeploy_cache.insight.what_if import WhatIfRate
 
-_MIN_SHARE = 0.1  # of all prompt tokens that one cause costs, before it is worth a word
 _MIN_TAIL_SHARE = 0.25  # the same for the tails of prompts: some are always lost
-MIN_REQUESTS = 20  # fewer say nothing
-_MIN_SHARE_ALIKE = 0.5  # of the cached prompts that differ in their first block only
 _SMALL_BLOCK = 16  # tokens: a tail of one is not worth a word
 _MIN_GAIN = 0.02  # of all prompt tokens, for which more blocks are worth a word
 _MOST = 0.8  # of what the largest size gains
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Something that is wrong.
-
-    Attributes:
-        name: a word for it, which stays the same.
-        evidence: a sentence with what was seen.
-        advice: a sentence with what to change.
-        share: of all prompt tokens that it costs, 0 to 1; None where that cannot be said.
-    """
-
-    name: str
-    evidence: str
-    advice: str
-    share: float | None = None
-
-    def __str__(self) -> str:
-        gain = "" if self.share is None else f" At most {self.share:.0%} of all prompt tokens can be won by it."
-        return f"{self.name}: {self.evidence} {self.advice}{gain}"
 
 
 def examine(case: Evidence) -> list[Finding]:
@@ -53,12 +32,16 @@ def examine(case: Evidence) -> list[Finding]:
 
 
 def _ranks(case: Evidence) -> Iterator[Finding]:
-    if case.ranks_down:
-        yield Finding(
-            name="rank_down",
-            evidence=f"Rank {', '.join(map(str, case.ranks_down))} is down, so nothing is loaded or copied.",
-            advice="See its log (transfer.log_dir); it is started again by itself, up to transfer.max_restarts times.",
-        )
+    if not case.ranks_down:
+        return
+    evidence = f"Rank {', '.join(map(str, case.ranks_down))} is down, so nothing is loaded or copied."
+    limits = "more than transfer.max_restarts times within transfer.restart_window_seconds"
+    advice = f"See its log (transfer.log_dir); it is started again by itself, unless it has died {limits}."
+    if case.ranks_off:
+        off = ", ".join(map(str, case.ranks_off))
+        evidence += f" Rank {off} has died {limits}, and is not started again by itself."
+        advice = "See in its log (transfer.log_dir) why it dies, mend that, and start the engine again."
+    yield Finding(name="rank_down", evidence=evidence, advice=advice)
 
 
 def _store(case: Evidence) -> Iterator[Finding]:
@@ -84,7 +67,7 @@ def _evicted(case: Evidence) -> Iterator[Finding]:
     misses = case.misses_for(Cause.EVICTED)
     for tier in ("cpu", "gpu"):
         lost = [miss for miss in misses if miss.tier == tier]
-        if (share := case.share(lost)) < _MIN_SHARE:
+        if (share := case.share(lost)) < MIN_SHARE:
             continue
         ages = [miss.seconds_ago for miss in lost if miss.seconds_ago is not None]
         num_gpu_blocks, num_cpu_blocks = case.num_gpu_blocks, case.num_cpu_blocks
@@ -93,6 +76,8 @@ def _evicted(case: Evidence) -> Iterator[Finding]:
             f"{share:.0%} of all prompt tokens were missed because they had been evicted from the {tier.upper()} tier"
             f"{when}."
         )
+        if tier == "cpu" and is_store_unused(case):
+            continue  # what it has lost lies in the store, or should
         if tier == "cpu":
             name, advice = "cpu_tier_short", f"Raise num_cpu_blocks, which is {num_cpu_blocks} now."
         elif num_cpu_blocks:
@@ -118,8 +103,10 @@ def _size_that_pays(case: Evidence) -> str:
     now = rates["gpu", 1.0].token_hit_rate
     best = [_smallest(rates, tier, now) for tier in ("cpu", "gpu")]
     found = [rate for rate in best if rate is not None]
+    bound = rates["gpu", 1.0].most_token_hit_rate
+    most = "" if bound is None else f" No size at all would have hit more than {bound:.0%}."
     if not found:
-        return " In the last hour no size up to four times that of a tier would have hit more."
+        return f" In the last hour no size up to four times that of a tier would have hit more.{most}"
     words = {"cpu": "the CPU tier", "gpu": "the GPU pool"}
     texts = [
         f"with {counted(rate.num_blocks, 'block')} in {words[rate.tier]} {rate.token_hit_rate:.0%}{_saved(rate)}"
@@ -128,7 +115,7 @@ def _size_that_pays(case: Evidence) -> str:
     text = f" Of the last hour's tokens {now:.0%} would hit as it is, {', and '.join(texts)}."
     if any(rate.factor == max(factor for _, factor in rates) for rate in found):
         text += " Larger ones are not estimated; `fastdeploy-cache simulate` replays a recording with any size."
-    return text
+    return text + most
 
 
 def _smallest(rates: Mapping[tuple[str, float], WhatIfRate], tier: str, now: float) -> WhatIfRate | None:
@@ -145,13 +132,19 @@ def _saved(rate: WhatIfRate) -> str:
 
 
 def _simple(
-    name: str, cause: Cause, what: str, advice: str, more: Callable[[Evidence], str] = lambda _: ""
+    name: str,
+    cause: Cause,
+    what: str,
+    advice: str,
+    *,
+    more: Callable[[Evidence], str] = lambda _: "",
+    chosen: Callable[[Miss], bool] = lambda _: True,
 ) -> Callable[[Evidence], Iterator[Finding]]:
-    """A cause that is a finding by itself, with the detail that most of its tokens have; `more`: further evidence."""
+    """A cause that is a finding by itself, or those `chosen` of it, with the detail of the last; `more`: evidence."""
 
     def look(case: Evidence) -> Iterator[Finding]:
-        misses = case.misses_for(cause)
-        if (share := case.share(misses)) >= _MIN_SHARE:
+        misses = [miss for miss in case.misses_for(cause) if chosen(miss)]
+        if (share := case.share(misses)) >= MIN_SHARE:
             details = [miss.detail for miss in misses if miss.detail is not None]
             detail = f" The last time: {details[0]}." if details else ""
             yield Finding(
@@ -179,23 +172,6 @@ def _tails(case: Evidence) -> Iterator[Finding]:
         )
 
 
-def _first_blocks(case: Evidence) -> Iterator[Finding]:
-    """Prompts that differ in their first block, and go on alike: nothing behind a difference can be shared."""
-    share = case.share(case.misses_for(Cause.NEW, Cause.NEW_OR_FORGOTTEN, Cause.EVICTED))
-    num_looked, num_alike = case.num_looked_prompts, case.num_alike_prompts
-    if share < _MIN_SHARE or num_looked < MIN_REQUESTS or num_alike < num_looked * _MIN_SHARE_ALIKE:
-        return
-    yield Finding(
-        name="first_blocks_differ",
-        evidence=(
-            f"{num_alike} of {num_looked} cached prompts differ from others in their first block of "
-            f"{counted(case.block_size, 'token')}, and have the same second block: what follows cannot be shared."
-        ),
-        advice="Put what changes (a time, a name, a request's id) behind what stays, or leave it out.",
-        share=share,
-    )
-
-
 def _speeds(case: Evidence) -> str:
     if case.load_bytes_per_second is None or case.copy_bytes_per_second is None:
         return ""
@@ -205,9 +181,10 @@ def _speeds(case: Evidence) -> str:
 
 _NOW = (_ranks, _store)
 _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
+    *STORE_FINDINGS,
     _evicted,
     _tails,
-    _first_blocks,
+    *PROMPT_FINDINGS,
     _simple(
         "namespace_for_each",
         Cause.NAMESPACE,
@@ -219,7 +196,7 @@ _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
         Cause.SLOWER,
         "computing them was expected to be faster than loading them",
         "See `fastdeploy-cache bench transfer` for what copies reach here; load_policy = 'always' loads all the same.",
-        _speeds,
+        more=_speeds,
     ),
     _simple(
         "loads_late",
@@ -232,6 +209,14 @@ _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
         Cause.ROOM,
         "there was no room to load them",
         "Run fewer requests at a time, or raise num_gpu_blocks.",
+        chosen=lambda miss: miss.detail != NO_ROOM_TO_FETCH,
+    ),
+    _simple(
+        "no_room_to_fetch",
+        Cause.ROOM,
+        "the CPU tier had no room for what storage has of them",
+        "Raise num_cpu_blocks; max_prefetch_share says how much of them prefetches may take.",
+        chosen=lambda miss: miss.detail == NO_ROOM_TO_FETCH,
     ),
     _simple("rank_failed", Cause.RANK, "a rank was down, or lost its memory", "See the ranks' log (transfer.log_dir)."),
     _simple("setting_forbids", Cause.LIMIT, "a setting does not allow them to be used", "Change that setting."),

@@ -23,7 +23,7 @@ from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.access import StorageAccess
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.doctor import Finding
+    from fastdeploy_cache.insight.finding import Finding
     from fastdeploy_cache.insight.flight_keeper import FlightKeeper
     from fastdeploy_cache.insight.flight_recorder import FlightRecorder
     from fastdeploy_cache.insight.live_views import RanksView, RequestsView
@@ -110,7 +110,15 @@ class Insight:
         loads = self._metrics.task_totals("swap_in")
         speed = loads.num_bytes / loads.seconds if loads.seconds else None
         rates = self.known_what_if()
-        case = evidence_of(self._config, self.stats(), requests, self._books, rates=rates, load_bytes_per_second=speed)
+        case = evidence_of(
+            self._config,
+            self.stats(),
+            requests,
+            self._books,
+            rates=rates,
+            load_bytes_per_second=speed,
+            num_unpublished_requests=self._requests.publisher.num_unpublished,
+        )
         return examine(case)
 
     def start_what_if(self) -> WhatIf:

@@ -53,6 +53,7 @@ class StorageReads:
         self._kept: OrderedDict[StoragePrefetch, int] = OrderedDict()  # blocks that nobody holds yet
         self._num_kept = 0
         self.num_fetched_blocks = self.num_unasked_blocks = 0
+        self.num_prefetches = self.num_short_prefetches = 0
 
     @property
     def held_ids(self) -> list[int]:
@@ -69,7 +70,10 @@ class StorageReads:
     def wants(self, num_missing_blocks: int) -> bool:
         """Whether to ask for so many blocks at all."""
         self.unasked.note_asked()
-        if num_missing_blocks < self._limits.min_blocks or not self._link.can(TaskKind.LOOKUP):
+        is_short = num_missing_blocks < self._limits.min_blocks
+        self.num_prefetches += num_missing_blocks > 0
+        self.num_short_prefetches += is_short and num_missing_blocks > 0
+        if is_short or not self._link.can(TaskKind.LOOKUP):
             return False
         is_worth = self._link.speeds.is_worth_fetching(num_missing_blocks, self._num_fetching)
         self.num_unasked_blocks += 0 if is_worth else num_missing_blocks
@@ -161,7 +165,8 @@ class StorageReads:
         while prefetch.has_more and prefetch.num_in_flight < _PIECES_AT_A_TIME and self._link.can(TaskKind.PREFETCH):
             num_left = prefetch.num_present - prefetch.num_asked
             num_blocks = min(self._num_piece_blocks(), num_left, self._num_room(prefetch))
-            if num_blocks <= 0:
+            prefetch.lacks_room = num_blocks <= 0
+            if prefetch.lacks_room:
                 break
             self._fetch(prefetch, num_blocks)
         if prefetch.num_in_flight:
@@ -246,7 +251,7 @@ class StorageReads:
             self._link.speeds.lookup.note(1, max(r.seconds for r in result.ranks))
             num_present = min(result.num_blocks, prefetch.num_wanted)
             if num_present >= self._limits.min_blocks and prefetch.epoch == self._tree.epoch:
-                prefetch.num_present = num_present
+                prefetch.num_present = prefetch.num_found = num_present
         self._answered.append(prefetch)
 
     def _note_read(self, result: TransferResult) -> None:
@@ -276,6 +281,8 @@ class StorageReads:
             ids = ids[: num_good - num_joined] + ids[num_good:]
         if num_good < len(piece.ids) or not continues:  # what is behind it cannot be used
             prefetch.num_present = min(prefetch.num_present, prefetch.num_landed)
+            if result.error is None and (num_good < len(piece.ids) or prefetch.epoch != self._tree.epoch):
+                prefetch.num_found = prefetch.num_present  # it has no more than that, or nobody may have it
             self._cancel(prefetch)
         if ids:
             self._pool.free(ids, TASK)

@@ -50,6 +50,7 @@ class StorageTier:
         self.settled = threading.Event()  # nothing is on its way
         self.settled.set()
         self.is_attached = False
+        self._admission = storage.admission if storage.kind == "file" else None
         self._was_open = self._was_probed = False
 
     def attach(self) -> None:
@@ -207,4 +208,10 @@ class StorageTier:
             num_declined_objects=total("num_declined"),
             num_damaged_objects=total("num_damaged"),
             num_full_disks=total("num_full_disks"),
+            num_other_weights=max([each.get("num_other_weights", 0) for each in counts], default=0),
+            num_prefetches=self.reads.num_prefetches,
+            num_short_prefetches=self.reads.num_short_prefetches,
+            num_unasked_requests=self.reads.unasked.num_requests,
+            num_long_unasked_requests=self.reads.unasked.num_long_requests,
+            admission=self._admission,
         )

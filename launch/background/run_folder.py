@@ -25,6 +25,14 @@ def default_run_folder() -> Path:
     return Path(state) / "fastdeploy_cache"
 
 
+def folder_to_look_in() -> Path:
+    """The default folder; that of a checkout's scripts, `run` below the working directory, where a server was started
+    from there and none runs from the default one."""
+    usual, of_scripts = default_run_folder(), Path("run")
+    is_there = RunFolder(usual).server.pid is None and RunFolder(of_scripts).server.pid_file.exists()
+    return of_scripts if is_there else usual
+
+
 @dataclass(frozen=True)
 class Slot:
     """The files of one program. It runs while its pid file names a living process of ours."""

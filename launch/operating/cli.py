@@ -8,18 +8,27 @@ from typing import Annotated, Any
 
 import typer
 
+from fastdeploy_cache.config_sources import RUN_FOLDER_VARIABLE
 from fastdeploy_cache.errors import counted, duration
-from fastdeploy_cache.launch.background.cli import RunDir
+from fastdeploy_cache.launch.background.run_folder import folder_to_look_in
 from fastdeploy_cache.launch.operating.asking import SOMETHING_IS_WRONG, RunningCache, show_json
 
 operating_app = typer.Typer()
+RunDir = Annotated[
+    Path,
+    typer.Option(
+        envvar=RUN_FOLDER_VARIABLE,
+        default_factory=folder_to_look_in,
+        help="Folder that the server was started from; else the usual one, or ./run, as the scripts of a checkout use.",
+    ),
+]
 Socket = Annotated[
     Path | None,
     typer.Option(
         help="A cache's insight.control_socket, or serve's --control-socket; else the server's in the background."
     ),
 ]
-_NOT_KNOWN = "not known yet: it takes 50 requests, and insight.what_if"
+_NOT_KNOWN = "not known yet: it takes 10 requests, and insight.what_if"
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
@@ -216,7 +225,7 @@ def policy(
 def what_if(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> None:
     """Show what the last hour would have hit with other sizes of each tier: whether more memory would pay.
 
-    It is known after 50 requests. Exit status 0: shown; 1: it cannot be asked; 3: nobody listens there.
+    It is known after 10 requests. Exit status 0: shown; 1: it cannot be asked; 3: nobody listens there.
     """
     from fastdeploy_cache.launch.operating.text import what_if_table
 

@@ -74,6 +74,9 @@ def what_if_table(rates: Sequence[Mapping[str, Any]]) -> Table:
             f"{rate['token_hit_rate']:.1%}",
             "-" if saved is None else f"{saved:.1f}",
         )
+    most = rates[0]["most_token_hit_rate"]
+    if most is not None:
+        table.caption = f"No size of any tier, and no policy, would have hit more than {most:.1%}."
     return table
 
 

@@ -159,6 +159,7 @@ def test_too_many_deaths_switch_the_client_off(new_client: NewClient, eventually
         eventually(lambda n=num_restarts: client.available and client.statuses()[1].num_restarts == n)
         kill_rank(client, 1)
     eventually(lambda: client._processes.io.ranks[1].phase.value == "off")
+    assert [(status.up, status.is_off) for status in client.statuses()] == [(True, False), (False, True)]
     client.submit(task(1, OUT, [0], [0]))
     assert answers.wait(1)[0].error is not None
     assert not client.available and client.statuses()[1].pid is None

@@ -83,7 +83,8 @@ ROOMS = {
         },
     },
     "transfer_manager": {
-        **{room: set[str]() for room in ("task", "settings", "sizes", "crew")},
+        **{room: set[str]() for room in ("task", "sizes", "crew")},
+        "settings": {"sizes"},
         "config": {"settings"},
         "client": {"task"},
         "process": {"task", "config", "client"},

@@ -102,6 +102,7 @@ class Processes:
                 num_restarts=r.num_restarts,
                 pid=process.pid if (process := r.process) is not None else None,
                 num_busy_lanes=r.num_busy_lanes,
+                is_off=r.phase is Phase.OFF,
             )
             for r in (self.io.ranks if self.io is not None else [])
         ]

@@ -66,8 +66,25 @@ def test_a_larger_tier_would_hit_and_a_smaller_one_less(cache: PrefixCacheManage
     most = 114 / 120 * 20 / 21
     assert rates["gpu", 2.0].token_hit_rate == pytest.approx(most) and rates["gpu", 2.0].num_blocks == 40
     assert rates["gpu", 2.0].saved_seconds == pytest.approx(114 * 20 / 100)
+    assert all(rate.most_token_hit_rate == pytest.approx(most) for rate in rates.values())
     assert rates["cpu", 1.0].token_hit_rate > 0.4 and rates["cpu", 1.0].num_blocks == 20  # there is none now
     cache.check_invariants()
+
+
+def test_ten_requests_are_enough_for_an_answer(cache: PrefixCacheManager) -> None:
+    """Nothing is said after nine; and no bound where requests were left out, which others may have hit."""
+    cache.insight.what_if()
+    for i in range(9):
+        serve(cache, str(i), prompt(0))
+    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 9)
+    assert cache.insight.what_if() == []
+    serve(cache, "9", prompt(0))
+    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 10)
+    assert [rate.most_token_hit_rate for rate in cache.insight.what_if()] == [pytest.approx(9 * 20 / 210)] * 8
+    references = cache._books.references
+    assert references is not None
+    references.num_lost = 1
+    assert {rate.most_token_hit_rate for rate in cache.insight.what_if()} == {None}
 
 
 def test_a_reset_and_an_image_count(cache: PrefixCacheManager) -> None:
