@@ -119,11 +119,13 @@ class FlightRecording:
         header: what the cache was, and why the file was written.
         pieces: the records and the marks of each piece, in order.
         note: what is missing at its end; empty where nothing is.
+        num_bytes: of the file.
     """
 
     header: dict[str, Any]
     pieces: list[tuple[bytes, Marks]]
     note: str
+    num_bytes: int
 
     def records(self) -> Iterator[Record]:
         """The records in order; those with marks have them as `marks`, an array of 32-bit numbers.
@@ -191,12 +193,12 @@ def read_recording(path: Path) -> FlightRecording:
         raise RecordingError(f"{path} is damaged: the checksum of its header is not that of its bytes")
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordingError(f"{path} has a header that cannot be read: {error}") from None
     if not isinstance(header, dict):
         raise RecordingError(f"{path} has a header that is no table")
     pieces, note = _pieces(path, data, at + size)
-    return FlightRecording(header, pieces, note)
+    return FlightRecording(header, pieces, note, len(data))
 
 
 def _pieces(path: Path, data: bytes, at: int) -> tuple[list[tuple[bytes, Marks]], str]:
