@@ -34,7 +34,7 @@ def recorded_config(header: Mapping[str, Any], changes: Mapping[str, Any]) -> Ca
     try:
         config = CacheConfig.load(environment={}, **(settings | own | dict(changes)))
         sizes = config.pool_sizes()
-    except (ConfigError, LayoutError) as error:
+    except (ConfigError, LayoutError, RecursionError) as error:
         raise RecordingError(f"the recording's settings are refused here: {error}") from None
     if max(sizes) > _MOST_BLOCKS:
         raise RecordingError(f"the recording is of a tier of {max(sizes)} blocks; at most {_MOST_BLOCKS} are replayed")
