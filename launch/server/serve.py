@@ -46,12 +46,14 @@ def serve(
     control_socket: Path | None = None,
     role: str = "mixed",
     recompute_not_received: bool = True,
+    allow_hosts: Sequence[str] = (),
 ) -> None:
     """Run until SIGTERM or SIGINT. `settings` are KEY=VALUE and win over file and environment.
 
     `storage_folder` is short for a file store there, named by the digest of the model's weights. At `control_socket`
     (else at the configured one) it takes the verbs of `insight.control_messages`. `role` is short for that setting and
     the peer's `weights_id`; without `recompute_not_received` a chat whose offered blocks do not come is an error.
+    `allow_hosts`: names that both ports may be asked under, beside those of loopback and `host`.
 
     Raises:
         LaunchError, PortInUseError, IPCError: a port or the socket is taken.
@@ -65,11 +67,11 @@ def serve(
     for number, what in _ASKS.items():
         signal.signal(number, lambda *_, what=what: endings.put(what))
     _check_metrics_port(host, metrics_port)  # and the others before the ranks start: what is taken should cost nothing
-    server, control = _listen(host, port, control_socket)
+    server, control = _listen(host, port, control_socket, allow_hosts)
     try:
         config = named(config, server.port) if role != "mixed" else config
         with running_engine(files, config, recompute_not_received=recompute_not_received) as engine:
-            metrics_url = engine.cache.serve_metrics(host, metrics_port)
+            metrics_url = engine.cache.serve_metrics(host, metrics_port, allow_hosts=allow_hosts)
             app = InstanceApp(ChatApi(engine, ChatTokenizer(files)), engine.cache).build()
             url = f"http://{host}:{server.port}"
             ranks, role = config.transfer.tp_size, config.role
@@ -152,8 +154,10 @@ def _check_metrics_port(host: str, port: int) -> None:
         raise LaunchError(text) from error
 
 
-def _listen(host: str, port: int, control_socket: Path | None) -> tuple[HttpServer, ControlServer | None]:
-    server = HttpServer(host, port)
+def _listen(
+    host: str, port: int, control_socket: Path | None, allow_hosts: Sequence[str]
+) -> tuple[HttpServer, ControlServer | None]:
+    server = HttpServer(host, port, allow_hosts=allow_hosts)
     try:
         return server, ControlServer(control_socket) if control_socket is not None else None
     except CacheError:
