@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,13 +82,12 @@ def _piece(serial: int, records: bytes, marks: bytes, secret: bytes) -> bytes:
 
 
 def write_whole(path: Path, parts: Sequence[bytes]) -> None:
-    """Write a file of mode 0600 under another name, and give it its own when all is there.
+    """Write a file of mode 0600 under another name, and give it its own when all is there. It replaces a recording.
 
     Raises:
-        RecordingError: it cannot be written, or what is there is no file; nothing is left of it.
+        RecordingError: it cannot be written, or what is there is no recording; nothing is left of it.
     """
-    if not path.name or "\0" in str(path) or (path.exists() and not path.is_file()):
-        raise RecordingError(f"cannot write a flight recording to {str(path)!r}; give the name of a file")
+    _check_target(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         try:
@@ -103,6 +103,23 @@ def write_whole(path: Path, parts: Sequence[bytes]) -> None:
             raise
     except OSError as error:
         raise RecordingError(f"cannot write the flight recording {path}: {reason_of(error)}") from error
+
+
+def _check_target(path: Path) -> None:
+    """Nobody loses a file by it, or what a link points to: who asks for a recording may not know what is there."""
+    if not path.name or "\0" in str(path):
+        raise RecordingError(f"cannot write a flight recording to {str(path)!r}; give the name of a file")
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RecordingError(f"cannot write the flight recording {path}: {reason_of(error)}") from error
+    if not stat.S_ISREG(mode) or not is_recording(path):
+        raise RecordingError(
+            f"cannot write a flight recording to {str(path)!r}: what is there is none, and stays; give the name of "
+            "a new file, or of a recording to replace"
+        )
 
 
 def open_private(path: Path) -> Any:
