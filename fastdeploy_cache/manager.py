@@ -363,16 +363,25 @@ class PrefixCacheManager:
         with self.insight.alerting("invariants"):
             check_all(self._books, self._movement, self._requests, self.storage, peers=self.peers, blocks=self.blocks)
 
-    def serve_metrics(self, host: str = "127.0.0.1", port: int = 0, *, also: Sequence[Collector] = ()) -> str:
+    def serve_metrics(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        also: Sequence[Collector] = (),
+        allow_hosts: Sequence[str] = (),
+    ) -> str:
         """Start the Prometheus endpoint of this cache, and its page at `/`; returns the endpoint's URL. Port 0 takes a
         free one.
 
-        `also`: further collectors, such as `metrics` of the other caches of a data-parallel group.
+        `also`: further collectors, such as `metrics` of the other caches of a data-parallel group. `allow_hosts`: names
+        that it may be asked under, as NAME or NAME:PORT, beside those of loopback and `host`; else it answers 403.
 
         Raises:
-            ConfigError: two caches of one data-parallel id.
+            ConfigError: two caches of one data-parallel id, or a name that is none.
             PortInUseError: the address cannot be listened on.
         """
         with self._books:
             self._books.check_open()
-        return self._recorder.serve(host, port, also, self.insight.start_page(lambda: self.life.status.value))
+        pages = self.insight.start_page(lambda: self.life.status.value)
+        return self._recorder.serve(host, port, also, pages, allow_hosts)

@@ -42,14 +42,16 @@ class Recorder:
         """Ask for this picture at each scrape."""
         self.metrics.observe(look)
 
-    def serve(self, host: str, port: int, also: Sequence[Collector], pages: Mapping[str, Page]) -> str:
+    def serve(
+        self, host: str, port: int, also: Sequence[Collector], pages: Mapping[str, Page], allow_hosts: Sequence[str]
+    ) -> str:
         """See `PrefixCacheManager.serve_metrics`."""
         from fastdeploy_cache.metrics.exporter import MetricsExporter  # late: a web server comes with it
 
         ids = [c.data_parallel_id for c in (self.metrics, *also) if isinstance(c, CacheMetrics)]
         if len(set(ids)) < len(ids):
             raise ConfigError(f"metrics of caches with data-parallel ids {ids}; give each its own data_parallel_id")
-        exporter = MetricsExporter(self.metrics, *also, host=host, port=port, pages=pages)
+        exporter = MetricsExporter(self.metrics, *also, host=host, port=port, pages=pages, allow_hosts=allow_hosts)
         self._exporters.append(exporter)
         return exporter.url
 

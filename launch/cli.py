@@ -45,6 +45,9 @@ app.add_typer(engines_app, name="engines")
 _LEAST_BENCH_BYTES = 16 * 2**20
 
 Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer process each: 1 or 3.")]
+AllowHost = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="A name that its ports may be asked under; can be repeated.")
+]
 LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank.")]
 TraceFile = Annotated[
     Path, typer.Argument(help="Request trace: JSON lines, gzip-compressed or not; or a flight recording.")
@@ -113,6 +116,7 @@ def serve(
     on_receive_failure: Annotated[
         str, typer.Option(help="Where offered blocks do not come: recompute the prompt, or fail the request.")
     ] = "recompute",
+    allow_host: AllowHost = None,
     log_dir: LogDir = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
@@ -141,6 +145,7 @@ def serve(
         control_socket=control_socket,
         role=role,
         recompute_not_received=on_receive_failure == "recompute",
+        allow_hosts=allow_host or [],
     )
 
 
@@ -156,6 +161,7 @@ def route(
     max_open_prefills: Annotated[
         int, typer.Option(min=0, help="Chats of one client that prefill instances compute at a time; decode the rest.")
     ] = 32,
+    allow_host: AllowHost = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
 ) -> None:
@@ -171,6 +177,7 @@ def route(
         port=port,
         prefill_seconds=prefill_timeout,
         max_open_prefills=max_open_prefills,
+        allow_hosts=allow_host or [],
     )
 
 

@@ -15,6 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from fastdeploy_cache.errors import MetricsError, PortInUseError, reason_of
+from fastdeploy_cache.metrics.allowed_hosts import AllowedHosts
 
 __all__ = ["Collector", "MetricsExporter", "Page"]
 
@@ -63,16 +64,20 @@ class MetricsExporter:
         host: str = "127.0.0.1",
         port: int = 0,
         pages: Mapping[str, Page] = MappingProxyType({}),
+        allow_hosts: Sequence[str] = (),
     ) -> None:
         """Listen; port 0 takes a free one. `collectors`: `CacheMetrics` of one cache, or of several with different
         data-parallel ids. `pages`, by path: what is answered to GET there, and to nothing but GET and HEAD.
+        `allow_hosts`: see `AllowedHosts`.
 
         Raises:
+            ConfigError: one of `allow_hosts` is no name.
             PortInUseError: the address cannot be listened on.
             MetricsError: the host is not known, or the port is none.
         """
         if type(port) is not int or not 0 <= port <= 65535:
             raise MetricsError(f"metrics cannot listen on port {port!r}; use 1 to 65535, or 0 for a free one")
+        AllowedHosts(host, host, allow_hosts)  # what is wrong with the names is told before anybody listens
         registry = CollectorRegistry()
         registry.register(Together(collectors))
         try:
@@ -83,8 +88,9 @@ class MetricsExporter:
         handler: Any = self._server.RequestHandlerClass
         bounded: Any = type("BoundedHandler", (handler,), {"timeout": _IDLE_SECONDS})
         vars(self._server).update(RequestHandlerClass=bounded, handle_error=_note_gone)  # else each prints a traceback
-        if pages:
-            self._server.set_app(_beside(make_wsgi_app(registry), dict(pages)))
+        answer = make_wsgi_app(registry)
+        hosts = AllowedHosts(host, str(self._server.server_address[0]), allow_hosts)
+        self._server.set_app(_guarded(_beside(answer, dict(pages)) if pages else answer, hosts))
         self.url = f"http://{host}:{self._server.server_port}/metrics"
 
     def close(self) -> None:
@@ -107,6 +113,23 @@ def cannot_listen(host: str, port: int, error: OSError, *, dashes: str = "", por
 def _note_gone(_: object, address: object) -> None:
     """A client has gone, or has said nothing for too long: its thread and its descriptor are given back."""
     logger.debug("event=metrics_client_gone address=%s reason=%r", address, str(sys.exception()))
+
+
+def _guarded(application: Any, hosts: AllowedHosts) -> _Application:
+    """What is asked under a name that is none of ours is refused."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        given = [[environ[name]] if name in environ else [] for name in ("HTTP_HOST", "HTTP_ORIGIN")]
+        reason = hosts.refusal(environ["REQUEST_METHOD"], *given)
+        if reason is None:
+            parts: Iterable[bytes] = application(environ, start_response)
+            return parts
+        body = f"{reason}\n".encode()
+        sizes = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))]
+        start_response("403 Forbidden", [*sizes, *_HEADERS])
+        return [body if environ["REQUEST_METHOD"] != "HEAD" else b""]
+
+    return answer
 
 
 def _beside(metrics: Any, pages: Mapping[str, Page]) -> _Application:

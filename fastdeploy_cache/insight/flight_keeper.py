@@ -192,10 +192,7 @@ class FlightKeeper:
         if self._alerts is None:
             raise RecordingError("no flight recording is written, as insight.flight_folder is not set; name a folder")
         with self._naming:
-            try:
-                path = self._alerts.next_path()
-            except OSError as error:
-                raise RecordingError(f"no flight recording can be begun: {reason_of(error)}") from error
+            path = self._alerts.next_path()
         self.write(path, reason)
         return path
 

@@ -304,12 +304,13 @@ class Insight:
     # -- the flight recorder
 
     def write_flight(self, path: str | Path | None = None) -> Path:
-        """Write what the flight recorder has kept to a file of mode 0600; one of that name is replaced.
+        """Write what the flight recorder has kept to a file of mode 0600; a recording of that name is replaced.
 
         Without a path it goes to `insight.flight_folder`, under a new name. Returns the path.
 
         Raises:
-            RecordingError: the file cannot be written, or `insight.flight_recorder_bytes` is 0.
+            RecordingError: the file cannot be written, or is there and no recording, or
+                `insight.flight_recorder_bytes` is 0.
             LifeCycleError: a turn of another thread does not end.
         """
         if self._flight is None:

@@ -128,7 +128,7 @@ class Accounts:
             num_storage = active.num_storage_blocks(num_gpu, num_blocks)
             num_cpu = num_blocks - num_gpu - num_storage
             hit_tokens = (num_gpu * size + active.num_copied_tokens, num_cpu * size, num_storage * size)
-        elif num_blocks:
+        elif num_blocks or active.num_copied_tokens:  # the copy of a prompt's only block stands behind none
             hit_tokens = (num_blocks * size + active.num_copied_tokens, 0, 0)
         else:
             hit_tokens = _NOTHING

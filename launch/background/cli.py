@@ -25,6 +25,7 @@ LogLevel = Annotated[
 LogFormat = Annotated[
     str | None, typer.Option(help=f"text, or json for an object in each line; otherwise {FORMAT_VARIABLE}.")
 ]
+AllowHost = Annotated[list[str] | None, typer.Option(metavar="NAME", help="As of `serve`; of all members.")]
 _GOES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -70,6 +71,7 @@ def up(
     decode_ranks: Annotated[int, typer.Option(min=1, help="Ranks of each decode instance.")] = 1,
     host: Annotated[str, typer.Option(help="Address of the router.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the router; 0 takes a free one.")] = 8000,
+    allow_host: AllowHost = None,
     show: Annotated[bool, typer.Option("--status", help="Show each member of the group that runs.")] = False,
     json: Annotated[bool, typer.Option("--json", help="With --status: as JSON.")] = False,
     stop_it: Annotated[bool, typer.Option("--stop", help="End the group, also one that is starting.")] = False,
@@ -102,6 +104,7 @@ def up(
         decode_ranks=decode_ranks,
         host=host,
         port=port,
+        allow_hosts=tuple(allow_host or ()),
         serve=_arguments_of_serve(context),
     )
     if not foreground:

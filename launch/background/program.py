@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.background.own_files import open_own
 from fastdeploy_cache.launch.background.run_folder import Slot
 from fastdeploy_cache.launch.server.readiness import ReadySocket
 
@@ -70,7 +71,7 @@ class Program:
             try:
                 if slot.log_file.exists() and slot.log_file.stat().st_size:  # why it died
                     slot.log_file.replace(slot.log_file.with_name(f"{slot.name}.log.old"))
-                with slot.log_file.open("wb") as log:
+                with open_own(slot.log_file, os.O_WRONLY | os.O_TRUNC) as log:
                     self._popen = subprocess.Popen(
                         [*(_term_with_parent() if dies_with_us else []), *command_of(arguments)],
                         stdin=subprocess.DEVNULL,

@@ -84,7 +84,7 @@ def end_all(slots: Sequence[Slot], say: Say) -> bool:
     """End what runs of these, in this order; whether one of them had to be killed."""
     opened = dict[Slot, int]()
     for slot in slots:
-        if (pid := slot.pid) is not None and (pidfd := _open(pid)) is not None:
+        if (pidfd := slot.open()) is not None:
             opened[slot] = pidfd
             _signal(pidfd, signal.SIGTERM)
     has_killed = not wait_ends(list(opened.values()), END_SECONDS)
@@ -101,18 +101,13 @@ def end_all(slots: Sequence[Slot], say: Say) -> bool:
 def http_status(url: str) -> int | None:
     """The number that a request is answered with; None where nobody answers."""
     try:
+        if not url.startswith("http://"):  # no file, nor what else there is
+            return None
         with urllib.request.urlopen(url, timeout=_ASK_SECONDS) as answer:  # noqa: S310 (our server's)
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
     except (OSError, ValueError):
-        return None
-
-
-def _open(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
         return None
 
 

@@ -19,6 +19,7 @@ from fastdeploy_cache.launch.background.group_plan import (
     discovery_file,
     secret_file,
 )
+from fastdeploy_cache.launch.background.own_files import write_own
 from fastdeploy_cache.launch.background.program import END_SECONDS, START_SECONDS, EndSignals, Program, wait_ends
 from fastdeploy_cache.launch.background.run_folder import RunFolder, Slot
 from fastdeploy_cache.launch.server.readiness import tell_ready, tell_status
@@ -178,5 +179,5 @@ class Supervisor:
             if (url := member.facts.get("metrics"))
         ]
         new = self._discovery.with_suffix(".new")
-        new.write_text(json.dumps(targets, indent=2) + "\n")
+        write_own(new, json.dumps(targets, indent=2) + "\n")
         new.replace(self._discovery)

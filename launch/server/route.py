@@ -25,6 +25,7 @@ def route(
     port: int,
     prefill_seconds: float,
     max_open_prefills: int,
+    allow_hosts: Sequence[str] = (),
 ) -> None:
     """Run until SIGTERM or SIGINT.
 
@@ -32,15 +33,17 @@ def route(
     instance that cannot be reached, or ends without an answer, is passed over. One that hangs, so that its health does
     not answer either, may do so because of what it was asked: the chat is answered with status 504, no other instance
     gets it, and other chats go elsewhere. An offer that no decode instance takes is given up.
+    `allow_hosts`: names that it may be asked under, beside those of loopback and `host`.
 
     Raises:
         LaunchError: the port is taken, or a URL is none.
+        ConfigError: one of `allow_hosts` is no name.
     """
     endings: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: endings.put(number))
     router = Router(Instances(prefill), Instances(decode), prefill_seconds, max_open_prefills=max_open_prefills)
-    server = HttpServer(host, port, Limits(max_body_bytes=MAX_BODY_BYTES))
+    server = HttpServer(host, port, Limits(max_body_bytes=MAX_BODY_BYTES), allow_hosts=allow_hosts)
     thread = threading.Thread(target=server.run, args=(router.build(),), name="http")
     thread.start()
     try:

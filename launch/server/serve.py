@@ -47,12 +47,14 @@ def serve(
     control_socket: Path | None = None,
     role: str = "mixed",
     recompute_not_received: bool = True,
+    allow_hosts: Sequence[str] = (),
 ) -> None:
     """Run until SIGTERM or SIGINT. `settings` are KEY=VALUE and win over file and environment.
 
     `storage_folder` is short for a file store there, named by the digest of the model's weights. At `control_socket`
     (else at the configured one) it takes the verbs of `insight.control_messages`. `role` is short for that setting and
     the peer's `weights_id`; without `recompute_not_received` a chat whose offered blocks do not come is an error.
+    `allow_hosts`: names that both ports may be asked under, beside those of loopback and `host`.
 
     Raises:
         LaunchError, PortInUseError, IPCError: a port or the socket is taken.
@@ -65,12 +67,12 @@ def serve(
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
     for number, what in _ASKS.items():
         signal.signal(number, lambda *_, what=what: endings.put(what))
-    server, control = _listen(host, port, metrics_port, control_socket)
+    server, control = _listen(host, port, metrics_port, control_socket, allow_hosts)
     try:
         config = named(config, server.port) if role != "mixed" else config
         tell_status(f"starting {counted(config.transfer.tp_size, 'rank')}")
         with running_engine(files, config, recompute_not_received=recompute_not_received) as engine:
-            metrics_url = engine.cache.serve_metrics(host, metrics_port)
+            metrics_url = engine.cache.serve_metrics(host, metrics_port, allow_hosts=allow_hosts)
             app = InstanceApp(ChatApi(engine, tokenizer), engine.cache, metrics_url).build()
             url = f"http://{host}:{server.port}"
             ranks, role = config.transfer.tp_size, config.role
@@ -168,11 +170,11 @@ def check_metrics_port(host: str, port: int) -> None:
 
 
 def _listen(
-    host: str, port: int, metrics_port: int, control_socket: Path | None
+    host: str, port: int, metrics_port: int, control_socket: Path | None, allow_hosts: Sequence[str]
 ) -> tuple[HttpServer, ControlServer | None]:
     """Before the ranks start: what is taken should cost nothing."""
     check_metrics_port(host, metrics_port)
-    server = HttpServer(host, port)
+    server = HttpServer(host, port, allow_hosts=allow_hosts)
     try:
         return server, ControlServer(control_socket) if control_socket is not None else None
     except CacheError:

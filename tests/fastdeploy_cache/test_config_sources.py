@@ -167,13 +167,27 @@ def test_misspelt_and_missing_names_of_a_call(kind: Any, given: dict[str, Any], 
         kind(**given)
 
 
-@pytest.mark.parametrize("text", ["a=" + "[" * 3000 + "]" * 3000, "a=" + "{a=" * 3000 + "1" + "}" * 3000])
-def test_values_that_are_nested_too_deep_are_one_line(tmp_path: Path, text: str) -> None:
-    """Lists and tables; the parser gives up, and that is an error about the file."""
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a=" + "[" * 3000 + "]" * 3000, ", line 2: it is nested too deep"),
+        ("a=" + "{a=" * 3000 + "1" + "}" * 3000, ", line 2: it is nested too deep"),
+        ("a=" + "{a=" * 300 + "1" + "}" * 300, ", line 2: it is nested too deep"),
+        ("[" + ".".join("a" * 20_000) + "]", ", line 2: it is nested too deep"),
+        (".".join("a" * 3_000) + " = 1", ", line 2: it is nested too deep"),
+        ("[" + ".".join("a" * 300) + "]", ", line 2: it is nested too deep"),
+        ("block_size = " + "9" * 10_000, ", line 2: a number has too many digits"),
+        ("block_size = 0x" + "f" * 10_000, ", line 2: a number has too many digits"),
+        ("transfer.tp_size = [1,\n" + "9" * 10_000 + "]", ": a number has too many digits"),
+    ],
+)
+def test_what_python_cannot_take_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    """Nested too deep, or a number too long: an error about the file, with the line where one line has it."""
     path = tmp_path / "cache.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=r"^cannot read configuration \S+: a value in it is nested too deep$"):
+    path.write_text(f"num_gpu_blocks = 4\n{text}\n")
+    with pytest.raises(ConfigError) as caught:
         CacheConfig.load(path, environment={})
+    assert str(caught.value) == f"cannot read configuration {path}{said}"
 
 
 LINES = '''# a comment = 1

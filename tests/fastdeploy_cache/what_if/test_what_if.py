@@ -230,3 +230,31 @@ def test_it_ends_with_an_engine_that_has_forked() -> None:
             ended, _, _ = select.select([pidfd], [], [], 20)
             os.close(pidfd)
             assert ended, "it outlived its engine"
+
+
+def test_it_ends_with_its_engine_whatever_it_works_on() -> None:
+    """It does not look at the engine between two pieces only: one piece may keep it at work for half a minute."""
+    program = (
+        "import os, signal, sys\n"
+        "from fastdeploy_cache import CacheConfig, PrefixCacheManager\n"
+        "from fastdeploy_cache.books.references import HEADER\n"
+        "from fastdeploy_cache.insight import what_if\n"
+        "os.environ['PYTHONPATH'] = os.pathsep.join([os.getcwd(), *sys.path])\n"
+        "what_if._PROGRAM = 'tests.rigs.busy_what_if'\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\n"
+        "cache = PrefixCacheManager(CacheConfig(num_gpu_blocks=8, transfer_client='inline'))\n"
+        "process = cache.insight.start_what_if()._process\n"
+        "os.write(process.stdin.fileno(), HEADER.pack(HEADER.size, 0.0, 0, 0, 0, 0.0, 0.0, 0))\n"
+        "signal.sigwait({signal.SIGUSR1})\n"
+        "print(process.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+        assert engine.stdout is not None
+        pidfd = os.pidfd_open(int(engine.stdout.readline()))
+        engine.kill()
+        ended, _, _ = select.select([pidfd], [], [], 20)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, as it should
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
+        assert ended, "it outlived its engine"
