@@ -59,6 +59,8 @@ class Sources:
         unknown = re.match(r"unknown key '([^']*)'", text)
         named = unknown[1] if unknown is not None else _ENTRY.sub("", text.partition(" ")[0])
         origin = self.origins.get(named) or self.origins.get(_ENTRY.sub("", path), "")
+        if (several := re.match(r"\w+(?: and \w+)+(?= are given;)", text)) is not None:
+            origin = " and ".join(dict.fromkeys(filter(None, map(self.origins.get, several[0].split(" and ")))))
         if unknown is not None and not origin:  # a table that is said by what is in it
             origin = next((where for key, where in self.origins.items() if key.startswith(f"{named}.")), "")
         if unknown is not None and origin.startswith("environment"):

@@ -240,7 +240,7 @@ class PrefixCacheManager:
 
         Raises:
             ClosedError, LifeCycleError: the cache is closed, or asleep.
-            AttributeError, TypeError, ValueError: something that is no such triple; then nothing is done of any.
+            RequestError: something that is no such triple; then nothing is done of any.
         """
         packed = Steps.pack(steps)
         with self._books:

@@ -94,7 +94,7 @@ def demo(
 
 @app.command(epilog="Example: fastdeploy-cache serve --port 8000 --storage /ssd/kv --set num_cpu_blocks=4096")
 def serve(
-    config: Annotated[Path | None, typer.Option(help="TOML file; see docs/configuration.md.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file; `config sample` prints one.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Short for --set transfer.tp_size=N: 1 or 3.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as num_gpu_blocks=256.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import sys
@@ -13,7 +14,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_serve
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from fastdeploy_cache.errors import MetricsError, PortInUseError
+from fastdeploy_cache.errors import MetricsError, PortInUseError, reason_of
 
 __all__ = ["Collector", "MetricsExporter", "Page"]
 
@@ -76,11 +77,9 @@ class MetricsExporter:
         registry.register(Together(collectors))
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        except socket.gaierror as error:
-            raise MetricsError(f"metrics cannot listen on {host}:{port}: {error}; use another host") from error
         except OSError as error:
-            reason = error.strerror or error
-            raise PortInUseError(f"metrics cannot listen on {host}:{port}: {reason}; use another port") from error
+            kind = MetricsError if isinstance(error, socket.gaierror) else PortInUseError
+            raise kind(f"metrics {cannot_listen(host, port, error)}") from error
         handler: Any = self._server.RequestHandlerClass
         bounded: Any = type("BoundedHandler", (handler,), {"timeout": _IDLE_SECONDS})
         vars(self._server).update(RequestHandlerClass=bounded, handle_error=_note_gone)  # else each prints a traceback
@@ -93,6 +92,16 @@ class MetricsExporter:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5)
+
+
+def cannot_listen(host: str, port: int, error: OSError, *, dashes: str = "", port_name: str = "port") -> str:
+    """Why nothing can listen there, and which of the two to change. `dashes` stand before what a command calls them."""
+    reason = reason_of(error).partition(" (while ")[0]  # Python adds the address
+    if (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL:  # below 0: it cannot be looked up
+        what = f"{host} is no address of this machine ({reason}); choose another {dashes}host, such as 127.0.0.1"
+    else:
+        what = f"{reason}; choose another {dashes}{port_name}, or 0 for a free one"
+    return f"cannot listen on {host}:{port}: {what}"
 
 
 def _note_gone(_: object, address: object) -> None:

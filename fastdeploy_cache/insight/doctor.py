@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 
 from fastdeploy_cache.causes import NO_ROOM_TO_FETCH, Cause
+from fastdeploy_cache.errors import counted, duration
 from fastdeploy_cache.explanation import Miss
 from fastdeploy_cache.insight.evidence import Evidence
 from fastdeploy_cache.insight.finding import MIN_REQUESTS, MIN_SHARE, Finding
@@ -47,7 +48,7 @@ def _store(case: Evidence) -> Iterator[Finding]:
     if case.num_full_disks:
         yield Finding(
             name="disk_full",
-            evidence=f"The disk of {case.num_full_disks} ranks has no room, so less is written than should be.",
+            evidence=f"{counted(case.num_full_disks, 'disk')} without room: less is written than should be.",
             advice="Free some of it, or lower storage.capacity_bytes.",
         )
     if case.broken_operations:
@@ -70,7 +71,7 @@ def _evicted(case: Evidence) -> Iterator[Finding]:
             continue
         ages = [miss.seconds_ago for miss in lost if miss.seconds_ago is not None]
         num_gpu_blocks, num_cpu_blocks = case.num_gpu_blocks, case.num_cpu_blocks
-        when = f", half of them less than {statistics.median(ages):.1f} seconds before" if ages else ""
+        when = f", half of them less than {duration(statistics.median(ages))} before" if ages else ""
         evidence = (
             f"{share:.0%} of all prompt tokens were missed because they had been evicted from the {tier.upper()} tier"
             f"{when}."
@@ -85,7 +86,7 @@ def _evicted(case: Evidence) -> Iterator[Finding]:
             if num_cpu_blocks < num_gpu_blocks:
                 advice = (
                     f"Raise num_cpu_blocks, which is {num_cpu_blocks} now: a CPU tier that is smaller than the GPU "
-                    f"pool of {num_gpu_blocks} blocks has no room for what leaves that."
+                    f"pool of {counted(num_gpu_blocks, 'block')} has no room for what leaves that."
                 )
         else:
             name = "gpu_short"
@@ -108,7 +109,8 @@ def _size_that_pays(case: Evidence) -> str:
         return f" In the last hour no size up to four times that of a tier would have hit more.{most}"
     words = {"cpu": "the CPU tier", "gpu": "the GPU pool"}
     texts = [
-        f"with {rate.num_blocks} blocks in {words[rate.tier]} {rate.token_hit_rate:.0%}{_saved(rate)}" for rate in found
+        f"with {counted(rate.num_blocks, 'block')} in {words[rate.tier]} {rate.token_hit_rate:.0%}{_saved(rate)}"
+        for rate in found
     ]
     text = f" Of the last hour's tokens {now:.0%} would hit as it is, {', and '.join(texts)}."
     if any(rate.factor == max(factor for _, factor in rates) for rate in found):
@@ -126,7 +128,7 @@ def _smallest(rates: Mapping[tuple[str, float], WhatIfRate], tier: str, now: flo
 
 
 def _saved(rate: WhatIfRate) -> str:
-    return f" (which saves {rate.saved_seconds:.0f} seconds of computing)" if rate.saved_seconds is not None else ""
+    return f" (which saves {duration(rate.saved_seconds)} of computing)" if rate.saved_seconds is not None else ""
 
 
 def _simple(
@@ -162,8 +164,8 @@ def _tails(case: Evidence) -> Iterator[Finding]:
         yield Finding(
             name="blocks_too_large",
             evidence=(
-                f"{share:.0%} of all prompt tokens are in tails that fill no block: prompts have {mean:.0f} tokens on "
-                f"average, and a block has {size}."
+                f"{share:.0%} of all prompt tokens are in tails that fill no block: prompts have "
+                f"{counted(round(mean), 'token')} on average, and a block has {size}."
             ),
             advice="Use a smaller block_size, such as 16.",
             share=share,

@@ -41,7 +41,7 @@ def start(folder: RunFolder, arguments: Sequence[str], say: Say) -> None:
         sockets = PrivateDirectory()
         try:
             with Program(slot, ["serve", *own, *arguments], sockets.path) as program:
-                facts = program.wait_ready(START_SECONDS, asked)
+                facts = program.wait_ready(START_SECONDS, asked, say)
         finally:
             sockets.remove()
     say(f"ready: pid {program.pid}, API {facts['url']}/v1/chat/completions, metrics {facts.get('metrics')}")

@@ -15,6 +15,7 @@ from fastdeploy_cache.launch.server.answers import failure
 from fastdeploy_cache.launch.server.client_counts import ClientCounts
 from fastdeploy_cache.launch.server.limits import ClientGoneError, Connection, Limits, connection_of
 from fastdeploy_cache.launch.server.request_log import FACTS, ID_HEADER, REQUEST_ID, log_request, request_id_of
+from fastdeploy_cache.metrics.exporter import cannot_listen
 
 _BACKLOG = 128  # who comes with many others is not made to try again a second later
 _GRACE_SECONDS = 3.0  # for answers that are being given when the server ends
@@ -29,9 +30,7 @@ class HttpServer:
         try:
             self._socket = socket.create_server((host, port), backlog=_BACKLOG)
         except OSError as error:
-            reason = error.strerror or error
-            text = f"cannot listen on {host}:{port}: {reason}; choose another --port, or an address of this host"
-            raise LaunchError(text) from error
+            raise LaunchError(cannot_listen(host, port, error, dashes="--")) from error
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop, self._stopped = self._runner.get_loop(), asyncio.Event()
 

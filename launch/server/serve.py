@@ -13,20 +13,21 @@ from functools import partial
 from pathlib import Path
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
-from fastdeploy_cache.errors import CacheError, LaunchError, LifeCycleError
+from fastdeploy_cache.errors import CacheError, LaunchError, LifeCycleError, counted
 from fastdeploy_cache.insight.control_server import ControlServer
 from fastdeploy_cache.launch.reference_engine.engine import Engine
 from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle
 from fastdeploy_cache.launch.reference_engine.serving import running_engine
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
-from fastdeploy_cache.launch.reference_engine.weights import load_model_files
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, load_model_files
 from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.engine_control import EngineControl
 from fastdeploy_cache.launch.server.http_server import HttpServer
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
-from fastdeploy_cache.launch.server.readiness import tell_ready
-from fastdeploy_cache.launch.server.settings import load_config, named
+from fastdeploy_cache.launch.server.readiness import tell_ready, tell_status
+from fastdeploy_cache.launch.server.settings import check_pool, load_config, named
 from fastdeploy_cache.life_cycle import LifeCycleStatus
+from fastdeploy_cache.metrics.exporter import cannot_listen
 
 logger = logging.getLogger(__name__)
 
@@ -57,20 +58,20 @@ def serve(
         LaunchError, PortInUseError, IPCError: a port or the socket is taken.
         ConfigError, ModelLoadError, RankStartError, NotEnoughMemoryError: it cannot start as configured.
     """
-    import_paddle()  # before the signal handlers below, which its own would replace
-    files = load_model_files()
+    files = _import_and_read()  # before the signal handlers below, which Paddle's own would replace
     loaded = load_config(files, config_file, settings, role=role, storage_folder=storage_folder)
     config, control_socket = _own_socket(loaded, control_socket)
+    tokenizer = _tokenizer(files, config)
     endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
     for number, what in _ASKS.items():
         signal.signal(number, lambda *_, what=what: endings.put(what))
-    _check_metrics_port(host, metrics_port)  # and the others before the ranks start: what is taken should cost nothing
-    server, control = _listen(host, port, control_socket)
+    server, control = _listen(host, port, metrics_port, control_socket)
     try:
         config = named(config, server.port) if role != "mixed" else config
+        tell_status(f"starting {counted(config.transfer.tp_size, 'rank')}")
         with running_engine(files, config, recompute_not_received=recompute_not_received) as engine:
             metrics_url = engine.cache.serve_metrics(host, metrics_port)
-            app = InstanceApp(ChatApi(engine, ChatTokenizer(files)), engine.cache).build()
+            app = InstanceApp(ChatApi(engine, tokenizer), engine.cache, metrics_url).build()
             url = f"http://{host}:{server.port}"
             ranks, role = config.transfer.tp_size, config.role
             logger.info("event=serving url=%s metrics=%s ranks=%d role=%s", url, metrics_url, ranks, role)
@@ -85,6 +86,20 @@ def serve(
     logger.info("event=stopped")
     if ending != "asked":
         raise LaunchError(f"the {ending} ended by itself; its log says why")
+
+
+def _import_and_read() -> ModelFiles:
+    tell_status("importing PaddlePaddle")
+    import_paddle()
+    tell_status("reading the model; the first time its weights are converted, which takes a while and 0.5 GB")
+    return load_model_files()
+
+
+def _tokenizer(files: ModelFiles, config: CacheConfig) -> ChatTokenizer:
+    """The model's. Raises `ConfigError` where the pool has no room for what it makes of the shortest chat."""
+    tokenizer = ChatTokenizer(files)
+    check_pool(config, len(tokenizer.encode_chat([{"role": "user", "content": "a"}])))
+    return tokenizer
 
 
 def _own_socket(config: CacheConfig, control_socket: Path | None) -> tuple[CacheConfig, Path | None]:
@@ -143,16 +158,20 @@ def _flush(cache: PrefixCacheManager) -> None:
         logger.warning("event=storage_not_flushed reason=%r", f"{error}; wake the server before it is ended")
 
 
-def _check_metrics_port(host: str, port: int) -> None:
+def check_metrics_port(host: str, port: int) -> None:
+    """Raises `LaunchError` where nothing can listen there."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        reason = error.strerror or error
-        text = f"metrics cannot listen on {host}:{port}: {reason}; choose another --metrics-port, or 0 for a free one"
-        raise LaunchError(text) from error
+        text = cannot_listen(host, port, error, dashes="--", port_name="metrics-port")
+        raise LaunchError(f"metrics {text}") from error
 
 
-def _listen(host: str, port: int, control_socket: Path | None) -> tuple[HttpServer, ControlServer | None]:
+def _listen(
+    host: str, port: int, metrics_port: int, control_socket: Path | None
+) -> tuple[HttpServer, ControlServer | None]:
+    """Before the ranks start: what is taken should cost nothing."""
+    check_metrics_port(host, metrics_port)
     server = HttpServer(host, port)
     try:
         return server, ControlServer(control_socket) if control_socket is not None else None

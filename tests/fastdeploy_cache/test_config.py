@@ -158,8 +158,8 @@ def test_bytes_are_per_rank() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "give one of num_gpu_blocks, gpu_memory_bytes; found none"),
-        ({"num_gpu_blocks": 1, "gpu_memory_bytes": 1}, "found num_gpu_blocks and gpu_memory_bytes"),
+        ({}, "the size of the GPU pool is missing; give one of num_gpu_blocks, gpu_memory_bytes"),
+        ({"num_gpu_blocks": 1, "gpu_memory_bytes": 1}, "num_gpu_blocks and gpu_memory_bytes are given; give one"),
         ({"num_gpu_blocks": 1, "num_cpu_blocks": 1, "cpu_to_gpu_ratio": 1.0}, "at most one of"),
         ({"num_gpu_blocks": 0}, "num_gpu_blocks is 0"),
         ({"num_gpu_blocks": -4}, "num_gpu_blocks is -4"),

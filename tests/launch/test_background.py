@@ -58,6 +58,30 @@ def lives(folder: Path, name: str) -> list[str]:
     return (folder / f"{name}.lives").read_text().splitlines()
 
 
+SLOW_START = """
+import signal
+from fastdeploy_cache.launch.server.readiness import tell_ready, tell_status
+for what in ("reading the model", "starting 1 rank"):
+    tell_status(what)
+tell_ready(url="http://127.0.0.1:1", metrics="http://127.0.0.1:2/metrics")
+signal.signal(signal.SIGTERM, lambda *_: exit(0))
+signal.pause()
+"""
+
+
+@pytest.mark.processes
+def test_a_start_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thing that the server tells of its start, once and in order, and then its facts."""
+    monkeypatch.setattr(program, "command_of", lambda arguments: [sys.executable, "-c", SLOW_START])
+    folder, said = RunFolder(tmp_path / "run"), list[str]()
+    folder.make()
+    with program.EndSignals() as asked, program.Program(folder.server, [], tmp_path) as started:
+        facts = started.wait_ready(60.0, asked, said.append)
+        started.signal(signal.SIGTERM)
+        started.reap()
+    assert said == ["reading the model", "starting 1 rank"] and facts["url"] == "http://127.0.0.1:1"
+
+
 @pytest.mark.processes
 def test_a_member_that_ends_is_started_again_at_its_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice, while the others run on; asked to end, the supervisor leaves no pid file, secret or discovery."""
@@ -141,7 +165,7 @@ program.command_of = lambda arguments: [sys.executable, "-c", code]
 folder = Path({str(tmp_path)!r})
 started = program.Program(Slot("member", folder, folder), [], folder, dies_with_us=True)
 with program.EndSignals() as asked:
-    started.wait_ready(60, asked)
+    started.wait_ready(60, asked, print)
 print(started.pid, flush=True)
 sys.stdin.read()
 """

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.engines import progress, sglang_lane, vllm_lane
-from fastdeploy_cache.launch.engines.progress import StageLimits, StageProgress
+from fastdeploy_cache.launch.engines import progress, servers, sglang_lane, vllm_lane
+from fastdeploy_cache.launch.engines.progress import LIMITS, StageLimits, StageProgress
 from fastdeploy_cache.launch.engines.record import LaneRecord
 from fastdeploy_cache.launch.engines.report import CaseResult, Line
 from fastdeploy_cache.launch.engines.results import Passed, Served, StageResult, to_json
@@ -180,8 +181,9 @@ def test_a_stage_that_fails_is_told_with_its_log(
     if failure is None:
         assert run_stage("a_stage", str(result), result, log=log) == b"done"
         return
+    limits = StageLimits(quiet_seconds=1.0) if "sleep" in code else LIMITS
     with pytest.raises(LaunchError, match=failure):
-        run_stage("a_stage", str(result), result, log=log, limits=StageLimits(quiet_seconds=1.0))
+        run_stage("a_stage", str(result), result, log=log, limits=limits)
     assert log.exists()
 
 
@@ -244,19 +246,30 @@ def test_a_server_is_followed_until_it_says_that_it_is_up(tmp_path: Path) -> Non
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("is_idle", [False, True])
-def test_a_server_that_hangs_is_ended(tmp_path: Path, is_idle: bool) -> None:
-    """Before it is up that is an error; later it dies, so that who waits for its answer hears of it, and it says why.
-    One that may have nothing to do is left alone."""
-    log, limits = tmp_path / "server.log", StageLimits(quiet_seconds=0.5)
+def test_a_server_that_hangs_at_its_start_is_ended(tmp_path: Path) -> None:
+    """The message has the limit that it has reached."""
     code = [sys.executable, "-c", "import time; time.sleep(60)"]
+    limits = StageLimits(quiet_seconds=0.5)
     with (
         pytest.raises(LaunchError, match="without a line of its log"),
-        running(code, ready=b"is up", log=log, environment={}, limits=limits, is_idle=is_idle),
+        running(code, ready=b"is up", log=tmp_path / "server.log", environment={}, limits=limits),
     ):
         pass
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_server_that_hangs_later_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_idle: bool) -> None:
+    """It dies, so that who waits for its answer hears of it, and it says why. One that may have nothing to do is left
+    alone."""
+    hangs = threading.Event()
+    made = SimpleNamespace(next_look_seconds=0.02, limit_reached=lambda: "has been quiet" if hangs.is_set() else "")
+    monkeypatch.setattr(servers, "StageProgress", lambda *given: made)
     code = [sys.executable, "-c", "import time; print('it is up', flush=True); time.sleep(60)"]
-    with running(code, ready=b"is up", log=log, environment={}, limits=limits, is_idle=is_idle) as up:
+    with running(code, ready=b"is up", log=tmp_path / "log", environment={}, is_idle=is_idle) as up:
+        if is_idle:
+            up.join(SECONDS)
+        hangs.set()
         up.join(SECONDS)
-        assert not up.is_alive() and ("without a line of its log" in up.reached) == (not is_idle)
+        assert not up.is_alive() and up.reached == ("" if is_idle else "has been quiet")
         assert is_idle == Path(f"/proc/{up.pid}").exists()

@@ -79,7 +79,7 @@ def test_pins_and_policies_are_set_and_shown(path: Path) -> None:
     name = found(path, "top")[0]["name"]
     done = run(path, "pin", name, "--seconds", "60")
     assert (done.exit_code, done.stdout) == (0, "pinned 8 tokens, 2 blocks, for 60 seconds\n")
-    assert name in run(path, "pins").stdout and "1 pins" in run(path, "status").stdout
+    assert name in run(path, "pins").stdout and "1 pin\n" in run(path, "status").stdout
     assert found(path, "top")[0]["is_pinned"] is True
     assert (
         run(path, "unpin", name).stdout == "unpinned 2 blocks\n" and run(path, "pins").stdout == "nothing is pinned\n"
@@ -313,7 +313,7 @@ def test_without_requests_there_is_no_hit_rate() -> None:
     """That nobody asked for anything within the window is said, in the lines and in the live view, and no 0 %."""
     assert "hit rates, recently: token 50%" in status_lines(document())
     idle = document(hit_rates=dict.fromkeys(("request", "token", "gpu")))
-    line = "hit rates, recently: no request came in the last 300 seconds"
+    line = "hit rates, recently: no request came in the last 5 minutes"
     assert line in status_lines(idle) and line in viewed(idle, {}) and "%" not in viewed(idle, {})
 
 

@@ -76,6 +76,20 @@ def test_a_stream_is_sent_in_chunks(server: Server) -> None:
             assert file.read().partition(b"\r\n\r\n")[2] == text
 
 
+@pytest.mark.parametrize("metrics_url", ["http://127.0.0.1:9400/metrics", ""])
+def test_who_asks_the_api_for_metrics_is_told_their_port(metrics_url: str) -> None:
+    """Where there are any: the 404 names the pages that are here, and then their address."""
+    cache = SimpleNamespace(config=SimpleNamespace(role="mixed", peer=None))
+    with served(InstanceApp(Api(), cache, metrics_url).build()) as port:  # type: ignore[arg-type]
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
+        text = json.loads(answer.read())["error"]["message"]
+        connection.close()
+    assert answer.status == 404 and "/health, /ready and /status" in text
+    assert text.endswith(f"; metrics are at {metrics_url}" if metrics_url else "/status")
+
+
 def test_a_client_that_resets_before_the_first_byte_is_computed_for_no_longer(server: Server) -> None:
     """The headers of its stream find nobody: the generation is cancelled, and the server goes on."""
     api = server.api

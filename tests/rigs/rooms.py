@@ -34,7 +34,7 @@ ROOMS = {
     "fastdeploy_cache": {
         "errors": set(),
         "causes": set(),
-        "explanation": {"causes"},
+        "explanation": {"causes", "errors"},
         "match": {"explanation"},
         "config_sources": {"errors"},
         "insight_config": {"errors"},

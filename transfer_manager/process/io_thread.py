@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from fastdeploy_cache.errors import CodecError, IPCError, QueueDisconnectedError
+from fastdeploy_cache.errors import CodecError, IPCError, QueueDisconnectedError, counted
 from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.task_queue import Poller, TaskQueue, Wakeup, new_context
 from fastdeploy_cache.transfer_manager.config import TransferConfig
@@ -96,7 +96,9 @@ class ProcessIO:
         has_failed = rank.phase in (Phase.DOWN, Phase.OFF) and not self.started.is_set()
         if has_failed and (not self._kind.is_optional or rank.exit_code == EXIT_REFUSED):
             # What is refused is refused by each rank: the reason comes first.
-            what = "" if rank.exit_code == EXIT_REFUSED else f"start of {self._config.tp_size} ranks failed: "
+            what = (
+                "" if rank.exit_code == EXIT_REFUSED else f"start of {counted(self._config.tp_size, 'rank')} failed: "
+            )
             self.start_failure = f"{what}{rank.last_failure}"
             self.stopping = True
             return

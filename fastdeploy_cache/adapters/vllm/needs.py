@@ -60,7 +60,8 @@ def _of_model(config: Any) -> Iterator[Need]:
     no_mla = (
         "set VLLM_MLA_DISABLE=1, switch chunked prefill on where vLLM allows it, or start vLLM without this connector"
     )
-    yield Need(is_chunked or not model.use_mla, f"the model uses MLA, and {off}", f"{behind}: {no_mla}")
+    uses_mla = bool(model.use_mla)
+    yield Need(is_chunked or not uses_mla, f"the model uses MLA, and {off}", f"{behind}: {no_mla}")
     is_riscv = config.device_config.device_type == "cpu" and platform.machine().startswith("riscv")
     yield Need(is_chunked or not is_riscv, f"this is a RISC-V CPU, and {off}", f"{behind}: leave the connector out")
     # What follows has come with one version or another of vLLM: where a name is missing, so is what it stands for.

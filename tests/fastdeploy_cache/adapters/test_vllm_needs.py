@@ -142,7 +142,7 @@ def test_names_that_older_versions_lack_are_not_asked_of_them() -> None:
     for name in ("is_diffusion", "enable_cumem_allocator"):
         delattr(config.model_config, name)
     for name in ("non_causal", "unpadded_page_size_bytes", "tokens_per_state"):
-        delattr(spec, name)
+        delattr(type(spec), name)
     check_needs(config, _kv_cache(spec))
     spec.compress_ratio = 4  # as tokens_per_state was called before
     with pytest.raises(ConfigError, match="of 4 tokens"):
