@@ -42,8 +42,8 @@ def _at_once(case: Evidence) -> Iterator[Finding]:
                 "committed them."
             ),
             advice=(
-                "Hold back the match of a request while another one computes the same prefix, and commit after every "
-                "step, not only when a prompt is computed whole."
+                "Hold back the match of a request while another one computes the same prefix: it then hits what that "
+                "one has committed."
             ),
             share=share,
         )
