@@ -30,7 +30,7 @@ class AllowedHosts:
             ConfigError: one of the names is none.
         """
         self._is_on = bool(names) or _is_loopback(address)
-        self._known = [(_bare(host), None), ("localhost", None)]
+        self._known: list[tuple[str, int | None]] = [(_bare(host), None), ("localhost", None)]
         for name in names:
             parts = _parts(name)
             if parts is None:
