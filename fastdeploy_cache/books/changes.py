@@ -74,6 +74,13 @@ class GpuForgotten(Change):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
+class PolicyChanged(Change):
+    """It is evicted by another policy from now on; this is its name."""
+
+    name: str
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class StatusChanged(Change):
     """The cache is paused, asleep, running, or on its way there: see `LifeCycleStatus`, whose value this is."""
 

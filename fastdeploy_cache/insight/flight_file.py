@@ -33,8 +33,9 @@ from fastdeploy_cache.insight.flight_recorder import RingPart
 from fastdeploy_cache.insight.flight_records import Record, RecordKind, pack, unpack
 
 MAGIC: Final = b"\x89fdcache-flight"
-VERSION: Final = 2  # since there is `STEPPED`; else as 1, which is read, too
+VERSION: Final = 3  # since there is `POLICY`; those before are read, too: 2 since there is `STEPPED`
 _VERSION, _HEAD, _PIECE = struct.Struct("<H"), struct.Struct("<II"), struct.Struct("<4sQIII")
+_FIRST_WITH_POLICIES: Final = 3
 _TAG: Final = b"PIEC"
 _PIECE_NOTES: Final = 1024
 Marks = np.ndarray[Any, np.dtype[np.uint32]]
@@ -137,12 +138,19 @@ class FlightRecording:
         pieces: the records and the marks of each piece, in order.
         note: what is missing at its end; empty where nothing is.
         num_bytes: of the file.
+        version: of its form.
     """
 
     header: dict[str, Any]
     pieces: list[tuple[bytes, Marks]]
     note: str
     num_bytes: int
+    version: int = VERSION
+
+    @property
+    def has_policies(self) -> bool:
+        """Whether it would tell of a change of the eviction policy."""
+        return self.version >= _FIRST_WITH_POLICIES
 
     def records(self) -> Iterator[Record]:
         """The records in order; those with marks have them as `marks`, an array of 32-bit numbers.
@@ -193,7 +201,7 @@ def read_recording(path: Path) -> FlightRecording:
         )
     try:
         (version,) = _VERSION.unpack_from(data, len(MAGIC))
-        if version not in {1, VERSION}:
+        if not 1 <= version <= VERSION:
             raise RecordingError(
                 f"{path} is a flight recording of version {version}, and this program reads version {VERSION}; use the "
                 "program that wrote it"
@@ -215,7 +223,7 @@ def read_recording(path: Path) -> FlightRecording:
     if not isinstance(header, dict):
         raise RecordingError(f"{path} has a header that is no table")
     pieces, note = _pieces(path, data, at + size)
-    return FlightRecording(header, pieces, note, len(data))
+    return FlightRecording(header, pieces, note, len(data), version)
 
 
 def _pieces(path: Path, data: bytes, at: int) -> tuple[list[tuple[bytes, Marks]], str]:

@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import Any, Final
 
 from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.requests import listener
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
@@ -41,6 +42,7 @@ class RecordKind(IntEnum):
     ALERT = 14  # what a file was written for
     SETTLED_LATE = listener.SETTLED_LATE
     STEPPED = 16  # the records in front of it, so many, are of one step
+    POLICY = 18  # another eviction policy
     MARKED = 17  # at the end: what a request that is still there has published behind its prompt
 
 
@@ -91,6 +93,7 @@ _FIELDS: Final[dict[RecordKind, tuple[str, tuple[str, ...]]]] = {
     RecordKind.ALERT: ("dB", ("at", "reason")),
     RecordKind.SETTLED_LATE: ("I", ("number",)),
     RecordKind.STEPPED: ("I", ("num_records",)),
+    RecordKind.POLICY: ("dB", ("at", "policy")),
     RecordKind.MARKED: ("III", ("number", "first", "num_marks")),
 }
 LAYOUTS: Final = {kind: struct.Struct(f"<B{form}") for kind, (form, _) in _FIELDS.items()}
@@ -99,7 +102,9 @@ HINTS: Final = struct.Struct("<dd")  # priority and keep_seconds; not a number: 
 NUM_IMAGES: Final = struct.Struct("<H")
 IMAGE: Final = struct.Struct("<IIQ")  # offset, length, digest
 # of fields that name one of several
-_MOST: Final = {"task_kind": len(TASK_KINDS) - 1, "status": len(STATUSES) - 1, "up": 1, "asleep": 3}
+_MOST: Final = {"task_kind": len(TASK_KINDS) - 1, "status": len(STATUSES) - 1, "up": 1, "asleep": 3} | {
+    "policy": len(EVICTION_POLICIES) - 1
+}
 Record = dict[str, Any]
 Digest = Callable[[bytes], int]  # 64 bits for a name
 

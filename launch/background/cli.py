@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from fastdeploy_cache.config_sources import RUN_FOLDER_VARIABLE
 from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE, set_up_log
 from fastdeploy_cache.launch.background.run_folder import RunFolder, default_run_folder
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.launch.background.group_plan import GroupPlan
 
 background_app = typer.Typer()
 RunDir = Annotated[
@@ -107,9 +110,12 @@ def up(
         allow_hosts=tuple(allow_host or ()),
         serve=_arguments_of_serve(context),
     )
-    if not foreground:
-        start_group(plan, folder, _say)
-        return
+    if foreground:
+        _stay(plan, folder)
+    start_group(plan, folder, _say)
+
+
+def _stay(plan: GroupPlan, folder: RunFolder) -> NoReturn:
     from fastdeploy_cache.launch.background.supervisor import Supervisor
 
     raise typer.Exit(0 if Supervisor(plan, folder).run() else 1)

@@ -20,6 +20,7 @@ from fastdeploy_cache.launch.simulator.recorded_turns import turns
 from fastdeploy_cache.launch.simulator.replay_outcome import MAX_SHOWN, Difference, ReplayOutcome
 from fastdeploy_cache.launch.simulator.store import SimulatedStore
 from fastdeploy_cache.life_cycle import LifeCycleStatus
+from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest
 
 _STORE = "fastdeploy_cache.launch.simulator.store:SimulatedStore"
@@ -95,7 +96,7 @@ class FlightReplay:
         self.outcome = ReplayOutcome()
         self._record: Record = {}
         self._began: float | None = None
-        self._steps: dict[RecordKind, Callable[[Record], None]] = {
+        self._steps: dict[RecordKind, Callable[[Record], object]] = {
             RecordKind.MATCHED: self._match,
             RecordKind.LOOKED: self._look,
             RecordKind.SETTLED_LATE: self._settle,
@@ -108,6 +109,7 @@ class FlightReplay:
             RecordKind.RESET: lambda _: self.cache.reset(),
             RecordKind.GPU_FORGOTTEN: lambda record: self.cache.ranks.kv_lost(self._rank(record)),
             RecordKind.STATUS: self._change_status,
+            RecordKind.POLICY: lambda record: self.cache.control.set_policy(EVICTION_POLICIES[record["policy"]]),
             RecordKind.RANK: lambda record: self._client.set_up(self._rank(record), up=bool(record["up"])),
         }
 

@@ -40,6 +40,10 @@ def replay_recording(path: Path, json_file: Path | None) -> int:
         console.print(f"  {difference}")
     if outcome.num_different > len(outcome.differences):
         console.print(f"  and {outcome.num_different - len(outcome.differences)} more")
+    if not recording.has_policies:
+        console.print(
+            "The recording is of a version that does not tell whether the eviction policy was changed meanwhile."
+        )
     for line in _remarks(outcome, is_whole=not header.get("num_dropped"), has_storage=bool(header.get("has_storage"))):
         console.print(line)
     write_json(json_file, found)
