@@ -60,7 +60,7 @@ def write_mla_model(folder: Path, spec: ModelSpec = SMALL, seed: int = 1) -> Non
 
     weight, hidden, heads, size = _weights(seed), spec.hidden_size, spec.num_heads, spec.head_dim
     tensors = _ends(weight, spec)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # vLLM ties none of this architecture's
+    tensors["lm_head.weight"] = weight(spec.vocab_size, hidden)  # vLLM ties none of this architecture's embeddings
     for layer in range(spec.num_layers):
         keys_and_values = weight(heads * 2 * size, _LATENT).reshape(heads, 2, size, _LATENT)
         keys_and_values[:, 1] *= 4.0
