@@ -60,6 +60,7 @@ def write_mla_model(folder: Path, spec: ModelSpec = SMALL, seed: int = 1) -> Non
 
     weight, hidden, heads, size = _weights(seed), spec.hidden_size, spec.num_heads, spec.head_dim
     tensors = _ends(weight, spec)
+    tensors["lm_head.weight"] = weight(spec.vocab_size, hidden)  # vLLM ties none of this architecture's embeddings
     for layer in range(spec.num_layers):
         keys_and_values = weight(heads * 2 * size, _LATENT).reshape(heads, 2, size, _LATENT)
         keys_and_values[:, 1] *= 4.0
@@ -89,6 +90,7 @@ def _mla_config(spec: ModelSpec) -> dict[str, object]:
         "kv_lora_rank": _LATENT,
         "qk_nope_head_dim": spec.head_dim,
         "qk_rope_head_dim": _ROTARY,
+        "tie_word_embeddings": False,
         "v_head_dim": spec.head_dim,
         "first_k_dense_replace": spec.num_layers,  # no layer has experts
         "n_routed_experts": 2,

@@ -87,7 +87,10 @@ def test_a_made_up_model_and_its_adapter_are_folders_for_vllm(tmp_path: Path) ->
     latent = load_file(tmp_path / "mla" / "model.safetensors")
     assert latent["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"].shape == (512 + 64, 8)
     assert latent["model.layers.0.self_attn.kv_b_proj.weight"].shape == (2 * (4 + 4), 512)
-    assert json.loads((tmp_path / "mla" / "config.json").read_text())["model_type"] == "deepseek_v2"
+    assert np.any(latent["lm_head.weight"]), (
+        "vLLM takes embeddings of this architecture for untied, and zeros for a head"
+    )
+    assert json.loads((tmp_path / "mla" / "config.json").read_text())["tie_word_embeddings"] is False
     write_adapter(tmp_path / "adapter", SPEC)
     added = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     up = added["base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"]
@@ -272,7 +275,12 @@ class Told:
         noise = 1 if (plan.get("is_poisoned") and is_last and not self._wrong.get("blind")) or "answer" in lie else 0
         served = tuple(
             Served(
-                tokens=(visit.prompt, str(visit.adapter).count("2"), noise, visit.adapter is not None),
+                tokens=(
+                    0 if "alike" in lie else visit.prompt,
+                    str(visit.adapter).count("2"),
+                    noise,
+                    visit.adapter is not None,
+                ),
                 num_cached_tokens=0,
                 seconds=0.1,
                 num_preemptions=int(wanted.num_concurrent > 1 and "preempted" not in self._wrong),
@@ -301,6 +309,7 @@ class Told:
         ({"MLA alone": {"is_prefill_chunked": False}}, "MLA", "it was not refused, with chunked prefill off: 16 of 16"),
         ({"MLA": {"refused": "the model uses MLA"}}, "MLA", "it was refused: the model uses MLA"),
         ({"MLA alone": {"is_prefill_chunked": False}, "MLA": {"refused": "no tier"}}, "MLA", "it was refused: no tier"),
+        ({"MLA alone 0": {"alike": True}}, "MLA", "all prompts have the same answer: this shows nothing"),
         ({"MLA 1": {"answer": 1}}, "MLA", "8 answers differ from those of vLLM alone"),
         ({"blind": True}, "bytes of the CPU tier turned over", "wrong KV gives the same answers"),
     ],
