@@ -172,7 +172,7 @@ def check_metrics_port(host: str, port: int) -> None:
 def _listen(
     host: str, port: int, metrics_port: int, control_socket: Path | None, allow_hosts: Sequence[str]
 ) -> tuple[HttpServer, ControlServer | None]:
-    """Before the ranks start: what is taken should cost nothing."""
+    """Take all ports before the ranks start: one that is taken should cost nothing."""
     check_metrics_port(host, metrics_port)
     server = HttpServer(host, port, allow_hosts=allow_hosts)
     try:
