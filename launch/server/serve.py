@@ -63,9 +63,7 @@ def serve(
     files = load_model_files()
     loaded = load_config(files, config_file, settings, role=role, storage_folder=storage_folder)
     config, control_socket = _own_socket(loaded, control_socket)
-    endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
-    for number, what in _ASKS.items():
-        signal.signal(number, lambda *_, what=what: endings.put(what))
+    endings = _hear_signals()
     _check_metrics_port(host, metrics_port)  # and the others before the ranks start: what is taken should cost nothing
     server, control = _listen(host, port, control_socket, allow_hosts)
     try:
@@ -87,6 +85,14 @@ def serve(
     logger.info("event=stopped")
     if ending != "asked":
         raise LaunchError(f"the {ending} ended by itself; its log says why")
+
+
+def _hear_signals() -> queue.SimpleQueue[str]:
+    """What it is asked by signals from now on, one by one."""
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
+    for number, what in _ASKS.items():
+        signal.signal(number, lambda *_, what=what: asked.put(what))
+    return asked
 
 
 def _own_socket(config: CacheConfig, control_socket: Path | None) -> tuple[CacheConfig, Path | None]:
