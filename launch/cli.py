@@ -48,6 +48,9 @@ Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer pr
 AllowHost = Annotated[
     list[str] | None, typer.Option(metavar="NAME", help="A name that its ports may be asked under; can be repeated.")
 ]
+ControlSocket = Annotated[
+    Path | None, typer.Option(help="Take the verbs of `control` at this unix socket, in a folder of mode 700.")
+]
 LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank.")]
 TraceFile = Annotated[
     Path, typer.Argument(help="Request trace: JSON lines, gzip-compressed or not; or a flight recording.")
@@ -107,9 +110,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = 8000,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of /metrics.")] = 9400,
     storage: Annotated[Path | None, typer.Option(help="Folder of a store on disk, which outlives restarts.")] = None,
-    control_socket: Annotated[
-        Path | None, typer.Option(help="Take the verbs of `control` at this unix socket, in a folder of mode 700.")
-    ] = None,
+    control_socket: ControlSocket = None,
     role: Annotated[
         str, typer.Option(help="prefill computes prompts for decode instances (see `route`); mixed does both alone.")
     ] = "mixed",

@@ -64,9 +64,7 @@ def serve(
     loaded = load_config(files, config_file, settings, role=role, storage_folder=storage_folder)
     config, control_socket = _own_socket(loaded, control_socket)
     tokenizer = _tokenizer(files, config)
-    endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
-    for number, what in _ASKS.items():
-        signal.signal(number, lambda *_, what=what: endings.put(what))
+    endings = _hear_signals()
     server, control = _listen(host, port, metrics_port, control_socket, allow_hosts)
     try:
         config = named(config, server.port) if role != "mixed" else config
@@ -102,6 +100,14 @@ def _tokenizer(files: ModelFiles, config: CacheConfig) -> ChatTokenizer:
     tokenizer = ChatTokenizer(files)
     check_pool(config, len(tokenizer.encode_chat([{"role": "user", "content": "a"}])))
     return tokenizer
+
+
+def _hear_signals() -> queue.SimpleQueue[str]:
+    """What it is asked by signals from now on, one by one."""
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
+    for number, what in _ASKS.items():
+        signal.signal(number, lambda *_, what=what: asked.put(what))
+    return asked
 
 
 def _own_socket(config: CacheConfig, control_socket: Path | None) -> tuple[CacheConfig, Path | None]:
