@@ -50,10 +50,10 @@ class FakeQueue:
     """Remembers what became of it."""
 
     def __init__(self, number: int) -> None:
-        self.address, self.hidden, self.closed = f"ipc://{number}", False, False
+        self.rank_fds, self.is_handed_over, self.closed = (number, -1), False, False
 
-    def hide(self) -> None:
-        self.hidden = True
+    def hand_over(self) -> None:
+        self.is_handed_over = True
 
     def close(self) -> None:
         self.closed = True
@@ -72,15 +72,15 @@ class World:
     signal: RankSignal
     queues: list[FakeQueue] = field(default_factory=list)
     processes: list[FakeProcess] = field(default_factory=list)
-    spawned: list[tuple[int, int, str]] = field(default_factory=list)
+    spawned: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
     failure: Exception | None = None
 
     def new_queue(self) -> FakeQueue:
         self.queues.append(FakeQueue(len(self.queues)))
         return self.queues[-1]
 
-    def spawn(self, rank: int, incarnation: int, address: str) -> FakeProcess:
-        self.spawned.append((rank, incarnation, address))
+    def spawn(self, rank: int, incarnation: int, queue_fds: tuple[int, ...]) -> FakeProcess:
+        self.spawned.append((rank, incarnation, queue_fds))
         if self.failure is not None:
             raise self.failure
         self.processes.append(FakeProcess(1000 + incarnation))
@@ -133,15 +133,15 @@ def test_thousands_of_deaths_do_not_overflow() -> None:
 
 
 def test_first_tick_starts_the_first_incarnation(world: World) -> None:
-    """The process gets its rank, its incarnation and its queue's address; it is not ready before it says so."""
+    """The process gets its rank, its incarnation and its ends of the queue; it is not ready before it says so."""
     supervisor = world.supervisor()
     world.signal.state = RankState.STOPPING  # words of a life before
     supervisor.tick(0.0)
-    assert world.spawned == [(4, 1, "ipc://0")]
+    assert world.spawned == [(4, 1, (0, -1))]
     assert (supervisor.phase, world.signal.state) == (Phase.STARTING, RankState.STARTING)
-    assert not world.queues[0].hidden
+    assert world.queues[0].is_handed_over
     ready(supervisor, 0.0)
-    assert supervisor.phase is Phase.READY and world.queues[0].hidden and supervisor.num_restarts == 0
+    assert supervisor.phase is Phase.READY and supervisor.num_restarts == 0
 
 
 def test_a_late_start_is_killed_once(world: World) -> None:
@@ -209,7 +209,7 @@ def test_restarts_wait_and_count_up(world: World) -> None:
         now += pause + 1e-6
         supervisor.tick(now)
         assert supervisor.phase is Phase.STARTING and supervisor.num_restarts == death
-    assert world.spawned == [(4, n, f"ipc://{n - 1}") for n in (1, 2, 3, 4)]
+    assert world.spawned == [(4, n, (n - 1, -1)) for n in (1, 2, 3, 4)]
     assert [queue.closed for queue in world.queues] == [True, True, True, False]
 
 
@@ -235,7 +235,7 @@ def test_a_failed_spawn_is_a_death(world: World, kind: type[Exception]) -> None:
     assert "rank 4 cannot be spawned" in supervisor.last_failure and "no more of these" in supervisor.last_failure
     world.failure = None
     supervisor.tick(0.2)
-    assert supervisor.phase is Phase.STARTING and world.spawned[-1] == (4, 2, "ipc://1")
+    assert supervisor.phase is Phase.STARTING and world.spawned[-1] == (4, 2, (1, -1))
 
 
 def test_a_retired_rank_is_not_restarted(world: World) -> None:

@@ -8,7 +8,8 @@ import time
 
 from fastdeploy_cache.errors import CodecError, IPCError, QueueDisconnectedError
 from fastdeploy_cache.ipc.codec import decode, encode
-from fastdeploy_cache.ipc.task_queue import Poller, TaskQueue, Wakeup, new_context
+from fastdeploy_cache.ipc.poller import Poller, Wakeup
+from fastdeploy_cache.ipc.task_queue import TaskQueue
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.process.callbacks import Callbacks
 from fastdeploy_cache.transfer_manager.process.flights import Flight
@@ -37,7 +38,6 @@ class ProcessIO:
 
     def __init__(self, config: TransferConfig, kind: ProcessKind, owner: ProcessOwner, callbacks: Callbacks) -> None:
         self._config, self._kind, self._owner, self.callbacks = config, kind, owner, callbacks
-        self._context = new_context()
         self.ranks = [
             RankSupervisor(rank, config, signal, self._new_queue, owner.spawn, process_name=kind.name)
             for rank, signal in enumerate(owner.signals)
@@ -56,7 +56,7 @@ class ProcessIO:
             self.started.set()
 
     def _new_queue(self) -> TaskQueue:
-        return TaskQueue(self._context, self._config.max_tasks_in_flight)
+        return TaskQueue(len(Lane), self._config.max_tasks_in_flight)
 
     def run(self) -> None:
         """The thread: until `stopping` is set; then processes end and every task is answered."""
@@ -141,7 +141,7 @@ class ProcessIO:
 
     def _watch(self, rank: RankSupervisor) -> None:
         if rank.process is not None and rank.queue is not None:
-            self._poller.register(rank.queue, rank)
+            self._poller.register(rank.queue.fd, rank)
             self._poller.register(rank.process.pidfd, rank.rank)
 
     # -- what processes say
@@ -226,7 +226,7 @@ class ProcessIO:
             # Answers that it sent before it died count. Without this look, the poller may have told of the death and
             # of an answer in one turn, or of the death first, and a task that succeeded would fail.
             self._receive(rank)
-            self._poller.unregister(queue)
+            self._poller.unregister(queue.fd)
             self._poller.unregister(process.pidfd)
             self.tasks.all_ready.clear()
             is_blamed = rank.blamed
@@ -253,7 +253,6 @@ class ProcessIO:
         self._wait_until_reaped(time.monotonic() + _KILLED_SECONDS)
         for task in self.tasks.take_queued():
             self.tasks.refuse(task, "the client has stopped")
-        self._context.destroy(linger=0)
         self._owner.note_stopped()
         self.started.set()
 

@@ -80,11 +80,11 @@ class RankSupervisor:
         config: TransferConfig,
         signal: RankSignal,
         new_queue: Callable[[], TaskQueue],
-        spawn: Callable[[int, int, str], Process],
+        spawn: Callable[[int, int, tuple[int, ...]], Process],
         *,
         process_name: str = "transfer",
     ) -> None:
-        """`spawn(rank, incarnation, queue address)` starts a process; `new_queue` binds the queue for one.
+        """`spawn(rank, incarnation, its ends of the queue)` starts a process; `new_queue` makes the queue for one.
 
         `process_name` tells a rank's processes apart in the log.
         """
@@ -100,7 +100,7 @@ class RankSupervisor:
         self.blamed = True  # for its death, if it dies now: it counts against it
         self.parked = False  # what it works on is not there: not started (again) until it is
         # Each lane is ready by itself. Taken for the whole, the first one would let tasks of the other lane be sent to
-        # a connection that is not there yet, and ZeroMQ would say that nobody is connected.
+        # a thread that is not there yet, and that may never be.
         self._ready_lanes: set[Lane] = set()
         self._config = config
         self._signal = signal
@@ -136,16 +136,15 @@ class RankSupervisor:
         self.blamed = True
         try:
             self.queue = self._new_queue()
-            self.process = self._spawn(self.rank, self.incarnation, self.queue.address)
+            self.process = self._spawn(self.rank, self.incarnation, self.queue.rank_fds)
+            self.queue.hand_over()
         except (OSError, ValueError, IPCError) as error:  # ValueError: a name that no file or message can have
             self._died(now, f"rank {self.rank} cannot be spawned: {error}")
 
     def note_ready(self, lane: Lane, now: float) -> None:
-        """A lane's ready message came; with the last one the socket's path is no longer needed."""
+        """A lane's ready message came; with the last one the rank is ready."""
         self._ready_lanes.add(lane)
         if self.phase is Phase.STARTING and len(self._ready_lanes) == len(Lane):
-            assert self.queue is not None
-            self.queue.hide()
             self.phase = Phase.READY
             self._last_beat = now  # its first beat comes after this message, however long the start took
             logger.info("event=rank_ready process=%s rank=%d incarnation=%d", self._name, self.rank, self.incarnation)
