@@ -46,6 +46,8 @@ class ProcessIO:
         self.changed: set[int] = set()  # under the lock of `tasks`: ranks for which something has come or gone
         self.stopping = False
         self.started = threading.Event()
+        self.to_restart: set[int] = set()  # under the same lock: ranks that somebody wants to be tried again
+        self._start_before = 0.0
         self.start_failure: str | None = None
         self.wakeup = Wakeup()
         self._stuck: dict[int, int] = {}  # rank -> the task that it is being killed for
@@ -62,6 +64,7 @@ class ProcessIO:
         """The thread: until `stopping` is set; then processes end and every task is answered."""
         try:
             self._poller.register(self.wakeup.fd, self.wakeup)
+            self._start_before = time.monotonic() + self._config.start_timeout_seconds
             for rank in self.ranks:
                 rank.tick(time.monotonic())
                 self._watch(rank)
@@ -84,6 +87,8 @@ class ProcessIO:
         now = time.monotonic()
         if self.changed:
             self._follow_changes()
+        if self.to_restart:
+            self._restart(now)
         self._send()  # before the housekeeping: tasks do not wait for it
         if died:
             self._reap(now)
@@ -94,6 +99,8 @@ class ProcessIO:
 
     def _tick(self, rank: RankSupervisor, now: float) -> None:
         has_failed = rank.phase in (Phase.DOWN, Phase.OFF) and not self.started.is_set()
+        if has_failed and rank.shortage and not self._kind.is_optional and now < self._start_before:
+            has_failed = False  # it may have what it needs a moment later
         if has_failed and (not self._kind.is_optional or rank.exit_code == EXIT_REFUSED):
             # What is refused is refused by each rank: the reason comes first.
             what = "" if rank.exit_code == EXIT_REFUSED else f"start of {self._config.tp_size} ranks failed: "
@@ -131,12 +138,20 @@ class ProcessIO:
                 self.tasks.all_ready.clear()
                 rank.kill(reason, blamed=False)
 
+    def _restart(self, now: float) -> None:
+        with self.tasks.lock:
+            numbers, self.to_restart = self.to_restart, set()
+        for number in numbers:
+            self.ranks[number].restart(now)
+
     def _next_timeout(self) -> float:
         now = time.monotonic()
         waits = [rank.next_tick(now) for rank in self.ranks]
         owed = self.tasks.flights.stuck_at() if self.tasks.flights.all() else {}
         # those of a rank that is dying end when it is reaped
         waits += [at - now for (rank, _), (at, _) in owed.items() if not self.ranks[rank].dying]
+        if not (self._kind.is_optional or self.started.is_set()) and any(rank.shortage for rank in self.ranks):
+            waits.append(self._start_before - now)
         return max(0.0, min(waits))
 
     def _watch(self, rank: RankSupervisor) -> None:
