@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import resource
 
+from fastdeploy_cache.ipc.event_log import event_log
+
+logger = event_log(__name__)
+
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN})
 _FIRST_SECONDS = 0.1
+_FEWEST_FILES = 4
+_LONGEST_REST_SECONDS = 1.0  # who connects waits for it
+_GONE = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM}  # of one that is not there any more, or that a firewall refuses
 LONGEST_SECONDS = 10.0
 
 
@@ -59,3 +67,50 @@ class Patience:
     def reset(self) -> None:
         """It has been granted: the next pause is the shortest again."""
         self._next = _FIRST_SECONDS
+
+
+class AcceptRests:
+    """What a loop that accepts connections does where it has no descriptor for one: it says so once, rests between two
+    tries, and says once that it is over. Who connects waits meanwhile. One thread at a time."""
+
+    def __init__(self, where: str) -> None:
+        """`where` it listens, for the log."""
+        self._where, self._patience, self._is_short = where, Patience(), False
+
+    def met(self, error: OSError) -> float:
+        """How long to rest after this error of `accept`; raises it where waiting does not help."""
+        if error.errno in _GONE:
+            return 0.0
+        if not is_shortage(error):
+            raise error
+        if not self._is_short:
+            self._is_short = True
+            logger.warning("event=cannot_accept where=%s error=%r limit=%r", self._where, str(error), limit_of(error))
+        return min(self._patience.pause_seconds(), _LONGEST_REST_SECONDS)
+
+    def over(self) -> None:
+        """A connection has been accepted."""
+        if self._is_short:
+            self._is_short = False
+            self._patience.reset()
+            logger.warning("event=accepts_again where=%s", self._where)
+
+
+def raise_open_files() -> None:
+    """Let this process have as many open files as the system allows it.
+
+    For programs of ours, at their start. A process that embeds us keeps its limit: it may use `select`, which knows
+    only the first 1024.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a system that says more than it allows: then it stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def share_of_files(share: float, most: int) -> int:
+    """How many connections a server may hold: a share of the open files that this process may have, and `most` at most.
+
+    The shares of all servers of a process leave a third of its files for its children, its stores and its logs.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if soft == resource.RLIM_INFINITY else max(_FEWEST_FILES, min(most, int(soft * share)))

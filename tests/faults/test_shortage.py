@@ -61,3 +61,24 @@ def test_a_rank_that_is_off_is_said_and_comes_back_when_asked() -> None:
     assert found["troubles"] == ["the transfer process of rank 0 is off, since it has died too often"]
     assert found["restarted"] == [[0], []] and found["up"]
     assert found["findings_after"] == []
+
+
+def test_children_take_all_files_that_they_may_and_the_engine_keeps_its_limit() -> None:
+    """Rank, storage, peer and what-if process raise their soft limit to the hard one; a process that embeds the cache
+    has its own for reasons of its own."""
+    found, _ = run("limits")
+    assert found == {"num_children": 4, "own": [150, 300]}
+
+
+def test_our_commands_take_all_files_that_they_may() -> None:
+    """As servers and supervisors they have many clients and children."""
+    program = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (150, 300))\n"
+        "from fastdeploy_cache.launch.cli import main\n"
+        "sys.argv = ['fastdeploy-cache', '--version']\n"
+        "try: main()\n"
+        "except SystemExit: print(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert done.stdout.splitlines()[-1] == "(300, 300)"

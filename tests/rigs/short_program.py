@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache import (
@@ -29,6 +28,7 @@ from fastdeploy_cache.insight.process_troubles import troubles_of
 from fastdeploy_cache.metrics.page_samples import samples_of
 from fastdeploy_cache.transfer_manager.process.child import ChildProcess
 from fastdeploy_cache.transfer_manager.rank.owner import RankOwner
+from tests.rigs.leaks import child_pids
 
 LIMIT = 150
 SECONDS = 30.0
@@ -175,18 +175,33 @@ def off() -> dict[str, Any]:
     return found
 
 
+def limits() -> dict[str, Any]:
+    """How many files this process may open, and its children; the soft one of this is below the hard one."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, 2 * LIMIT))
+    with tempfile.TemporaryDirectory() as folder, PrefixCacheManager(new_config(folder)) as cache:
+        assert cache.peers.wait_ready(SECONDS)
+        cache.insight.start_what_if()
+        children = child_pids()
+
+        def of_children() -> list[tuple[int, int]]:
+            return [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in children]
+
+        eventually(lambda: set(of_children()) == {(2 * LIMIT, 2 * LIMIT)})
+        return {"num_children": len(children), "own": resource.getrlimit(resource.RLIMIT_NOFILE)}
+
+
 def main() -> None:
     faulthandler.dump_traceback_later(2 * SECONDS, exit=True)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
     mode = sys.argv[1]
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "store").mkdir()
-        if mode == "later":
-            found = later(folder)
-        elif mode == "off":
-            found = off()
-        else:
-            found = first(folder, ends=mode == "first-late")
+    if mode != "limits":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+    if mode == "limits":
+        found = limits()
+    elif mode == "off":
+        found = off()
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            found = later(folder) if mode == "later" else first(folder, ends=mode == "first-late")
     print(json.dumps(found))
 
 
