@@ -48,6 +48,7 @@ class ProcessIO:
         self.started = threading.Event()
         self.to_restart: set[int] = set()  # under the same lock: ranks that somebody wants to be tried again
         self._start_before = 0.0
+        self._came_up: list[RankSupervisor] = []  # in this turn
         self.start_failure: str | None = None
         self.wakeup = Wakeup()
         self._stuck: dict[int, int] = {}  # rank -> the task that it is being killed for
@@ -96,6 +97,11 @@ class ProcessIO:
         for rank in self.ranks:
             self._tick(rank, now)
         self._note_all_ready()
+        # After it: who waits for a rank and hears that it is up submits at once, and would be told that it is not.
+        came_up, self._came_up = self._came_up, []
+        for rank in came_up:
+            if rank.phase is Phase.READY:
+                self._owner.note_up(rank.rank)
 
     def _tick(self, rank: RankSupervisor, now: float) -> None:
         has_failed = rank.phase in (Phase.DOWN, Phase.OFF) and not self.started.is_set()
@@ -182,7 +188,7 @@ class ProcessIO:
             return
         rank.note_ready(ready.lane, time.monotonic())
         if rank.phase is Phase.READY:
-            self._owner.note_up(rank.rank)
+            self._came_up.append(rank)
 
     def _note_done(self, rank: RankSupervisor, done: DoneMessage) -> None:
         if done.result.rank != rank.rank:
