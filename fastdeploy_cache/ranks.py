@@ -55,6 +55,20 @@ class RankAccess:
         """One entry for each rank."""
         return self._client.statuses()
 
+    def restart(self, rank: int | None = None) -> list[int]:
+        """Start the process of a rank, or of each, now where there is none, however often it has died before; such as
+        when what it died of is mended. Returns the ranks that are started; `wait_ready` waits for them.
+
+        Raises:
+            ConfigError: no such rank.
+        """
+        if rank is not None:
+            self._config.check_rank(rank)
+        down = [each.rank for each in self.statuses() if each.pid is None and rank in (None, each.rank)]
+        for number in down:
+            self._client.restart(number)
+        return down
+
     def kv_views(self, rank: int) -> KVViews:
         """The rank's KV memory in CPU memory: per layer, by part name (`key`, `value`, ...), the array
         [blocks, *shape of the part], shared with the rank's process.

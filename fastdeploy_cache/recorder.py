@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.ipc.shortage import share_of_files
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.metrics.picture import Picture
 from fastdeploy_cache.movement.block_mover import TaskEnded
@@ -17,6 +18,8 @@ from fastdeploy_cache.transfer_manager.task import TransferResult
 
 if TYPE_CHECKING:
     from fastdeploy_cache.metrics.exporter import Collector, MetricsExporter, Page
+
+_SHARE_OF_FILES, _MOST_CONNECTIONS = 1 / 8, 64  # of the metrics' port
 
 
 class Recorder:
@@ -51,7 +54,10 @@ class Recorder:
         ids = [c.data_parallel_id for c in (self.metrics, *also) if isinstance(c, CacheMetrics)]
         if len(set(ids)) < len(ids):
             raise ConfigError(f"metrics of caches with data-parallel ids {ids}; give each its own data_parallel_id")
-        exporter = MetricsExporter(self.metrics, *also, host=host, port=port, pages=pages, allow_hosts=allow_hosts)
+        most = share_of_files(_SHARE_OF_FILES, _MOST_CONNECTIONS)
+        exporter = MetricsExporter(
+            self.metrics, *also, host=host, port=port, pages=pages, allow_hosts=allow_hosts, max_connections=most
+        )
         self._exporters.append(exporter)
         return exporter.url
 

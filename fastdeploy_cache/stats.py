@@ -10,7 +10,7 @@ from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import Tier
 from fastdeploy_cache.metrics.picture import EVICTION_KINDS, StorageCounts
 from fastdeploy_cache.policies.breaker import BreakerState
-from fastdeploy_cache.transfer_manager.client import RankStatus
+from fastdeploy_cache.transfer_manager.client import ProcessState, RankStatus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +116,7 @@ class CacheStats:
     missed_tokens: Mapping[str, int]  # since the start, by cause
     saved_seconds: Mapping[str, float]  # since the start, by tier: of computing, by the prefill speed seen
     ranks: tuple[RankStatus, ...]
+    processes: Mapping[str, tuple[RankStatus, ...]]  # of each kind (transfer, storage, peer) that there is
 
     def _tiers(self) -> tuple[tuple[str, TierStats], ...]:
         return ("gpu", self.gpu), ("cpu", self.cpu)
@@ -135,6 +136,11 @@ class CacheStats:
     def rank_counts(self) -> list[tuple[int, bool, int]]:
         """Rank, whether it is up, restarts."""
         return [(status.rank, status.up, status.num_restarts) for status in self.ranks]
+
+    def process_states(self) -> list[tuple[str, int, int]]:
+        """Kind, rank, number of the state of each process, in the order of `ProcessState`."""
+        numbers = {state: number for number, state in enumerate(ProcessState)}
+        return [(kind, each.rank, numbers[each.state]) for kind, all_ in self.processes.items() for each in all_]
 
     def storage_counts(self) -> StorageCounts:
         """What became of blocks and objects of the attached store; zeros without one."""

@@ -90,6 +90,11 @@ def check_address(address: str, keys: CurveKeys | None) -> None:
         )
 
 
+def new_context() -> zmq.Context[Any]:
+    """The ZeroMQ context of a process that talks to others."""
+    return zmq.Context(io_threads=1)
+
+
 class PeerListener:
     """The end that is bound to an address. It knows each connection by the name that it chose. One thread at a time."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import socket
@@ -15,10 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fastdeploy_cache.errors import IPCError
+from fastdeploy_cache.ipc.shortage import AcceptRests
 
 _BACKLOG = 8
-_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED}  # what `accept` may meet
-_SHORTAGE_SECONDS = 0.2
 _MOST_AT_ONCE = 2**18
 _UCRED = struct.Struct("3i")  # pid, uid, gid; unix(7)
 
@@ -35,7 +33,7 @@ class PrivateListener:
         Raises:
             IPCError: a server listens there, others may enter the folder, or something else is in the way.
         """
-        self._name, self._ended = path.name, threading.Event()
+        self._name, self._ended, self._rests = path.name, threading.Event(), AcceptRests(str(path))
         self._folder = _open_private_folder(path.parent)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -77,13 +75,14 @@ class PrivateListener:
         """
         while True:
             try:
-                return self._socket.accept()[0]
+                connection = self._socket.accept()[0]
             except OSError as error:
                 if self._ended.is_set():
                     return None
-                if error.errno not in _PASSING:
-                    raise
-                self._ended.wait(_SHORTAGE_SECONDS)
+                self._ended.wait(self._rests.met(error))
+            else:
+                self._rests.over()
+                return connection
 
     def end(self) -> None:
         """`accept` returns None; who connects from now on is refused."""

@@ -1,181 +1,226 @@
-"""The queue between an engine and one incarnation of a rank: tasks one way, results back, in numbered lanes.
+"""The queue between an engine and one incarnation of a rank: tasks one way, results back, in lanes.
 
-Each incarnation gets a socket of its own in a fresh 0700 directory, so a new process can never receive an old one's
-tasks. Once the rank has spoken, `TaskQueue.hide` unlinks both: the connection stays, and a killed engine leaves none.
-ZeroMQ does not announce a peer's death; whoever owns the process watches that.
+Each incarnation gets a pair of sockets of its own for each lane, made by the engine and inherited by the process that
+it then starts. They have no name: nobody else can reach them, a new process can never receive an old one's tasks, and
+a killed engine leaves nothing. What a shortage of descriptors or memory can refuse is refused here, by an `OSError`,
+before the process is there; ZeroMQ accepts and connects in threads of its own, and ends the engine where it cannot.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import threading
-from collections.abc import Hashable
-from typing import Any, Protocol
+import select
+import socket
+import struct
+from collections import deque
 
-import zmq
+from fastdeploy_cache.errors import QueueDisconnectedError, QueueFullError
 
-from fastdeploy_cache.errors import IPCError, QueueDisconnectedError, QueueFullError
-from fastdeploy_cache.ipc.private_directory import PrivateDirectory
+_LENGTH = struct.Struct("<Q")  # of a message, in bytes, before it
+_MOST_AT_ONCE = 2**18  # bytes
+_LATER = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM}  # no room now, for the message or for the kernel's note of it
 
-_MAX_LANES = 8
+
+class _Inbox:
+    """Whole messages out of the pieces in which they come."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def add(self, piece: bytes) -> None:
+        self._data += piece
+
+    def take(self) -> bytes | None:
+        """The next message, or None where it is not whole."""
+        if len(self._data) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
+        if len(self._data) < end:
+            return None
+        message = bytes(memoryview(self._data)[_LENGTH.size : end])
+        del self._data[:end]
+        return message
+
+
+class _EngineLane:
+    """The engine's end of one lane: what the rank has no room for yet is kept, and sent later."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self.end, self.inbox = end, _Inbox()
+        self.unsent: deque[memoryview] = deque()
+        self.is_read = self.is_open = True  # at the rank's end: what is put is read; it may still say something
+
+    def send_on(self) -> None:
+        """Send what there is room for."""
+        while self.unsent:
+            message = self.unsent[0]
+            try:
+                num_sent = self.end.send(message, socket.MSG_NOSIGNAL)
+            except OSError as error:
+                if error.errno not in _LATER:
+                    self.is_read = False  # what it has said before is still there to take
+                    self.unsent.clear()
+                return
+            if num_sent < len(message):
+                self.unsent[0] = message[num_sent:]
+            else:
+                self.unsent.popleft()
+
+    def read(self) -> None:
+        """Take what has come."""
+        try:
+            piece = self.end.recv(_MOST_AT_ONCE)
+        except ConnectionError:
+            piece = b""
+        except OSError as error:
+            if error.errno not in _LATER:
+                raise
+            return
+        self.inbox.add(piece)
+        if not piece:
+            self.is_read = self.is_open = False
+            self.unsent.clear()
 
 
 class TaskQueue:
-    """The engine's end: binds, knows the lanes of one peer, never blocks. One thread at a time."""
+    """The engine's end: knows the lanes of one peer, never blocks. One thread at a time."""
 
-    def __init__(self, context: zmq.Context[Any], max_messages: int) -> None:
-        """Bind a ROUTER in a private directory; `max_messages` may wait in each lane, each way."""
-        self._names = [_name(lane) for lane in range(_MAX_LANES)]
-        self._directory = PrivateDirectory()
-        self.address = f"ipc://{self._directory.path}/queue"
-        try:
-            self.socket = context.socket(zmq.ROUTER)
-        except zmq.ZMQError as error:
-            self.hide()
-            raise IPCError(f"cannot make a socket: {error}; raise the limit of open files") from error
-        # Without it a message to a lane that has gone, or is full, would be dropped without a word, and the task behind
-        # it would wait for its deadline.
-        self.socket.set(zmq.ROUTER_MANDATORY, 1)
-        # What a rank has not read when its queue closes is void: nobody is left to read it, and a close that lingered
-        # for it would hold up the engine's end.
-        self.socket.set(zmq.LINGER, 0)
-        self.socket.set_hwm(max_messages)
-        try:
-            self.socket.bind(self.address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise IPCError(f"cannot bind {self.address}: {error}; is the temporary folder writable?") from error
+    def __init__(self, num_lanes: int, max_messages: int) -> None:
+        """`max_messages` may wait in each lane, beyond what the kernel keeps for it.
+
+        Raises:
+            OSError: there are no descriptors, or no memory, for it.
+        """
+        self._max_messages = max_messages
+        self._received: deque[bytes] = deque()
+        with contextlib.ExitStack() as undo:
+            self._events = undo.enter_context(select.epoll())
+            self._lanes: list[_EngineLane] = []
+            self._far_ends: list[socket.socket] = []
+            for _ in range(num_lanes):
+                near, far = map(undo.enter_context, socket.socketpair())
+                self._lanes.append(_EngineLane(near))
+                self._far_ends.append(far)
+                self._events.register(near, select.EPOLLIN)
+            undo.pop_all()
+        self._by_fd = {lane.end.fileno(): lane for lane in self._lanes}
+
+    @property
+    def fd(self) -> int:
+        """A descriptor that is readable when `get` has something to do."""
+        return self._events.fileno()
+
+    @property
+    def rank_fds(self) -> tuple[int, ...]:
+        """The rank's ends, one for each lane, for its process to inherit."""
+        return tuple(far.fileno() for far in self._far_ends)
+
+    def hand_over(self) -> None:
+        """The process has inherited its ends: keep none of them, so that its death is seen here. Safe to call twice."""
+        for far in self._far_ends:
+            far.close()
 
     def put(self, message: bytes, lane: int = 0) -> None:
         """Queue a message in a lane.
 
         Raises:
-            QueueFullError: the peer holds `max_messages` unread ones.
-            QueueDisconnectedError: no peer has connected, or it is gone.
+            QueueFullError: the peer has not read `max_messages` and more of those before.
+            QueueDisconnectedError: the peer is gone.
         """
-        try:
-            self.socket.send(self._names[lane], zmq.NOBLOCK | zmq.SNDMORE)
-            self.socket.send(message, zmq.NOBLOCK)
-        except zmq.Again as error:
-            raise QueueFullError("the rank has not read its earlier tasks") from error
-        except zmq.ZMQError as error:
-            raise QueueDisconnectedError(f"no rank is connected to {self.address}: {error}") from error
+        to = self._lanes[lane]
+        if len(to.unsent) >= self._max_messages:
+            raise QueueFullError("the rank has not read its earlier tasks")
+        if to.is_read:
+            is_new = not to.unsent
+            to.unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
+            if is_new:
+                to.send_on()
+            self._watch(to)
+        if not to.is_read:
+            raise QueueDisconnectedError(f"lane {lane} of the rank is closed at its end")
 
     def get(self) -> bytes | None:
-        """The next message, or None when there is none."""
-        if not self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            return None
-        self.socket.recv()  # the lane's name
-        message: bytes = self.socket.recv()
-        return message
+        """The next message, or None when there is none. Meanwhile what waits is sent on."""
+        if not self._received:
+            for fd, events in self._events.poll(0):
+                self._serve(self._by_fd[fd], events)
+        return self._received.popleft() if self._received else None
 
-    def hide(self) -> None:
-        """Remove the socket's path and directory; the connected peer stays connected. Safe to call twice."""
-        self._directory.remove()
+    def _serve(self, lane: _EngineLane, events: int) -> None:
+        if events & select.EPOLLOUT:
+            lane.send_on()
+        if events & ~select.EPOLLOUT:
+            lane.read()
+            while (message := lane.inbox.take()) is not None:
+                self._received.append(message)
+        self._watch(lane)
+
+    def _watch(self, lane: _EngineLane) -> None:
+        if lane.is_open:
+            self._events.modify(lane.end, select.EPOLLIN | (select.EPOLLOUT if lane.unsent else 0))
+        elif self._by_fd.pop(lane.end.fileno(), None) is not None:  # or its end would be reported for ever
+            self._events.unregister(lane.end)
 
     def close(self) -> None:
-        """Drop the socket and everything unread. Safe to call twice."""
-        self.socket.close()
-        self.hide()
-
-
-def _name(lane: int) -> bytes:
-    return b"lane%d" % lane
+        """Drop the sockets and everything unread. Safe to call twice."""
+        self.hand_over()
+        for lane in self._lanes:
+            lane.end.close()
+        self._events.close()
 
 
 class RankQueue:
-    """The rank's end of one lane: connects to the address that it was given. One thread at a time."""
+    """The rank's end of one lane, over a descriptor that its process has inherited. One thread at a time."""
 
-    def __init__(self, address: str, max_messages: int, lane: int = 0) -> None:
-        # A context for each lane: its thread closes it at its own end, while the other lane may still send.
-        self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
-        self.socket = self._context.socket(zmq.DEALER)
-        self.socket.set(zmq.ROUTING_ID, _name(lane))
-        self.socket.set(zmq.LINGER, 1000)  # or an answer that was put just before the end would be lost with it
-        self.socket.set_hwm(max_messages)
-        self.socket.connect(address)
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)
+        self._end, self._inbox = socket.socket(fileno=fd), _Inbox()
+
+    @property
+    def fd(self) -> int:
+        """A descriptor that is readable when `get_now` has something to do."""
+        return self._end.fileno()
 
     def get(self) -> bytes:
-        """The next message. Waits without limit: the caller's process ends with the engine's."""
-        return self.socket.recv()
+        """The next message. Waits without limit: the caller's process ends with the engine's.
+
+        Raises:
+            QueueDisconnectedError: the engine is gone.
+        """
+        while (message := self._inbox.take()) is None:
+            self._read(0)
+        return message
 
     def get_now(self) -> bytes | None:
-        """The next message, or None when there is none."""
-        try:
-            return self.socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
+        """The next message, or None when there is none. Raises as `get`."""
+        message = self._inbox.take()
+        while message is None:
+            try:
+                self._read(socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return None
+            message = self._inbox.take()
+        return message
 
     def put(self, message: bytes) -> None:
-        """Queue a message to the engine."""
-        self.socket.send(message)
+        """Send a message to the engine, which reads whatever comes. Raises as `get`."""
+        try:
+            self._end.sendall(_LENGTH.pack(len(message)) + message, socket.MSG_NOSIGNAL)
+        except ConnectionError as error:
+            raise QueueDisconnectedError(f"the engine does not read any more: {error}") from error
 
     def close(self) -> None:
-        """Send what is queued (for a second at most) and disconnect."""
-        self.socket.close()
-        self._context.term()
+        """Disconnect; what was put is still read."""
+        self._end.close()
 
-
-class Wakeup:
-    """Lets other threads end a `Poller.wait`. Any thread may call `set`; the poller's owner calls `clear`."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Between `set`'s look at the descriptor and its write, another thread could close it and a third one open a
-        # file: it would get the same number, and the write would go there.
-        self._lock = threading.Lock()
-
-    def set(self) -> None:
-        """Make the poller return now or at its next wait; nothing once closed."""
-        with self._lock:
-            if self.fd >= 0:
-                os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        """Forget earlier calls of `set`."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-
-    def close(self) -> None:
-        """Give the descriptor back. Safe to call twice."""
-        with self._lock:
-            if self.fd >= 0:
-                os.close(self.fd)
-            self.fd = -1
-
-
-class HasSocket(Protocol):
-    """A queue, or another end of a connection, that can be waited for."""
-
-    socket: zmq.Socket[Any]
-
-
-class Poller:
-    """Waits for queues and plain descriptors together. One thread at a time."""
-
-    def __init__(self) -> None:
-        self._poller = zmq.Poller()
-        self._keys: dict[Any, Hashable] = {}
-
-    def register(self, source: HasSocket | int, key: Hashable) -> None:
-        """Report `key` when `source` (a queue, or a readable descriptor) has something."""
-        handle = source if isinstance(source, int) else source.socket
-        self._poller.register(handle, zmq.POLLIN)
-        self._keys[handle] = key
-
-    def unregister(self, source: HasSocket | int) -> None:
-        """Stop watching `source`; before it is closed."""
-        handle = source if isinstance(source, int) else source.socket
-        self._poller.unregister(handle)
-        del self._keys[handle]
-
-    def wait(self, timeout_seconds: float) -> list[Hashable]:
-        """The keys of what is ready; empty when the time is over first."""
-        ready = self._poller.poll(max(0, int(timeout_seconds * 1000 + 0.999)))
-        return [self._keys[handle] for handle, _ in ready]
-
-
-def new_context() -> zmq.Context[Any]:
-    """The ZeroMQ context for one engine-side owner of queues."""
-    return zmq.Context(io_threads=1)
+    def _read(self, flags: int) -> None:
+        try:
+            piece = self._end.recv(_MOST_AT_ONCE, flags)
+        except ConnectionError:
+            piece = b""
+        if not piece:
+            raise QueueDisconnectedError("the engine has closed its end")
+        self._inbox.add(piece)

@@ -382,7 +382,9 @@ def main() -> None:
     """Entry point: an expected error is one line on standard error and exit status 1; Ctrl-C is one line and 130."""
     interrupts.interrupt_once()
     from fastdeploy_cache.errors import CacheError
+    from fastdeploy_cache.ipc.shortage import raise_open_files
 
+    raise_open_files()
     try:
         app()
     except SystemExit as end:

@@ -6,6 +6,7 @@ import errno
 import logging
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ _HEADERS = [("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _METRICS_PATH = "/metrics"
 _IDLE_SECONDS = 10.0
+_REST_SECONDS = 0.5
 _NOTHING = b"nothing is here; see / and /metrics\n"
 _Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -65,10 +67,12 @@ class MetricsExporter:
         port: int = 0,
         pages: Mapping[str, Page] = MappingProxyType({}),
         allow_hosts: Sequence[str] = (),
+        max_connections: int = 32,
     ) -> None:
-        """Listen; port 0 takes a free one. `collectors`: `CacheMetrics` of one cache, or of several with different
-        data-parallel ids. `pages`, by path: what is answered to GET there, and to nothing but GET and HEAD.
-        `allow_hosts`: see `AllowedHosts`.
+        """Listen; port 0 takes a free one. Beyond `max_connections` who connects waits until one ends.
+
+        `collectors`: `CacheMetrics` of one cache, or of several with different data-parallel ids. `pages`, by path:
+        what is answered to GET there, and to nothing but GET and HEAD. `allow_hosts`: see `AllowedHosts`.
 
         Raises:
             ConfigError: one of `allow_hosts` is no name.
@@ -87,7 +91,13 @@ class MetricsExporter:
             raise kind(f"metrics {cannot_listen(host, port, error)}") from error
         handler: Any = self._server.RequestHandlerClass
         bounded: Any = type("BoundedHandler", (handler,), {"timeout": _IDLE_SECONDS})
-        vars(self._server).update(RequestHandlerClass=bounded, handle_error=_note_gone)  # else each prints a traceback
+        self._door = _Door(self._server, max_connections)
+        vars(self._server).update(
+            RequestHandlerClass=bounded,
+            handle_error=_note_gone,  # else each prints a traceback
+            get_request=self._door.enter,
+            shutdown_request=self._door.leave,
+        )
         answer = make_wsgi_app(registry)
         hosts = AllowedHosts(host, str(self._server.server_address[0]), allow_hosts)
         self._server.set_app(_guarded(_beside(answer, dict(pages)) if pages else answer, hosts))
@@ -95,6 +105,7 @@ class MetricsExporter:
 
     def close(self) -> None:
         """Stop listening."""
+        self._door.close()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5)
@@ -108,6 +119,47 @@ def cannot_listen(host: str, port: int, error: OSError, *, dashes: str = "", por
     else:
         what = f"{reason}; choose another {dashes}{port_name}, or 0 for a free one"
     return f"cannot listen on {host}:{port}: {what}"
+
+
+class _Door:
+    """Lets so many connections in at a time. `enter` is the server's thread's, `leave` that of each connection.
+
+    The server asks again at once for what it could not accept. So whatever cannot be had now is waited for here.
+    """
+
+    def __init__(self, server: Any, max_connections: int) -> None:
+        self._accept, self._end = server.get_request, server.shutdown_request
+        self._places = threading.Semaphore(max_connections)
+        self._closed, self._is_short = threading.Event(), False
+
+    def enter(self) -> Any:
+        """A connection and its address. Raises `OSError` where there is none now, as the server expects."""
+        if not self._places.acquire(timeout=_REST_SECONDS):
+            raise TimeoutError("every place is taken")
+        try:
+            found = self._accept()
+        except OSError as error:
+            self._places.release()
+            if not self._is_short:
+                self._is_short = True
+                logger.warning("event=cannot_accept where=metrics error=%r", str(error))
+            self._closed.wait(_REST_SECONDS)
+            raise
+        if self._is_short:
+            self._is_short = False
+            logger.warning("event=accepts_again where=metrics")
+        return found
+
+    def leave(self, connection: Any) -> None:
+        """It has been answered, or has failed."""
+        try:
+            self._end(connection)
+        finally:
+            self._places.release()
+
+    def close(self) -> None:
+        """Rest no more."""
+        self._closed.set()
 
 
 def _note_gone(_: object, address: object) -> None:

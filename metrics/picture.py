@@ -63,6 +63,7 @@ class Picture:
         blocks: tier, state, blocks now.
         evictions: tier, kind, blocks so far.
         ranks: rank, whether it is up, restarts. None: nobody knows yet. Empty where there are no processes.
+        processes: kind, rank, number of its state.
         refused_tasks: by kind, tasks that a full queue kept from starting.
         tasks_in_flight: by kind, tasks that not every rank has answered.
         requests: by phase, those that are matched now.
@@ -75,6 +76,7 @@ class Picture:
     blocks: Sequence[tuple[str, str, int]] = ()
     evictions: Sequence[tuple[str, str, int]] = ()
     ranks: Sequence[tuple[int, bool, int]] | None = None
+    processes: Sequence[tuple[str, int, int]] = ()
     refused_tasks: Mapping[str, int] = field(default_factory=dict)
     tasks_in_flight: Mapping[str, int] = field(default_factory=dict)
     requests: Mapping[str, int] = field(default_factory=dict)
@@ -181,11 +183,14 @@ def _process_families(picture: Picture, families: Families, num_ranks: int) -> l
     ranks = picture.ranks if picture.ranks is not None else [(rank, False, 0) for rank in range(num_ranks)]
     ups: dict[tuple[str, ...], float] = {(str(rank),): up for rank, up, _ in ranks}
     restarts: dict[tuple[str, ...], float] = {(str(rank),): num for rank, _, num in ranks}
+    processes: dict[tuple[str, ...], float] = {(kind, str(rank)): n for kind, rank, n in picture.processes}
+    waits = "0 ready, 1 starting, 2 waits for descriptors, threads or memory, 3 off, 4 has no KV arrays"
     states = by_one(STATES, {picture.life_cycle: 1})
     text = "1 for the state of the life cycle that the cache is in; bytes move in running alone"
     return [
         families.gauge("rank_up", "1 while the rank is ready", ("rank",), ups),
         families.counter("rank_restarts", "Restarts of a rank", ("rank",), restarts),
+        families.gauge("process_state", waits, ("process", "rank"), processes),
         families.gauge("life_cycle_state", text, ("state",), states),
     ]
 

@@ -29,7 +29,7 @@ WITH_TENSORS = {
     "fastdeploy_cache/adapters/slots/pages.py": {"kv.tensors"},
 }
 HOMES = {
-    "zmq": {"ipc/peer_channel.py", "ipc/task_queue.py", "launch/bench/ping_pong.py"},
+    "zmq": {"ipc/peer_channel.py", "ipc/poller.py", "launch/bench/ping_pong.py"},
     "msgspec": {
         "transfer_manager/storage/file_space.py",
         "transfer_manager/storage/mooncake_admin.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, TransferTask
@@ -11,11 +12,26 @@ from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, Tra
 OnResult = Callable[[TransferResult], None]
 
 
+class ProcessState(StrEnum):
+    """Whether a process is there, and why not."""
+
+    READY = "ready"
+    STARTING = "starting"  # or about to be started again
+    SHORT = "short"  # it cannot be started for want of descriptors, threads or memory, and is tried again and again
+    OFF = "off"  # it has died too often, and is tried again every `transfer.off_retry_seconds`
+    PARKED = "parked"  # there are no KV arrays for it to work on
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """One process of a rank as seen from the engine. `num_busy_lanes`: of its two, those that work on a task now.
+    """One process of a rank as seen from the engine.
 
-    `is_off`: it has died too often, and is not started again.
+    Attributes:
+        rank: whose it is. up: whether it is ready. pid: None where there is no process.
+        num_restarts: of it, since the start.
+        num_busy_lanes: of its two, those that work on a task now.
+        state: the same as `up`, in more detail.
+        shortage: why it cannot be started now, for want of descriptors, threads or memory; empty where it can.
     """
 
     rank: int
@@ -23,7 +39,8 @@ class RankStatus:
     num_restarts: int
     pid: int | None = None
     num_busy_lanes: int = 0
-    is_off: bool = False
+    state: ProcessState = ProcessState.READY
+    shortage: str = ""
 
 
 class TaskClient(Protocol):

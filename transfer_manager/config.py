@@ -38,9 +38,12 @@ class TransferConfig:
         max_tasks_in_flight: how many tasks may be in flight in each direction, at most 256. More are not started, and
             are counted.
         max_restarts: how many deaths of one rank there may be within `restart_window_seconds`. One more switches the
-            tiers below the GPU off.
+            tiers below the GPU off, until the rank is tried again. A process that cannot be started for want of
+            descriptors, threads or memory has not died, and is tried again until it can.
         restart_window_seconds: the length of that window.
         restart_backoff_seconds: the pause before the first restart. It doubles with each death in the window.
+        off_retry_seconds: how often a rank that has died too often is tried again. `cache.ranks.restart` does so at
+            once.
     """
 
     tp_size: int = 1
@@ -58,6 +61,7 @@ class TransferConfig:
     max_restarts: int = 5
     restart_window_seconds: float = 60.0
     restart_backoff_seconds: float = 0.1
+    off_retry_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         check_integers(self, ConfigError, prefix="transfer.")

@@ -34,12 +34,14 @@ class Control:
         insight: Insight,
         *,
         life: LifeCycle,
+        restart: Callable[[int | None], list[int]],
         check: Callable[[], None],
         clock: Clock,
     ) -> None:
-        """`check` raises `AssertionError` where the books do not add up; `clock` is that of eviction policies."""
+        """`restart`: see `RankAccess`. `check` raises `AssertionError` where the books do not add up; `clock` is that
+        of eviction policies."""
         self._config, self._books, self._insight = config, books, insight
-        self._life, self._check, self._clock = life, check, clock
+        self._life, self._restart, self._check, self._clock = life, restart, check, clock
         self._server: ControlServer | None = None
         self._changing = threading.Lock()  # of the fields above and below; never held in a turn
         self._pins: Pins | None = None
@@ -147,6 +149,10 @@ class Control:
             view = change_policy(self._books, self._config, self._clock, name)
             self._insight.follow_policy(view.name)
             return view
+
+    def restart_ranks(self, rank: int | None = None) -> list[int]:
+        """See `cache.ranks.restart`."""
+        return self._restart(rank)
 
     def verify(self, *, checksums: bool = False) -> Verified:
         """Check that the books of all rooms add up. It holds the lock while it walks the whole tree, which takes some

@@ -64,6 +64,7 @@ class ActionVerbs(Protocol):
     def unpin(self, name: str) -> int: ...
     def policy(self) -> PolicyView: ...
     def set_policy(self, name: str) -> PolicyView: ...
+    def restart_ranks(self, rank: int | None) -> Sequence[int]: ...
     def verify(self, *, checksums: bool = ...) -> Verified: ...
 
 
@@ -141,6 +142,13 @@ class _SetPolicy(_Verb, tag="set-policy", kw_only=True):
 
     def apply(self, subject: Subject) -> dict[str, Any]:
         return dataclasses.asdict(subject.control.set_policy(self.name))
+
+
+class _RestartRank(_Verb, tag="restart-rank"):
+    rank: int | None = None
+
+    def apply(self, subject: Subject) -> dict[str, Any]:
+        return {"ranks": list(subject.control.restart_ranks(self.rank))}
 
 
 class _Verify(_Verb, tag="verify"):
@@ -240,12 +248,25 @@ def _explained(explanation: Explanation) -> dict[str, Any]:
     return {**explanation.as_dict(), "text": str(explanation)}
 
 
-_ACTIONS = (_Pause, _Resume, _Sleep, _Wake, _Clear, _UpdateWeights, _Pin, _Unpin, _SetPolicy, _Verify, _WriteFlight)
+_ACTIONS = (
+    _Pause,
+    _Resume,
+    _Sleep,
+    _Wake,
+    _Clear,
+    _UpdateWeights,
+    _Pin,
+    _Unpin,
+    _SetPolicy,
+    _RestartRank,
+    _Verify,
+    _WriteFlight,
+)
 _LOOKS = (_Status, _Top, _Tree, _Requests, _Ranks, _Pins, _Policy, _Explain, _ExplainLast, _Examine, _WhatIf)
 Verb = (
-    _Pause | _Resume | _Sleep | _Wake | _Clear | _UpdateWeights | _Pin | _Unpin | _SetPolicy | _Verify
-    | _WriteFlight | _Status | _Top | _Tree | _Requests | _Ranks | _Pins | _Policy | _Explain | _ExplainLast
-    | _Examine | _WhatIf
+    _Pause | _Resume | _Sleep | _Wake | _Clear | _UpdateWeights | _Pin | _Unpin | _SetPolicy
+    | _RestartRank | _Verify | _WriteFlight | _Status | _Top | _Tree | _Requests | _Ranks | _Pins | _Policy | _Explain
+    | _ExplainLast | _Examine | _WhatIf
 )  # fmt: skip
 
 

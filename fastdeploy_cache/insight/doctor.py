@@ -10,6 +10,7 @@ from fastdeploy_cache.errors import counted, duration
 from fastdeploy_cache.explanation import Miss
 from fastdeploy_cache.insight.evidence import Evidence
 from fastdeploy_cache.insight.finding import MIN_REQUESTS, MIN_SHARE, Finding
+from fastdeploy_cache.insight.process_troubles import KINDS, ProcessTrouble
 from fastdeploy_cache.insight.prompt_findings import PROMPT_FINDINGS
 from fastdeploy_cache.insight.store_findings import STORE_FINDINGS, is_store_unused
 from fastdeploy_cache.insight.what_if import WhatIfRate
@@ -31,17 +32,48 @@ def examine(case: Evidence) -> list[Finding]:
 # -- what is so now
 
 
-def _ranks(case: Evidence) -> Iterator[Finding]:
-    if not case.ranks_down:
-        return
-    evidence = f"Rank {', '.join(map(str, case.ranks_down))} is down, so nothing is loaded or copied."
-    limits = "more than transfer.max_restarts times within transfer.restart_window_seconds"
-    advice = f"See its log (transfer.log_dir); it is started again by itself, unless it has died {limits}."
-    if case.ranks_off:
-        off = ", ".join(map(str, case.ranks_off))
-        evidence += f" Rank {off} has died {limits}, and is not started again by itself."
-        advice = "See in its log (transfer.log_dir) why it dies, mend that, and start the engine again."
-    yield Finding(name="rank_down", evidence=evidence, advice=advice)
+def _processes(case: Evidence) -> Iterator[Finding]:
+    down = {kind: [each for each in case.troubles if each.kind == kind] for kind in KINDS}
+    if ranks := [str(each.rank) for each in down["transfer"] if each.state == "starting"]:
+        yield Finding(
+            name="rank_down",
+            evidence=f"Rank {', '.join(ranks)} is down, so nothing is loaded or copied.",
+            advice="See its log (transfer.log_dir); it is started again by itself, up to transfer.max_restarts times.",
+        )
+    if ranks := [str(each.rank) for each in down["transfer"] if each.state == "off"]:
+        yield Finding(
+            name="rank_off",
+            evidence=f"Rank {', '.join(ranks)} has died too often and is off, so nothing is loaded or copied.",
+            advice=(
+                "See its log (transfer.log_dir) and mend what it died of, then call `fastdeploy-cache control "
+                "restart-rank`; by itself it is tried again every transfer.off_retry_seconds only."
+            ),
+        )
+    for kind, what in (("storage", "read from storage or written to it"), ("peer", "sent or received")):
+        if ranks := [str(each.rank) for each in down[kind] if each.state == "starting"]:
+            yield Finding(
+                name=f"{kind}_process_down",
+                evidence=f"The {kind} process of rank {', '.join(ranks)} is down, so nothing is {what}.",
+                advice="See its log (transfer.log_dir); it is started again by itself, as often as it takes.",
+            )
+    if waiting := [each for each in case.troubles if each.state == "short"]:
+        yield Finding(
+            name="process_waits",
+            evidence=f"{_sentence(waiting[0])}{_and_more(len(waiting) - 1)}",
+            advice=(
+                "Raise the limit (of open files, `ulimit -n` before the start), or use less of it; the process is "
+                "tried again every ten seconds."
+            ),
+        )
+
+
+def _sentence(trouble: ProcessTrouble) -> str:
+    text = str(trouble)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _and_more(num_more: int) -> str:
+    return f" So do {num_more} more." if num_more else ""
 
 
 def _store(case: Evidence) -> Iterator[Finding]:
@@ -179,7 +211,7 @@ def _speeds(case: Evidence) -> str:
     return f" A rank loads {loads:.1f} GB in a second; a plain copy on this machine moves {copies:.1f}."
 
 
-_NOW = (_ranks, _store)
+_NOW = (_processes, _store)
 _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     *STORE_FINDINGS,
     _evicted,

@@ -13,6 +13,7 @@ from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.explanation import Explanation, Miss
 from fastdeploy_cache.insight.parted_prompts import parted_prompts
+from fastdeploy_cache.insight.process_troubles import ProcessTrouble, troubles_of
 from fastdeploy_cache.insight.what_if import WhatIfRate
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.stats import CacheStats, StorageTierStats
@@ -29,7 +30,7 @@ class Evidence:
         misses: what these requests have missed, in any number of parts.
         block_size: tokens of a block. policy: of eviction.
         num_gpu_blocks, num_cpu_blocks: sizes of the pools.
-        ranks_down: numbers of ranks. ranks_off: those of them that are not started again, as far as is known.
+        troubles: processes that are not there, and why.
         num_full_disks: ranks whose store has no room.
         broken_operations: of storage, `read` and `write`, that are left alone as they fail.
         rates: of other sizes, where they are estimated.
@@ -52,8 +53,7 @@ class Evidence:
     policy: str
     num_gpu_blocks: int
     num_cpu_blocks: int
-    ranks_down: Sequence[int] = ()
-    ranks_off: Sequence[int] = ()
+    troubles: Sequence[ProcessTrouble] = ()
     num_full_disks: int = 0
     broken_operations: Sequence[str] = ()
     rates: Sequence[WhatIfRate] = ()
@@ -97,8 +97,7 @@ def evidence_of(
     is_slow = bool(case.misses_for(Cause.SLOWER))
     return replace(
         case,
-        ranks_down=[status.rank for status in stats.ranks if not status.up],
-        ranks_off=[status.rank for status in stats.ranks if status.is_off],
+        troubles=troubles_of(stats.processes),
         num_full_disks=storage.num_full_disks if storage is not None else 0,
         broken_operations=[name for name, state in states.items() if state is BreakerState.OPEN],
         rates=rates,

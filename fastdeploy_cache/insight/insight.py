@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fastdeploy_cache.metrics.exporter import Page
     from fastdeploy_cache.requests.listener import RequestListener
     from fastdeploy_cache.stats import CacheStats
+    from fastdeploy_cache.transfer_manager.client import RankStatus
 
 MAX_SHOWN, MAX_DEPTH = 2000, 64
 TIER_NAMES = (("gpu", GPU), ("cpu", CPU))
@@ -206,6 +207,7 @@ class Insight:
             blocks=stats.block_counts(),
             evictions=stats.eviction_counts(),
             ranks=stats.rank_counts(),
+            processes=stats.process_states(),
             refused_tasks=stats.num_refused_transfers,
             tasks_in_flight=tasks_in_flight,
             requests=phases,
@@ -251,7 +253,18 @@ class Insight:
             missed_tokens=self._requests.accounts.missed_by_cause(),
             saved_seconds=self._requests.accounts.saved_by_tier(),
             ranks=tuple(self._movement.client.statuses()),
+            processes=self.processes(),
         )
+
+    def processes(self) -> dict[str, tuple[RankStatus, ...]]:
+        """Every process beside the engine's: those that copy (transfer), with a store, and with peers. Not in them: a
+        kind that this cache has none of."""
+        found = {
+            "transfer": self._movement.client.statuses(),
+            "storage": self._storage.statuses(),
+            "peer": self._peers.road.processes.statuses(),
+        }
+        return {kind: tuple(statuses) for kind, statuses in found.items() if statuses}
 
     def top(self, num_prefixes: int = 20) -> list[PrefixView]:
         """The prefixes that the most requests have used, the most used first; among equals the last used.

@@ -8,11 +8,14 @@ from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.errors import MetricsError
 from fastdeploy_cache.explanation import Miss
 from fastdeploy_cache.insight.evidence import Evidence
+from fastdeploy_cache.insight.process_troubles import ProcessTrouble
 from fastdeploy_cache.insight.what_if import WhatIfRate
 from fastdeploy_cache.metrics.page_samples import Sample, samples_of
 from fastdeploy_cache.policies.breaker import BreakerState
+from fastdeploy_cache.transfer_manager.client import ProcessState
 
 _PREFIX = "fastdeploy_cache_"
+_STATES = dict(enumerate(ProcessState))
 _CAUSES = {cause.value: cause for cause in Cause}
 
 
@@ -53,12 +56,18 @@ class _Page:
             policy=labels.get("eviction_policy", ""),
             num_gpu_blocks=sizes["gpu"],
             num_cpu_blocks=sizes["cpu"],
-            ranks_down=[int(labels["rank"]) for labels, is_up in self._all("rank_up") if not is_up],
+            troubles=list(self._troubles()),
             num_full_disks=int(self._sum("storage_disk_full")),
             broken_operations=[name for name, state in states.items() if state == BreakerState.OPEN],
             rates=list(self._rates(sizes)),
             load_bytes_per_second=num_bytes / seconds if seconds else None,
         )
+
+    def _troubles(self) -> Iterator[ProcessTrouble]:
+        for labels, number in self._all("process_state"):
+            state = _STATES.get(int(number))
+            if state not in (None, ProcessState.READY, ProcessState.PARKED):
+                yield ProcessTrouble(labels["process"], int(labels["rank"]), state)
 
     def _misses(self, last_tier: str) -> Iterator[Miss]:
         """What was evicted is taken for lost from the last tier that there is."""

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.insight.process_troubles import troubles_of
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.stats import CacheStats
@@ -20,6 +21,7 @@ def status_document(stats: CacheStats, metrics: CacheMetrics, config: CacheConfi
     return {
         "pid": os.getpid(),
         "ranks": [dataclasses.asdict(status) for status in stats.ranks],
+        "troubles": [str(trouble) for trouble in troubles_of(stats.processes)],
         "tiers": {"gpu": stats.gpu.by_state(), "cpu": stats.cpu.by_state()},
         "storage": _storage_status(stats),
         "peers": _peer_status(metrics) if config.peer is not None else None,

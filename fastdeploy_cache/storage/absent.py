@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
+from fastdeploy_cache.transfer_manager.client import RankStatus
 
 
 class NoReads:
@@ -56,6 +57,10 @@ class NoTier:
     def wait_settled(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (see `StorageTier`)
         """Nothing is on its way."""
         return True
+
+    def statuses(self) -> list[RankStatus]:
+        """There are no processes."""
+        return []
 
     def stats(self) -> None:
         """There is nothing to count."""

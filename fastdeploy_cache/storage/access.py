@@ -19,6 +19,7 @@ from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.storage.absent import NoReads, NoTier
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
+from fastdeploy_cache.transfer_manager.client import RankStatus
 
 if TYPE_CHECKING:
     from fastdeploy_cache.stats import StorageTierStats
@@ -193,6 +194,10 @@ class StorageAccess:
     def stats(self) -> StorageTierStats | None:
         """How it goes; None where no store is attached."""
         return self._tier.stats()
+
+    def statuses(self) -> list[RankStatus]:
+        """One entry for each process that has the store open."""
+        return self._tier.statuses()
 
     def note_admitted(self, num_tokens: int) -> None:
         """A request with so many tokens has its first blocks; once for each."""

@@ -21,6 +21,7 @@ from fastdeploy_cache.storage.reads import StorageReads
 from fastdeploy_cache.storage.unasked import UnaskedStore
 from fastdeploy_cache.storage.write_out import WriteOut
 from fastdeploy_cache.storage.writes import StorageWrites
+from fastdeploy_cache.transfer_manager.client import RankStatus
 from fastdeploy_cache.transfer_manager.storage.client import StorageClient
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
@@ -188,6 +189,10 @@ class StorageTier:
         is_asking = not self.reads.is_idle or not self.audits.is_idle
         in_flight = is_asking or self.writes.num_in_flight or self.link.is_probing
         (self.settled.clear if in_flight else self.settled.set)()
+
+    def statuses(self) -> list[RankStatus]:
+        """One entry for each rank's process."""
+        return self.link.client.statuses()
 
     def stats(self) -> StorageTierStats:
         """How it goes."""

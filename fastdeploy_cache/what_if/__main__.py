@@ -12,6 +12,7 @@ import threading
 from fastdeploy_cache.insight.what_if_setup import ResultBoard, WhatIfSetup
 from fastdeploy_cache.ipc.codec import decode
 from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.ipc.shortage import raise_open_files
 from fastdeploy_cache.what_if.estimator import Estimator
 from fastdeploy_cache.what_if.records import Records
 
@@ -23,6 +24,7 @@ _NICE = 10  # whoever serves goes first
 def main() -> int:
     """Read a set-up, then records until the engine ends; write results behind each piece."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's to deal with
+    raise_open_files()
     os.nice(_NICE)
     fd = sys.stdin.fileno()
     setup: WhatIfSetup = decode(_exactly(fd, *_LENGTH.unpack(_exactly(fd, _LENGTH.size))), WhatIfSetup)

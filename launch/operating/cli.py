@@ -28,6 +28,7 @@ Socket = Annotated[
         help="A cache's insight.control_socket, or serve's --control-socket; else the server's in the background."
     ),
 ]
+_RESTART = "restart-rank"
 _NOT_KNOWN = "not known yet: it takes 10 requests, and insight.what_if"
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
@@ -336,25 +337,40 @@ def _show_texts(found: list[dict[str, Any]], otherwise: str, *, as_json: bool) -
 
 @operating_app.command("control", epilog="Example: fastdeploy-cache control pause")
 def control_cache(
-    verb: Annotated[str, typer.Argument(help="pause, resume, sleep, wake, clear or update-weights.")],
+    verb: Annotated[str, typer.Argument(help="pause, resume, sleep, wake, clear, update-weights or restart-rank.")],
     run_dir: RunDir,
-    weights_id: Annotated[
-        str | None, typer.Argument(help="update-weights: the new name of the weights; needed with storage.")
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="update-weights: the new name of the weights; needed with storage. "
+            "restart-rank: the number of a rank that is down; all of them without it."
+        ),
     ] = None,
     socket: Socket = None,
     tier: Annotated[list[str] | None, typer.Option(help="sleep: gpu or cpu alone; both without it.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that it may take, up to 600.")] = 30.0,
     json: AsJson = False,
 ) -> None:
-    """Pause, resume, put to sleep, wake or clear a running cache, or tell it of new weights; print how it is then.
+    """Pause, resume, put to sleep, wake or clear a running cache, tell it of new weights, or start its ranks that are
+    down; print how it is then.
 
     Exit status 0: done; 1: refused or failed; 3: nobody listens there.
     """
-    _check_control(verb, weights_id, tier, timeout)
-    given = {"tiers": tier or None, "weights_id": weights_id}
+    _check_control(verb, name, tier, timeout)
+    if verb == _RESTART:
+        found = RunningCache(socket, run_dir).look(verb, rank=None if name is None else int(name))
+        _show(found, json, lambda: _restarted(found["ranks"]))
+        return
+    given = {"tiers": tier or None, "weights_id": name}
     fields = {name: value for name, value in given.items() if value is not None}
     status = RunningCache(socket, run_dir).ask(verb, timeout, **fields)
-    _show({"status": status}, json, lambda: _done(verb, weights_id, tier or []) + status)
+    _show({"status": status}, json, lambda: _done(verb, name, tier or []) + status)
+
+
+def _restarted(ranks: list[int]) -> str:
+    if not ranks:
+        return "nothing to restart: every rank has its process"
+    return f"rank {', '.join(map(str, ranks))} is being started; `fastdeploy-cache ranks` shows whether it comes up"
 
 
 def _done(verb: str, weights_id: str | None, tiers: list[str]) -> str:
@@ -366,14 +382,16 @@ def _done(verb: str, weights_id: str | None, tiers: list[str]) -> str:
     return f"the {tiers[0].upper()} tier alone was put to sleep; " if len(set(tiers)) == 1 else ""
 
 
-def _check_control(verb: str, weights_id: str | None, tier: list[str] | None, timeout: float) -> None:
+def _check_control(verb: str, name: str | None, tier: list[str] | None, timeout: float) -> None:
     """Wrong usage: status 2."""
     from fastdeploy_cache.insight.control_messages import LIFE_VERBS, MAX_SECONDS
 
-    if verb not in LIFE_VERBS:
-        raise typer.BadParameter(f"{verb!r} is no verb; use one of {', '.join(LIFE_VERBS)}")
-    if weights_id is not None and verb != "update-weights":
-        raise typer.BadParameter(f"{weights_id!r} behind {verb}; only update-weights takes a name")
+    if verb not in (*LIFE_VERBS, _RESTART):
+        raise typer.BadParameter(f"{verb!r} is no verb; use one of {', '.join((*LIFE_VERBS, _RESTART))}")
+    if name is not None and verb == _RESTART and not name.isdecimal():
+        raise typer.BadParameter(f"{name!r} behind {verb}; give the number of a rank, or nothing for all")
+    if name is not None and verb not in ("update-weights", _RESTART):
+        raise typer.BadParameter(f"{name!r} behind {verb}; only update-weights takes a name")
     if tier and (verb != "sleep" or set(tier) - {"gpu", "cpu"}):
         raise typer.BadParameter(f"--tier {' '.join(tier)} with {verb}; sleep takes gpu and cpu")
     if not 0 < timeout <= MAX_SECONDS:

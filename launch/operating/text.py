@@ -29,6 +29,11 @@ def state_word(state: str) -> str:
     return "held" if state == "pinned" else state
 
 
+def process_word(status: Mapping[str, Any]) -> str:
+    """Whether a rank's process is there, and why not; small where nothing is wrong."""
+    return "up" if status["up"] else {"off": "OFF", "short": "WAITS"}.get(status["state"], "DOWN")
+
+
 def status_lines(document: Mapping[str, Any]) -> list[str]:
     """The state of a cache, a line for each thing."""
     first = f"{document['life_cycle']}: pid {document['pid']}"
@@ -36,8 +41,9 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
         first += f", API {document['url']}/v1/chat/completions, metrics {document.get('metrics')}"
     lines = [first]
     for rank in document["ranks"]:
-        state = "up" if rank["up"] else "DOWN"
+        state = process_word(rank)
         lines.append(f"rank {rank['rank']}: {state}, pid {rank['pid']}, restarts {rank['num_restarts']}")
+    lines += [f"trouble: {trouble}" for trouble in document.get("troubles", ())]
     for tier, states in document["tiers"].items():
         lines.append(f"{tier.upper()}: " + ", ".join(f"{count} {state_word(state)}" for state, count in states.items()))
     if storage := document["storage"]:
@@ -164,7 +170,7 @@ def ranks_table(found: Mapping[str, Any]) -> Table:
     """Ranks, a row for each."""
     table = table_of(("rank", "state", "pid", "restarts", "busy lanes"), words=_WORDS)
     for each in found["ranks"]:
-        state = "up" if each["up"] else "DOWN"
+        state = process_word(each)
         table.add_row(
             str(each["rank"]), state, str(each["pid"]), str(each["num_restarts"]), f"{each['num_busy_lanes']} of 2"
         )

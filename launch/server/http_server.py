@@ -11,6 +11,8 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.ipc.log_lines import in_request
+from fastdeploy_cache.ipc.shortage import share_of_files
+from fastdeploy_cache.launch.server.acceptor import Acceptor
 from fastdeploy_cache.launch.server.answers import failure
 from fastdeploy_cache.launch.server.client_counts import ClientCounts
 from fastdeploy_cache.launch.server.limits import ClientGoneError, Connection, Limits, connection_of
@@ -19,6 +21,7 @@ from fastdeploy_cache.metrics.allowed_hosts import AllowedHosts
 from fastdeploy_cache.metrics.exporter import cannot_listen
 
 _HOSTS = web.AppKey("_HOSTS", AllowedHosts)
+_SHARE_OF_FILES, _MOST_CONNECTIONS = 0.5, 20_000  # for all clients together
 _BACKLOG = 128  # who comes with many others is not made to try again a second later
 _GRACE_SECONDS = 3.0  # for answers that are being given when the server ends
 
@@ -67,11 +70,13 @@ class HttpServer:
         await runner.setup()
         server, counts = runner.server, ClientCounts(self._limits.max_connections_per_client)
         assert server is not None
-        listener = await self._loop.create_server(
-            lambda: Connection(server, self._limits, counts), sock=self._socket, backlog=_BACKLOG
-        )
-        await self._stopped.wait()
-        listener.close()
+        most = self._limits.max_connections or share_of_files(_SHARE_OF_FILES, _MOST_CONNECTIONS)
+        acceptor = Acceptor(self._socket, lambda: Connection(server, self._limits, counts), most)
+        async with asyncio.TaskGroup() as tasks:
+            accepting = tasks.create_task(acceptor.run())
+            await self._stopped.wait()
+            accepting.cancel()
+        self._socket.close()  # who comes now is refused
         await runner.cleanup()
 
 

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.errors import LaunchError, RequestError
+from fastdeploy_cache.insight.process_troubles import troubles_of
 from fastdeploy_cache.launch.reference_engine.generation import (
     Generation,
     GenerationBusyError,
@@ -81,10 +82,11 @@ class InstanceApp:
         return success({"status": "ok"})
 
     async def _ready(self, _: web.Request) -> web.StreamResponse:
-        """Whether what is asked now is answered now."""
+        """Whether what is asked now is answered now. It is also while processes are down: it takes longer then."""
         status = self._cache.life.status
         if status is LifeCycleStatus.RUNNING:
-            return success({"status": "ready"})
+            troubles = [str(trouble) for trouble in troubles_of(self._cache.insight.processes())]
+            return success({"status": "ready"} | ({"troubles": troubles} if troubles else {}))
         return failure(503, f"not ready: this instance is {status.value}; requests wait", code=status.value)
 
     async def _status(self, _: web.Request) -> web.StreamResponse:

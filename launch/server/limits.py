@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 from aiohttp import http_exceptions, web
@@ -32,6 +33,11 @@ class Limits(NamedTuple):
     ended_seconds: float = 1.0  # for an answer to begin after the client has ended its side
     max_body_bytes: int = 4 * 2**20
     max_connections_per_client: int = 512
+    max_connections: int | None = None  # of all clients; None: half of the open files that the process may have
+
+
+def ignore_loss() -> None:
+    """Do nothing: nobody counts connections."""
 
 
 class Connection(web.RequestHandler):
@@ -52,6 +58,7 @@ class Connection(web.RequestHandler):
         self.has_begun = False  # an answer in pieces is on its way
         self.has_ended = False  # the client's side
         self._counts, self._client, self._is_counted = counts, "", False
+        self.on_lost: Callable[[], None] = ignore_loss
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Refuse a client that has too many; nothing of such a connection is read."""
@@ -65,6 +72,7 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Its handler is cancelled by aiohttp."""
+        self.on_lost()
         if self._is_counted:
             self._is_counted = False
             self._counts.leave(self._client)

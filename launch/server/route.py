@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Sequence
 
+from fastdeploy_cache.ipc.shortage import share_of_files
 from fastdeploy_cache.launch.server.http_server import HttpServer
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.limits import Limits
@@ -43,7 +44,9 @@ def route(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: endings.put(number))
     router = Router(Instances(prefill), Instances(decode), prefill_seconds, max_open_prefills=max_open_prefills)
-    server = HttpServer(host, port, Limits(max_body_bytes=MAX_BODY_BYTES), allow_hosts=allow_hosts)
+    # Each may have one to an instance beside it.
+    limits = Limits(max_body_bytes=MAX_BODY_BYTES, max_connections=share_of_files(0.25, 10_000))
+    server = HttpServer(host, port, limits, allow_hosts=allow_hosts)
     thread = threading.Thread(target=server.run, args=(router.build(),), name="http")
     thread.start()
     try:

@@ -58,6 +58,9 @@ class RecordedClient:
     def wait_ready(self, timeout_seconds: float) -> bool:  # noqa: ARG002
         return self.available
 
+    def restart(self, rank: int) -> None:
+        pass
+
     def statuses(self) -> list[RankStatus]:
         return []
 

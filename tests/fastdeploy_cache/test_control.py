@@ -73,6 +73,10 @@ class Stub:
     def update_weights(self, timeout_seconds: float, weights_id: str | None) -> None:
         self._note("update-weights", timeout_seconds, weights_id)
 
+    def restart_ranks(self, rank: int | None) -> list[int]:
+        self._note("restart-rank", rank)
+        return [0, 2] if rank is None else [rank]
+
     def examine(self) -> list[Finding]:
         self._note("examine")
         return [Finding(name="sick", evidence="It coughs.", advice="Let it sleep.", share=0.25)]
@@ -325,11 +329,21 @@ def test_exit_statuses_of_the_command(stub: Stub, path: Path) -> None:
     assert control(path, "clear").stdout == "cleared; after clear\n"
     assert control(path, "sleep").stdout == "after sleep\n"
     assert stub.calls[:2] == [("sleep", 4.0, ("gpu",)), ("update-weights", 30.0, "v3")]
+    restarted = control(path, "restart-rank").stdout
+    assert restarted == "rank 0, 2 is being started; `fastdeploy-cache ranks` shows whether it comes up\n"
+    assert json.loads(control(path, "restart-rank", "3", "--json").stdout) == {"ranks": [3]}
+    assert stub.calls[-2:] == [("restart-rank", None), ("restart-rank", 3)]
     stub.before = lambda: 1 / 0
     refused = control(path, "pause")
     assert (refused.returncode, refused.stdout, len(refused.stderr.splitlines())) == (1, "", 1)
     assert "ZeroDivisionError" in refused.stderr
-    for usage in (["dance"], ["pause", "x"], ["sleep", "--tier", "ssd"], ["pause", "--timeout", "1000"]):
+    for usage in (
+        ["dance"],
+        ["pause", "x"],
+        ["sleep", "--tier", "ssd"],
+        ["pause", "--timeout", "1000"],
+        ["restart-rank", "x"],
+    ):
         wrong = control(path, *usage)
         assert (wrong.returncode, wrong.stdout) == (2, ""), usage
     for nowhere in (path.with_name("no.sock"), path.parent / "no" / "serve.sock"):

@@ -19,9 +19,10 @@ from fastdeploy_cache.ipc.peer_channel import (
     check_address,
     load_keys,
     make_keys,
+    new_context,
 )
+from fastdeploy_cache.ipc.poller import Poller
 from fastdeploy_cache.ipc.private_directory import PrivateDirectory
-from fastdeploy_cache.ipc.task_queue import Poller, new_context
 
 SECONDS = 10.0
 SILENCE = 0.5  # of who is not let in: nothing tells that something will never come

@@ -12,10 +12,12 @@ import pytest
 from fastdeploy_cache.ipc.private_socket import PrivateListener, connected
 
 
-def test_a_shortage_of_descriptors_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever connects meanwhile is served afterwards; the listener goes on, and ends when it is told to."""
-    monkeypatch.setattr("fastdeploy_cache.ipc.private_socket._SHORTAGE_SECONDS", 0.01)
-    listener, errors = PrivateListener(tmp_path / "own" / "socket"), [errno.EMFILE, errno.ENFILE]
+def test_a_shortage_of_descriptors_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever connects meanwhile is served afterwards; the listener goes on, and ends when it is told to. It says once
+    that there is a shortage, and once that it is over; of a client that has gone it says nothing."""
+    listener, errors = PrivateListener(tmp_path / "own" / "socket"), [errno.ECONNABORTED, errno.EMFILE, errno.ENFILE]
     accept = socket.socket.accept
 
     def short_of_descriptors(self: socket.socket) -> object:
@@ -28,6 +30,8 @@ def test_a_shortage_of_descriptors_passes(tmp_path: Path, monkeypatch: pytest.Mo
         served = listener.accept()
         assert served is not None and not errors
         served.close()
+    shortage, over = (record.getMessage() for record in caplog.records)
+    assert "event=cannot_accept" in shortage and "fs.file-max" in shortage and "event=accepts_again" in over
     threading.Timer(0.0, listener.end).start()
     assert listener.accept() is None
     listener.close()

@@ -1,142 +1,172 @@
-"""The queue to one rank: bounded, never blocking for the engine, private, and gone without a trace."""
+"""The queue to one rank: bounded, never blocking for the engine, without a name, and gone without a trace."""
 
 from __future__ import annotations
 
+import errno
 import os
-import stat
-import tempfile
+import resource
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 
 import pytest
-import zmq
 
-from fastdeploy_cache.errors import IPCError, QueueDisconnectedError, QueueFullError
-from fastdeploy_cache.ipc.task_queue import Poller, RankQueue, TaskQueue, Wakeup, new_context
+from fastdeploy_cache.errors import QueueDisconnectedError, QueueFullError
+from fastdeploy_cache.ipc.poller import Poller, Wakeup
+from fastdeploy_cache.ipc.task_queue import RankQueue, TaskQueue
+from tests.rigs.leaks import handles
 
 SECONDS = 20.0
+LARGE = b"\x00\x01" * 2_000_000  # more than the kernel takes at once
 
 
 @pytest.fixture
 def opened() -> Iterator[ExitStack]:
-    """Closes what a test opened: first the queues, then the context."""
+    """Closes what a test opened."""
     with ExitStack() as stack:
         yield stack
 
 
-@pytest.fixture
-def context(opened: ExitStack) -> zmq.Context[zmq.Socket[bytes]]:
-    """The engine side's context."""
-    made = new_context()
-    opened.callback(made.destroy, linger=0)
-    return made
-
-
-def new_queue(opened: ExitStack, context: zmq.Context, max_messages: int = 10) -> TaskQueue:
-    queue = TaskQueue(context, max_messages)
+def new_queue(opened: ExitStack, max_messages: int = 10, num_lanes: int = 1) -> TaskQueue:
+    queue = TaskQueue(num_lanes, max_messages)
     opened.callback(queue.close)
     return queue
 
 
-def new_rank(opened: ExitStack, queue: TaskQueue, greeting: bytes = b"ready", max_messages: int = 10) -> RankQueue:
-    """A peer whose first message has arrived, as a rank's ready message does."""
-    rank = RankQueue(queue.address, max_messages)
-    opened.callback(rank.close)
-    rank.put(greeting)
-    assert receive(queue) == greeting
+def new_ranks(opened: ExitStack, queue: TaskQueue) -> list[RankQueue]:
+    """The other end of each lane, as a process has it that has inherited the descriptors."""
+    ranks = [RankQueue(os.dup(fd)) for fd in queue.rank_fds]
+    for rank in ranks:
+        opened.callback(rank.close)
+    queue.hand_over()
+    return ranks
+
+
+def new_rank(opened: ExitStack, queue: TaskQueue) -> RankQueue:
+    (rank,) = new_ranks(opened, queue)
     return rank
 
 
-def receive(queue: TaskQueue) -> bytes | None:
+def receive(queue: TaskQueue) -> bytes:
+    """The next message, however many pieces it comes in."""
     poller = Poller()
-    poller.register(queue, "queue")
-    assert poller.wait(SECONDS) == ["queue"]
-    return queue.get()
+    poller.register(queue.fd, "queue")
+    while (message := queue.get()) is None:
+        assert poller.wait(SECONDS) == ["queue"]
+    return message
 
 
-def test_put_without_a_peer_says_so(opened: ExitStack, context: zmq.Context) -> None:
-    """A task for nobody is refused, not kept for whoever comes next."""
-    queue = new_queue(opened, context)
-    with pytest.raises(QueueDisconnectedError, match=queue.address):
-        queue.put(b"task")
+def is_quiet(queue: TaskQueue) -> bool:
+    """Whether nobody would be woken by it."""
+    poller = Poller()
+    poller.register(queue.fd, "queue")
+    return poller.wait(0) == []
 
 
-def test_messages_flow_in_order_both_ways(opened: ExitStack, context: zmq.Context) -> None:
+@contextmanager
+def running(target: Callable[[], object]) -> Iterator[None]:
+    thread = threading.Thread(target=target)
+    thread.start()
+    yield
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def test_messages_flow_in_order_both_ways(opened: ExitStack) -> None:
     """Whole messages, in the order in which they were put; an empty queue gives None at once."""
-    queue = new_queue(opened, context)
+    queue = new_queue(opened)
     rank = new_rank(opened, queue)
+    assert rank.get_now() is None
     for message in (b"one", b"", b"\x00" * 100_000):
         queue.put(message)
-    assert [rank.get() for _ in range(3)] == [b"one", b"", b"\x00" * 100_000]
+    assert [rank.get() for _ in range(2)] == [b"one", b""] and rank.get_now() == b"\x00" * 100_000
+    assert rank.get_now() is None and is_quiet(queue)
     rank.put(b"done")
-    assert receive(queue) == b"done" and queue.get() is None
+    assert receive(queue) == b"done" and queue.get() is None and is_quiet(queue)
 
 
-def test_a_rank_that_does_not_read_fills_the_queue(opened: ExitStack, context: zmq.Context) -> None:
+def test_lanes_do_not_wait_for_each_other(opened: ExitStack) -> None:
+    """What one lane has not read does not hold up the other, either way; each has its own messages."""
+    queue = new_queue(opened, max_messages=1, num_lanes=2)
+    first, second = new_ranks(opened, queue)
+    queue.put(LARGE, 0)
+    with pytest.raises(QueueFullError):
+        queue.put(b"more", 0)
+    queue.put(b"small", 1)
+    assert second.get() == b"small"
+    second.put(b"done")
+    assert receive(queue) == b"done"
+    with running(lambda: first.put(first.get())):
+        assert receive(queue) == LARGE
+
+
+def test_a_rank_that_does_not_read_fills_the_queue(opened: ExitStack) -> None:
     """The engine is told `full` instead of being blocked, and may go on once the rank reads again."""
-    queue = new_queue(opened, context, max_messages=2)
-    rank = new_rank(opened, queue, max_messages=2)
+    queue = new_queue(opened, max_messages=2)
+    rank = new_rank(opened, queue)
     num_put = 0
     with pytest.raises(QueueFullError):
         for num_put in range(10_000):
             queue.put(num_put.to_bytes(4, "little") * 1000)
-    for number in range(num_put):
-        assert rank.get() == number.to_bytes(4, "little") * 1000, "what was accepted is delivered"
-    rank.put(b"read all")
-    assert receive(queue) == b"read all"
+    got = []
+
+    def read() -> None:
+        got.extend(rank.get() for _ in range(num_put))
+        rank.put(b"read all")
+
+    with running(read):
+        assert receive(queue) == b"read all", "what waits is sent on as the rank reads"
+    assert got == [number.to_bytes(4, "little") * 1000 for number in range(num_put)], "what was accepted is delivered"
     queue.put(b"next")
-    assert rank.get() == b"next"
+    assert rank.get() == b"next" and is_quiet(queue)
 
 
-def test_a_peer_that_is_gone_is_a_disconnect(
-    opened: ExitStack, context: zmq.Context, eventually: Callable[..., None]
-) -> None:
-    """After the peer closed, a task is refused with the disconnect error and not swallowed for ever."""
-    queue = new_queue(opened, context)
-    new_rank(opened, queue).close()
-
-    def refused() -> bool:
-        try:
-            queue.put(b"task")
-        except QueueDisconnectedError:
-            return True
-        return False
-
-    eventually(refused)
-
-
-def test_hide_removes_the_path_but_messages_flow(opened: ExitStack, context: zmq.Context) -> None:
-    """After `hide` there is neither socket nor directory, and the connected peer can still talk."""
-    queue = new_queue(opened, context)
+def test_a_peer_that_is_gone_is_a_disconnect(opened: ExitStack) -> None:
+    """After the peer closed, a task is refused; what it had said is still there, and then nobody is woken any more."""
+    queue = new_queue(opened)
     rank = new_rank(opened, queue)
-    directory = Path(queue.address.removeprefix("ipc://")).parent
-    assert directory.is_dir()
-    queue.hide()
-    assert not directory.exists()
-    queue.hide()
-    for number in range(5):
-        queue.put(b"task %d" % number)
-        assert rank.get() == b"task %d" % number
-        rank.put(b"done %d" % number)
-        assert receive(queue) == b"done %d" % number
+    queue.put(b"never read")
+    for number in range(3):
+        rank.put(b"%d" % number)
+    rank.close()
+    for _ in range(2):
+        with pytest.raises(QueueDisconnectedError, match="lane 0"):
+            queue.put(b"task")
+    assert [receive(queue) for _ in range(3)] == [b"0", b"1", b"2"]
+    while not is_quiet(queue):
+        assert queue.get() is None
+    with pytest.raises(QueueDisconnectedError):
+        queue.put(b"task")
 
 
-def test_close_leaves_no_path(opened: ExitStack, context: zmq.Context) -> None:
-    """A queue that never had a peer takes its directory with it; a second close is fine."""
-    queue = new_queue(opened, context)
-    directory = Path(queue.address.removeprefix("ipc://")).parent
+def test_a_peer_that_goes_while_tasks_wait_leaves_none_of_them(opened: ExitStack) -> None:
+    """What it has not read is void, and the descriptor does not ask for its being sent for ever."""
+    queue = new_queue(opened)
+    rank = new_rank(opened, queue)
+    queue.put(LARGE)
+    rank.close()
+    for _ in range(3):
+        assert queue.get() is None
+    assert is_quiet(queue)
+
+
+def test_an_engine_that_is_gone_is_a_disconnect(opened: ExitStack) -> None:
+    """What it had put is still read; after that neither direction waits for it."""
+    queue = new_queue(opened)
+    rank = new_rank(opened, queue)
+    queue.put(b"last")
     queue.close()
-    queue.close()
-    assert not directory.exists()
+    assert rank.get() == b"last"
+    for verb in (rank.get, rank.get_now, lambda: rank.put(b"done")):
+        with pytest.raises(QueueDisconnectedError):
+            verb()
 
 
-def test_two_queues_never_mix(opened: ExitStack, context: zmq.Context) -> None:
-    """Every incarnation's queue is its own, though all peers carry the same name."""
-    queues = [new_queue(opened, context) for _ in range(3)]
-    ranks = [new_rank(opened, queue, b"ready %d" % n) for n, queue in enumerate(queues)]
-    assert len({queue.address for queue in queues}) == 3
+def test_two_queues_never_mix(opened: ExitStack) -> None:
+    """Every incarnation's queue is its own."""
+    queues = [new_queue(opened) for _ in range(3)]
+    ranks = [new_rank(opened, queue) for queue in queues]
     for n in range(3):
         queues[n].put(b"task %d" % n)
     for n in (2, 0, 1):
@@ -146,54 +176,48 @@ def test_two_queues_never_mix(opened: ExitStack, context: zmq.Context) -> None:
     assert all(queue.get() is None for queue in queues)
 
 
-@pytest.mark.parametrize("name", ["x" * 90, "é" * 60])
-def test_a_long_temporary_folder_works(
-    name: str, opened: ExitStack, context: zmq.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Socket addresses hold 108 bytes; a longer TMPDIR (in bytes, not letters) does not stop the queue."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="t")) / name
-    folder.mkdir()
-    opened.callback(folder.parent.rmdir)
-    opened.callback(folder.rmdir)
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    queue = new_queue(opened, context)
-    new_rank(opened, queue)
+def test_it_has_no_name(opened: ExitStack) -> None:
+    """Nobody else can reach it: its sockets are bound to nothing, and it keeps no end but its own."""
+    queue = new_queue(opened, num_lanes=2)
+    for fd in queue.rank_fds:
+        with socket.socket(fileno=os.dup(fd)) as end:
+            assert end.getsockname() == end.getpeername() == ""
+    far = queue.rank_fds
+    queue.hand_over()
+    queue.hand_over()
+    assert not set(far) & set(handles()) and len(far) == 2
+    queue.close()
+    queue.close()
 
 
-def test_the_directory_is_private(opened: ExitStack, context: zmq.Context) -> None:
-    """No other user can reach the socket: its directory has mode 0700 and is ours."""
-    queue = new_queue(opened, context)
-    info = Path(queue.address.removeprefix("ipc://")).parent.stat()
-    assert stat.S_IMODE(info.st_mode) == 0o700 and info.st_uid == os.getuid()
+def test_a_queue_that_cannot_be_made_is_an_error_and_leaves_nothing() -> None:
+    """However many descriptors are missing: an error of the system that says so."""
+    before, (soft, hard) = handles(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    first_free = os.dup(0)
+    os.close(first_free)
+    try:
+        for num_free in range(5):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + num_free, hard))
+            with pytest.raises(OSError) as caught:
+                TaskQueue(2, 10)
+            assert caught.value.errno == errno.EMFILE
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert handles() == before
 
 
-def test_a_queue_that_cannot_be_made_is_an_ipc_error(opened: ExitStack, tmp_path: Path) -> None:
-    """No more sockets (descriptors run out): the kind of error that the supervisor expects, and no directory left."""
-    context = zmq.Context()
-    opened.callback(context.destroy, linger=0)
-    context.set(zmq.MAX_SOCKETS, 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", str(tmp_path))
-        made = new_queue(opened, context)
-        with pytest.raises(IPCError):
-            new_queue(opened, context)
-    assert [Path(made.address.removeprefix("ipc://")).parent] == list(tmp_path.iterdir())
-
-
-def test_poller_tells_sources_apart(opened: ExitStack, context: zmq.Context) -> None:
+def test_poller_tells_sources_apart(opened: ExitStack) -> None:
     """Queues and descriptors are waited for together, and only what is ready is reported."""
-    first, second = (new_queue(opened, context) for _ in range(2))
+    first, second = (new_queue(opened) for _ in range(2))
     wakeup = Wakeup()
     opened.callback(wakeup.close)
     poller = Poller()
-    for source, key in ((first, 1), (second, 2), (wakeup.fd, "wakeup")):
+    for source, key in ((first.fd, 1), (second.fd, 2), (wakeup.fd, "wakeup")):
         poller.register(source, key)
     assert poller.wait(0) == []
-    rank = RankQueue(second.address, 10)
-    opened.callback(rank.close)
-    rank.put(b"hello")
+    new_rank(opened, second).put(b"hello")
     assert poller.wait(SECONDS) == [2]
-    second.get()
+    assert second.get() == b"hello"
     wakeup.set()
     assert poller.wait(SECONDS) == ["wakeup"]
     poller.unregister(wakeup.fd)
@@ -225,35 +249,3 @@ def test_wakeup_after_close_touches_no_stranger() -> None:
     wakeup.close()
     assert os.fstat(stranger).st_size == 0
     os.close(stranger)
-
-
-def test_what_a_killed_engine_left_goes_with_the_next_start(
-    opened: ExitStack, context: zmq.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However young: a folder that nobody locks is a dead engine's. Locked and foreign ones stay."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    in_use = Path(new_queue(opened, context).address.removeprefix("ipc://")).parent
-    for name in ("fdc-left", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "queue").touch()
-    second = Path(new_queue(opened, context).address.removeprefix("ipc://")).parent
-    assert {path.name for path in tmp_path.iterdir()} == {in_use.name, second.name, "other"}
-
-
-def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(
-    opened: ExitStack, context: zmq.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another engine starts just between, and takes the folder for a dead one's: its owner notices."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    make, made = tempfile.mkdtemp, list[str]()
-
-    def make_and_lose_the_first(**where: str) -> str:
-        path = make(**where)
-        made.append(path)
-        if len(made) == 1:
-            Path(path).rmdir()
-        return path
-
-    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose_the_first)
-    folder = Path(new_queue(opened, context).address.removeprefix("ipc://")).parent
-    assert str(folder) == made[1] and [path.name for path in tmp_path.iterdir()] == [folder.name]

@@ -309,6 +309,26 @@ def test_what_is_held_is_not_called_pinned() -> None:
         assert "held" in said and "pinned" not in said and "3 pins" in said
 
 
+def test_what_is_wrong_with_a_process_is_said() -> None:
+    """In the lines and in the table: a rank that is off, or waits, is not only down."""
+    status = {"rank": 0, "up": False, "pid": None, "num_restarts": 6, "num_busy_lanes": 0}
+    for state, word in (("off", "OFF"), ("short", "WAITS"), ("starting", "DOWN")):
+        lines = status_lines(document(ranks=[{**status, "state": state}], troubles=["the rank is not well"]))
+        assert f"rank 0: {word}, pid None, restarts 6" in lines and "trouble: the rank is not well" in lines
+    assert "rank 0: up, pid 7, restarts 0" in status_lines(
+        document(ranks=[{**status, "up": True, "pid": 7, "num_restarts": 0, "state": "ready"}])
+    )
+
+
+@pytest.mark.processes
+def test_ranks_that_run_are_not_restarted(path: Path) -> None:
+    """The verb says so; a rank that is none is refused."""
+    done = run(path, "control", "restart-rank")
+    assert (done.exit_code, done.stdout) == (0, "nothing to restart: every rank has its process\n")
+    assert found(path, "control", "restart-rank", "0") == {"ranks": []}
+    assert run(path, "control", "restart-rank", "7").exit_code == 1
+
+
 def test_without_requests_there_is_no_hit_rate() -> None:
     """That nobody asked for anything within the window is said, in the lines and in the live view, and no 0 %."""
     assert "hit rates, recently: token 50%" in status_lines(document())

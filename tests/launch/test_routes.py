@@ -10,6 +10,7 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from fastdeploy_cache.launch.server.instance_app import InstanceApp
 from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.limits import Limits
 from fastdeploy_cache.launch.server.router import MAX_BODY_BYTES, Router
-from tests.rigs.http_rig import served
+from fastdeploy_cache.life_cycle import LifeCycleStatus
+from fastdeploy_cache.transfer_manager.client import ProcessState, RankStatus
+from tests.rigs.http_rig import said, served
 from tests.rigs.integer_instance import SECONDS, Instance, instances
 
 pytestmark = pytest.mark.processes
@@ -157,3 +160,23 @@ def test_a_path_with_another_method_says_which(ports: dict[str, int], name: str,
 
 def all_methods(name: str) -> set[tuple[str, str]]:
     return {(method, path) for method, path in ROUTES[name]}
+
+
+def test_a_server_without_a_rank_is_ready_and_says_so() -> None:
+    """Requests are answered all the same; who looks sees which process is off, and why one cannot be started."""
+    off = RankStatus(rank=0, up=False, num_restarts=6, state=ProcessState.OFF)
+    short = RankStatus(rank=0, up=False, num_restarts=0, state=ProcessState.SHORT, shortage="no more open files")
+    insight = SimpleNamespace(processes=lambda: {"transfer": (off,), "storage": (short,)})
+    cache: Any = SimpleNamespace(life=SimpleNamespace(status=LifeCycleStatus.RUNNING), insight=insight)
+    api: Any = None
+    with served(InstanceApp(api, cache).build()) as port:
+        head, _, body = said(port, b"GET /ready HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").partition(
+            b"\r\n\r\n"
+        )
+    assert head.startswith(b"HTTP/1.1 200 ") and json.loads(body) == {
+        "status": "ready",
+        "troubles": [
+            "the transfer process of rank 0 is off, since it has died too often",
+            "the storage process of rank 0 waits for descriptors, threads or memory: no more open files",
+        ],
+    }

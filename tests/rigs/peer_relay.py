@@ -11,8 +11,8 @@ import msgspec
 import zmq
 
 from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.ipc.poller import Wakeup
 from fastdeploy_cache.ipc.private_directory import PrivateDirectory
-from fastdeploy_cache.ipc.task_queue import Wakeup
 from fastdeploy_cache.transfer_manager.peer.messages import ToOwner, ToReader
 from fastdeploy_cache.transfer_manager.peer.offer import InstanceInfo
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from fastdeploy_cache.errors import LayoutError
-from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus
+from fastdeploy_cache.transfer_manager.client import OnResult, ProcessState, RankStatus
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVViews
 from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
 from fastdeploy_cache.transfer_manager.rank.transfer_client import KVArrays, OnKVLost, ignore_kv_lost
@@ -68,8 +68,12 @@ class SimulatedClient:
     def wait_ready(self, timeout_seconds: float) -> bool:
         return self.up
 
+    def restart(self, rank: int) -> None:
+        pass
+
     def statuses(self) -> list[RankStatus]:
-        return [RankStatus(rank=0, up=self.up, num_restarts=0, is_off=self.is_off)]
+        state = ProcessState.OFF if self.is_off else ProcessState.READY if self.up else ProcessState.STARTING
+        return [RankStatus(rank=0, up=self.up, num_restarts=0, state=state)]
 
     def kv_views(self, rank: int) -> KVViews:
         return []

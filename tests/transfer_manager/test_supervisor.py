@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -50,10 +54,10 @@ class FakeQueue:
     """Remembers what became of it."""
 
     def __init__(self, number: int) -> None:
-        self.address, self.hidden, self.closed = f"ipc://{number}", False, False
+        self.rank_fds, self.is_handed_over, self.closed = (number, -1), False, False
 
-    def hide(self) -> None:
-        self.hidden = True
+    def hand_over(self) -> None:
+        self.is_handed_over = True
 
     def close(self) -> None:
         self.closed = True
@@ -72,15 +76,15 @@ class World:
     signal: RankSignal
     queues: list[FakeQueue] = field(default_factory=list)
     processes: list[FakeProcess] = field(default_factory=list)
-    spawned: list[tuple[int, int, str]] = field(default_factory=list)
+    spawned: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
     failure: Exception | None = None
 
     def new_queue(self) -> FakeQueue:
         self.queues.append(FakeQueue(len(self.queues)))
         return self.queues[-1]
 
-    def spawn(self, rank: int, incarnation: int, address: str) -> FakeProcess:
-        self.spawned.append((rank, incarnation, address))
+    def spawn(self, rank: int, incarnation: int, queue_fds: tuple[int, ...]) -> FakeProcess:
+        self.spawned.append((rank, incarnation, queue_fds))
         if self.failure is not None:
             raise self.failure
         self.processes.append(FakeProcess(1000 + incarnation))
@@ -96,6 +100,7 @@ def world() -> Iterator[World]:
     array = SharedArray.create("signal", RankSignal.NUM_BYTES)
     made = World(RankSignal(array))
     yield made
+    made.failure = None  # its traceback holds the frames that it was raised in
     del made.signal  # pytest still holds the world when the leak fixture looks
     array.close()
 
@@ -133,15 +138,15 @@ def test_thousands_of_deaths_do_not_overflow() -> None:
 
 
 def test_first_tick_starts_the_first_incarnation(world: World) -> None:
-    """The process gets its rank, its incarnation and its queue's address; it is not ready before it says so."""
+    """The process gets its rank, its incarnation and its ends of the queue; it is not ready before it says so."""
     supervisor = world.supervisor()
     world.signal.state = RankState.STOPPING  # words of a life before
     supervisor.tick(0.0)
-    assert world.spawned == [(4, 1, "ipc://0")]
+    assert world.spawned == [(4, 1, (0, -1))]
     assert (supervisor.phase, world.signal.state) == (Phase.STARTING, RankState.STARTING)
-    assert not world.queues[0].hidden
+    assert world.queues[0].is_handed_over
     ready(supervisor, 0.0)
-    assert supervisor.phase is Phase.READY and world.queues[0].hidden and supervisor.num_restarts == 0
+    assert supervisor.phase is Phase.READY and supervisor.num_restarts == 0
 
 
 def test_a_late_start_is_killed_once(world: World) -> None:
@@ -209,20 +214,116 @@ def test_restarts_wait_and_count_up(world: World) -> None:
         now += pause + 1e-6
         supervisor.tick(now)
         assert supervisor.phase is Phase.STARTING and supervisor.num_restarts == death
-    assert world.spawned == [(4, n, f"ipc://{n - 1}") for n in (1, 2, 3, 4)]
+    assert world.spawned == [(4, n, (n - 1, -1)) for n in (1, 2, 3, 4)]
     assert [queue.closed for queue in world.queues] == [True, True, True, False]
 
 
 def test_too_many_deaths_switch_it_off(world: World) -> None:
-    """After the last tolerated death it stays off: no process, no queue, however often one looks."""
+    """After the last tolerated death it is off for ten minutes: no process, no queue, however often one looks."""
+    supervisor = dead_supervisor(world)
+    assert supervisor.next_tick(3.0) == CONFIG.off_retry_seconds
+    supervisor.tick(602.9)
+    assert len(world.processes) == 4 and all(process.closed for process in world.processes)
+    assert supervisor.process is None and supervisor.queue is None
+
+
+def dead_supervisor(world: World) -> RankSupervisor:
+    """One that is off since 3.0."""
     supervisor = world.supervisor()
     for now in (0.0, 1.0, 2.0, 3.0):
         supervisor.tick(now)
         die(supervisor, now)
-    assert supervisor.phase is Phase.OFF
-    supervisor.tick(1e9)
-    assert len(world.processes) == 4 and all(process.closed for process in world.processes)
-    assert supervisor.process is None and supervisor.queue is None
+    assert supervisor.phase is Phase.OFF and supervisor.is_off
+    return supervisor
+
+
+def test_one_that_is_off_has_one_try_in_ten_minutes(world: World) -> None:
+    """Where that dies before it is ready, the next is ten minutes later; where it is ready, all is as at the start."""
+    supervisor = dead_supervisor(world)
+    supervisor.tick(603.0)
+    assert supervisor.phase is Phase.STARTING and supervisor.is_off
+    die(supervisor, 700.0)
+    assert supervisor.phase is Phase.OFF and supervisor.next_tick(700.0) == CONFIG.off_retry_seconds
+    supervisor.tick(1300.0)
+    ready(supervisor, 1301.0)
+    assert supervisor.phase is Phase.READY and not supervisor.is_off
+    die(supervisor, 1400.0)
+    assert supervisor.phase is Phase.DOWN and supervisor.next_tick(1400.0) == pytest.approx(0.1)
+
+
+def test_one_that_is_off_starts_when_asked(world: World) -> None:
+    """At once, and its deaths are forgotten; a rank that runs is left alone, and so is one without its arrays."""
+    supervisor = dead_supervisor(world)
+    supervisor.restart(4.0)
+    supervisor.tick(4.0)
+    assert supervisor.phase is Phase.STARTING and not supervisor.is_off
+    supervisor.restart(5.0)
+    assert supervisor.phase is Phase.STARTING and len(world.processes) == 5
+    die(supervisor, 6.0)
+    assert supervisor.phase is Phase.DOWN and supervisor.next_tick(6.0) == pytest.approx(0.1)
+    supervisor.parked = True
+    supervisor.restart(7.0)
+    supervisor.tick(8.0)
+    assert len(world.processes) == 5
+
+
+def short(number: int = errno.EMFILE, *, wrapped: bool = False) -> Exception:
+    """What the system says when there is no more of something; `wrapped` in an error of ours."""
+    error: Exception = OSError(number, os.strerror(number))
+    if wrapped:
+        error, error.__cause__ = IPCError("no luck"), error
+    return error
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN])
+def test_a_shortage_is_no_death(world: World, number: int, wrapped: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """However long it lasts: tried again after pauses that grow to ten seconds, said once, and counted as nothing."""
+    supervisor = world.supervisor()
+    world.failure = short(number, wrapped=wrapped)
+    now, pauses = 0.0, list[float]()
+    for _ in range(100):
+        supervisor.tick(now)
+        assert supervisor.phase is Phase.DOWN and supervisor.shortage == supervisor.last_failure != ""
+        pauses.append(supervisor.next_tick(now))
+        now += pauses[-1]
+    assert pauses[:3] == pytest.approx([0.1, 0.2, 0.4]) and [pauses[-1], max(pauses)] == pytest.approx([10.0, 10.0])
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+    assert all(queue.closed for queue in world.queues)
+    world.failure = None
+    supervisor.tick(now)
+    assert (supervisor.phase, supervisor.incarnation, supervisor.num_restarts) == (Phase.STARTING, 1, 0)
+    assert not supervisor.shortage
+    ready(supervisor, now)
+    die(supervisor, now + 1)
+    assert supervisor.next_tick(now + 1) == pytest.approx(0.1), "the first death"
+    world.failure = short()
+    supervisor.tick(now + 2)
+    assert supervisor.next_tick(now + 2) == pytest.approx(0.1), "the first pause again"
+    world.failure = None
+    supervisor.tick(now + 3)
+    assert (supervisor.incarnation, supervisor.num_restarts) == (2, 1)
+
+
+def test_a_shortage_names_its_limit(world: World) -> None:
+    """Of open files the value that counts for this process, and what to do."""
+    supervisor = world.supervisor()
+    world.failure = short()
+    supervisor.tick(0.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert f"may have {soft} open files" in supervisor.shortage and f"hard one is {hard}" in supervisor.shortage
+    assert "ulimit -n" in supervisor.shortage
+
+
+def test_one_that_is_off_stays_so_in_a_shortage(world: World) -> None:
+    """Its slow try meets one: it goes on trying, and is off until it has been ready."""
+    supervisor = dead_supervisor(world)
+    world.failure = short()
+    supervisor.tick(603.0)
+    assert supervisor.phase is Phase.OFF and supervisor.is_off and supervisor.next_tick(603.0) == pytest.approx(0.1)
+    world.failure = None
+    supervisor.tick(604.0)
+    assert supervisor.phase is Phase.STARTING and supervisor.is_off
 
 
 @pytest.mark.parametrize("kind", [OSError, IPCError])
@@ -235,7 +336,7 @@ def test_a_failed_spawn_is_a_death(world: World, kind: type[Exception]) -> None:
     assert "rank 4 cannot be spawned" in supervisor.last_failure and "no more of these" in supervisor.last_failure
     world.failure = None
     supervisor.tick(0.2)
-    assert supervisor.phase is Phase.STARTING and world.spawned[-1] == (4, 2, "ipc://1")
+    assert supervisor.phase is Phase.STARTING and world.spawned[-1] == (4, 2, (1, -1))
 
 
 def test_a_retired_rank_is_not_restarted(world: World) -> None:

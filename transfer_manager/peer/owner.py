@@ -51,7 +51,7 @@ class PeerOwner:
         host, _, port = self._peer.listen.rpartition(":")
         return f"{host}:{int(port) + rank}"
 
-    def spawn(self, rank: int, incarnation: int, queue_address: str) -> ChildProcess:
+    def spawn(self, rank: int, incarnation: int, queue_fds: tuple[int, ...]) -> ChildProcess:
         signal_fd, peer_fd = self.signals[rank].array.fd, self._peer_arrays[rank].fd
         kv, kv_fds = self.kv[rank].for_process()
         if kv is None:
@@ -60,7 +60,7 @@ class PeerOwner:
             rank=rank,
             incarnation=incarnation,
             engine_pid=os.getpid(),
-            queue_address=queue_address,
+            queue_fds=queue_fds,
             signal_fd=signal_fd,
             heartbeat_seconds=self._config.heartbeat_seconds,
             max_tasks_in_flight=self._config.max_tasks_in_flight,
@@ -78,7 +78,7 @@ class PeerOwner:
             peer_signal_fd=peer_fd,
         )
         return ChildProcess(
-            setup, self._config, (*kv_fds, signal_fd, peer_fd), "fastdeploy_cache.transfer_manager.peer"
+            setup, self._config, (*queue_fds, *kv_fds, signal_fd, peer_fd), "fastdeploy_cache.transfer_manager.peer"
         )
 
     def may_run(self, rank: int) -> bool:

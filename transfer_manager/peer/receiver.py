@@ -13,7 +13,7 @@ import numpy as np
 from fastdeploy_cache.errors import CodecError, IPCError
 from fastdeploy_cache.ipc.codec import Int32Array, decode, encode, unpack_int32
 from fastdeploy_cache.ipc.peer_channel import CurveKeys, PeerConnection
-from fastdeploy_cache.ipc.task_queue import Poller, Wakeup
+from fastdeploy_cache.ipc.poller import Poller, Wakeup
 from fastdeploy_cache.transfer_manager.kv.layout import Places, RankLayout
 from fastdeploy_cache.transfer_manager.peer.heads import PieceMaker, Share, Side, num_readers, shares_of
 from fastdeploy_cache.transfer_manager.peer.link import Link, LinkError, Peer

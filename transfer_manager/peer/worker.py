@@ -14,11 +14,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from fastdeploy_cache.errors import CodecError, IPCError, PeerRefusedError
+from fastdeploy_cache.errors import CodecError, IPCError, PeerRefusedError, QueueDisconnectedError
 from fastdeploy_cache.ipc.codec import decode, encode
-from fastdeploy_cache.ipc.peer_channel import PeerListener, load_keys
+from fastdeploy_cache.ipc.peer_channel import PeerListener, load_keys, new_context
+from fastdeploy_cache.ipc.poller import Poller, Wakeup
 from fastdeploy_cache.ipc.shared_array import SharedArray
-from fastdeploy_cache.ipc.task_queue import Poller, RankQueue, Wakeup, new_context
+from fastdeploy_cache.ipc.task_queue import RankQueue
 from fastdeploy_cache.transfer_manager.kv.memory import KVMemory
 from fastdeploy_cache.transfer_manager.peer import open_link
 from fastdeploy_cache.transfer_manager.peer.link import Link, LinkError
@@ -42,6 +43,7 @@ from fastdeploy_cache.transfer_manager.peer.sender import Sender
 from fastdeploy_cache.transfer_manager.peer.setup import PeerSetup
 from fastdeploy_cache.transfer_manager.process.main import serve_process
 from fastdeploy_cache.transfer_manager.process.wire import (
+    EXIT_ENGINE_GONE,
     DoneMessage,
     ReadyMessage,
     StopMessage,
@@ -125,6 +127,8 @@ class PeerServer:
             while self._turn(poller):
                 pass
             self._stop()
+        except QueueDisconnectedError:
+            os._exit(EXIT_ENGINE_GONE)
         except BaseException:
             logger.exception("event=peer_failed rank=%d", self._setup.rank)
             os._exit(1)
@@ -133,8 +137,8 @@ class PeerServer:
     def _open_lanes(self) -> Poller:
         setup, poller = self._setup, Poller()
         for lane in Lane:
-            self._lanes[lane] = RankQueue(setup.queue_address, setup.max_tasks_in_flight, lane)
-            poller.register(self._lanes[lane], lane)
+            self._lanes[lane] = RankQueue(setup.queue_fds[lane])
+            poller.register(self._lanes[lane].fd, lane)
             self._lanes[lane].put(encode(ReadyMessage(setup.incarnation, lane)))
         poller.register(self._listener, self._listener)
         poller.register(self._wakeup.fd, self._wakeup)

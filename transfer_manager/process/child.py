@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+from fastdeploy_cache.ipc.shortage import is_shortage
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.process.setup import ProcessSetup, memory_of, say_setup
 
@@ -36,12 +37,12 @@ class ChildProcess:
         """Spawn the module `program` and hand over its set-up; it inherits `fds`.
 
         Raises:
-            OSError: the interpreter or the log folder cannot be used.
+            OSError: the interpreter or the log folder cannot be used, or there are no descriptors left for it.
         """
-        self._log = _open_log(config, setup.rank, program)
-        self._log_start = os.fstat(self._log.fileno()).st_size
         command = [*_die_with_parent(), sys.executable, "-P", "-m", program]
         command += ["--rank", str(setup.rank), "--incarnation", str(setup.incarnation)]  # for whoever reads `ps`
+        self._log = _open_log(config, setup.rank, program)
+        self._log_start = os.fstat(self._log.fileno()).st_size
         with contextlib.ExitStack() as undo:
             undo.callback(self._log.close)
             setup_fd = memory_of(setup)
@@ -57,9 +58,17 @@ class ChildProcess:
             )
             os.close(setup_fd)
             undo.pop_all()
-        self.pid = self._popen.pid
-        self.pidfd = os.pidfd_open(self.pid)
         assert self._popen.stdin is not None
+        self.pid = self._popen.pid
+        try:
+            self.pidfd = os.pidfd_open(self.pid)
+        except OSError:  # nobody could watch it: it has not been
+            self._popen.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(_TRY_SECONDS)
+            self._popen.stdin.close()
+            self._log.close()
+            raise
         with contextlib.suppress(BrokenPipeError):  # it died already: its pid descriptor tells
             say_setup(self._popen.stdin, setup_fd)  # type: ignore[arg-type]
 
@@ -101,11 +110,13 @@ def _die_with_parent() -> list[str]:
 
 @functools.cache
 def _can_arm(setpriv: str) -> bool:
-    """Whether this `setpriv` knows the option; tried once."""
+    """Whether this `setpriv` knows the option; tried once. A shortage says nothing of that, and is raised."""
     command = [setpriv, "--pdeathsig", "KILL", "--", "true"]
     try:
         return subprocess.run(command, capture_output=True, timeout=_TRY_SECONDS, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired) as error:
+        if is_shortage(error):
+            raise
         return False
 
 

@@ -102,7 +102,8 @@ class Processes:
                 num_restarts=r.num_restarts,
                 pid=process.pid if (process := r.process) is not None else None,
                 num_busy_lanes=r.num_busy_lanes,
-                is_off=r.phase is Phase.OFF,
+                state=r.state,
+                shortage=r.shortage,
             )
             for r in (self.io.ranks if self.io is not None else [])
         ]
@@ -110,6 +111,14 @@ class Processes:
     def last_failure(self) -> str:
         """Why a process is not there, of the first of which that is known."""
         return next((rank.last_failure for rank in (self.io.ranks if self.io else []) if rank.last_failure), "")
+
+    def restart(self, rank: int) -> None:
+        """Start its process now if there is none, however often it has died."""
+        io = self.io
+        assert io is not None
+        with io.tasks.lock:
+            io.to_restart.add(rank)
+        io.wakeup.set()
 
     def note_change(self, rank: int) -> None:
         """What a rank's process works on has come or gone."""

@@ -8,7 +8,8 @@ import time
 
 from fastdeploy_cache.errors import CodecError, IPCError, QueueDisconnectedError, counted
 from fastdeploy_cache.ipc.codec import decode, encode
-from fastdeploy_cache.ipc.task_queue import Poller, TaskQueue, Wakeup, new_context
+from fastdeploy_cache.ipc.poller import Poller, Wakeup
+from fastdeploy_cache.ipc.task_queue import TaskQueue
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.process.callbacks import Callbacks
 from fastdeploy_cache.transfer_manager.process.flights import Flight
@@ -37,7 +38,6 @@ class ProcessIO:
 
     def __init__(self, config: TransferConfig, kind: ProcessKind, owner: ProcessOwner, callbacks: Callbacks) -> None:
         self._config, self._kind, self._owner, self.callbacks = config, kind, owner, callbacks
-        self._context = new_context()
         self.ranks = [
             RankSupervisor(rank, config, signal, self._new_queue, owner.spawn, process_name=kind.name)
             for rank, signal in enumerate(owner.signals)
@@ -46,6 +46,9 @@ class ProcessIO:
         self.changed: set[int] = set()  # under the lock of `tasks`: ranks for which something has come or gone
         self.stopping = False
         self.started = threading.Event()
+        self.to_restart: set[int] = set()  # under the same lock: ranks that somebody wants to be tried again
+        self._start_before = 0.0
+        self._came_up: list[RankSupervisor] = []  # in this turn
         self.start_failure: str | None = None
         self.wakeup = Wakeup()
         self._stuck: dict[int, int] = {}  # rank -> the task that it is being killed for
@@ -56,12 +59,13 @@ class ProcessIO:
             self.started.set()
 
     def _new_queue(self) -> TaskQueue:
-        return TaskQueue(self._context, self._config.max_tasks_in_flight)
+        return TaskQueue(len(Lane), self._config.max_tasks_in_flight)
 
     def run(self) -> None:
         """The thread: until `stopping` is set; then processes end and every task is answered."""
         try:
             self._poller.register(self.wakeup.fd, self.wakeup)
+            self._start_before = time.monotonic() + self._config.start_timeout_seconds
             for rank in self.ranks:
                 rank.tick(time.monotonic())
                 self._watch(rank)
@@ -84,6 +88,8 @@ class ProcessIO:
         now = time.monotonic()
         if self.changed:
             self._follow_changes()
+        if self.to_restart:
+            self._restart(now)
         self._send()  # before the housekeeping: tasks do not wait for it
         if died:
             self._reap(now)
@@ -91,9 +97,16 @@ class ProcessIO:
         for rank in self.ranks:
             self._tick(rank, now)
         self._note_all_ready()
+        # After it: who waits for a rank and hears that it is up submits at once, and would be told that it is not.
+        came_up, self._came_up = self._came_up, []
+        for rank in came_up:
+            if rank.phase is Phase.READY:
+                self._owner.note_up(rank.rank)
 
     def _tick(self, rank: RankSupervisor, now: float) -> None:
         has_failed = rank.phase in (Phase.DOWN, Phase.OFF) and not self.started.is_set()
+        if has_failed and rank.shortage and not self._kind.is_optional and now < self._start_before:
+            has_failed = False  # it may have what it needs a moment later
         if has_failed and (not self._kind.is_optional or rank.exit_code == EXIT_REFUSED):
             # What is refused is refused by each rank: the reason comes first.
             what = (
@@ -133,17 +146,25 @@ class ProcessIO:
                 self.tasks.all_ready.clear()
                 rank.kill(reason, blamed=False)
 
+    def _restart(self, now: float) -> None:
+        with self.tasks.lock:
+            numbers, self.to_restart = self.to_restart, set()
+        for number in numbers:
+            self.ranks[number].restart(now)
+
     def _next_timeout(self) -> float:
         now = time.monotonic()
         waits = [rank.next_tick(now) for rank in self.ranks]
         owed = self.tasks.flights.stuck_at() if self.tasks.flights.all() else {}
         # those of a rank that is dying end when it is reaped
         waits += [at - now for (rank, _), (at, _) in owed.items() if not self.ranks[rank].dying]
+        if not (self._kind.is_optional or self.started.is_set()) and any(rank.shortage for rank in self.ranks):
+            waits.append(self._start_before - now)
         return max(0.0, min(waits))
 
     def _watch(self, rank: RankSupervisor) -> None:
         if rank.process is not None and rank.queue is not None:
-            self._poller.register(rank.queue, rank)
+            self._poller.register(rank.queue.fd, rank)
             self._poller.register(rank.process.pidfd, rank.rank)
 
     # -- what processes say
@@ -169,7 +190,7 @@ class ProcessIO:
             return
         rank.note_ready(ready.lane, time.monotonic())
         if rank.phase is Phase.READY:
-            self._owner.note_up(rank.rank)
+            self._came_up.append(rank)
 
     def _note_done(self, rank: RankSupervisor, done: DoneMessage) -> None:
         if done.result.rank != rank.rank:
@@ -228,7 +249,7 @@ class ProcessIO:
             # Answers that it sent before it died count. Without this look, the poller may have told of the death and
             # of an answer in one turn, or of the death first, and a task that succeeded would fail.
             self._receive(rank)
-            self._poller.unregister(queue)
+            self._poller.unregister(queue.fd)
             self._poller.unregister(process.pidfd)
             self.tasks.all_ready.clear()
             is_blamed = rank.blamed
@@ -255,7 +276,6 @@ class ProcessIO:
         self._wait_until_reaped(time.monotonic() + _KILLED_SECONDS)
         for task in self.tasks.take_queued():
             self.tasks.refuse(task, "the client has stopped")
-        self._context.destroy(linger=0)
         self._owner.note_stopped()
         self.started.set()
 

@@ -8,10 +8,12 @@ import threading
 import time
 from typing import NamedTuple, Protocol
 
+from fastdeploy_cache.errors import QueueDisconnectedError
 from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.task_queue import RankQueue
 from fastdeploy_cache.transfer_manager.process.setup import ProcessSetup
 from fastdeploy_cache.transfer_manager.process.wire import (
+    EXIT_ENGINE_GONE,
     DoneMessage,
     ReadyMessage,
     StopMessage,
@@ -82,7 +84,7 @@ class LaneServer:
         setup, executor = self._setup, self._executor
         try:
             executor.bind_thread()
-            queue = RankQueue(setup.queue_address, setup.max_tasks_in_flight, lane)
+            queue = RankQueue(setup.queue_fds[lane])
             queue.put(encode(ReadyMessage(setup.incarnation, lane, executor.report)))
             logger.info("event=ready rank=%d incarnation=%d lane=%s", setup.rank, setup.incarnation, lane.name)
             while True:
@@ -99,6 +101,8 @@ class LaneServer:
                 self._signal.set_busy(lane, False)
                 queue.put(encode(done))
             queue.close()
+        except QueueDisconnectedError:
+            os._exit(EXIT_ENGINE_GONE)
         except BaseException:
             logger.exception("event=lane_failed lane=%s", lane.name)
             # Not only this thread: with one lane gone the heart would go on beating, and the engine would wait for

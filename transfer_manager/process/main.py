@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 from fastdeploy_cache.errors import IPCError, PeerRefusedError, StorageRefusedError, TransferError
 from fastdeploy_cache.ipc.log_lines import set_up_log
 from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.ipc.shortage import raise_open_files
 from fastdeploy_cache.transfer_manager.process.setup import ProcessSetup, read_setup
 from fastdeploy_cache.transfer_manager.process.wire import EXIT_ENGINE_GONE, EXIT_REFUSED
 from fastdeploy_cache.transfer_manager.process.words import RankSignal
@@ -38,6 +39,7 @@ def serve_process(setup_type: type[S], open_server: Callable[[S, RankSignal], Pr
     `open_server` gets the set-up and the process's signal words.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides when ranks end
+    raise_open_files()
     lifeline = sys.stdin.fileno()
     setup = read_setup(lifeline, setup_type)
     try:

@@ -33,8 +33,11 @@ class ProcessOwner(Protocol):
         """The words of each rank's process."""
         ...
 
-    def spawn(self, rank: int, incarnation: int, queue_address: str) -> Process:
-        """Start a process. Raises `OSError`, `ValueError` or `IPCError` where that cannot be."""
+    def spawn(self, rank: int, incarnation: int, queue_fds: tuple[int, ...]) -> Process:
+        """Start a process, which inherits `queue_fds`, its end of each lane.
+
+        Raises `OSError`, `ValueError` or `IPCError` where that cannot be.
+        """
         ...
 
     def may_run(self, rank: int) -> bool:

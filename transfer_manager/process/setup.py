@@ -21,7 +21,7 @@ class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     incarnation: int
     engine_pid: int
-    queue_address: str
+    queue_fds: tuple[int, ...]  # its end of each lane
     signal_fd: int
     heartbeat_seconds: float
     max_tasks_in_flight: int

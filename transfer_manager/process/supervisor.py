@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -12,7 +13,9 @@ from typing import Protocol
 
 from fastdeploy_cache.errors import IPCError
 from fastdeploy_cache.ipc.event_log import event_log
+from fastdeploy_cache.ipc.shortage import Patience, is_shortage, limit_of
 from fastdeploy_cache.ipc.task_queue import TaskQueue
+from fastdeploy_cache.transfer_manager.client import ProcessState
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.process.wire import EXIT_REFUSED
 from fastdeploy_cache.transfer_manager.process.words import RankSignal
@@ -32,7 +35,9 @@ class Phase(Enum):
             |                 |                 |
             +------exit-------+------exit-------+--> DOWN --backoff over--> STARTING
                               |                       |
-                              +--too many deaths-------> OFF
+                              +--too many deaths-------> OFF --much later, or asked--> STARTING
+
+    A process that cannot be spawned for want of descriptors, threads or memory has not died: it is DOWN until it can.
     """
 
     STARTING = "starting"
@@ -70,6 +75,10 @@ class RestartPolicy:
             return None
         return self._config.restart_backoff_seconds * 2.0 ** min(len(self._deaths) - 1, _MAX_DOUBLINGS)
 
+    def forget(self) -> None:
+        """Count from nothing again."""
+        self._deaths.clear()
+
 
 class RankSupervisor:
     """Keeps one rank alive. All methods are called by one thread, with the time; none waits."""
@@ -80,11 +89,11 @@ class RankSupervisor:
         config: TransferConfig,
         signal: RankSignal,
         new_queue: Callable[[], TaskQueue],
-        spawn: Callable[[int, int, str], Process],
+        spawn: Callable[[int, int, tuple[int, ...]], Process],
         *,
         process_name: str = "transfer",
     ) -> None:
-        """`spawn(rank, incarnation, queue address)` starts a process; `new_queue` binds the queue for one.
+        """`spawn(rank, incarnation, its ends of the queue)` starts a process; `new_queue` makes the queue for one.
 
         `process_name` tells a rank's processes apart in the log.
         """
@@ -98,15 +107,17 @@ class RankSupervisor:
         self.exit_code: int | None = None  # of the last process
         self.num_restarts = 0
         self.blamed = True  # for its death, if it dies now: it counts against it
+        self.shortage = ""  # what it cannot be spawned for the want of, now
+        self.is_off = False  # it has died too often
         self.parked = False  # what it works on is not there: not started (again) until it is
         # Each lane is ready by itself. Taken for the whole, the first one would let tasks of the other lane be sent to
-        # a connection that is not there yet, and ZeroMQ would say that nobody is connected.
+        # a thread that is not there yet, and that may never be.
         self._ready_lanes: set[Lane] = set()
         self._config = config
         self._signal = signal
         self._new_queue = new_queue
         self._spawn = spawn
-        self._policy = RestartPolicy(config)
+        self._policy, self._patience = RestartPolicy(config), Patience()
         self._heartbeat = 0
         self._last_beat = 0.0
         self._ready_before = 0.0
@@ -119,9 +130,8 @@ class RankSupervisor:
         return self._signal.num_tasks_in_flight if self.phase is Phase.READY else 0
 
     def launch(self, now: float) -> None:
-        """Start the next incarnation on a fresh queue; a failure to spawn counts as a death."""
-        assert self.process is None and self.phase is Phase.DOWN
-        self.num_restarts += self.incarnation > 0
+        """Start the next incarnation on a fresh queue; a failure to spawn counts as a death, but for a shortage."""
+        assert self.process is None and self.phase in (Phase.DOWN, Phase.OFF)
         # Before anything of the new process exists: what the old one had sent, and nobody had read, carries its number
         # and is left alone, so its answer to a task cannot be taken for the new one's.
         self.incarnation += 1
@@ -136,17 +146,37 @@ class RankSupervisor:
         self.blamed = True
         try:
             self.queue = self._new_queue()
-            self.process = self._spawn(self.rank, self.incarnation, self.queue.address)
+            self.process = self._spawn(self.rank, self.incarnation, self.queue.rank_fds)
+            self.queue.hand_over()
         except (OSError, ValueError, IPCError) as error:  # ValueError: a name that no file or message can have
-            self._died(now, f"rank {self.rank} cannot be spawned: {error}")
+            failure = f"rank {self.rank} cannot be spawned: {error}"
+            if is_shortage(error):
+                self._put_off(now, f"{failure}; {limit_of(error)}")
+                return
+            self._died(now, failure)
+        self.num_restarts += self.incarnation > 1
+        if self.shortage:
+            logger.warning("event=rank_waits_no_more process=%s rank=%d", self._name, self.rank)
+            self.shortage = ""
+            self._patience.reset()
+
+    def _put_off(self, now: float, failure: str) -> None:
+        """It has not been there, so nothing has died, and its number is free for the next try."""
+        self.incarnation -= 1
+        self._drop_queue()
+        self.phase = Phase.OFF if self.is_off else Phase.DOWN
+        pause = self._patience.pause_seconds()
+        self._restart_at = now + pause
+        level = logging.DEBUG if self.shortage else logging.WARNING  # said once
+        self.last_failure = self.shortage = failure
+        text = "event=rank_waits process=%s rank=%d first_pause_seconds=%.1f reason=%r"
+        logger.log(level, text, self._name, self.rank, pause, failure)
 
     def note_ready(self, lane: Lane, now: float) -> None:
-        """A lane's ready message came; with the last one the socket's path is no longer needed."""
+        """A lane's ready message came; with the last one the rank is ready."""
         self._ready_lanes.add(lane)
         if self.phase is Phase.STARTING and len(self._ready_lanes) == len(Lane):
-            assert self.queue is not None
-            self.queue.hide()
-            self.phase = Phase.READY
+            self.phase, self.is_off = Phase.READY, False
             self._last_beat = now  # its first beat comes after this message, however long the start took
             logger.info("event=rank_ready process=%s rank=%d incarnation=%d", self._name, self.rank, self.incarnation)
 
@@ -173,6 +203,17 @@ class RankSupervisor:
         return self.process is not None and bool(self._killed_for)
 
     @property
+    def state(self) -> ProcessState:
+        """The phase, as callers are told of it. Any thread."""
+        if self.phase is Phase.READY:
+            return ProcessState.READY
+        if self.parked:
+            return ProcessState.PARKED
+        if self.shortage:
+            return ProcessState.SHORT
+        return ProcessState.OFF if self.is_off else ProcessState.STARTING
+
+    @property
     def is_usable(self) -> bool:
         """Whether tasks may be sent to it."""
         return self.phase is Phase.READY and not self.parked and not self.dying
@@ -193,7 +234,7 @@ class RankSupervisor:
 
     def tick(self, now: float) -> None:
         """Look at deadlines: start-up, heartbeat, restart."""
-        if self.phase is Phase.DOWN and self.process is None:
+        if self.phase in (Phase.DOWN, Phase.OFF) and self.process is None:
             if now >= self._restart_at and not self.parked:
                 self.launch(now)
         elif self.phase is Phase.STARTING and now > self._ready_before:
@@ -209,24 +250,29 @@ class RankSupervisor:
 
     def next_tick(self, now: float) -> float:
         """Seconds until `tick` has something to look at."""
-        if self.phase is Phase.DOWN and not self.parked:
+        if self.phase in (Phase.DOWN, Phase.OFF) and not self.parked:
             return max(0.0, self._restart_at - now)
         if self.phase is Phase.STARTING and not self.dying:
             return max(0.0, self._ready_before - now)
         return self._config.heartbeat_timeout_seconds / 4
 
+    def restart(self, now: float) -> None:
+        """Start it now, however often it has died; nothing where it runs, or has nothing to work on."""
+        if self.process is None:
+            self._policy.forget()
+            self._patience.reset()
+            self.phase, self.is_off, self._restart_at = Phase.DOWN, False, now
+
     def retire(self) -> None:
         """No restart after the next exit."""
+        self._restart_at = math.inf
         self.phase = Phase.STOPPING if self.process is not None else Phase.OFF
 
     def _died(self, now: float, failure: str) -> None:
         self.last_failure = failure
         was_stopping = self.phase is Phase.STOPPING
         self.phase = Phase.OFF if was_stopping else Phase.DOWN
-        if self.queue is not None:
-            # With the process: a task that was in it, and that the process had not read, must reach no other one.
-            self.queue.close()
-            self.queue = None
+        self._drop_queue()
         if self.process is not None:
             self.process.close()
             self.process = None
@@ -236,10 +282,15 @@ class RankSupervisor:
             self._restart_at = now
             return
         delay = self._policy.delay_seconds(now)
-        if delay is None:
-            self.phase = Phase.OFF
+        if delay is None or self.is_off:  # one that is off has one try at a time, until it has been ready
+            self.phase, self.is_off = Phase.OFF, True
+            self._restart_at = now + self._config.off_retry_seconds
             logger.error(
-                "event=rank_off process=%s rank=%d tiers_below_gpu=off failure=%r", self._name, self.rank, failure
+                "event=rank_off process=%s rank=%d tiers_below_gpu=off next_try_in_seconds=%.0f failure=%r",
+                self._name,
+                self.rank,
+                self._config.off_retry_seconds,
+                failure,
             )
         else:
             self._restart_at = now + delay
@@ -253,6 +304,12 @@ class RankSupervisor:
                 delay,
                 failure,
             )
+
+    def _drop_queue(self) -> None:
+        """With its process: a task that was in it, and that the process had not read, must reach no other one."""
+        if self.queue is not None:
+            self.queue.close()
+            self.queue = None
 
 
 def _refusal(log_tail: str, rank: int) -> str:

@@ -65,6 +65,9 @@ class RankClient:
     def statuses(self) -> list[RankStatus]:
         return self._processes.statuses()
 
+    def restart(self, rank: int) -> None:
+        self._processes.restart(rank)
+
     def stop(self) -> None:
         self._processes.stop()
 

@@ -89,6 +89,9 @@ class InlineClient:
     def wait_ready(self, timeout_seconds: float) -> bool:  # noqa: ARG002 (there is nothing to wait for)
         return self.available
 
+    def restart(self, rank: int) -> None:
+        pass
+
     def statuses(self) -> list[RankStatus]:
         return []
 

@@ -35,7 +35,7 @@ class RankOwner:
         """Have this called for a rank whose own arrays have gone, and again when it has new ones. Before the start."""
         self._tell_kv_lost = tell_kv_lost
 
-    def spawn(self, rank: int, incarnation: int, queue_address: str) -> ChildProcess:
+    def spawn(self, rank: int, incarnation: int, queue_fds: tuple[int, ...]) -> ChildProcess:
         config, memory, (kv, kv_fds) = self._config, self.memory[rank], self.kv[rank].for_process()
         if kv is None and not self._makes_kv:
             raise IPCError("its KV arrays are gone")
@@ -44,7 +44,7 @@ class RankOwner:
             rank=rank,
             incarnation=incarnation,
             engine_pid=os.getpid(),
-            queue_address=queue_address,
+            queue_fds=queue_fds,
             signal_fd=memory.signal.array.fd,
             heartbeat_seconds=config.heartbeat_seconds,
             max_tasks_in_flight=config.max_tasks_in_flight,
@@ -60,7 +60,7 @@ class RankOwner:
                 kv=kv,
             ),
         )
-        return ChildProcess(setup, config, (*kv_fds, memory.cpu.fd, memory.signal.array.fd))
+        return ChildProcess(setup, config, (*queue_fds, *kv_fds, memory.cpu.fd, memory.signal.array.fd))
 
     def may_run(self, rank: int) -> bool:
         return self._makes_kv or self.kv[rank].handle is not None

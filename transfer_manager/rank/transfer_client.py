@@ -65,6 +65,10 @@ class TransferClient(TaskClient, Protocol):
         """The worker is gone, and its KV arrays with it: nothing is copied until `attach_kv`; tasks in flight fail."""
         ...
 
+    def restart(self, rank: int) -> None:
+        """Start the rank's process now if there is none, however often it has died; returns at once."""
+        ...
+
     def layer_progress(self, rank: int) -> LayerProgress | None:
         """How far the rank's loads are, for its worker; None where loads have ended when `submit` returns."""
         ...

@@ -33,13 +33,13 @@ class StorageOwner:
         self.signals = [RankSignal.create(f"storage-signal-rank{rank}") for rank in range(transfer.tp_size)]
         self.needs_token_ids = False
 
-    def spawn(self, rank: int, incarnation: int, queue_address: str) -> ChildProcess:
+    def spawn(self, rank: int, incarnation: int, queue_fds: tuple[int, ...]) -> ChildProcess:
         segment, signal_fd, space = self._segments[rank], self.signals[rank].array.fd, self._spaces[rank]
         setup = StorageSetup(
             rank=rank,
             incarnation=incarnation,
             engine_pid=os.getpid(),
-            queue_address=queue_address,
+            queue_fds=queue_fds,
             num_cpu_blocks=segment.num_bytes // space.object_bytes,
             cpu_fd=segment.fd,
             signal_fd=signal_fd,
@@ -51,7 +51,7 @@ class StorageOwner:
             import_paths=[str(Path(entry).absolute()) for entry in sys.path] if self._storage.is_own_store else [],
         )
         program = "fastdeploy_cache.transfer_manager.storage"
-        return ChildProcess(setup, self._config, (segment.fd, signal_fd), program)
+        return ChildProcess(setup, self._config, (*queue_fds, segment.fd, signal_fd), program)
 
     def may_run(self, rank: int) -> bool:  # noqa: ARG002 (its CPU blocks are there all the time)
         return True

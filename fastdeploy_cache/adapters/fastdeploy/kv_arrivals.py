@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 
 from fastdeploy_cache.errors import IPCError
+from fastdeploy_cache.ipc.shortage import AcceptRests
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class KVArrivals:
             ) from error
         self._socket.listen(128)
         self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
 
     def start(self, attach: Callable[[int, KVHandle], None]) -> None:
         """Attach what has come and what comes, each in the thread of this object; only the first call counts."""
@@ -55,6 +57,7 @@ class KVArrivals:
 
     def close(self) -> None:
         """Listen no more. Safe to call twice."""
+        self._closed.set()
         try:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         except OSError:
@@ -64,11 +67,16 @@ class KVArrivals:
         self._socket.close()
 
     def _run(self, attach: Callable[[int, KVHandle], None]) -> None:
+        rests = AcceptRests(f"kv_arrivals:{self._port}")
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                self._closed.wait(rests.met(error))
+                continue
+            rests.over()
             with connection:
                 try:
                     rank, handle = _receive(connection)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
@@ -87,6 +88,26 @@ def test_what_is_no_message_is_refused_and_the_next_is_taken(log: Attached) -> N
     assert ["event=kv_refused" in line for line in log.lines[:2]] == [True, True]
     arrivals.close()
     arrivals.close()
+
+
+def test_a_shortage_of_descriptors_passes(log: Attached, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that comes meanwhile is heard afterwards, and so are later ones."""
+    got: list[int] = []
+    arrivals, errors, accept = KVArrivals(PORT), [errno.EMFILE, errno.ENFILE], socket.socket.accept
+
+    def short_of_descriptors(self: socket.socket) -> object:
+        if errors:
+            raise OSError(errors.pop(), "too many")
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", short_of_descriptors)
+    arrivals.start(lambda rank, _: got.append(rank))
+    for rank in (3, 4):
+        log.seen.clear()
+        send_kv(PORT, rank, KVHandle((), ()))
+        assert log.seen.wait(30)
+    arrivals.close()
+    assert got == [3, 4] and not errors
 
 
 def test_one_engine_listens_under_a_port_and_nobody_means_an_error() -> None:

@@ -1,0 +1,116 @@
+"""What the system refuses for want of descriptors, threads or memory: it may have them again a moment later."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import resource
+
+from fastdeploy_cache.ipc.event_log import event_log
+
+logger = event_log(__name__)
+
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN})
+_FIRST_SECONDS = 0.1
+_FEWEST_FILES = 4
+_LONGEST_REST_SECONDS = 1.0  # who connects waits for it
+_GONE = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM}  # of one that is not there any more, or that a firewall refuses
+LONGEST_SECONDS = 10.0
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Whether that is why it was refused: by the error itself, or by one that it was raised from."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _SHORTAGES:
+            return True
+        error = error.__cause__
+    return False
+
+
+def limit_of(error: BaseException | None) -> str:
+    """Which limit was met, the value seen, and what to do."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    number = error.errno if error is not None else None
+    if number == errno.ENFILE:
+        return "this machine has no more open files (fs.file-max); end what holds them, or raise it"
+    if number == errno.EAGAIN:
+        processes = _in_words(resource.getrlimit(resource.RLIMIT_NPROC)[0])
+        return (
+            f"this user may have {processes} processes and threads (RLIMIT_NPROC), and a container fewer (pids.max); "
+            "end some, or raise the limit"
+        )
+    if number in (errno.ENOMEM, errno.ENOBUFS):
+        return "this machine, or its container (memory.max), has no memory for it; give it more, or use less"
+    soft, hard = map(_in_words, resource.getrlimit(resource.RLIMIT_NOFILE))
+    return (
+        f"this process may have {soft} open files (RLIMIT_NOFILE, the soft limit; the hard one is {hard}); raise it "
+        "with `ulimit -n` before the start, or close some"
+    )
+
+
+def _in_words(limit: int) -> str:
+    return "any number of" if limit == resource.RLIM_INFINITY else str(limit)
+
+
+class Patience:
+    """How long to wait between two tries: longer each time, and ten seconds at most. Pure; one thread at a time."""
+
+    def __init__(self) -> None:
+        self._next = _FIRST_SECONDS
+
+    def pause_seconds(self) -> float:
+        """The pause after one more try that was refused."""
+        pause, self._next = self._next, min(2 * self._next, LONGEST_SECONDS)
+        return pause
+
+    def reset(self) -> None:
+        """It has been granted: the next pause is the shortest again."""
+        self._next = _FIRST_SECONDS
+
+
+class AcceptRests:
+    """What a loop that accepts connections does where it has no descriptor for one: it says so once, rests between two
+    tries, and says once that it is over. Who connects waits meanwhile. One thread at a time."""
+
+    def __init__(self, where: str) -> None:
+        """`where` it listens, for the log."""
+        self._where, self._patience, self._is_short = where, Patience(), False
+
+    def met(self, error: OSError) -> float:
+        """How long to rest after this error of `accept`; raises it where waiting does not help."""
+        if error.errno in _GONE:
+            return 0.0
+        if not is_shortage(error):
+            raise error
+        if not self._is_short:
+            self._is_short = True
+            logger.warning("event=cannot_accept where=%s error=%r limit=%r", self._where, str(error), limit_of(error))
+        return min(self._patience.pause_seconds(), _LONGEST_REST_SECONDS)
+
+    def over(self) -> None:
+        """A connection has been accepted."""
+        if self._is_short:
+            self._is_short = False
+            self._patience.reset()
+            logger.warning("event=accepts_again where=%s", self._where)
+
+
+def raise_open_files() -> None:
+    """Let this process have as many open files as the system allows it.
+
+    For programs of ours, at their start. A process that embeds us keeps its limit: it may use `select`, which knows
+    only the first 1024.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a system that says more than it allows: then it stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def share_of_files(share: float, most: int) -> int:
+    """How many connections a server may hold: a share of the open files that this process may have, and `most` at most.
+
+    The shares of all servers of a process leave a third of its files for its children, its stores and its logs.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if soft == resource.RLIM_INFINITY else max(_FEWEST_FILES, min(most, int(soft * share)))
