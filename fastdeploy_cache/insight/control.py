@@ -32,7 +32,6 @@ class Control:
         config: CacheConfig,
         books: Books,
         insight: Insight,
-        *,
         life: LifeCycle,
         restart: Callable[[int | None], list[int]],
         check: Callable[[], None],

@@ -28,7 +28,7 @@ class Acceptor:
         self._rests = AcceptRests("{}:{}".format(*listener.getsockname()[:2]))
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Take connections until it is cancelled."""
         loop = asyncio.get_running_loop()
         self._listener.setblocking(False)
         while True:
