@@ -32,6 +32,7 @@ class Control:
         config: CacheConfig,
         books: Books,
         insight: Insight,
+        *,
         life: LifeCycle,
         restart: Callable[[int | None], list[int]],
         check: Callable[[], None],

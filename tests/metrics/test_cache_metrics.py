@@ -53,7 +53,8 @@ def expected_keys(num_ranks: int) -> set[tuple[str, frozenset[tuple[str, str]]]]
     for name in ("tasks_total", "task_bytes_total", "task_seconds_total", "task_failures_total"):
         keys |= {key(name, kind=d, rank=r) for d, r in product(TASK_KINDS, ranks)}
     keys |= {key("refused_tasks_total", kind=d) for d in SWAP_KINDS}
-    keys |= {key("hashed_blocks_total"), key("hash_seconds_total")}
+    keys |= {key("hashed_blocks_total"), key("hash_seconds_total"), key("waiting_for_room")}
+    keys |= {key("room_waits_total"), key("room_wait_seconds_total")}
     keys |= {key("failed_steps_total", step=s) for s in STEPS} | {key("quarantined_blocks")}
     keys |= {key("storage_breaker_state", operation=o) for o in STORAGE_OPERATIONS}
     keys |= {key("storage_blocks_total", fate=f) for f in STORAGE_FATES}
@@ -119,6 +120,8 @@ def test_no_series_appears_later() -> None:
         refused_tasks=dict.fromkeys(SWAP_KINDS, 1),
         tasks_in_flight=dict.fromkeys(TASK_KINDS, 1),
         requests=dict.fromkeys(PHASES, 1),
+        num_waiting_for_room=1,
+        room_waits=(1, 1.0),
         storage=StorageCounts(True, *counts, num_full_disks=1),
         failed_steps=dict.fromkeys(STEPS, 1),
         num_quarantined_blocks=1,
