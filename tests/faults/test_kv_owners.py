@@ -15,7 +15,6 @@ import pytest
 
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.errors import IPCError, LayoutError, RankStartError
-from fastdeploy_cache.transfer_manager.rank.owner import RankOwner
 from fastdeploy_cache.transfer_manager.rank.transfer_client import KVArrays
 from tests.rigs.faulty_engine import BLOCK_SIZE, LAYOUT, Engine, new_config
 from tests.rigs.kv_worker import KVWorker, digest, kv_worker, layer_bytes
@@ -70,20 +69,6 @@ def serve_without_cpu_tier(cache: PrefixCacheManager) -> None:
 
 
 # -- the worker owns them
-
-
-def test_who_hears_that_arrays_are_attached_can_submit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`attach_kv` returns when the rank's tasks are taken. A moment before, the first copies would be refused."""
-    seen, note_up = list[bool](), RankOwner.note_up
-
-    def look(owner: RankOwner, rank: int) -> None:
-        seen.append(cache.ranks.wait_ready(0))
-        note_up(owner, rank)
-
-    monkeypatch.setattr(RankOwner, "note_up", look)
-    with cache_of("worker") as cache, new_worker() as worker:
-        cache.ranks.attach_kv(0, worker.make_kv())
-    assert seen == [True]
 
 
 def test_without_a_worker_there_is_no_cpu_tier_and_no_harm() -> None:

@@ -306,7 +306,7 @@ class RankSupervisor:
             )
 
     def _drop_queue(self) -> None:
-        """Close it with its process: a task that was in it, and that the process had not read, must reach no other one."""
+        """Close it with its process: a task in it that the process had not read must reach no other one."""
         if self.queue is not None:
             self.queue.close()
             self.queue = None
