@@ -30,6 +30,9 @@ class Cause(StrEnum):
         self.place = len(type(self).__members__)
 
 
+# The detail of `ROOM` where it is the CPU tier that had none.
+NO_ROOM_TO_FETCH: Final = "storage has it, and the CPU tier had no room for it"
+
 # What follows "so many tokens were missed:"; `{when}` and `{where}` are of what was lost.
 TEXTS: Final = {
     Cause.NEW: "this part of the prompt was never cached here",

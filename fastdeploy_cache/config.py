@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from fastdeploy_cache.errors import ConfigError, LayoutError
+from fastdeploy_cache.errors import ConfigError, LayoutError, counted
 from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES, MIN_HISTORY_BYTES
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
-from fastdeploy_cache.transfer_manager.settings import check_integers, names_checked, nearest
+from fastdeploy_cache.transfer_manager.settings import check_integers, meant, names_checked
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 
 if TYPE_CHECKING:
@@ -239,7 +239,9 @@ class CacheConfig:
         if self.layout is None or not self.enable_prefix_caching:
             raise ConfigError("peer needs a layout, and enable_prefix_caching: what is received is found as a prefix")
         if peer.port is not None and peer.port + self.transfer.tp_size > 65536:
-            raise ConfigError(f"peer.listen is {peer.listen!r} with {self.transfer.tp_size} ranks; each takes a port")
+            raise ConfigError(
+                f"peer.listen is {peer.listen!r} with {counted(self.transfer.tp_size, 'rank')}; each takes a port"
+            )
         if peer.link == "storage" and self.storage is None:
             raise ConfigError("peer.link is 'storage' without a table 'storage'; give both instances the same store")
         if peer.link == "storage" and self.storage is not None and self.storage.kind == "file":
@@ -303,7 +305,7 @@ class CacheConfig:
         may be texts: `cpu_memory_bytes="10GB"`.
 
         Raises:
-            ConfigError: an unreadable file, an unknown key (with the nearest right one), a value of the wrong type.
+            ConfigError: an unreadable file, an unknown key (with the right one), a value of the wrong type.
         """
         return cls.load_with_origins(path, environment=environment, **overrides)[0]
 
@@ -336,7 +338,7 @@ CONFIG_KINDS: Mapping[str, type] = {"": CacheConfig, **_TABLES}  # the class of 
 
 
 def check_keys(settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for the first unknown key, naming the nearest right one."""
+    """Raise `ConfigError` for the first unknown key, naming the right one that is near, or all."""
     _check_table("", settings, CacheConfig)
     for name, table in _TABLES.items():
         if name in settings:
@@ -352,17 +354,18 @@ def _check_table(prefix: str, settings: Mapping[str, Any], table: Any) -> None:
             part = next((name for name in _TABLES if not prefix and key.startswith(f"{name}_")), None)
             if part is not None:  # `transfer_tp_size`: of a table, and joined to its name in another way
                 names = [f.name for f in dataclasses.fields(_TABLES[part])]
-                meant = f"{part}.{nearest(key.removeprefix(f'{part}_'), names)}"
+                what = meant(key.removeprefix(f"{part}_"), names, f"{part}.")
             else:
-                meant = prefix + nearest(key, known)
-            raise ConfigError(f"unknown key {prefix + key!r}; did you mean {meant!r}?")
+                what = meant(key, known, prefix)
+            raise ConfigError(f"unknown key {prefix + key!r}; {what}")
 
 
 def _one_of(config: CacheConfig, names: tuple[str, ...], required: bool) -> None:
     given = [name for name in names if getattr(config, name) is not None]
     if len(given) > 1 or (required and not given):
-        found = " and ".join(given) if given else "none"
-        raise ConfigError(f"give {'one' if required else 'at most one'} of {', '.join(names)}; found {found}")
+        one = "one" if required else "at most one"
+        found = f"{' and '.join(given)} are given" if given else "the size of the GPU pool is missing"
+        raise ConfigError(f"{found}; give {one} of {', '.join(names)}")
 
 
 def _as_settings(value: Any) -> Any:

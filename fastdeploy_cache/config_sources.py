@@ -22,6 +22,8 @@ _NO_SETTINGS = frozenset({LEVEL_VARIABLE, FORMAT_VARIABLE, RUN_FOLDER_VARIABLE, 
 _EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "array": "a list"}
 _NUMBER_OR_BOOLEAN = re.compile(r"[-+]?[0-9._]+(e[-+]?\d+)?|true|false", re.IGNORECASE)
 _MAX_LINES_OF_VALUE = 200  # of a longer one, and of what follows it, no line is told
+_MOST_NESTED = 32  # tables and lists in each other: ours are three
+_MOST_BITS = 4096  # of a whole number
 _AT = re.compile(r"(?P<text>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _ENTRY = re.compile(r"\[([^\]]*)\]")  # of a list by its number, or of a table by `...`: some entry
 
@@ -59,6 +61,8 @@ class Sources:
         unknown = re.match(r"unknown key '([^']*)'", text)
         named = unknown[1] if unknown is not None else _ENTRY.sub("", text.partition(" ")[0])
         origin = self.origins.get(named) or self.origins.get(_ENTRY.sub("", path), "")
+        if (several := re.match(r"\w+(?: and \w+)+(?= are given;)", text)) is not None:
+            origin = " and ".join(dict.fromkeys(filter(None, map(self.origins.get, several[0].split(" and ")))))
         if unknown is not None and not origin:  # a table that is said by what is in it
             origin = next((where for key, where in self.origins.items() if key.startswith(f"{named}.")), "")
         if unknown is not None and origin.startswith("environment"):
@@ -83,17 +87,47 @@ def from_file(path: str | Path) -> Sources:
     Raises:
         ConfigError: it cannot be read, or is no TOML.
     """
+    text = ""
     try:
         text = Path(path).read_text()
         settings = tomllib.loads(text)
+        _check_bounds(settings)
+    except RecursionError:
+        raise ConfigError(f"cannot read configuration {_at_fault(path, text)}: it is nested too deep") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read configuration {path}: {reason_of(error)}") from error
-    except RecursionError:
-        raise ConfigError(f"cannot read configuration {path}: a value in it is nested too deep") from None
+    except ValueError:  # Python converts no longer ones
+        raise ConfigError(f"cannot read configuration {_at_fault(path, text)}: a number has too many digits") from None
     lines = _lines_of(text)
     return Sources(
         settings, {key: f"{path}, line {lines[key]}" if key in lines else str(path) for key in _keys(settings)}
     )
+
+
+def _check_bounds(settings: Mapping[str, Any]) -> None:
+    """Raise `RecursionError` where it is nested deep, and `ValueError` for a number that Python would not print: both
+    early, as whatever walks through it later, or tells of it, would."""
+    level: list[Any] = [settings]
+    for _ in range(_MOST_NESTED):
+        inner = [each for whole in level for each in (whole.values() if isinstance(whole, Mapping) else whole)]
+        if any(isinstance(each, int) and each.bit_length() > _MOST_BITS for each in inner):
+            raise ValueError
+        level = [each for each in inner if isinstance(each, (Mapping, list))]
+        if not level:
+            return
+    raise RecursionError
+
+
+def _at_fault(path: str | Path, text: str) -> str:
+    """The file, with the line that is TOML and cannot be taken for all that, where it is a line alone."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            _check_bounds(tomllib.loads(line))
+        except tomllib.TOMLDecodeError:
+            continue
+        except (ValueError, RecursionError):
+            return f"{path}, line {number}"
+    return str(path)
 
 
 def check_types(settings: Mapping[str, Any], kinds: Mapping[str, Any], prefix: str = "") -> None:

@@ -59,6 +59,23 @@ def reason_of(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts, such as `1 rank` and `2 ranks`. The noun is given as for one."""
+    if number == 1:
+        return f"1 {noun}"
+    ending = next((more for end, more in (("y", "ies"), ("x", "xes"), ("s", "ses")) if noun.endswith(end)), None)
+    return f"{number} {noun}s" if ending is None else f"{number} {noun[:-1]}{ending}"
+
+
+def duration(seconds: float) -> str:
+    """A time in words: in the unit in which it is at least 2, of hours, minutes and seconds; below that in
+    milliseconds, at least 1."""
+    if seconds < 0.9995:
+        return f"{max(1, round(seconds * 1000))} ms"
+    size, unit = next((each for each in ((3600, "hour"), (60, "minute")) if seconds >= 2 * each[0]), (1, "second"))
+    return counted(round(seconds / size), unit)
+
+
 class CacheError(Exception):
     """Base of every error that the project raises."""
 
@@ -98,7 +115,7 @@ class OutOfBlocksError(CacheError):
             remedy = f"wait for the copies in flight, which hold {coming} (`wait_seconds`), or {remedy}"
         elif coming:
             remedy = f"copies in flight hold {coming} of them; {remedy}"
-        super().__init__(f"{missing} blocks are missing; {remedy}")
+        super().__init__(f"{counted(missing, 'block')} {'is' if missing == 1 else 'are'} missing; {remedy}")
         self.missing = missing
         self.coming = coming
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastdeploy_cache.causes import TEXTS, Cause
+from fastdeploy_cache.errors import counted, duration
 
 _TIER_TEXTS = {"gpu": "the GPU", "cpu": "the CPU tier", "storage": "storage"}
 
@@ -28,7 +29,8 @@ class Hop:
 
     def __str__(self) -> str:
         way = f"from {_TIER_TEXTS[self.source]} to {_TIER_TEXTS[self.target]}"
-        return f"{self.num_bytes / 2**20:.1f} MiB {way} in {self.seconds * 1000:.1f} ms"
+        size = f"{self.num_bytes / 2**20:.1f} MiB" if self.num_bytes >= 2**20 else f"{self.num_bytes / 2**10:.1f} KiB"
+        return f"{size} {way} in {self.seconds * 1000:.1f} ms"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ class Miss:
     detail: str | None = None
 
     def __str__(self) -> str:
-        when = "some time" if self.seconds_ago is None else _duration(self.seconds_ago)
+        when = "some time" if self.seconds_ago is None else duration(self.seconds_ago)
         where = "cache" if self.tier is None else _TIER_TEXTS[self.tier].removeprefix("the ")
         detail = "" if self.detail is None else f" ({self.detail})"
         text = TEXTS[self.cause].format(when=when, where=where, policy=self.policy)
@@ -92,6 +94,7 @@ class Explanation:
         request_id: of the request.
         num_tokens: of its prompt.
         is_final: False while more of it may still come; then what is coming is counted as missed, with the cause late.
+        room_seconds: that the match waited for GPU blocks which copies in flight held; 0.0: it did not wait for any.
         hits: by tier; only tiers that served something.
         misses: from the first missed token to the last.
     """
@@ -101,6 +104,7 @@ class Explanation:
     is_final: bool
     hits: tuple[Hit, ...]
     misses: tuple[Miss, ...]
+    room_seconds: float = 0.0
 
     @property
     def num_hit_tokens(self) -> int:
@@ -121,21 +125,15 @@ class Explanation:
     def __str__(self) -> str:
         share = 100 * self.num_hit_tokens / self.num_tokens if self.num_tokens else 0.0
         head = (
-            f"Request {self.request_id!r}: {self.num_hit_tokens} of {self.num_tokens} prompt tokens "
+            f"Request {self.request_id!r}: {self.num_hit_tokens} of {counted(self.num_tokens, 'prompt token')} "
             f"({share:.0f} %) came from the cache."
         )
         rest = [f"  {part}" for part in (*self.hits, *self.misses)]
+        if self.room_seconds:
+            waited = f"The match waited {duration(self.room_seconds)} for GPU blocks that copies in flight held."
+            rest.insert(0, f"  {waited}")
         return "\n".join([head if self.is_final else f"{head[:-1]} so far.", *rest])
 
 
 def _tokens(num_tokens: int, one: str = "", many: str = "") -> str:
-    noun, verb = ("token", one) if num_tokens == 1 else ("tokens", many)
-    return f"{num_tokens} {noun} {verb}".rstrip()
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.0f} seconds"
-    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.0f} hours"
+    return f"{counted(num_tokens, 'token')} {one if num_tokens == 1 else many}".rstrip()

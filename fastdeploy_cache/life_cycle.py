@@ -17,7 +17,7 @@ from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.books.tier_loss import drop_cpu, drop_gpu
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.errors import ConfigError, LifeCycleError, NotEnoughMemoryError
+from fastdeploy_cache.errors import ConfigError, LifeCycleError, NotEnoughMemoryError, counted
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
@@ -224,7 +224,7 @@ class LifeCycle:
             transfers = list(self._movement.mover.in_flight.values())
         num_left = sum(not wait_done((transfer,), max(0.0, deadline - time.monotonic())) for transfer in transfers)
         if num_left:
-            raise LifeCycleError(f"{num_left} copies have not ended in time; try again, or look at the ranks")
+            raise LifeCycleError(f"not ended in time: {counted(num_left, 'copy')}; try again, or look at the ranks")
         if not self._storage.wait_settled(max(0.0, deadline - time.monotonic())):
             raise LifeCycleError("a task of storage has not ended in time; try again, or detach the store first")
         if not self._peers.road.wait_settled(max(0.0, deadline - time.monotonic())):

@@ -36,7 +36,7 @@ from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.tokens import TokenIds
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.doctor import Finding
+    from fastdeploy_cache.insight.finding import Finding
     from fastdeploy_cache.metrics.exporter import Collector
     from fastdeploy_cache.stats import CacheStats
     from fastdeploy_cache.transfer_manager.peer.client import PeerClient
@@ -162,19 +162,22 @@ class PrefixCacheManager:
         Raises:
             OutOfBlocksError: not that many can be had now; nothing was changed.
         """
-        if wait_seconds != 0:
-            try_once = functools.partial(self.allocate, request, num_blocks, ahead_of_loads=ahead_of_loads)
-            return self._movement.mover.when_room(try_once, seconds_to_wait("allocate", wait_seconds))
         if type(num_blocks) is not int:
             num_blocks = whole_number(num_blocks, "num_blocks")
+        take = functools.partial(self._allocate, request, num_blocks, ahead_of_loads)
+        if wait_seconds != 0:
+            return self._requests.room.when_room(num_blocks, take, seconds_to_wait("allocate", wait_seconds))
         with self._books:
-            active = self._requests.active(request)
-            if self._books.asleep:
-                self._books.check_awake()
-            if num_blocks < 0:
-                raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
-            ids = self._requests.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads)
-            self._movement.copy_down.moved(num_blocks)
+            return take()
+
+    def _allocate(self, request: Request, num_blocks: int, ahead_of_loads: bool) -> list[int]:
+        active = self._requests.active(request)
+        if self._books.asleep:
+            self._books.check_awake()
+        if num_blocks < 0:
+            raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
+        ids = self._requests.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads)
+        self._movement.copy_down.moved(num_blocks)
         return ids.tolist()
 
     def confirm(self, request: Request, timeout_seconds: float | None = None, *, arrived: bool) -> bool:
@@ -237,7 +240,7 @@ class PrefixCacheManager:
 
         Raises:
             ClosedError, LifeCycleError: the cache is closed, or asleep.
-            AttributeError, TypeError, ValueError: something that is no such triple; then nothing is done of any.
+            RequestError: something that is no such triple; then nothing is done of any.
         """
         packed = Steps.pack(steps)
         with self._books:
@@ -360,16 +363,25 @@ class PrefixCacheManager:
         with self.insight.alerting("invariants"):
             check_all(self._books, self._movement, self._requests, self.storage, peers=self.peers, blocks=self.blocks)
 
-    def serve_metrics(self, host: str = "127.0.0.1", port: int = 0, *, also: Sequence[Collector] = ()) -> str:
+    def serve_metrics(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        also: Sequence[Collector] = (),
+        allow_hosts: Sequence[str] = (),
+    ) -> str:
         """Start the Prometheus endpoint of this cache, and its page at `/`; returns the endpoint's URL. Port 0 takes a
         free one.
 
-        `also`: further collectors, such as `metrics` of the other caches of a data-parallel group.
+        `also`: further collectors, such as `metrics` of the other caches of a data-parallel group. `allow_hosts`: names
+        that it may be asked under, as NAME or NAME:PORT, beside those of loopback and `host`; else it answers 403.
 
         Raises:
-            ConfigError: two caches of one data-parallel id.
+            ConfigError: two caches of one data-parallel id, or a name that is none.
             PortInUseError: the address cannot be listened on.
         """
         with self._books:
             self._books.check_open()
-        return self._recorder.serve(host, port, also, self.insight.start_page(lambda: self.life.status.value))
+        pages = self.insight.start_page(lambda: self.life.status.value)
+        return self._recorder.serve(host, port, also, pages, allow_hosts)

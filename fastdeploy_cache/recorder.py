@@ -45,7 +45,9 @@ class Recorder:
         """Ask for this picture at each scrape."""
         self.metrics.observe(look)
 
-    def serve(self, host: str, port: int, also: Sequence[Collector], pages: Mapping[str, Page]) -> str:
+    def serve(
+        self, host: str, port: int, also: Sequence[Collector], pages: Mapping[str, Page], allow_hosts: Sequence[str]
+    ) -> str:
         """See `PrefixCacheManager.serve_metrics`."""
         from fastdeploy_cache.metrics.exporter import MetricsExporter  # late: a web server comes with it
 
@@ -53,7 +55,9 @@ class Recorder:
         if len(set(ids)) < len(ids):
             raise ConfigError(f"metrics of caches with data-parallel ids {ids}; give each its own data_parallel_id")
         most = share_of_files(_SHARE_OF_FILES, _MOST_CONNECTIONS)
-        exporter = MetricsExporter(self.metrics, *also, host=host, port=port, pages=pages, max_connections=most)
+        exporter = MetricsExporter(
+            self.metrics, *also, host=host, port=port, pages=pages, allow_hosts=allow_hosts, max_connections=most
+        )
         self._exporters.append(exporter)
         return exporter.url
 

@@ -81,6 +81,12 @@ class StorageTierStats:
     num_declined_objects: int  # kept out by admission, or for want of room
     num_damaged_objects: int  # whose bytes were not those that were written: never served, and removed
     num_full_disks: int  # ranks whose store writes less than it should now, as its disk has no room
+    num_other_weights: int = 0  # other names of weights under which a file store keeps blocks like these
+    num_prefetches: int = 0  # requests that were prefetched while some of their blocks were in no tier
+    num_short_prefetches: int = 0  # of these, not asked for, as fewer than `min_prefetch_tokens` were missing
+    num_unasked_requests: int = 0  # that were admitted while nobody has ever called `prefetch`
+    num_long_unasked_requests: int = 0  # of these, long enough for a prefetch
+    admission: str | None = None  # of a file store
 
 
 @dataclass(frozen=True, kw_only=True)

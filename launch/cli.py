@@ -45,6 +45,12 @@ app.add_typer(engines_app, name="engines")
 _LEAST_BENCH_BYTES = 16 * 2**20
 
 Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer process each: 1 or 3.")]
+AllowHost = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="A name that its ports may be asked under; can be repeated.")
+]
+ControlSocket = Annotated[
+    Path | None, typer.Option(help="Take the verbs of `control` at this unix socket, in a folder of mode 700.")
+]
 LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank.")]
 TraceFile = Annotated[
     Path, typer.Argument(help="Request trace: JSON lines, gzip-compressed or not; or a flight recording.")
@@ -94,7 +100,7 @@ def demo(
 
 @app.command(epilog="Example: fastdeploy-cache serve --port 8000 --storage /ssd/kv --set num_cpu_blocks=4096")
 def serve(
-    config: Annotated[Path | None, typer.Option(help="TOML file; see docs/configuration.md.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file; `config sample` prints one.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Short for --set transfer.tp_size=N: 1 or 3.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as num_gpu_blocks=256.")
@@ -104,15 +110,14 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = 8000,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of /metrics.")] = 9400,
     storage: Annotated[Path | None, typer.Option(help="Folder of a store on disk, which outlives restarts.")] = None,
-    control_socket: Annotated[
-        Path | None, typer.Option(help="Take the verbs of `control` at this unix socket, in a folder of mode 700.")
-    ] = None,
+    control_socket: ControlSocket = None,
     role: Annotated[
         str, typer.Option(help="prefill computes prompts for decode instances (see `route`); mixed does both alone.")
     ] = "mixed",
     on_receive_failure: Annotated[
         str, typer.Option(help="Where offered blocks do not come: recompute the prompt, or fail the request.")
     ] = "recompute",
+    allow_host: AllowHost = None,
     log_dir: LogDir = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
@@ -141,6 +146,7 @@ def serve(
         control_socket=control_socket,
         role=role,
         recompute_not_received=on_receive_failure == "recompute",
+        allow_hosts=allow_host or [],
     )
 
 
@@ -156,6 +162,7 @@ def route(
     max_open_prefills: Annotated[
         int, typer.Option(min=0, help="Chats of one client that prefill instances compute at a time; decode the rest.")
     ] = 32,
+    allow_host: AllowHost = None,
     log_level: LogLevel = None,
     log_format: LogFormat = None,
 ) -> None:
@@ -171,6 +178,7 @@ def route(
         port=port,
         prefill_seconds=prefill_timeout,
         max_open_prefills=max_open_prefills,
+        allow_hosts=allow_host or [],
     )
 
 

@@ -2,7 +2,7 @@
 # Sets up a real engine in a virtual environment of its own, .engines/NAME, and runs it with this cache: vllm or
 # sglang. About 1 GB is fetched for each, which is 3 to 4 GB on disk; no GPU is needed. See docs/engines.md.
 #
-# Usage: engines.sh vllm [--only-answers] [--json FILE]    17 minutes on two cores; only the answers: 10
+# Usage: engines.sh vllm [--only-answers] [--json FILE]    20 minutes on two cores; only the answers: 13
 #        engines.sh sglang [--json FILE]                   10 minutes
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

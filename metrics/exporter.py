@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import sys
@@ -14,7 +15,8 @@ from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_serve
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from fastdeploy_cache.errors import MetricsError, PortInUseError
+from fastdeploy_cache.errors import MetricsError, PortInUseError, reason_of
+from fastdeploy_cache.metrics.allowed_hosts import AllowedHosts
 
 __all__ = ["Collector", "MetricsExporter", "Page"]
 
@@ -64,28 +66,29 @@ class MetricsExporter:
         host: str = "127.0.0.1",
         port: int = 0,
         pages: Mapping[str, Page] = MappingProxyType({}),
+        allow_hosts: Sequence[str] = (),
         max_connections: int = 32,
     ) -> None:
         """Listen; port 0 takes a free one. Beyond `max_connections` who connects waits until one ends.
 
         `collectors`: `CacheMetrics` of one cache, or of several with different data-parallel ids. `pages`, by path:
-        what is answered to GET there, and to nothing but GET and HEAD.
+        what is answered to GET there, and to nothing but GET and HEAD. `allow_hosts`: see `AllowedHosts`.
 
         Raises:
+            ConfigError: one of `allow_hosts` is no name.
             PortInUseError: the address cannot be listened on.
             MetricsError: the host is not known, or the port is none.
         """
         if type(port) is not int or not 0 <= port <= 65535:
             raise MetricsError(f"metrics cannot listen on port {port!r}; use 1 to 65535, or 0 for a free one")
+        AllowedHosts(host, host, allow_hosts)  # what is wrong with the names is told before anybody listens
         registry = CollectorRegistry()
         registry.register(Together(collectors))
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        except socket.gaierror as error:
-            raise MetricsError(f"metrics cannot listen on {host}:{port}: {error}; use another host") from error
         except OSError as error:
-            reason = error.strerror or error
-            raise PortInUseError(f"metrics cannot listen on {host}:{port}: {reason}; use another port") from error
+            kind = MetricsError if isinstance(error, socket.gaierror) else PortInUseError
+            raise kind(f"metrics {cannot_listen(host, port, error)}") from error
         handler: Any = self._server.RequestHandlerClass
         bounded: Any = type("BoundedHandler", (handler,), {"timeout": _IDLE_SECONDS})
         self._door = _Door(self._server, max_connections)
@@ -95,8 +98,9 @@ class MetricsExporter:
             get_request=self._door.enter,
             shutdown_request=self._door.leave,
         )
-        if pages:
-            self._server.set_app(_beside(make_wsgi_app(registry), dict(pages)))
+        answer = make_wsgi_app(registry)
+        hosts = AllowedHosts(host, str(self._server.server_address[0]), allow_hosts)
+        self._server.set_app(_guarded(_beside(answer, dict(pages)) if pages else answer, hosts))
         self.url = f"http://{host}:{self._server.server_port}/metrics"
 
     def close(self) -> None:
@@ -105,6 +109,16 @@ class MetricsExporter:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5)
+
+
+def cannot_listen(host: str, port: int, error: OSError, *, dashes: str = "", port_name: str = "port") -> str:
+    """Why nothing can listen there, and which of the two to change. `dashes` stand before what a command calls them."""
+    reason = reason_of(error).partition(" (while ")[0]  # Python adds the address
+    if (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL:  # below 0: it cannot be looked up
+        what = f"{host} is no address of this machine ({reason}); choose another {dashes}host, such as 127.0.0.1"
+    else:
+        what = f"{reason}; choose another {dashes}{port_name}, or 0 for a free one"
+    return f"cannot listen on {host}:{port}: {what}"
 
 
 class _Door:
@@ -151,6 +165,23 @@ class _Door:
 def _note_gone(_: object, address: object) -> None:
     """A client has gone, or has said nothing for too long: its thread and its descriptor are given back."""
     logger.debug("event=metrics_client_gone address=%s reason=%r", address, str(sys.exception()))
+
+
+def _guarded(application: Any, hosts: AllowedHosts) -> _Application:
+    """What is asked under a name that is none of ours is refused."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        given = [[environ[name]] if name in environ else [] for name in ("HTTP_HOST", "HTTP_ORIGIN")]
+        reason = hosts.refusal(environ["REQUEST_METHOD"], *given)
+        if reason is None:
+            parts: Iterable[bytes] = application(environ, start_response)
+            return parts
+        body = f"{reason}\n".encode()
+        sizes = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))]
+        start_response("403 Forbidden", [*sizes, *_HEADERS])
+        return [body if environ["REQUEST_METHOD"] != "HEAD" else b""]
+
+    return answer
 
 
 def _beside(metrics: Any, pages: Mapping[str, Page]) -> _Application:

@@ -67,6 +67,8 @@ class Picture:
         refused_tasks: by kind, tasks that a full queue kept from starting.
         tasks_in_flight: by kind, tasks that not every rank has answered.
         requests: by phase, those that are matched now.
+        num_waiting_for_room: matches and allocations that wait for GPU blocks now.
+        room_waits: how many such waits have ended, and their seconds.
         missed_tokens: so far, by cause.
         saved_seconds, load_seconds: so far, by tier.
     """
@@ -78,6 +80,8 @@ class Picture:
     refused_tasks: Mapping[str, int] = field(default_factory=dict)
     tasks_in_flight: Mapping[str, int] = field(default_factory=dict)
     requests: Mapping[str, int] = field(default_factory=dict)
+    num_waiting_for_room: int = 0
+    room_waits: tuple[int, float] = (0, 0.0)
     storage: StorageCounts = field(default_factory=StorageCounts)
     failed_steps: Mapping[str, int] = field(default_factory=dict)
     num_quarantined_blocks: int = 0
@@ -134,10 +138,15 @@ def _task_families(picture: Picture, families: Families) -> list[Metric]:
     text = "Tasks that were not started because the ranks' queue was full"
     requests = "Requests that are matched now, by their phase; waiting ones have loads on their way"
     steps = "Steps that a verb took along, that failed, and that it did without"
+    waiting = "Matches and allocations that wait for GPU blocks which copies in flight will give back"
+    (num_waits, seconds), waits = picture.room_waits, "Waits for GPU blocks that have ended, with and without success"
     return [
         families.counter("refused_tasks", text, ("kind",), refused),
         families.gauge("tasks_in_flight", "Tasks that not every rank has answered yet", ("kind",), in_flight),
         families.gauge("matched_requests", requests, ("phase",), by_one(PHASES, picture.requests)),
+        families.gauge("waiting_for_room", waiting, (), {(): picture.num_waiting_for_room}),
+        families.counter("room_waits", waits, (), {(): num_waits}),
+        families.counter("room_wait_seconds", "Time that these waits took together", (), {(): seconds}),
         families.counter("failed_steps", steps, ("step",), by_one(STEPS, picture.failed_steps)),
     ]
 

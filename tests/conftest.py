@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import signal
 import time
 from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
-pytest_plugins = ("tests.rigs.fast_door",)
+pytest_plugins = ("tests.rigs.fast_door", "tests.rigs.skips")
 pytest.register_assert_rewrite("tests.rigs")  # before anything of it is imported: its assertions show their values
+# Whoever starts this in the background of a script has SIGINT ignored, and so would each process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -45,6 +51,9 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
             break
         gc.collect()  # not before: it takes longer than most tests
         time.sleep(0.05)  # a closed socket's descriptor goes in another thread
+    for pid in left[0]:
+        with contextlib.suppress(ProcessLookupError):  # what it started goes with it, or is a child of its own
+            os.kill(pid, signal.SIGKILL)
     assert not any(left), f"left behind: processes {left[0]}, handles {left[1]}, /dev/shm {left[2]}"
 
 

@@ -61,6 +61,7 @@ NOT_RUN = {  # how a command begins: why it is not run here
     "python3.12 -m pip": "fetches packages",
     "unzip": "needs what pip has fetched",
     "curl": "asks a server",
+    "python3 -c": "asks a server, as curl does",
     "grep": "reads what curl prints",
     "prometheus": "is a server: tests/launch/test_scripts.py has it",
     "vllm serve": "needs vLLM and a model: .ci/run has a vLLM",

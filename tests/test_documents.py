@@ -153,14 +153,32 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+COMPARED = ["this cache", "vLLM's tiers", "HiCache", "LMCache", "KVBM", "FlexKV", "TensorRT-LLM", "KVCR", "FastDeploy"]
+MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
+
+
 def test_the_comparison_says_what_was_looked_at() -> None:
-    """Each of the six caches is in it, and has a version or a commit among its sources."""
-    text, _, sources = (ROOT / "docs/comparison.md").read_text().partition("\n## Sources\n")
-    entries = [" ".join(each.split()) for each in sources.split("\n- ")[1:]]
-    for name in ("vLLM", "SGLang", "LMCache", "KVBM", "FastDeploy", "Mooncake"):
-        assert name in text
-        [entry] = [each for each in entries if name in each.partition(":")[0]]
-        assert re.search(r" \d+\.\d+|commit `\w{8}`", entry), name
+    """Each table has all caches, and a cell for each of its questions: a dash, or a claim with the numbers of its
+    sources. Each source has a version or a commit, and the month in which it was read."""
+    text, _, listed = (ROOT / "docs/comparison.md").read_text().partition("\n## Sources\n")
+    sources = dict(re.findall(r"^(\d+)\. (.*?)(?=\n\d+\. |\Z)", listed, re.MULTILINE | re.DOTALL))
+    unclear = [
+        number
+        for number, source in sources.items()
+        if not re.search(rf"(?: \d+\.\d+|commit `\w{{8}}`).*\((?:{MONTHS}) 20\d\d\)", " ".join(source.split()))
+    ]
+    assert list(sources) == [str(number + 1) for number in range(len(sources))] and not unclear
+    tables = [table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)]
+    assert len(tables) >= 10
+    for header, _, *rows in tables:
+        cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in (header, *rows)]
+        assert [row[0] for row in cells] == ["", *COMPARED], header
+        for row in cells[1:]:
+            assert len(row) == len(cells[0]), row
+            claims = [cell for cell in row[1:] if cell != "\N{EN DASH}"]
+            assert not [claim for claim in claims if not re.fullmatch(r"[^[\]]+(?: \[\d+\])+", claim)], row
+    named = re.findall(r" \[(\d+)\](?!\()", text)
+    assert set(named) == set(sources)
 
 
 def test_links_between_pages_lead_somewhere() -> None:
@@ -181,6 +199,35 @@ def leads_somewhere(page: Path, file: str, heading: str) -> bool:
         return target.exists()
     headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE)
     return heading in {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
+
+
+def test_messages_that_name_a_page_say_where_it_is() -> None:
+    """A wheel has no pages: what a program prints, and what it deploys, says that they are the source's."""
+    found, num_named = [], 0
+    for file in [*ROOT.glob("launch/background/deploy/**/*"), *code_of("fastdeploy_cache", *LINKED)]:
+        texts = strings_of(file) if file.suffix == ".py" else file.read_text().splitlines() if file.is_file() else []
+        for text in texts:
+            for behind in re.findall(r"docs/\w+\.md([^\n]*)", text):
+                num_named += 1
+                if not behind.startswith((" of the source", "#")) and text not in DEFAULTS:
+                    found.append(f"{file.name}: {text}")
+    assert not found and num_named > 10
+
+
+LINKED = ("ipc", "metrics", "transfer_manager", "launch")
+DEFAULTS = {"docs/benchmark.md", "docs/gpu.md", "docs/storage.md", "/docs/engine.md"}  # `Report`; a step of a checkout
+
+
+def code_of(*packages: str) -> list[Path]:
+    return [file for package in packages for file in (ROOT / package).rglob("*.py")]
+
+
+def strings_of(file: Path) -> list[str]:
+    """What a module may print; the docstring of the module itself apart, which only its readers see."""
+    tree = ast.parse(file.read_text())
+    own = ast.get_docstring(tree, clean=False)
+    strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return [text for text in strings if isinstance(text, str) and text != own]
 
 
 def test_the_documented_toml_is_valid(tmp_path: Path) -> None:

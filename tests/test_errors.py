@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from functools import cache
 from pathlib import Path
@@ -47,6 +48,50 @@ def test_the_picture_has_every_error_below_its_base() -> None:
     """All that are raised to users, each once, where its class says; nothing that is not there."""
     wanted = {name: bases[0] for name, (bases, _) in defined().items() if name not in CAUGHT_AGAIN}
     assert {name: base for name, (base, _) in drawn().items()} == wanted
+
+
+def test_numbers_and_times_are_told_as_they_are_said() -> None:
+    """One of something has no plural, and no time is told as nothing."""
+    nouns = ("rank", "copy", "prefix", "process", "CPU block")
+    assert [errors.counted(1, noun) for noun in nouns] == [f"1 {noun}" for noun in nouns]
+    assert [errors.counted(0, noun) for noun in nouns] == [
+        "0 ranks",
+        "0 copies",
+        "0 prefixes",
+        "0 processes",
+        "0 CPU blocks",
+    ]
+    times = (0.0, 0.0004, 0.0016, 0.9996, 1.4, 2.0, 119.0, 120.0, 7200.0)
+    assert [errors.duration(seconds) for seconds in times] == [
+        *("1 ms", "1 ms", "2 ms", "1 second", "1 second", "2 seconds", "119 seconds"),
+        *("2 minutes", "2 hours"),
+    ]
+    assert str(errors.OutOfBlocksError(1, 0)).startswith("1 block is missing; ")
+
+
+PLURALS = r"(ranks|blocks|tokens|copies|pins|requests|seconds|minutes|hours|prefixes|objects|processes|loads)\b"
+COUNTED = ("launch/operating", "launch/demo", "fastdeploy_cache/explanation.py", "fastdeploy_cache/insight/doctor.py")
+ALWAYS_MORE = {"len(CONVERSATIONS)", "_NUM_CPU_BLOCKS", "BLOCK_TOKENS", "MAX_SECONDS", "num_gpu_blocks"}
+
+
+def test_texts_for_operators_count_by_one_function() -> None:
+    """In what people look at most, no number that may be 1 stands before a plural that is written out."""
+    files = [
+        file for place in COUNTED for file in ([ROOT / place] if place[-3:] == ".py" else (ROOT / place).glob("*.py"))
+    ]
+    assert len(files) > 10
+    found = [
+        f"{file.name}:{text.lineno}: {ast.unparse(number.value)}{after.value[:20]}"
+        for file in files
+        for text in ast.walk(ast.parse(file.read_text()))
+        if isinstance(text, ast.JoinedStr)
+        for number, after in itertools.pairwise(text.values)
+        if isinstance(number, ast.FormattedValue)
+        and isinstance(after, ast.Constant)
+        and re.match(rf" (?:(?!of )\w+ )?{PLURALS}", str(after.value))
+        and ast.unparse(number.value) not in ALWAYS_MORE
+    ]
+    assert not found
 
 
 def test_errors_without_a_star_are_in_the_leaf() -> None:

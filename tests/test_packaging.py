@@ -13,6 +13,7 @@ import tomllib
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,9 @@ def can_make_wheels() -> bool:
 
 needs_wheels = pytest.mark.skipif(not can_make_wheels(), reason="a wheel takes pip, and setuptools 70.1 or newer")
 CHECKOUT_ONLY = {".sh", ".c"}  # scripts that set up a checkout, and what is compiled
+FILTER: dict[str, Any] = (
+    {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+)  # 3.11.4, and 3.11 of Debian 12 is older
 # In the repository and in no archive: what only the repository's own tools read.
 NOT_GIVEN_AWAY = {".gitignore"}
 
@@ -81,7 +85,7 @@ def archive(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     set_up(copy, "sdist", "--dist-dir", str(folder))
     (packed,) = folder.glob("*.tar.gz")
     with tarfile.open(packed) as tar:
-        tar.extractall(folder / "unpacked", filter="data")
+        tar.extractall(folder / "unpacked", **FILTER)
     (unpacked,) = (folder / "unpacked").iterdir()
     return unpacked
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from fastdeploy_cache.errors import ConfigError
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", re.ASCII)
+_SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?) *([A-Za-z]*)", re.ASCII)
+_SHOWN = 80  # characters of a text that is no size
 _PREFIXES = "kmgt"
 _UNITS = {
     "": 1,
@@ -36,8 +37,8 @@ def parse_size(text: str, name: str) -> int:
     factor = _UNITS.get(found[2].lower()) if found else None
     if found is None or factor is None or (factor == 1 and "." in found[1]):
         raise ConfigError(
-            f"{name} is {text!r}; give a number of bytes, such as 4096, or a number with a unit: 10GB (10 times 1000 "
-            "to the third) or 64MiB (64 times 1024 to the second)"
+            f"{name} is {text[:_SHOWN]!r}; give a number of bytes, such as 4096, or a number with a unit: 10GB "
+            "(10 times 1000 to the third) or 64MiB (64 times 1024 to the second)"
         )
     return int(Fraction(found[1]) * factor)
 

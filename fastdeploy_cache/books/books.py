@@ -18,7 +18,7 @@ from fastdeploy_cache.books.path import gpu_ids
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.references import References, User
-from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
+from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
 from fastdeploy_cache.errors import ClosedError, LifeCycleError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.policies.eviction import Asked
@@ -70,8 +70,8 @@ class Books:
         self._listeners: dict[type[Change], list[Callable[[Any], object]]] = {}
         self._outlets: tuple[Outlet, ...] = ()
         self._calls: list[Callable[[], object]] = []  # of this turn
-        self._waiters: set[object] = set()  # for CPU blocks
-        self._num_room = -1  # CPU blocks that could be had when this was last looked at
+        self._waiters: dict[Tier, set[object]] = {}  # for blocks of a tier that somebody waits for
+        self._num_room: dict[Tier, int] = {}  # blocks that could be had when this was last looked at
 
     # -- the turn
 
@@ -143,10 +143,11 @@ class Books:
                 self.tree.unpin(change.pin)
 
     def _look_for_room(self) -> None:
-        num_room = self.residency.num_available(CPU)
-        if num_room != self._num_room:
-            self._num_room = num_room
-            self.note(RoomCame())
+        for tier in self._waiters:
+            num_room = self.residency.num_available(tier)
+            if num_room != self._num_room.get(tier):
+                self._num_room[tier] = num_room
+                self.note(RoomCame(tier=tier))
 
     def _take_more_turns(self) -> None:
         """The last turn did not come to rest. Others get the lock in between; what is left then is the next turn's."""
@@ -198,9 +199,12 @@ class Books:
                 self.tree.pin(change.pin)
             self._changes.append(change)
 
-    def await_room(self, waiter: object, is_waiting: bool) -> None:
-        """Whether this one waits for CPU blocks: then `RoomCame` is noted whenever their number has changed."""
-        (self._waiters.add if is_waiting else self._waiters.discard)(waiter)
+    def await_room(self, waiter: object, is_waiting: bool, tier: Tier) -> None:
+        """Whether this one waits for blocks of a tier: then `RoomCame` is noted whenever their number has changed."""
+        waiters = self._waiters.setdefault(tier, set())
+        (waiters.add if is_waiting else waiters.discard)(waiter)
+        if not waiters:
+            del self._waiters[tier]
 
     def call_later(self, call: Callable[[], object]) -> None:
         """Make this call when the lock has been given back. What it raises is counted as a failed callback."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastdeploy_cache.books.run import Pin, Run
+from fastdeploy_cache.books.run import Pin, Run, Tier
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,9 @@ class LetGo(Change):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RoomCame(Change):
-    """More or fewer CPU blocks can be had than after the last turn, or somebody began to wait for some."""
+    """More or fewer blocks of a tier can be had than after the last turn, or somebody began to wait for some."""
+
+    tier: Tier
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -69,6 +71,13 @@ class GpuForgotten(Change):
     """A rank's KV arrays have gone or are new ones: nothing that was on the GPU counts any more."""
 
     rank: int
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PolicyChanged(Change):
+    """It is evicted by another policy from now on; this is its name."""
+
+    name: str
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

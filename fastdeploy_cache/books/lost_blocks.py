@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from enum import IntEnum
+from itertools import chain, islice
 
 from fastdeploy_cache.books.block_marks import MARK_BYTES, WINDOW_BYTES, block_marks, num_equal, place_key, with_extras
 from fastdeploy_cache.books.run import Run
@@ -18,12 +19,13 @@ _BURST, _BURST_SECONDS = 256, 0.005  # losses noted in so long, at most: a third
 
 class Loss(IntEnum):
     """How cached blocks were lost: evicted from the GPU, or from the CPU tier; forgotten by a reset; with a rank's or a
-    tier's memory."""
+    tier's memory. And `OUTPUT`: computed, and never cached, as `cache_outputs` is off."""
 
     GPU = 0
     CPU = 1
     RESET = 2
     RANK = 3
+    OUTPUT = 4
 
 
 # The marks of blocks in a row, how they were lost, when, by the monotonic clock, and the part of the memory.
@@ -132,6 +134,11 @@ class LostBlocks:
         if not first_block:  # it goes
             self._end_tail()
 
+    def newest(self, num_places: int) -> list[bytes]:
+        """The marks of the blocks that were lost last, from so many places on."""
+        keys = islice(chain.from_iterable(map(reversed, self._parts)), num_places)
+        return [lost[0] for key in keys if (lost := self.get(key)) is not None]
+
     def look_at(self, block: int) -> None:
         """Somebody will look for what was lost from so many blocks behind the begin of a prompt on."""
         tail = self._tail
@@ -148,12 +155,20 @@ class LostBlocks:
         try:
             marks = pieces[0] if len(pieces) == 1 else b"".join(reversed(pieces))
             key = place_key(tail.root, block, tail.head, len(tail.head) - size, size) ^ tail.extra
-            older = self.get(key)
-            if older is not None and (num_same := num_equal(older[0], marks)):
-                self.fork(tail.root, block, older, num_same)  # what went on in another way, or further
-            self._add(key, marks, int(tail.kind), tail.at)  # with an enumeration the collector would look at it
+            self._put(tail.root, block, key, marks, kind=tail.kind, at=tail.at)
         except MemoryError:
             self.num_forgotten += sum(map(len, pieces)) // MARK_BYTES
+
+    def note_output(self, root: bytes | bytearray, block: int, key: int, marks: bytes) -> None:
+        """Blocks from this place on, whose key is given, were computed and are kept out of the cache."""
+        if self.is_on:
+            self._put(root, block, key, marks, kind=Loss.OUTPUT, at=time.monotonic())
+
+    def _put(self, root: bytes | bytearray, block: int, key: int, marks: bytes, *, kind: Loss, at: float) -> None:
+        older = self.get(key)
+        if older is not None and (num_same := num_equal(older[0], marks)):
+            self.fork(root, block, older, num_same)  # what went on in another way, or further
+        self._add(key, marks, int(kind), at)  # with an enumeration the collector would look at it
 
     def _add(self, key: int, marks: bytes, kind: int, at: float) -> None:
         self._by_key[key] = (marks, kind, at, self._part)

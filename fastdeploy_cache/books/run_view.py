@@ -62,12 +62,13 @@ class RunView:
 
 
 def views_of(tree: PrefixTree) -> Iterator[RunView]:
-    """Views of every run that can be found, parents first. Under the manager's lock."""
-    below = [(root, name, 0) for name, root in tree.roots.items()]
+    """Views of every run that can be found, parents first, and siblings in the order in which they came: schedulers
+    break ties by it. Beyond `large_dict.SMALL` siblings there is no order. Under the manager's lock."""
+    below = [(root, name, 0) for name, root in tree.roots.items()][::-1]  # taken from the end
     while below:
         run, namespace, first_block = below.pop()
         end = first_block + run.num_blocks
-        below.extend((child, namespace, end) for child in run.children.values())
+        below.extend([(child, namespace, end) for child in run.children.values()][::-1])
         if run.parent is not None:
             yield _view(run, run.parent, namespace, first_block, tree.names)
 

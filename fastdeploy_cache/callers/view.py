@@ -31,7 +31,7 @@ class BlockView:
             return self._stats_of(self._books.pools[tier], self._books.tree.residency, tier)
 
     def runs(self) -> list[RunView]:
-        """Every run of the tree, parents first, as it is now. Walks the whole tree."""
+        """Every run of the tree, parents first, siblings as they came, as it is now. Walks the whole tree."""
         self.name_all()
         with self._books:
             return list(views_of(self._books.tree))

@@ -46,7 +46,7 @@ class Control:
     # -- the socket
 
     def open(self, path: str | Path) -> None:
-        """Answer at a unix socket there, for this user alone (see docs/control.md), until `close`.
+        """Answer at a unix socket there, for this user alone (docs/control.md of the source says more), until `close`.
 
         Raises:
             ControlError: it is open already, or this is no path.

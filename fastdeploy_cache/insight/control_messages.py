@@ -13,7 +13,7 @@ import msgspec
 
 from fastdeploy_cache.errors import ControlError
 from fastdeploy_cache.explanation import Explanation
-from fastdeploy_cache.insight.doctor import Finding
+from fastdeploy_cache.insight.finding import Finding
 from fastdeploy_cache.insight.live_views import RanksView, RequestsView
 from fastdeploy_cache.insight.pins import MAX_PIN_SECONDS, PinView
 from fastdeploy_cache.insight.policy_change import PolicyView

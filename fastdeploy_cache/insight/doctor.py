@@ -4,41 +4,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
-from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.causes import NO_ROOM_TO_FETCH, Cause
+from fastdeploy_cache.errors import counted, duration
+from fastdeploy_cache.explanation import Miss
 from fastdeploy_cache.insight.evidence import Evidence
+from fastdeploy_cache.insight.finding import MIN_REQUESTS, MIN_SHARE, Finding
 from fastdeploy_cache.insight.process_troubles import KINDS, ProcessTrouble
+from fastdeploy_cache.insight.prompt_findings import PROMPT_FINDINGS
+from fastdeploy_cache.insight.store_findings import STORE_FINDINGS, is_store_unused
 from fastdeploy_cache.insight.what_if import WhatIfRate
 
-_MIN_SHARE = 0.1  # of all prompt tokens that one cause costs, before it is worth a word
 _MIN_TAIL_SHARE = 0.25  # the same for the tails of prompts: some are always lost
-MIN_REQUESTS = 20  # fewer say nothing
-_MIN_SHARE_ALIKE = 0.5  # of the cached prompts that differ in their first block only
 _SMALL_BLOCK = 16  # tokens: a tail of one is not worth a word
 _MIN_GAIN = 0.02  # of all prompt tokens, for which more blocks are worth a word
 _MOST = 0.8  # of what the largest size gains
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Something that is wrong.
-
-    Attributes:
-        name: a word for it, which stays the same.
-        evidence: a sentence with what was seen.
-        advice: a sentence with what to change.
-        share: of all prompt tokens that it costs, 0 to 1; None where that cannot be said.
-    """
-
-    name: str
-    evidence: str
-    advice: str
-    share: float | None = None
-
-    def __str__(self) -> str:
-        gain = "" if self.share is None else f" At most {self.share:.0%} of all prompt tokens can be won by it."
-        return f"{self.name}: {self.evidence} {self.advice}{gain}"
 
 
 def examine(case: Evidence) -> list[Finding]:
@@ -100,7 +80,7 @@ def _store(case: Evidence) -> Iterator[Finding]:
     if case.num_full_disks:
         yield Finding(
             name="disk_full",
-            evidence=f"The disk of {case.num_full_disks} ranks has no room, so less is written than should be.",
+            evidence=f"{counted(case.num_full_disks, 'disk')} without room: less is written than should be.",
             advice="Free some of it, or lower storage.capacity_bytes.",
         )
     if case.broken_operations:
@@ -119,15 +99,17 @@ def _evicted(case: Evidence) -> Iterator[Finding]:
     misses = case.misses_for(Cause.EVICTED)
     for tier in ("cpu", "gpu"):
         lost = [miss for miss in misses if miss.tier == tier]
-        if (share := case.share(lost)) < _MIN_SHARE:
+        if (share := case.share(lost)) < MIN_SHARE:
             continue
         ages = [miss.seconds_ago for miss in lost if miss.seconds_ago is not None]
         num_gpu_blocks, num_cpu_blocks = case.num_gpu_blocks, case.num_cpu_blocks
-        when = f", half of them less than {statistics.median(ages):.1f} seconds before" if ages else ""
+        when = f", half of them less than {duration(statistics.median(ages))} before" if ages else ""
         evidence = (
             f"{share:.0%} of all prompt tokens were missed because they had been evicted from the {tier.upper()} tier"
             f"{when}."
         )
+        if tier == "cpu" and is_store_unused(case):
+            continue  # what it has lost lies in the store, or should
         if tier == "cpu":
             name, advice = "cpu_tier_short", f"Raise num_cpu_blocks, which is {num_cpu_blocks} now."
         elif num_cpu_blocks:
@@ -136,7 +118,7 @@ def _evicted(case: Evidence) -> Iterator[Finding]:
             if num_cpu_blocks < num_gpu_blocks:
                 advice = (
                     f"Raise num_cpu_blocks, which is {num_cpu_blocks} now: a CPU tier that is smaller than the GPU "
-                    f"pool of {num_gpu_blocks} blocks has no room for what leaves that."
+                    f"pool of {counted(num_gpu_blocks, 'block')} has no room for what leaves that."
                 )
         else:
             name = "gpu_short"
@@ -153,16 +135,19 @@ def _size_that_pays(case: Evidence) -> str:
     now = rates["gpu", 1.0].token_hit_rate
     best = [_smallest(rates, tier, now) for tier in ("cpu", "gpu")]
     found = [rate for rate in best if rate is not None]
+    bound = rates["gpu", 1.0].most_token_hit_rate
+    most = "" if bound is None else f" No size at all would have hit more than {bound:.0%}."
     if not found:
-        return " In the last hour no size up to four times that of a tier would have hit more."
+        return f" In the last hour no size up to four times that of a tier would have hit more.{most}"
     words = {"cpu": "the CPU tier", "gpu": "the GPU pool"}
     texts = [
-        f"with {rate.num_blocks} blocks in {words[rate.tier]} {rate.token_hit_rate:.0%}{_saved(rate)}" for rate in found
+        f"with {counted(rate.num_blocks, 'block')} in {words[rate.tier]} {rate.token_hit_rate:.0%}{_saved(rate)}"
+        for rate in found
     ]
     text = f" Of the last hour's tokens {now:.0%} would hit as it is, {', and '.join(texts)}."
     if any(rate.factor == max(factor for _, factor in rates) for rate in found):
         text += " Larger ones are not estimated; `fastdeploy-cache simulate` replays a recording with any size."
-    return text
+    return text + most
 
 
 def _smallest(rates: Mapping[tuple[str, float], WhatIfRate], tier: str, now: float) -> WhatIfRate | None:
@@ -175,17 +160,23 @@ def _smallest(rates: Mapping[tuple[str, float], WhatIfRate], tier: str, now: flo
 
 
 def _saved(rate: WhatIfRate) -> str:
-    return f" (which saves {rate.saved_seconds:.0f} seconds of computing)" if rate.saved_seconds is not None else ""
+    return f" (which saves {duration(rate.saved_seconds)} of computing)" if rate.saved_seconds is not None else ""
 
 
 def _simple(
-    name: str, cause: Cause, what: str, advice: str, more: Callable[[Evidence], str] = lambda _: ""
+    name: str,
+    cause: Cause,
+    what: str,
+    advice: str,
+    *,
+    more: Callable[[Evidence], str] = lambda _: "",
+    chosen: Callable[[Miss], bool] = lambda _: True,
 ) -> Callable[[Evidence], Iterator[Finding]]:
-    """A cause that is a finding by itself, with the detail that most of its tokens have; `more`: further evidence."""
+    """A cause that is a finding by itself, or those `chosen` of it, with the detail of the last; `more`: evidence."""
 
     def look(case: Evidence) -> Iterator[Finding]:
-        misses = case.misses_for(cause)
-        if (share := case.share(misses)) >= _MIN_SHARE:
+        misses = [miss for miss in case.misses_for(cause) if chosen(miss)]
+        if (share := case.share(misses)) >= MIN_SHARE:
             details = [miss.detail for miss in misses if miss.detail is not None]
             detail = f" The last time: {details[0]}." if details else ""
             yield Finding(
@@ -205,29 +196,12 @@ def _tails(case: Evidence) -> Iterator[Finding]:
         yield Finding(
             name="blocks_too_large",
             evidence=(
-                f"{share:.0%} of all prompt tokens are in tails that fill no block: prompts have {mean:.0f} tokens on "
-                f"average, and a block has {size}."
+                f"{share:.0%} of all prompt tokens are in tails that fill no block: prompts have "
+                f"{counted(round(mean), 'token')} on average, and a block has {size}."
             ),
             advice="Use a smaller block_size, such as 16.",
             share=share,
         )
-
-
-def _first_blocks(case: Evidence) -> Iterator[Finding]:
-    """Prompts that differ in their first block, and go on alike: nothing behind a difference can be shared."""
-    share = case.share(case.misses_for(Cause.NEW, Cause.NEW_OR_FORGOTTEN, Cause.EVICTED))
-    num_looked, num_alike = case.num_looked_prompts, case.num_alike_prompts
-    if share < _MIN_SHARE or num_looked < MIN_REQUESTS or num_alike < num_looked * _MIN_SHARE_ALIKE:
-        return
-    yield Finding(
-        name="first_blocks_differ",
-        evidence=(
-            f"{num_alike} of {num_looked} cached prompts differ from others in their first block of "
-            f"{case.block_size} tokens, and have the same second block: what follows cannot be shared."
-        ),
-        advice="Put what changes (a time, a name, a request's id) behind what stays, or leave it out.",
-        share=share,
-    )
 
 
 def _speeds(case: Evidence) -> str:
@@ -239,9 +213,10 @@ def _speeds(case: Evidence) -> str:
 
 _NOW = (_processes, _store)
 _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
+    *STORE_FINDINGS,
     _evicted,
     _tails,
-    _first_blocks,
+    *PROMPT_FINDINGS,
     _simple(
         "namespace_for_each",
         Cause.NAMESPACE,
@@ -253,7 +228,7 @@ _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
         Cause.SLOWER,
         "computing them was expected to be faster than loading them",
         "See `fastdeploy-cache bench transfer` for what copies reach here; load_policy = 'always' loads all the same.",
-        _speeds,
+        more=_speeds,
     ),
     _simple(
         "loads_late",
@@ -266,6 +241,14 @@ _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
         Cause.ROOM,
         "there was no room to load them",
         "Run fewer requests at a time, or raise num_gpu_blocks.",
+        chosen=lambda miss: miss.detail != NO_ROOM_TO_FETCH,
+    ),
+    _simple(
+        "no_room_to_fetch",
+        Cause.ROOM,
+        "the CPU tier had no room for what storage has of them",
+        "Raise num_cpu_blocks; max_prefetch_share says how much of them prefetches may take.",
+        chosen=lambda miss: miss.detail == NO_ROOM_TO_FETCH,
     ),
     _simple("rank_failed", Cause.RANK, "a rank was down, or lost its memory", "See the ranks' log (transfer.log_dir)."),
     _simple("setting_forbids", Cause.LIMIT, "a setting does not allow them to be used", "Change that setting."),

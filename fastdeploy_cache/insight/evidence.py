@@ -5,21 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 
-from fastdeploy_cache.books.block_marks import block_marks
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.explanation import Explanation, Miss
+from fastdeploy_cache.insight.parted_prompts import parted_prompts
 from fastdeploy_cache.insight.process_troubles import ProcessTrouble, troubles_of
 from fastdeploy_cache.insight.what_if import WhatIfRate
 from fastdeploy_cache.policies.breaker import BreakerState
-from fastdeploy_cache.stats import CacheStats
+from fastdeploy_cache.stats import CacheStats, StorageTierStats
 
-_MAX_LOOKED = 500  # prompts in the tree whose second blocks are compared
 _COPIED_BYTES, _NUM_COPIES = 32 * 2**20, 3
 
 
@@ -36,10 +34,16 @@ class Evidence:
         num_full_disks: ranks whose store has no room.
         broken_operations: of storage, `read` and `write`, that are left alone as they fail.
         rates: of other sizes, where they are estimated.
-        num_looked_prompts: cached prompts whose second blocks were compared, and num_alike_prompts: those of them whose
-            second block another one has, behind another first block.
+        num_looked_prompts: that are or were cached and of which some blocks were compared: those from where they part
+            from others. num_alike_prompts: of these, those that go on behind another block as others do.
+        parted_at_block: the place of the block in which they part; None: not known, as they are cached no more.
         load_bytes_per_second: of a rank, from the CPU tier; None: not known.
         copy_bytes_per_second: of a plain copy on this machine; None: not measured.
+        storage: the store, as the cache sees it; None where there is none, or where that is not known.
+        min_prefetch_tokens, storage_write_policy: see `CacheConfig`.
+        num_resets: since the start.
+        num_cached_blocks: now, in both tiers. num_unpublished_requests: that have gone without a commit, and without a
+            hit, so far.
     """
 
     num_requests: int
@@ -55,8 +59,15 @@ class Evidence:
     rates: Sequence[WhatIfRate] = ()
     num_looked_prompts: int = 0
     num_alike_prompts: int = 0
+    parted_at_block: int | None = 0
     load_bytes_per_second: float | None = None
     copy_bytes_per_second: float | None = None
+    storage: StorageTierStats | None = None
+    min_prefetch_tokens: int = 0
+    storage_write_policy: str = ""
+    num_resets: int = 0
+    num_cached_blocks: int = 0
+    num_unpublished_requests: int = 0
 
     def misses_for(self, *causes: Cause) -> list[Miss]:
         """Those of these causes."""
@@ -75,12 +86,13 @@ def evidence_of(
     *,
     rates: Sequence[WhatIfRate] = (),
     load_bytes_per_second: float | None = None,
+    num_unpublished_requests: int = 0,
 ) -> Evidence:
     """What a running cache shows. `requests`: the last ones. Takes the lock for a look at some prompts, and copies some
     memory where loads are refused."""
     storage = stats.storage
     states = {"read": storage.reading, "write": storage.writing} if storage is not None else {}
-    num_looked, num_alike = _second_blocks(books)
+    parted = parted_prompts(books)
     case = evidence_of_requests(config, requests)
     is_slow = bool(case.misses_for(Cause.SLOWER))
     return replace(
@@ -89,10 +101,15 @@ def evidence_of(
         num_full_disks=storage.num_full_disks if storage is not None else 0,
         broken_operations=[name for name, state in states.items() if state is BreakerState.OPEN],
         rates=rates,
-        num_looked_prompts=num_looked,
-        num_alike_prompts=num_alike,
+        num_looked_prompts=parted.num_looked,
+        num_alike_prompts=parted.num_alike,
+        parted_at_block=parted.block,
         load_bytes_per_second=load_bytes_per_second,
         copy_bytes_per_second=_plain_copy() if is_slow and config.block_bytes() else None,
+        storage=storage,
+        num_resets=stats.epoch,
+        num_cached_blocks=stats.gpu.num_cached + stats.cpu.num_cached,
+        num_unpublished_requests=num_unpublished_requests,
     )
 
 
@@ -107,18 +124,9 @@ def evidence_of_requests(config: CacheConfig, requests: Sequence[Explanation]) -
         policy=config.eviction_policy,
         num_gpu_blocks=gpu,
         num_cpu_blocks=cpu,
+        min_prefetch_tokens=config.min_prefetch_tokens,
+        storage_write_policy=config.storage_write_policy,
     )
-
-
-def _second_blocks(books: Books) -> tuple[int, int]:
-    """How many cached prompts were looked at, and how many of them have the second block of another one."""
-    tree = books.tree
-    size, seconds = tree.block_bytes, list[bytes]()
-    with books:
-        for root in islice(tree.roots.values(), _MAX_LOOKED):
-            runs = [run for run in islice(root.children.values(), _MAX_LOOKED) if run.num_blocks > 1]
-            seconds += [block_marks(run.tokens, size, 1, size) for run in runs]
-    return len(seconds), len(seconds) - len(set(seconds))
 
 
 def _plain_copy() -> float:

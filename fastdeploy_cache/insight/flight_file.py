@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +33,9 @@ from fastdeploy_cache.insight.flight_recorder import RingPart
 from fastdeploy_cache.insight.flight_records import Record, RecordKind, pack, unpack
 
 MAGIC: Final = b"\x89fdcache-flight"
-VERSION: Final = 2  # since there is `STEPPED`; else as 1, which is read, too
+VERSION: Final = 3  # since there is `POLICY`; those before are read, too: 2 since there is `STEPPED`
 _VERSION, _HEAD, _PIECE = struct.Struct("<H"), struct.Struct("<II"), struct.Struct("<4sQIII")
+_FIRST_WITH_POLICIES: Final = 3
 _TAG: Final = b"PIEC"
 _PIECE_NOTES: Final = 1024
 Marks = np.ndarray[Any, np.dtype[np.uint32]]
@@ -81,13 +83,12 @@ def _piece(serial: int, records: bytes, marks: bytes, secret: bytes) -> bytes:
 
 
 def write_whole(path: Path, parts: Sequence[bytes]) -> None:
-    """Write a file of mode 0600 under another name, and give it its own when all is there.
+    """Write a file of mode 0600 under another name, and give it its own when all is there. It replaces a recording.
 
     Raises:
-        RecordingError: it cannot be written, or what is there is no file; nothing is left of it.
+        RecordingError: it cannot be written, or what is there is no recording; nothing is left of it.
     """
-    if not path.name or "\0" in str(path) or (path.exists() and not path.is_file()):
-        raise RecordingError(f"cannot write a flight recording to {str(path)!r}; give the name of a file")
+    _check_target(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         try:
@@ -105,6 +106,23 @@ def write_whole(path: Path, parts: Sequence[bytes]) -> None:
         raise RecordingError(f"cannot write the flight recording {path}: {reason_of(error)}") from error
 
 
+def _check_target(path: Path) -> None:
+    """Nobody loses a file by it, or what a link points to: who asks for a recording may not know what is there."""
+    if not path.name or "\0" in str(path):
+        raise RecordingError(f"cannot write a flight recording to {str(path)!r}; give the name of a file")
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RecordingError(f"cannot write the flight recording {path}: {reason_of(error)}") from error
+    if not stat.S_ISREG(mode) or not is_recording(path):
+        raise RecordingError(
+            f"cannot write a flight recording to {str(path)!r}: what is there is none, and stays; give the name of "
+            "a new file, or of a recording to replace"
+        )
+
+
 def open_private(path: Path) -> Any:
     """A new file of mode 0600 to write bytes to. Raises `OSError`, also where there is one."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -119,11 +137,20 @@ class FlightRecording:
         header: what the cache was, and why the file was written.
         pieces: the records and the marks of each piece, in order.
         note: what is missing at its end; empty where nothing is.
+        num_bytes: of the file.
+        version: of its form.
     """
 
     header: dict[str, Any]
     pieces: list[tuple[bytes, Marks]]
     note: str
+    num_bytes: int
+    version: int = VERSION
+
+    @property
+    def has_policies(self) -> bool:
+        """Whether it would tell of a change of the eviction policy."""
+        return self.version >= _FIRST_WITH_POLICIES
 
     def records(self) -> Iterator[Record]:
         """The records in order; those with marks have them as `marks`, an array of 32-bit numbers.
@@ -174,7 +201,7 @@ def read_recording(path: Path) -> FlightRecording:
         )
     try:
         (version,) = _VERSION.unpack_from(data, len(MAGIC))
-        if version not in {1, VERSION}:
+        if not 1 <= version <= VERSION:
             raise RecordingError(
                 f"{path} is a flight recording of version {version}, and this program reads version {VERSION}; use the "
                 "program that wrote it"
@@ -191,12 +218,12 @@ def read_recording(path: Path) -> FlightRecording:
         raise RecordingError(f"{path} is damaged: the checksum of its header is not that of its bytes")
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordingError(f"{path} has a header that cannot be read: {error}") from None
     if not isinstance(header, dict):
         raise RecordingError(f"{path} has a header that is no table")
     pieces, note = _pieces(path, data, at + size)
-    return FlightRecording(header, pieces, note)
+    return FlightRecording(header, pieces, note, len(data), version)
 
 
 def _pieces(path: Path, data: bytes, at: int) -> tuple[list[tuple[bytes, Marks]], str]:

@@ -27,10 +27,15 @@ class FlightFolder:
         """A name for a new file; the oldest files go, so that there is one to come. Makes the folder, of mode 0700.
 
         Raises:
-            OSError: the folder cannot be made or read.
+            RecordingError: the folder cannot be made or read.
         """
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        files = sorted(self._folder.glob(f"{self._kind}-*{SUFFIX}"), key=lambda path: (_changed_at(path), path.name))
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = list(self._folder.glob(f"{self._kind}-*{SUFFIX}"))
+        except OSError as error:
+            reason = f"no flight recording can be begun in {self._folder}: {reason_of(error)}"
+            raise RecordingError(f"{reason}; it goes on once that is mended") from error
+        files = sorted(found, key=lambda path: (_changed_at(path), path.name))
         for old in files[: max(0, len(files) - self._num_kept + 1)]:
             with contextlib.suppress(OSError):  # somebody else's, or gone
                 old.unlink()

@@ -15,6 +15,7 @@ _DECIDING: Final = (
     *("min_prefetch_tokens", "max_prefetch_share", "load_policy", "prefill_tokens_per_second", "min_load_tokens"),
     *("max_load_share", "recompute_last_token", "enable_prefix_caching"),
 )
+RECORDED_SETTINGS: Final = frozenset({*_DECIDING, "num_gpu_blocks", "num_cpu_blocks", "layout"})
 
 
 def header_of(config: CacheConfig, *, reason: str, clock_seconds: float, num_dropped: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import secrets
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import Forgotten, GpuForgotten, StatusChanged
+from fastdeploy_cache.books.changes import Forgotten, GpuForgotten, PolicyChanged, StatusChanged
 from fastdeploy_cache.books.run import CPU, GPU
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import LifeCycleError, RecordingError, reason_of
@@ -24,6 +25,7 @@ from fastdeploy_cache.insight.flight_records import STATUSES, TASK_KINDS, Record
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.block_mover import TaskEnded
 from fastdeploy_cache.movement.movement import Movement
+from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.storage.access import StorageAccess
@@ -33,7 +35,7 @@ from fastdeploy_cache.transfer_manager.task import TransferResult
 logger = event_log(__name__)
 
 REASONS = ("asked", "rank_down", "breaker_open", "invariants", "stuck_turn", "recording")
-_GO_BY_HINTS = ("priority", "pin")
+_GO_BY_HINTS, _GOES_BY_ENDS = ("priority", "pin"), "reuse"
 _ALERT_SECONDS = 600.0  # between two files that alerts have written
 _LOOK_SECONDS = 1.0
 _STOP_SECONDS = 5.0
@@ -68,7 +70,8 @@ class FlightKeeper:
             config.block_size,
             insight.flight_recorder_bytes,
             has_hints=config.eviction_policy in _GO_BY_HINTS or config.storage is not None,
-            has_rest=config.eviction_policy == "reuse" or config.recompute_last_token,
+            has_rest=config.eviction_policy == _GOES_BY_ENDS or config.recompute_last_token,
+            policy=config.eviction_policy,
             clock=clock,
         )
         self._secret = secrets.token_bytes(32)  # never written: files tell equal things, and not which
@@ -86,6 +89,7 @@ class FlightKeeper:
             self._record = GrowingFile(folder, insight.record_bytes, self._recording_head)
         self._known = (1, 0)  # what of the ring is recorded: the serial of a part, and how many of its notes
         self._num_lost = 0  # parts that were not recorded, whole or in part, since the last file began
+        self._first_policy = config.eviction_policy  # when the part begins that is being recorded
         self._num_recorded = 0  # notes, in all files
         self._is_failing = False
         self._wake, self._is_over = threading.Event(), False
@@ -99,6 +103,7 @@ class FlightKeeper:
         books.listen(Forgotten, lambda _: self._note(RecordKind.RESET, books.tree.epoch))
         books.listen(GpuForgotten, lambda gone: self._note(RecordKind.GPU_FORGOTTEN, gone.rank))
         books.listen(StatusChanged, self._on_status)
+        books.listen(PolicyChanged, self._on_policy)
 
     def start(self) -> None:
         """Begin to look, where there is a folder to write to."""
@@ -131,6 +136,10 @@ class FlightKeeper:
     def _on_status(self, changed: StatusChanged) -> None:
         asleep = sum(1 << tier for tier in (GPU, CPU) if tier in self._books.asleep)
         self._note(RecordKind.STATUS, STATUSES.index(changed.status), asleep)
+
+    def _on_policy(self, changed: PolicyChanged) -> None:
+        self._note(RecordKind.POLICY, EVICTION_POLICIES.index(changed.name))
+        self.recorder.follow(changed.name, has_rest=changed.name == _GOES_BY_ENDS)
 
     def _look(self) -> None:
         """Note ranks and breakers that have changed since the last look."""
@@ -183,8 +192,8 @@ class FlightKeeper:
                 self._look()
             parts, num_dropped = self.recorder.parts(), self.recorder.num_dropped
             if is_settled:
-                parts.append(RingPart(parts[-1].serial, self.recorder.marked(self._live)))
-        header = self._header(reason, num_dropped)
+                parts.append(parts[-1]._replace(notes=self.recorder.marked(self._live)))
+        header = self._header(reason, num_dropped, parts[0].policy)
         write_whole(path, [head(header), *[data for part in parts for data in pieces(part, self._secret)]])
 
     def write_to_folder(self, reason: str) -> Path:
@@ -192,19 +201,18 @@ class FlightKeeper:
         if self._alerts is None:
             raise RecordingError("no flight recording is written, as insight.flight_folder is not set; name a folder")
         with self._naming:
-            try:
-                path = self._alerts.next_path()
-            except OSError as error:
-                raise RecordingError(f"no flight recording can be begun: {reason_of(error)}") from error
+            path = self._alerts.next_path()
         self.write(path, reason)
         return path
 
-    def _header(self, reason: str, num_dropped: int) -> dict[str, Any]:
-        return header_of(self._config, reason=reason, clock_seconds=self._clock(), num_dropped=num_dropped)
+    def _header(self, reason: str, num_dropped: int, policy: str) -> dict[str, Any]:
+        config = dataclasses.replace(self._config, eviction_policy=policy)
+        return header_of(config, reason=reason, clock_seconds=self._clock(), num_dropped=num_dropped)
 
     def _recording_head(self) -> bytes:
         """The begin of the next file of the recording; what went before is in the other files, or lost."""
-        return head(self._header("recording", self._num_recorded + self._num_lost) | {"num_lost_parts": self._num_lost})
+        header = self._header("recording", self._num_recorded + self._num_lost, self._first_policy)
+        return head(header | {"num_lost_parts": self._num_lost})
 
     def _run(self) -> None:
         while not self._is_over:
@@ -265,6 +273,7 @@ class FlightKeeper:
             num_known = 0
         notes = list(part.notes)
         self._known = (part.serial, num_known + len(notes))
+        self._first_policy = part.policy
         if notes and not num_known and (record.is_full or self._num_lost):  # no file has a gap
             record.begin()
             self._num_lost, self._is_failing = 0, False

@@ -24,10 +24,12 @@ Note = tuple[Any, ...]  # its kind, and what `flight_records` says of that
 
 
 class RingPart(NamedTuple):
-    """A part of the ring that can be read without those before it: their requests are not referred to."""
+    """A part of the ring that can be read without those before it: their requests are not referred to. `policy`: the
+    eviction policy when it begins."""
 
     serial: int
     notes: Iterable[Note]
+    policy: str
 
 
 class FlightRecorder:
@@ -48,12 +50,14 @@ class FlightRecorder:
         *,
         has_hints: bool,
         has_rest: bool,
+        policy: str,
         clock: Callable[[], float],
     ) -> None:
         """`max_bytes`: of the ring. `has_hints`: the eviction policy goes by
         priorities, or by how long something is to be kept. `has_rest`: likewise, by what is known at the end
-        of a request; or last blocks are copied.
+        of a request; or last blocks are copied. `policy`: the eviction policy.
         """
+        self._policy = policy
         self._has_hints, self._has_rest = has_hints, has_rest
         self._gpu_evicted, self._cpu_evicted = books.residency.num_evicted
         self._clock = clock
@@ -69,6 +73,7 @@ class FlightRecorder:
         self.note = self._notes.append
         self._num_large_bytes = 0  # what large tuples take beyond that of small ones, with their marks
         self._serial += 1
+        self._first_policy = self._policy
         self._first = self._number + 1  # of the requests that may be referred to
 
     def matched(self, active: ActiveRequest) -> None:
@@ -88,7 +93,8 @@ class FlightRecorder:
             marks = block_marks(keys.prompt, num_known * size, num_full - num_known, size)
         else:
             marks = self._marks(keys, num_known, num_full)
-        if self._has_hints or request.counted or request.images:
+        is_hinted = request.priority is not None or request.keep_seconds is not None  # a later policy may go by it
+        if self._has_hints or request.counted or request.images or is_hinted:
             rest = self._rest_of(request)
         note, clock = self.note, self._clock
         note(
@@ -199,12 +205,19 @@ class FlightRecorder:
         """
         serial, num_known = after
         found = list[RingPart]()
-        for part in (*[part for part, _ in self._sealed], RingPart(self._serial, self._notes)):
+        for part in (*[part for part, _ in self._sealed], self._part()):
             if part.serial > serial:
-                found.append(RingPart(part.serial, list(part.notes)))
+                found.append(part._replace(notes=list(part.notes)))
             elif part.serial == serial:
-                found.append(RingPart(serial, list(islice(part.notes, num_known, None))))
+                found.append(part._replace(notes=list(islice(part.notes, num_known, None))))
         return found
+
+    def _part(self) -> RingPart:
+        return RingPart(self._serial, self._notes, self._first_policy)
+
+    def follow(self, policy: str, *, has_rest: bool) -> None:
+        """Another eviction policy is in force: see the arguments of the constructor."""
+        self._policy, self._has_rest = policy, self._has_rest or has_rest
 
     @property
     def num_bytes(self) -> int:
@@ -225,7 +238,7 @@ class FlightRecorder:
         """The part is full: begin another, and drop the oldest where the ring is full with it."""
         num_bytes = self._num_large_bytes + len(self._notes) * _NOTE_BYTES
         self._num_dropped += self.is_full
-        self._sealed.append((RingPart(self._serial, self._notes), num_bytes))
+        self._sealed.append((self._part(), num_bytes))
         self._num_sealed_bytes += num_bytes
         while len(self._sealed) >= _NUM_PARTS:
             self._num_sealed_bytes -= self._sealed.popleft()[1]

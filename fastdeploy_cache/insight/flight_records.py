@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import Any, Final
 
 from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.requests import listener
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
@@ -41,6 +42,7 @@ class RecordKind(IntEnum):
     ALERT = 14  # what a file was written for
     SETTLED_LATE = listener.SETTLED_LATE
     STEPPED = 16  # the records in front of it, so many, are of one step
+    POLICY = 18  # another eviction policy
     MARKED = 17  # at the end: what a request that is still there has published behind its prompt
 
 
@@ -91,6 +93,7 @@ _FIELDS: Final[dict[RecordKind, tuple[str, tuple[str, ...]]]] = {
     RecordKind.ALERT: ("dB", ("at", "reason")),
     RecordKind.SETTLED_LATE: ("I", ("number",)),
     RecordKind.STEPPED: ("I", ("num_records",)),
+    RecordKind.POLICY: ("dB", ("at", "policy")),
     RecordKind.MARKED: ("III", ("number", "first", "num_marks")),
 }
 LAYOUTS: Final = {kind: struct.Struct(f"<B{form}") for kind, (form, _) in _FIELDS.items()}
@@ -98,6 +101,10 @@ NAMES: Final = {kind: ("kind", *names) for kind, (_, names) in _FIELDS.items()}
 HINTS: Final = struct.Struct("<dd")  # priority and keep_seconds; not a number: none
 NUM_IMAGES: Final = struct.Struct("<H")
 IMAGE: Final = struct.Struct("<IIQ")  # offset, length, digest
+# of fields that name one of several
+_MOST: Final = {"task_kind": len(TASK_KINDS) - 1, "status": len(STATUSES) - 1, "up": 1, "asleep": 3} | {
+    "policy": len(EVICTION_POLICIES) - 1
+}
 Record = dict[str, Any]
 Digest = Callable[[bytes], int]  # 64 bits for a name
 
@@ -148,20 +155,40 @@ def unpack(data: bytes) -> Iterator[Record]:
     """The records of `data`, one by one: their fields by name; hints and images where there are any.
 
     Raises:
-        ValueError: a kind that is not known, or a record that is cut.
+        ValueError: a kind that is not known, or a record that is cut, or says what cannot be.
     """
     at, seconds = 0, 0.0
     while at < len(data):
-        try:
-            kind = RecordKind(data[at])
-            record: Record = dict(zip(NAMES[kind], LAYOUTS[kind].unpack_from(data, at), strict=True))
-            record["kind"], at = kind, at + LAYOUTS[kind].size
-            if kind in (RecordKind.MATCHED, RecordKind.LOOKED):
-                at = _unpack_rest(record, data, at)
-        except struct.error as error:
-            raise ValueError(f"a record is cut: {error}") from None
+        record, at = unpack_one(data, at)
         seconds = record.setdefault("at", seconds)
+        _check(record)
         yield record
+
+
+def unpack_one(data: bytes, at: int) -> tuple[Record, int]:
+    """The record at the byte `at`, and where it ends. Raises `ValueError` as `unpack`."""
+    try:
+        kind = RecordKind(data[at])
+        record: Record = dict(zip(NAMES[kind], LAYOUTS[kind].unpack_from(data, at), strict=True))
+        record["kind"], at = kind, at + LAYOUTS[kind].size
+        if kind in (RecordKind.MATCHED, RecordKind.LOOKED):
+            at = _unpack_rest(record, data, at)
+    except struct.error as error:
+        raise ValueError(f"a record is cut: {error}") from None
+    return record, at
+
+
+def _check(record: Record) -> None:
+    """Whether it is one that a recorder makes."""
+    for name, most in _MOST.items():
+        if record.get(name, 0) > most:
+            raise ValueError(f"a record has {name} {record[name]}, more than {most}")
+    if any(not math.isfinite(record.get(name, 0.0)) for name in ("at", "load_seconds", "task_seconds")):
+        raise ValueError("a record has a time that is no number")
+    if (cause := record.get("cause", NO_CAUSE)) != NO_CAUSE and cause not in CAUSES:
+        raise ValueError(f"a record has the cause {cause}, which is none")
+    if record.get("num_prompt_tokens", 0) > record.get("num_tokens", 0):
+        raise ValueError(f"a prompt has {record['num_prompt_tokens']} of {record['num_tokens']} tokens")
 
 
 def _unpack_rest(record: Record, data: bytes, at: int) -> int:

@@ -23,7 +23,7 @@ from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.access import StorageAccess
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.doctor import Finding
+    from fastdeploy_cache.insight.finding import Finding
     from fastdeploy_cache.insight.flight_keeper import FlightKeeper
     from fastdeploy_cache.insight.flight_recorder import FlightRecorder
     from fastdeploy_cache.insight.live_views import RanksView, RequestsView
@@ -111,7 +111,15 @@ class Insight:
         loads = self._metrics.task_totals("swap_in")
         speed = loads.num_bytes / loads.seconds if loads.seconds else None
         rates = self.known_what_if()
-        case = evidence_of(self._config, self.stats(), requests, self._books, rates=rates, load_bytes_per_second=speed)
+        case = evidence_of(
+            self._config,
+            self.stats(),
+            requests,
+            self._books,
+            rates=rates,
+            load_bytes_per_second=speed,
+            num_unpublished_requests=self._requests.publisher.num_unpublished,
+        )
         return examine(case)
 
     def start_what_if(self) -> WhatIf:
@@ -193,7 +201,8 @@ class Insight:
                 reuse_gaps=ages.reuse_gaps.read(),
                 matches=accounts.match_times.read(),
             )
-            load_seconds = accounts.moved_by_tier()
+            load_seconds, room = accounts.moved_by_tier(), self._requests.room
+            num_waiting, room_waits = len(room), (room.num_waited, room.seconds_waited)
         return Picture(
             blocks=stats.block_counts(),
             evictions=stats.eviction_counts(),
@@ -202,6 +211,8 @@ class Insight:
             refused_tasks=stats.num_refused_transfers,
             tasks_in_flight=tasks_in_flight,
             requests=phases,
+            num_waiting_for_room=num_waiting,
+            room_waits=room_waits,
             storage=stats.storage_counts(),
             failed_steps=stats.num_failed_steps,
             num_quarantined_blocks=stats.num_quarantined_blocks,
@@ -306,12 +317,13 @@ class Insight:
     # -- the flight recorder
 
     def write_flight(self, path: str | Path | None = None) -> Path:
-        """Write what the flight recorder has kept to a file of mode 0600; one of that name is replaced.
+        """Write what the flight recorder has kept to a file of mode 0600; a recording of that name is replaced.
 
         Without a path it goes to `insight.flight_folder`, under a new name. Returns the path.
 
         Raises:
-            RecordingError: the file cannot be written, or `insight.flight_recorder_bytes` is 0.
+            RecordingError: the file cannot be written, or is there and no recording, or
+                `insight.flight_recorder_bytes` is 0.
             LifeCycleError: a turn of another thread does not end.
         """
         if self._flight is None:

@@ -20,7 +20,7 @@ from fastdeploy_cache.requests.accounts import Accounts
 from fastdeploy_cache.stats import CacheStats
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.doctor import Finding
+    from fastdeploy_cache.insight.finding import Finding
     from fastdeploy_cache.insight.what_if import WhatIfRate
     from fastdeploy_cache.metrics.exporter import Page
 
@@ -118,10 +118,10 @@ class OperatorPage:
 
     def _needs(self) -> dict[str, Any]:
         """What must have happened before there is something to show: numbers of requests; None where it is off."""
-        from fastdeploy_cache.insight import doctor, what_if  # late: nobody may look at the page
+        from fastdeploy_cache.insight import finding, what_if  # late: nobody may look at the page
 
         return {
-            "doctor": doctor.MIN_REQUESTS,
+            "doctor": finding.MIN_REQUESTS,
             "what_if": what_if.MIN_REQUESTS if self._config.insight.what_if else None,
             "remembers": self._config.num_explained_requests > 0,
         }

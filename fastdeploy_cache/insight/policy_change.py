@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import PolicyChanged
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ControlError
 from fastdeploy_cache.insight.pieces import run_in_turns
@@ -53,6 +54,7 @@ def change_policy(books: Books, config: CacheConfig, clock: Clock, name: str) ->
             text = "reuse was in force before, and has not seen what was lost since; restart to have it again"
             raise ControlError(text)
         policy.follow_with(chosen)
+        books.note(PolicyChanged(name=name))
         logger.info("event=eviction_policy name=%s before=%s", name, before.name)
     run_in_turns(books, _move_all(books))
     return policy_now(books, config)

@@ -16,7 +16,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Forgotten
 from fastdeploy_cache.books.references import References
 from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.insight.what_if_setup import Plan, ResultBoard, plans_for, setup_for
+from fastdeploy_cache.insight.what_if_setup import Plan, ResultBoard, WhatIfResult, plans_for, setup_for
 from fastdeploy_cache.ipc.codec import encode
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.shared_array import SharedArray
@@ -28,7 +28,7 @@ _PIPE_BYTES = 2**20
 _MAX_UNSENT_BYTES = 4 * 2**20
 _END_SECONDS = 5.0
 _WINDOW_SECONDS = 3600.0
-MIN_REQUESTS = 50  # in the window: fewer say little
+MIN_REQUESTS = 10  # in the window
 _LENGTH = struct.Struct("<I")
 
 
@@ -41,7 +41,9 @@ class WhatIfRate:
         factor: of its present size; of the GPU pool's for a CPU tier that is not there.
         policy: the eviction policy: that in use, or lru.
         num_blocks: of that tier then.
-        token_hit_rate: 0 to 1, of all prompt tokens.
+        token_hit_rate: 0 to 1, of all prompt tokens; an estimate.
+        most_token_hit_rate: that no size of any tier, under any policy, would have gone over: the tokens that somebody
+            had used before. It is counted, not estimated. None: not known, as requests were left out.
         saved_seconds: of computing; None while the prefill speed is not known.
     """
 
@@ -51,6 +53,7 @@ class WhatIfRate:
     num_blocks: int
     token_hit_rate: float
     saved_seconds: float | None
+    most_token_hit_rate: float | None = None
 
 
 class WhatIf:
@@ -143,7 +146,7 @@ class WhatIf:
         result = board.read() if board is not None and self._process is not None else None
         if result is None or result.num_window_requests < MIN_REQUESTS:
             return []
-        speed = self._prefill_speed()
+        speed, most = self._prefill_speed(), self._most_hit_tokens(result)
         return [
             WhatIfRate(
                 tier=plan.tier,
@@ -152,9 +155,17 @@ class WhatIf:
                 num_blocks=plan.num_gpu_blocks if plan.tier == "gpu" else plan.num_cpu_blocks,
                 token_hit_rate=hit_tokens / result.num_window_tokens,
                 saved_seconds=hit_tokens / speed if speed else None,
+                most_token_hit_rate=most / result.num_window_tokens if most is not None else None,
             )
             for plan, hit_tokens in zip(plans, result.hit_tokens, strict=True)
         ]
+
+    def _most_hit_tokens(self, result: WhatIfResult) -> int | None:
+        """What no cache would have gone over; None where requests were left out, which others may have hit."""
+        if self.num_lost_requests:
+            return None
+        copied = self._config.block_size - 1 if self._config.recompute_last_token else 0  # of a prompt cached whole
+        return min(result.seen_tokens + copied * result.num_window_requests, result.num_window_tokens)
 
     @property
     def num_seen_requests(self) -> int:

@@ -16,7 +16,7 @@ FACTORS = (0.5, 1.0, 2.0, 4.0)  # of a tier's size
 _COMPARED_WITH = "lru"
 _SAMPLED_BLOCKS = 1024  # of the GPU pool: fewer blur the rates, more cost processor time
 _MAX_SAMPLED_BLOCKS = 16384  # of a larger tier
-_HEADER_WORDS = 4  # of eight bytes: changes, requests, those of the window, their tokens
+_HEADER_WORDS = 5  # of eight bytes: changes, requests, those of the window, their tokens, those used before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,7 @@ class WhatIfResult:
     num_requests: int  # since the start
     num_window_requests: int
     num_window_tokens: int
+    seen_tokens: int  # of these, in blocks that were used before: no cache hits more
     hit_tokens: tuple[float, ...]  # in the window, by plan
 
 
@@ -106,7 +107,12 @@ class ResultBoard:
         """Show what was found. One thread of one process does this."""
         words = self._words
         words[0] += 1
-        words[1:_HEADER_WORDS] = result.num_requests, result.num_window_requests, result.num_window_tokens
+        words[1:_HEADER_WORDS] = (
+            result.num_requests,
+            result.num_window_requests,
+            result.num_window_tokens,
+            result.seen_tokens,
+        )
         words[_HEADER_WORDS:] = result.hit_tokens
         words[0] += 1
 
@@ -115,11 +121,12 @@ class ResultBoard:
         for _ in range(100):
             words = self._words.copy()
             if words[0] % 2 == 0 and words[0] == self._words[0]:
-                num_requests, num_window_requests, num_window_tokens = (int(n) for n in words[1:_HEADER_WORDS])
+                num_requests, num_window_requests, num_window_tokens, seen = (int(n) for n in words[1:_HEADER_WORDS])
                 return WhatIfResult(
                     num_requests=num_requests,
                     num_window_requests=num_window_requests,
                     num_window_tokens=num_window_tokens,
+                    seen_tokens=seen,
                     hit_tokens=tuple(words[_HEADER_WORDS:].tolist()),
                 )
         return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from fastdeploy_cache.books.changes import Change
 from fastdeploy_cache.books.path import Part
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run, Tier
 from fastdeploy_cache.books.transfer import Segment, Transfer
-from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.cargo import CallersBlocks, Landings, OneBlock
 from fastdeploy_cache.movement.outbox import InFlight, Outbox
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 
 logger = event_log(__name__)
-T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -212,28 +210,6 @@ class BlockMover:
         """Destinations that nobody may have any more; see `_finish`."""
         stuck = [t.cargo for t in self.in_flight.values() if t.is_quarantined]
         return sum(len(cargo.ids) for cargo in stuck if cargo is not None)
-
-    def when_room(self, allocate: Callable[[], T], wait_seconds: float) -> T:
-        """What the call returns; while it lacks blocks that copies in flight hold, it is made again when one has ended.
-
-        Not under the lock. Raises what the last call raised.
-        """
-        deadline = time.monotonic() + wait_seconds
-        while True:
-            try:
-                return allocate()
-            except OutOfBlocksError as refused:
-                if not refused.coming or not self._wait_for_one(deadline - time.monotonic()):
-                    raise
-
-    def _wait_for_one(self, timeout_seconds: float) -> bool:
-        """Wait until something that is in flight now has ended; False where nothing is, where nothing is to start, or
-        when the time is over first."""
-        with self._books:
-            oldest = next((transfer for transfer in self.in_flight.values() if not transfer.done.is_set()), None)
-            if oldest is None or self.is_quiet:
-                return False
-        return oldest.done.wait(max(0.0, timeout_seconds))
 
     def on_result(self, result: TransferResult) -> None:
         """Take the ranks' answer, or that to a task for which the client has raised. What this raises costs no other

@@ -26,6 +26,7 @@ class Loader:
         self._min_blocks, self._max_blocks = config.load_limits()
         self._config = config
         self.refused_for = Cause.ROOM, ""  # why the last load that was refused was, and with which numbers
+        self.lacks_room = False  # whether that was for want of blocks alone
         books.listen(TaskEnded, self._note_speed)
 
     def is_worth(self, num_blocks: int) -> bool:
@@ -59,11 +60,12 @@ class Loader:
     def start(self, parts: Sequence[Part], num_cold: int, num_rest: int = 0) -> bool:
         """Load parts of a pinned path, `num_cold` blocks, for a prompt that needs `num_rest` others: all or nothing.
 
-        Where they do not fit, they would not fit as computed blocks either.
+        Where the whole prompt does not fit, what was loaded would be held in vain.
         """
         residency = self._books.residency
         num_available = residency.num_available(GPU)
-        if num_cold + num_rest > num_available:
+        self.lacks_room = num_cold + num_rest > num_available
+        if self.lacks_room:
             rooms = f"the prompt needs {num_cold + num_rest} blocks, and {num_available} can be had"
             self.refused_for = Cause.ROOM, rooms
             return False

@@ -11,7 +11,7 @@ import msgspec
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.lost_blocks import Loss
-from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.causes import NO_ROOM_TO_FETCH, Cause
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.explanation import Explanation, Hit, Hop, Miss
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
@@ -19,6 +19,7 @@ from fastdeploy_cache.metrics.histogram import CALL_SECONDS, Histogram
 from fastdeploy_cache.metrics.request_counts import TIERS
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest, MissedBlocks
+from fastdeploy_cache.storage.prefetch import StoragePrefetch
 
 _LOST_FROM = {Loss.GPU: "gpu", Loss.CPU: "cpu"}
 _NOTHING = (0, 0, 0)
@@ -38,6 +39,7 @@ class Account(msgspec.Struct, gc=False, frozen=True):
     read_seconds: float
     prefill_tokens_per_second: float | None
     misses: Sequence[MissedBlocks]
+    room_seconds: float = 0.0  # that its match waited for GPU blocks
 
 
 class Accounts:
@@ -126,14 +128,14 @@ class Accounts:
             num_storage = active.num_storage_blocks(num_gpu, num_blocks)
             num_cpu = num_blocks - num_gpu - num_storage
             hit_tokens = (num_gpu * size + active.num_copied_tokens, num_cpu * size, num_storage * size)
-        elif num_blocks:
+        elif num_blocks or active.num_copied_tokens:  # the copy of a prompt's only block stands behind none
             hit_tokens = (num_blocks * size + active.num_copied_tokens, 0, 0)
         else:
             hit_tokens = _NOTHING
-        misses, num_found = active.misses, active.num_found_blocks
-        if num_blocks != num_found or active.num_searched_blocks != num_found or not active.num_asked_blocks:
+        misses, num_found, prefetch = active.misses, active.num_found_blocks, active.prefetch
+        is_all_found = num_blocks == num_found == active.num_searched_blocks and active.num_asked_blocks
+        if prefetch is not None or not is_all_found:
             misses = self._missed(active, num_blocks, at)
-        prefetch = active.prefetch
         return Account(
             request.request_id,
             request.num_tokens,
@@ -144,6 +146,7 @@ class Accounts:
             prefetch.read_seconds if prefetch is not None and hit_tokens[2] else 0.0,
             self._prefill.per_second,
             misses,
+            active.room_seconds,
         )
 
     def _missed(self, active: ActiveRequest, num_hit_blocks: int, at: float) -> Sequence[MissedBlocks]:
@@ -158,13 +161,9 @@ class Accounts:
         num_found = active.num_found_blocks
         parts = self._unused(active, num_hit_blocks, num_found, at) if num_found > num_hit_blocks else []
         block, prefetch = active.num_searched_blocks, active.prefetch
-        end_late = min(prefetch.first + prefetch.num_present, active.num_asked_blocks) if prefetch is not None else 0
-        if end_late > num_found:  # storage has these, and they have not come
-            detail = "storage has it"
-            if prefetch is not None:
-                detail += f"; its prefetch began {at - prefetch.began_at:.3f} s before, and had "
-                detail += f"{prefetch.deadline - prefetch.began_at:.3f} s"
-            parts.append((Cause.LATE, end_late - num_found, None, 0.0, detail))
+        end_late = min(prefetch.first + prefetch.num_found, active.num_asked_blocks) if prefetch is not None else 0
+        if prefetch is not None and end_late > num_found:
+            parts += self._not_fetched(prefetch, num_found, end_late, at)
         skip = max(num_hit_blocks, num_found, end_late)
         for cause, num_blocks, kind, lost_at, detail in active.misses:
             num_left = block + num_blocks - max(block, skip)
@@ -172,6 +171,16 @@ class Accounts:
             if num_left > 0:
                 parts.append((cause, num_left, kind, lost_at, detail))
         return parts
+
+    @staticmethod
+    def _not_fetched(prefetch: StoragePrefetch, first: int, end: int, at: float) -> list[MissedBlocks]:
+        """Blocks [first, end), which storage has, and which have not come."""
+        end_asked = max(first, min(end, prefetch.first + prefetch.num_asked)) if prefetch.lacks_room else end
+        detail = f"storage has it; its prefetch began {at - prefetch.began_at:.3f} s before, and had "
+        detail += f"{prefetch.deadline - prefetch.began_at:.3f} s"
+        late: MissedBlocks = (Cause.LATE, end_asked - first, None, 0.0, detail)
+        room: MissedBlocks = (Cause.ROOM, end - end_asked, None, 0.0, NO_ROOM_TO_FETCH)
+        return [part for part in (late, room) if part[1]]
 
     @staticmethod
     def _unused(active: ActiveRequest, first: int, end: int, at: float) -> list[MissedBlocks]:
@@ -249,6 +258,7 @@ class Accounts:
             request_id=account.request_id,
             num_tokens=account.num_tokens,
             is_final=account.is_final,
+            room_seconds=account.room_seconds,
             hits=tuple(hits),
             misses=tuple(misses),
         )

@@ -17,6 +17,7 @@ from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.errors import CommitError
 from fastdeploy_cache.movement.cargo import OneBlock
 from fastdeploy_cache.request import Request
+from fastdeploy_cache.requests.room_queue import RoomWait
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 
 
@@ -96,6 +97,8 @@ class ActiveRequest:
     num_whole_blocks: int = 0  # of the found ones, those that end in no image's midst
     num_gpu_blocks: int = 0  # found on the GPU by the match
     misses: Sequence[MissedBlocks] = ()  # what no tier had
+    room: RoomWait | None = None  # for a load, which lacks blocks that copies in flight will give back
+    room_seconds: float = 0.0  # that it has waited so
     refused_for: tuple[Cause, str] | None = None  # why what the CPU tier has was not loaded
     has_failed_load: bool = False
     load_seconds: float = 0.0  # of the loads that it waited for and that came

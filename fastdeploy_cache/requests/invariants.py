@@ -56,6 +56,11 @@ def check(tree: PrefixTree, held: Held) -> None:
         _check_residency(tree, run)
     for active in requests:
         _check_request(active)
+    waiting = [active.room for active in requests if active.room is not None]
+    assert all(not room.done.is_set() for room in waiting), "a match waits for room, and its wait has ended"
+    assert len(waiting) <= len(held.requests.room), "a match waits for room outside the queue"
+    is_moving = any(not transfer.done.is_set() for transfer in transfers)
+    assert is_moving or not len(held.requests.room), "somebody waits for room, and no copy is in flight"
     num_missed, by_cause = held.requests.accounts.missed()
     assert sum(by_cause) == num_missed and min(by_cause) >= 0, "the causes of missed tokens do not add up"
     for transfer in transfers:

@@ -70,11 +70,14 @@ class MatchLoads:
             return self.describe(is_final=True)
 
     def _wait_until_settled(self, deadline: float) -> None:
-        """Wait for storage, whose pieces bring new loads, and for the loads."""
+        """Wait for room, and for storage, whose pieces bring new loads, and for the loads."""
         while (now := time.monotonic()) < deadline:
             with self._requests.books:
                 fetching = self._requests.matcher.is_fetching(self._active)
-                transfers, prefetch = self._transfers(), self._active.prefetch
+                transfers, prefetch, room = self._transfers(), self._active.prefetch, self._active.room
+            if room is not None:
+                room.done.wait(deadline - now)
+                continue
             if not fetching or prefetch is None:
                 wait_done(transfers, deadline - now)
                 return
@@ -89,7 +92,10 @@ class MatchLoads:
 
     def call_when_ready(self, call: Callable[[], None]) -> None:
         with self._requests.books:
-            prefetch = self._active.prefetch
+            prefetch, room = self._active.prefetch, self._active.room
+            if room is not None:
+                room.on_done.append(lambda: self.call_when_ready(call))
+                return
             if prefetch is not None and self._requests.matcher.is_fetching(self._active):
                 self._look_again(prefetch, lambda: self.call_when_ready(call))
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
+from functools import partial
 
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import REQUEST
@@ -12,6 +13,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.path import coming_and_cold, coming_ids, gpu_ids
 from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.books.transfer import Transfer, segments_of
+from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.movement.movement import Movement
@@ -19,6 +21,7 @@ from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import SETTLED, WAITING, ActiveRequest
 from fastdeploy_cache.requests.listener import SETTLED_LATE, RequestListener
 from fastdeploy_cache.requests.misses import Misses
+from fastdeploy_cache.requests.room_queue import RoomQueue, RoomWait
 from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 from fastdeploy_cache.transfer_manager.task import TaskKind
@@ -28,9 +31,17 @@ class Matcher:
     """What `PrefixCacheManager.match` does, and what becomes of a match until it is settled."""
 
     def __init__(
-        self, config: CacheConfig, books: Books, movement: Movement, storage: StorageAccess, misses: Misses
+        self,
+        config: CacheConfig,
+        books: Books,
+        movement: Movement,
+        storage: StorageAccess,
+        *,
+        misses: Misses,
+        room: RoomQueue,
     ) -> None:
-        self._misses = misses
+        self._misses, self._room = misses, room
+        self._room_seconds = config.transfer.task_timeout_seconds
         self._books, self._tree = books, books.tree
         self._mover, self._loader, self._storage = movement.mover, movement.loader, storage
         self._recompute_last_token = config.recompute_last_token
@@ -67,7 +78,7 @@ class Matcher:
         ids = gpu_ids(path, num_found)
         active.num_gpu_blocks = len(ids)
         if len(ids) < num_found:
-            self._load_cold(active, path, num_found, is_fetched=False)
+            self._load_cold(active, path, num_found, 0, is_fetched=False)
         elif not self._copy_last(active, num_found) and not self.is_fetching(active):
             self._settle_at(active, ids)
 
@@ -80,29 +91,90 @@ class Matcher:
         path, num_found = tree.find(request.namespace, active.keys, active.num_asked_blocks)
         num_found = request.whole_images(num_found, tree.block_size)
         if num_found > active.num_pinned_blocks:
-            self._load_cold(active, path, num_found, is_fetched=True)
+            num_sure = active.num_pinned_blocks if active.room is None else 0  # what it waits for may never be loaded
+            self._load_cold(active, path, num_found, num_sure, is_fetched=True)
             active.num_found_blocks = max(active.num_found_blocks, num_found)
             active.num_whole_blocks = max(active.num_whole_blocks, num_found)
 
-    def _load_cold(self, active: ActiveRequest, path: list[Run], num_found: int, *, is_fetched: bool) -> None:
-        """Start to load what of the first `num_found` blocks is in the CPU tier only: all of it or nothing."""
-        request, tree, before = active.request, self._tree, active.num_pinned_blocks if is_fetched else 0
+    def _load_cold(
+        self, active: ActiveRequest, path: list[Run], num_found: int, num_sure: int, *, is_fetched: bool
+    ) -> None:
+        """Start to load what of the first `num_found` blocks is in the CPU tier only: all of it or nothing.
+
+        Where copies in flight will give back the room that it lacks, the match waits for that, and holds its pins
+        alone. `num_sure` blocks stay pinned also where nothing is loaded.
+        """
+        request, tree = active.request, self._tree
         # first: what is held is no room, and eviction must not take it
         self._pin(active, path, num_found)
         _, parts = coming_and_cold(path, num_found)
         num_cold = sum(n for _, _, n in parts)
-        num_rest = -(-request.num_tokens // tree.block_size) - num_found
-        if is_fetched:
-            may_load = self._loader.is_allowed(num_found - active.num_gpu_blocks)
-        else:
-            may_load = num_cold > 0 and self._loader.is_worth(num_cold)
-        if num_cold and not (may_load and self._loader.start(parts, num_cold, num_rest)):
-            active.refused_for = self._loader.refused_for
-            num_near = request.whole_images(num_found - num_cold, tree.block_size)  # others have computed or load these
-            self._pin(active, path, max(before, num_near))
-            active.num_unloaded_blocks = num_cold
-            self.end_prefetch(active)  # what storage has lies behind these
+        if num_cold:
+            if is_fetched:
+                may_load = self._loader.is_allowed(num_found - active.num_gpu_blocks)
+            else:
+                may_load = self._loader.is_worth(num_cold)
+            num_rest = -(-request.num_tokens // tree.block_size) - num_found
+            is_behind = may_load and self._room.is_behind(active.room)
+            is_started = may_load and not is_behind and self._loader.start(parts, num_cold, num_rest)
+            may_wait = may_load and not is_started and (is_behind or self._loader.lacks_room)
+            if may_wait and self._wait_for_room(active, num_cold + num_rest, is_fetched=is_fetched):
+                return
+            if not is_started:
+                self._leave_cold(active, path, num_found - num_cold, num_sure, self._loader.refused_for)
+        if active.room is not None:
+            self._stop_waiting_for_room(active)
         self._wait_for(active, self._loads_of_pinned(active))
+
+    def _leave_cold(
+        self, active: ActiveRequest, path: list[Run], num_near: int, num_sure: int, why: tuple[Cause, str]
+    ) -> None:
+        """Nothing behind `num_near` blocks is loaded: what storage has lies behind that, too."""
+        num_near = active.request.whole_images(num_near, self._tree.block_size)  # others have computed or load these
+        active.refused_for, active.num_unloaded_blocks = why, active.num_pinned_blocks - num_near
+        self._pin(active, path, max(num_sure, num_near))
+        self.end_prefetch(active)
+
+    # -- waiting for room
+
+    def _wait_for_room(self, active: ActiveRequest, num_blocks: int, *, is_fetched: bool) -> bool:
+        """Wait until so many blocks can be had; False where no copy in flight will give them back."""
+        if not self._room.may_come(num_blocks):
+            return False
+        if active.room is None:
+            deadline = time.monotonic() + self._room_seconds
+            load = partial(self._load_waiting, active, is_fetched=is_fetched)
+            active.room = RoomWait(num_blocks, deadline, load, partial(self._give_up_room, active))
+            self._room.enter(active.room)
+        active.room.num_blocks = num_blocks
+        self._wait_for(active, self._loads_of_pinned(active))
+        return True
+
+    def _load_waiting(self, active: ActiveRequest, *, is_fetched: bool) -> bool:
+        """Load what a match waits for room for, if there is room now; False while there is none."""
+        if active.pin is None or self.is_stale(active) or self.is_lost(active):
+            self._give_up_room(active)
+            return True
+        self._load_cold(active, active.pin.run.path(), active.num_pinned_blocks, 0, is_fetched=is_fetched)
+        return active.room is None
+
+    def _give_up_room(self, active: ActiveRequest, cause: Cause = Cause.ROOM) -> None:
+        """What is not on its way to the GPU by now is no part of the match."""
+        wait = active.room
+        if wait is None:
+            return
+        seconds = time.monotonic() - wait.began_at
+        path = active.pin.run.path() if active.pin is not None else []
+        num_cold = sum(n for _, _, n in coming_and_cold(path, active.num_pinned_blocks)[1])
+        detail = f"it waited {seconds:.3f} s for {wait.num_blocks} blocks, which copies in flight were to give back"
+        self._leave_cold(active, path, active.num_pinned_blocks - num_cold, 0, (cause, detail))
+        self._stop_waiting_for_room(active)
+
+    def _stop_waiting_for_room(self, active: ActiveRequest) -> None:
+        if active.room is not None:
+            active.room_seconds += time.monotonic() - active.room.began_at
+            self._room.leave(active.room)
+            active.room = None
 
     @staticmethod
     def _loads_of_pinned(active: ActiveRequest) -> list[Transfer]:
@@ -183,7 +255,8 @@ class Matcher:
         if active.phase is WAITING:
             active.num_shown_blocks = 0 if self.is_lost(active) else len(self.arrived(active)[0])
             active.shows_copy = active.copy is not None and active.copy.has_landed
-            if is_final or not (is_fetching or any(not transfer.done.is_set() for transfer in active.loads)):
+            is_coming = is_fetching or active.room is not None
+            if is_final or not (is_coming or any(not transfer.done.is_set() for transfer in active.loads)):
                 self.settle(active)
                 if self._listener is not None:
                     self._listener.note((SETTLED_LATE, active.number))
@@ -238,6 +311,7 @@ class Matcher:
         """
         if active.phase is not WAITING:
             return
+        self._give_up_room(active, Cause.LATE)
         self.end_prefetch(active)
         ids, path = self.arrived(active)
         del ids[active.num_shown_blocks :]
@@ -280,6 +354,7 @@ class Matcher:
     def abandon(self, active: ActiveRequest) -> None:
         """The match has failed half way: take back what it holds. What it has started to load goes on for others."""
         private_ids = active.private_ids()
+        self._stop_waiting_for_room(active)
         self.end_prefetch(active)
         self.stop_waiting(active)
         copy, active.copy = active.copy, None

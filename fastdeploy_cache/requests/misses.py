@@ -20,7 +20,8 @@ _MAX_PARTS = 64  # that one prompt's missed blocks are looked up in: some tens o
 _AT_ONCE_SECONDS = 1.0  # blocks in a row that were lost within this time are told of together
 _MAX_BACK = 4  # blocks in front of one, among what is lost, from which on it may have been lost
 _MAX_LOOKED = 64  # other namespaces, and continuations that may be an image's, that are looked at
-_BY_LOSS = (Cause.EVICTED, Cause.EVICTED, Cause.RESET, Cause.RANK)
+_BY_LOSS = (Cause.EVICTED, Cause.EVICTED, Cause.RESET, Cause.RANK, Cause.LIMIT)
+_KEPT_OUT = "cache_outputs is off, and an earlier request has computed it as its output"
 _NEW, _FORGOTTEN = Cause.NEW, Cause.NEW_OR_FORGOTTEN
 
 
@@ -65,6 +66,16 @@ class Misses:
         root = self._tree.roots.get(active.request.namespace)
         if root is not None:
             self.computing.begin(active, self._key(root.hashes, active.keys, active.num_committed_blocks))
+
+    @contained("metrics", None)
+    def kept_out(self, active: ActiveRequest) -> None:
+        """The request goes; what it has computed behind its committed blocks is output, which is not cached."""
+        first, end = active.num_committed_blocks, active.num_computed_tokens // self._tree.block_size
+        if first < end:
+            root = self._tree.roots.get(active.request.namespace)
+            name = root.hashes if root is not None else root_hash(active.request.namespace, self._tree.block_size)
+            key = self._key(name, active.keys, first)
+            self._lost.note_output(name, first, key, self._marks(active, first, end))
 
     def _key(self, root: bytes | bytearray, keys: BlockKeys, block: int) -> int:
         size, extras = self._size, keys.extras
@@ -192,4 +203,4 @@ def _add(parts: list[MissedBlocks], cause: Cause, num_blocks: int, kind: Loss | 
     """What was lost together with the part in front belongs to that."""
     if parts and parts[-1][:3:2] == (cause, kind) and abs(parts[-1][3] - at) < _AT_ONCE_SECONDS:
         num_blocks += parts.pop()[1]
-    parts.append((cause, num_blocks, kind, at, ""))
+    parts.append((cause, num_blocks, kind, at, _KEPT_OUT if kind is Loss.OUTPUT else ""))

@@ -26,6 +26,7 @@ class Publisher:
         self._books, self._tree = books, books.tree
         self._matcher, self._copy_down, self._speeds = matcher, movement.copy_down, movement.speeds
         self._listener: RequestListener | None = None
+        self.num_unpublished = 0  # requests that have gone without a commit, and without a hit
 
     def tell(self, listener: RequestListener) -> None:
         """See `Requests.tell`."""
@@ -88,8 +89,11 @@ class Publisher:
         """Note the use, copy the rest down, take the pin back; returns how many blocks could not be copied."""
         if active.prefetch is not None:
             self._matcher.end_prefetch(active)
+        if not self._cache_outputs and self._enabled and self._may(active):
+            self._misses.kept_out(active)
         pin, num_skipped = active.pin, 0
         if pin is None:
+            self.num_unpublished += active.is_admitted and active.num_asked_blocks > 0
             return 0
         try:
             if active.is_admitted and not active.is_detached and not self._matcher.is_stale(active):

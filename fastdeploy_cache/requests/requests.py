@@ -22,6 +22,7 @@ from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.requests.prefetches import Prefetches
 from fastdeploy_cache.requests.publisher import Publisher
+from fastdeploy_cache.requests.room_queue import RoomQueue
 from fastdeploy_cache.requests.runs_ahead import RunsAhead
 from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import Fetched
@@ -34,13 +35,14 @@ class Requests:
         self, config: CacheConfig, books: Books, movement: Movement, storage: StorageAccess, accounts: Accounts
     ) -> None:
         self.books, self.accounts = books, accounts
+        self._requests: dict[str, ActiveRequest] = {}
         accounts.follow(books, movement.speeds)
         self._misses = misses = Misses(books)
-        self.matcher = Matcher(config, books, movement, storage, misses)
+        self.room = RoomQueue(books, movement.mover, self.num_coming)
+        self.matcher = Matcher(config, books, movement, storage, misses=misses, room=self.room)
         self.ahead = RunsAhead(self.matcher, movement.mover, accounts)
         self.publisher = Publisher(config, books, movement, self.matcher, misses)
         self._config, self._mover, self._storage = config, movement.mover, storage
-        self._requests: dict[str, ActiveRequest] = {}
         self.prefetches = Prefetches(config, books, self.matcher, storage, self._requests)
         self.listener: RequestListener | None = None
         books.listen(Fetched, self._on_fetched)

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 import time
 from collections.abc import Iterable, Sequence
 
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES
-from fastdeploy_cache.errors import CacheError, CommitError, RequestError
+from fastdeploy_cache.errors import CacheError, CommitError, RequestError, counted
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import VOID, WAITING, ActiveRequest
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.tokens import TokenIds, pack
 
 Packed = tuple[Request, bytes, int]
+
+
+def _no_step(step: object) -> RequestError:
+    what = (
+        f"has {counted(len(step), 'entry')}" if isinstance(step, tuple | list) else f"is of type {type(step).__name__}"
+    )
+    return RequestError(
+        f"a step {what}: {reprlib.repr(step)}; give each as (request, token ids sampled since its last step, number of "
+        "tokens computed so far), such as (request, [17], 130)"
+    )
 
 
 class Steps:
@@ -26,10 +37,11 @@ class Steps:
 
     @staticmethod
     def pack(steps: Iterable[tuple[Request, TokenIds, int]]) -> list[Packed | CacheError]:
-        """Check and pack what does not need the lock."""
+        """Check and pack what does not need the lock. Raises `RequestError` for what is no step."""
         packed: list[Packed | CacheError] = []
-        for request, token_ids, num_computed_tokens in steps:
+        for step in steps:
             try:
+                request, token_ids, num_computed_tokens = step
                 tokens = pack(request.request_id, token_ids)
                 is_plain = type(num_computed_tokens) is int
                 packed.append(
@@ -37,6 +49,8 @@ class Steps:
                 )
             except CacheError as error:
                 packed.append(error)
+            except (AttributeError, TypeError, ValueError) as error:
+                raise _no_step(step) from error
         return packed
 
     def run(self, packed: Sequence[Packed | CacheError]) -> list[list[int] | CacheError | MemoryError]:

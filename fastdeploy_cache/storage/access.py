@@ -13,6 +13,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from fastdeploy_cache.storage.tier import StorageTier
     from fastdeploy_cache.transfer_manager.storage.client import StorageClient
     from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
+
+logger = event_log(__name__)
 
 _FOREVER_SECONDS = 1e9
 
@@ -44,7 +47,7 @@ class StorageAccess:
         self._tier: StorageTier | NoTier = NoTier()
         self._detached: list[StorageTier] = []  # whose last answers are still to come
         self._given: StorageConfig | None = None  # the settings of a store whose processes we start
-        self._is_attaching = False
+        self._is_attaching = self._has_warned = False
         self.is_attached = False  # whether there is a store, whether or not it works now
 
     # -- verbs
@@ -137,11 +140,17 @@ class StorageAccess:
 
         What is on the GPU only goes through the CPU tier, in as many rounds as that takes. An admission filter decides
         as ever. Then storage is asked for every block: it may have dropped what it took, for later blocks or on a full
-        disk; what is missing so is written by the next flush. False: no store, one that fails, declines or drops, the
-        time is over, or traffic beside it that adds as much as a round writes: flush when requests have stopped.
+        disk; what is missing so is written by the next flush. False: one that fails, declines or drops, the time is
+        over, or traffic beside it that adds as much as a round writes: flush when requests have stopped. Without a
+        store it is False, too, at once, and nothing is raised: the log says so the first time.
         """
         deadline, tier = time.monotonic() + seconds_to_wait("flush", timeout_seconds), self._tier
         if isinstance(tier, NoTier):
+            if not self._has_warned:
+                logger.warning(
+                    "event=flush_without_storage remedy=%r", "attach a store: cache.storage.attach, or storage"
+                )
+            self._has_warned = True
             return False
         from fastdeploy_cache.storage.flush import Flush
 

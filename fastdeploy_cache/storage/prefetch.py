@@ -65,6 +65,8 @@ class StoragePrefetch:
     deadline: float  # until which somebody may wait for it
     priority: float | None = None
     num_present: int = 0
+    num_found: int = 0  # that storage said it has, also where they did not come
+    lacks_room: bool = False  # for the blocks that no task has been given yet
     num_asked: int = 0
     num_landed: int = 0
     num_in_flight: int = 0  # tasks

@@ -22,6 +22,7 @@ from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, Tra
 _MAX_REMEMBERED = 1024  # prefetches of requests that were never matched
 _PIECE_SECONDS = 0.02
 _PIECES_AT_A_TIME = 2  # of a prefetch: one is read while the next waits in the queue
+_KEPT_SECONDS = 60.0  # what was brought for a request that is not matched yet: others are not read over it so long
 
 
 @dataclass(eq=False)
@@ -35,7 +36,9 @@ class _Piece:
 
 class StorageReads:
     """All prefetches. A prefetch that finds no room waits for others to end, or for the loads of the match that follows
-    it: what these have brought to the GPU needs no CPU block any more. Under the lock."""
+    it: what these have brought to the GPU needs no CPU block any more. What was brought for requests that are not
+    matched yet is no room for another such request: of a queue that does not fit, the first ones are there when they
+    are matched, where otherwise each would take the place of the one before. Under the lock."""
 
     def __init__(self, books: Books, link: StorageLink, limits: StorageLimits, unasked: UnaskedStore) -> None:
         self._books, self._tree, self._pool = books, books.tree, books.pools[CPU]
@@ -47,7 +50,10 @@ class StorageReads:
         self._answered: list[StoragePrefetch] = []  # to go on with at the end of the turn
         self._num_fetching = 0  # blocks
         self._by_request: OrderedDict[str, StoragePrefetch] = OrderedDict()
+        self._kept: OrderedDict[StoragePrefetch, int] = OrderedDict()  # blocks that nobody holds yet
+        self._num_kept = 0
         self.num_fetched_blocks = self.num_unasked_blocks = 0
+        self.num_prefetches = self.num_short_prefetches = 0
 
     @property
     def held_ids(self) -> list[int]:
@@ -64,7 +70,10 @@ class StorageReads:
     def wants(self, num_missing_blocks: int) -> bool:
         """Whether to ask for so many blocks at all."""
         self.unasked.note_asked()
-        if num_missing_blocks < self._limits.min_blocks or not self._link.can(TaskKind.LOOKUP):
+        is_short = num_missing_blocks < self._limits.min_blocks
+        self.num_prefetches += num_missing_blocks > 0
+        self.num_short_prefetches += is_short and num_missing_blocks > 0
+        if is_short or not self._link.can(TaskKind.LOOKUP):
             return False
         is_worth = self._link.speeds.is_worth_fetching(num_missing_blocks, self._num_fetching)
         self.num_unasked_blocks += 0 if is_worth else num_missing_blocks
@@ -87,7 +96,10 @@ class StorageReads:
 
     def take(self, request_id: str) -> StoragePrefetch | None:
         """The request's prefetch, which is the caller's to revoke from now on."""
-        return self._by_request.pop(request_id, None)
+        prefetch = self._by_request.pop(request_id, None)
+        if prefetch is not None:
+            self._keep_no_more(prefetch)
+        return prefetch
 
     def forget(self, request_id: str) -> None:
         """The request has ended, or starts anew: what has not come is not wanted."""
@@ -97,6 +109,7 @@ class StorageReads:
 
     def revoke(self, prefetch: StoragePrefetch) -> None:
         """Nobody wants what has not come yet."""
+        self._keep_no_more(prefetch)
         if not prefetch.revoked:
             prefetch.revoked, prefetch.is_followed = True, False
             self._cancel(prefetch)
@@ -111,6 +124,13 @@ class StorageReads:
 
     def _cancel(self, prefetch: StoragePrefetch) -> None:
         self._link.cancel(prefetch.task_ids)
+
+    def _keep(self, prefetch: StoragePrefetch, num_blocks: int) -> None:
+        self._kept[prefetch] = self._kept.get(prefetch, 0) + num_blocks
+        self._num_kept += num_blocks
+
+    def _keep_no_more(self, prefetch: StoragePrefetch) -> None:
+        self._num_kept -= self._kept.pop(prefetch, 0)
 
     # -- pieces
 
@@ -137,15 +157,16 @@ class StorageReads:
             prefetch.began_at = time.monotonic()
             self._waiting[prefetch] = None
         prefetch.is_followed = True
-        self._books.note(RoomCame())
-        self._books.await_room(self, bool(self._waiting))
+        self._books.note(RoomCame(tier=CPU))
+        self._books.await_room(self, bool(self._waiting), CPU)
 
     def _go_on(self, prefetch: StoragePrefetch) -> None:
         """Give out the next pieces of a prefetch; where nothing more can come, it is done."""
         while prefetch.has_more and prefetch.num_in_flight < _PIECES_AT_A_TIME and self._link.can(TaskKind.PREFETCH):
             num_left = prefetch.num_present - prefetch.num_asked
             num_blocks = min(self._num_piece_blocks(), num_left, self._num_room(prefetch))
-            if num_blocks <= 0:
+            prefetch.lacks_room = num_blocks <= 0
+            if prefetch.lacks_room:
                 break
             self._fetch(prefetch, num_blocks)
         if prefetch.num_in_flight:
@@ -154,11 +175,11 @@ class StorageReads:
             self._waiting[prefetch] = None
         else:
             self._end(prefetch)
-        self._books.await_room(self, bool(self._waiting))
+        self._books.await_room(self, bool(self._waiting), CPU)
 
     def _end(self, prefetch: StoragePrefetch) -> None:
         self._waiting.pop(prefetch, None)
-        self._books.await_room(self, bool(self._waiting))
+        self._books.await_room(self, bool(self._waiting), CPU)
         seconds, num_blocks = time.monotonic() - prefetch.began_at, prefetch.num_landed
         self._books.note(PrefetchEnded(seconds=seconds, request_id=prefetch.request_id, num_blocks=num_blocks))
         prefetch.done.set()
@@ -177,8 +198,14 @@ class StorageReads:
             path, _ = self._tree.find(prefetch.namespace, prefetch.keys, prefetch.first + prefetch.num_landed)
             for run in path:
                 residency.drop_spare_copies(run)
-        num_own = 0 if prefetch.is_followed else prefetch.num_landed  # nobody holds these yet; they shall stay
-        return min(num_allowed, residency.num_available(CPU) - num_own)
+        while self._kept and not self._is_kept(next(iter(self._kept))):
+            self._keep_no_more(next(iter(self._kept)))
+        return min(num_allowed, residency.num_available(CPU) - (0 if prefetch.is_followed else self._num_kept))
+
+    def _is_kept(self, prefetch: StoragePrefetch) -> bool:
+        """Not what a reset has forgotten, nor what an engine seems to have forgotten."""
+        is_old = time.monotonic() - prefetch.began_at > _KEPT_SECONDS
+        return prefetch.epoch == self._tree.epoch and (not is_old or bool(prefetch.num_in_flight))
 
     def _fetch(self, prefetch: StoragePrefetch, num_blocks: int) -> None:
         ids, start = self._books.take(num_blocks, CPU, TASK), prefetch.num_asked
@@ -224,7 +251,7 @@ class StorageReads:
             self._link.speeds.lookup.note(1, max(r.seconds for r in result.ranks))
             num_present = min(result.num_blocks, prefetch.num_wanted)
             if num_present >= self._limits.min_blocks and prefetch.epoch == self._tree.epoch:
-                prefetch.num_present = num_present
+                prefetch.num_present = prefetch.num_found = num_present
         self._answered.append(prefetch)
 
     def _note_read(self, result: TransferResult) -> None:
@@ -254,8 +281,12 @@ class StorageReads:
             ids = ids[: num_good - num_joined] + ids[num_good:]
         if num_good < len(piece.ids) or not continues:  # what is behind it cannot be used
             prefetch.num_present = min(prefetch.num_present, prefetch.num_landed)
+            if result.error is None and (num_good < len(piece.ids) or prefetch.epoch != self._tree.epoch):
+                prefetch.num_found = prefetch.num_present  # it has no more than that, or nobody may have it
             self._cancel(prefetch)
         if ids:
             self._pool.free(ids, TASK)
         if num_joined and prefetch.is_followed:
             self._books.note(Fetched(prefetch=prefetch))
+        elif num_joined and self._by_request.get(prefetch.request_id) is prefetch:
+            self._keep(prefetch, num_joined)

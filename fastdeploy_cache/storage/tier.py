@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Copied, RoomCame, Used
-from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.block_mover import TaskEnded
@@ -51,6 +51,7 @@ class StorageTier:
         self.settled = threading.Event()  # nothing is on its way
         self.settled.set()
         self.is_attached = False
+        self._admission = storage.admission if storage.kind == "file" else None
         self._was_open = self._was_probed = False
 
     def attach(self) -> None:
@@ -180,8 +181,9 @@ class StorageTier:
     def _on_copy_ended(self, _: TaskEnded) -> None:
         self.reads.advance()
 
-    def _on_room_came(self, _: RoomCame) -> None:
-        self.reads.advance()
+    def _on_room_came(self, came: RoomCame) -> None:
+        if came.tier is CPU:
+            self.reads.advance()
 
     def _note_settled(self) -> None:
         is_asking = not self.reads.is_idle or not self.audits.is_idle
@@ -211,4 +213,10 @@ class StorageTier:
             num_declined_objects=total("num_declined"),
             num_damaged_objects=total("num_damaged"),
             num_full_disks=total("num_full_disks"),
+            num_other_weights=max([each.get("num_other_weights", 0) for each in counts], default=0),
+            num_prefetches=self.reads.num_prefetches,
+            num_short_prefetches=self.reads.num_short_prefetches,
+            num_unasked_requests=self.reads.unasked.num_requests,
+            num_long_unasked_requests=self.reads.unasked.num_long_requests,
+            admission=self._admission,
         )

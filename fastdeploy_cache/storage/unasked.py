@@ -11,7 +11,12 @@ _NUM_REQUESTS = 100  # that were long enough, before it is said
 
 
 class UnaskedStore:
-    """Says once that requests are admitted and no prefetch ever asked the store for them. Under the lock."""
+    """Says once that requests are admitted and no prefetch ever asked the store for them. Under the lock.
+
+    Attributes:
+        num_requests: that were admitted so far; 0 once somebody has asked.
+        num_long_requests: of these, with so many tokens that a prefetch would ask for them.
+    """
 
     def __init__(self, config: CacheConfig, min_blocks: int) -> None:
         """`min_blocks`: of a prompt, for which a prefetch would ask.
@@ -20,22 +25,26 @@ class UnaskedStore:
         """
         self._block_size, self._min_blocks = config.block_size, min_blocks
         self._is_watching = config.peer is None or config.peer.link != "storage"
-        self._num_requests = 0
+        self.num_requests = self.num_long_requests = 0
 
     def note_asked(self) -> None:
         """There is somebody who prefetches."""
         self._is_watching = False
+        self.num_requests = self.num_long_requests = 0
 
     def note_admitted(self, num_tokens: int) -> None:
         """A request with so many tokens has its first blocks."""
-        if not self._is_watching or (num_tokens - 1) // self._block_size < self._min_blocks:
+        num_blocks = (num_tokens - 1) // self._block_size
+        if not self._is_watching or not num_blocks:
             return
-        self._num_requests += 1
-        if self._num_requests == _NUM_REQUESTS:
-            self._is_watching = False
+        self.num_requests += 1
+        if num_blocks < self._min_blocks:
+            return
+        self.num_long_requests += 1
+        if self.num_long_requests == _NUM_REQUESTS:
             logger.warning(
                 "event=storage_not_asked num_requests=%d min_tokens=%d remedy=%r",
-                self._num_requests,
+                self.num_long_requests,
                 self._min_blocks * self._block_size,
                 "call cache.prefetch(request) when a request is queued; match finds nothing in storage without it",
             )

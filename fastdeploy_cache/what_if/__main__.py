@@ -7,6 +7,7 @@ import select
 import signal
 import struct
 import sys
+import threading
 
 from fastdeploy_cache.insight.what_if_setup import ResultBoard, WhatIfSetup
 from fastdeploy_cache.ipc.codec import decode
@@ -28,29 +29,37 @@ def main() -> int:
     fd = sys.stdin.fileno()
     setup: WhatIfSetup = decode(_exactly(fd, *_LENGTH.unpack(_exactly(fd, _LENGTH.size))), WhatIfSetup)
     board = ResultBoard(SharedArray(setup.result_fd, ResultBoard.num_words(len(setup.plans)) * 8), len(setup.plans))
-    try:
-        engine = os.pidfd_open(setup.engine_pid)
-    except ProcessLookupError:
-        return 0
+    end_with_engine(setup.engine_pid)
     estimator, records = Estimator(setup), Records()
-    while data := _next_piece(fd, engine):
+    while data := os.read(fd, _PIECE_BYTES):
         for reference in records.feed(data):
             estimator.feed(reference)
         board.write(estimator.result())
     return 0
 
 
-def _next_piece(fd: int, engine: int) -> bytes:
-    """What comes next; nothing once the engine, whose pid descriptor this is, has ended.
+def end_with_engine(engine_pid: int) -> None:
+    """End this process when the engine does, whatever it works on then.
 
-    The end of standard input alone would not tell: where the engine has forked, its child has the other end, too, and
-    lives on.
+    A thread waits for the engine's end, by its pid descriptor. The end of standard input would come late, behind what
+    is in the pipe, and not at all where the engine has forked: its child has the other end, too, and lives on. The
+    kernel's signal at a parent's end, which ranks use, comes when the spawning thread ends, and that is any of a
+    user's here.
     """
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    poll.register(engine, select.POLLIN)
-    ready = dict(poll.poll())
-    return os.read(fd, _PIECE_BYTES) if engine not in ready else b""
+    try:
+        engine = os.pidfd_open(engine_pid)
+    except ProcessLookupError:
+        os._exit(0)
+    if os.getppid() != engine_pid:  # it had gone before, and its pid is another one's
+        os._exit(0)
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(engine, select.POLLIN)
+        poll.poll()
+        os._exit(0)  # not sys.exit: the main thread is at work
+
+    threading.Thread(target=watch, name="engine-watch", daemon=True).start()
 
 
 def _exactly(fd: int, num_bytes: int) -> bytes:

@@ -31,6 +31,10 @@ class BlockSubset:
     def tokens(self, marks: bytes, namespace: int) -> tuple[Tokens, Words]:
         """The numbers of those blocks of a path that are in the sample, and their places in the path. `marks`: four
         bytes for each block of the path."""
+        return self.sample(self.hashes(marks, namespace))
+
+    def hashes(self, marks: bytes, namespace: int) -> Words:
+        """A hash of each block's place: of all marks up to its own."""
         words = np.frombuffer(marks, "<u4").astype(np.uint64)
         hashes, state = np.empty(len(words), np.uint64), np.uint64(namespace)
         for first in range(0, len(words), _AT_ONCE):
@@ -45,6 +49,10 @@ class BlockSubset:
             hashes ^= hashes >> _HALF
             hashes *= mix
         hashes ^= hashes >> _HALF
+        return hashes
+
+    def sample(self, hashes: Words) -> tuple[Tokens, Words]:
+        """The sample of the blocks at these places: see `tokens`."""
         if self._limit is None:
             places = np.arange(len(hashes), dtype=np.uint64)
         else:

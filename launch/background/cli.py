@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from fastdeploy_cache.config_sources import RUN_FOLDER_VARIABLE
 from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE, set_up_log
 from fastdeploy_cache.launch.background.run_folder import RunFolder, default_run_folder
+
+if TYPE_CHECKING:
+    from fastdeploy_cache.launch.background.group_plan import GroupPlan
 
 background_app = typer.Typer()
 RunDir = Annotated[
@@ -25,6 +28,7 @@ LogLevel = Annotated[
 LogFormat = Annotated[
     str | None, typer.Option(help=f"text, or json for an object in each line; otherwise {FORMAT_VARIABLE}.")
 ]
+AllowHost = Annotated[list[str] | None, typer.Option(metavar="NAME", help="As of `serve`; of all members.")]
 _GOES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -70,6 +74,7 @@ def up(
     decode_ranks: Annotated[int, typer.Option(min=1, help="Ranks of each decode instance.")] = 1,
     host: Annotated[str, typer.Option(help="Address of the router.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the router; 0 takes a free one.")] = 8000,
+    allow_host: AllowHost = None,
     show: Annotated[bool, typer.Option("--status", help="Show each member of the group that runs.")] = False,
     json: Annotated[bool, typer.Option("--json", help="With --status: as JSON.")] = False,
     stop_it: Annotated[bool, typer.Option("--stop", help="End the group, also one that is starting.")] = False,
@@ -102,11 +107,15 @@ def up(
         decode_ranks=decode_ranks,
         host=host,
         port=port,
+        allow_hosts=tuple(allow_host or ()),
         serve=_arguments_of_serve(context),
     )
-    if not foreground:
-        start_group(plan, folder, _say)
-        return
+    if foreground:
+        _stay(plan, folder)
+    start_group(plan, folder, _say)
+
+
+def _stay(plan: GroupPlan, folder: RunFolder) -> NoReturn:
     from fastdeploy_cache.launch.background.supervisor import Supervisor
 
     raise typer.Exit(0 if Supervisor(plan, folder).run() else 1)

@@ -28,7 +28,7 @@ def start_group(plan: GroupPlan, folder: RunFolder, say: Say) -> None:
         command = ["up", "--foreground", "--run-dir", str(folder.path), *plan.words()]
         try:
             with Program(folder.group, command, sockets.path) as program:
-                facts = program.wait_ready(2 * START_SECONDS, asked)
+                facts = program.wait_ready(2 * START_SECONDS, asked, say)
         finally:
             sockets.remove()
     for slot in folder.members:

@@ -33,6 +33,7 @@ class GroupPlan:
     decode_ranks: int = 1
     host: str = "127.0.0.1"
     port: int = 8000
+    allow_hosts: tuple[str, ...] = ()
     serve: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -53,6 +54,7 @@ class GroupPlan:
                 *("serve", "--role", role, "--ranks", str(num_ranks), "--port", "0", "--metrics-port", "0"),
                 *("--log-dir", str(folder.log_folder / f"{role}-{number}")),
                 *("--set", f"peer.name={role}-{number}", "--set", f"peer.secret_file={secret_file(folder)}"),
+                *self._allowed(),
                 *self.serve,
             ]
             for role, number, num_ranks in roles
@@ -61,13 +63,22 @@ class GroupPlan:
     def router(self, urls: Mapping[str, str]) -> list[str]:
         """The command of the router, before instances that listen there."""
         instances = [word for name, url in urls.items() for word in (f"--{name.partition('-')[0]}", url)]
-        return ["route", "--host", self.host, "--port", str(self.port), *instances]
+        return ["route", "--host", self.host, "--port", str(self.port), *self._allowed(), *instances]
 
     def words(self) -> list[str]:
         """The options of `up` that make this plan."""
         counts = {"prefill": self.num_prefill, "decode": self.num_decode}
         counts |= {"prefill-ranks": self.prefill_ranks, "decode-ranks": self.decode_ranks, "port": self.port}
-        return [*(w for n, c in counts.items() for w in (f"--{n}", str(c))), "--host", self.host, *self.serve]
+        return [
+            *(w for n, c in counts.items() for w in (f"--{n}", str(c))),
+            "--host",
+            self.host,
+            *self._allowed(),
+            *self.serve,
+        ]
+
+    def _allowed(self) -> list[str]:
+        return [word for name in self.allow_hosts for word in ("--allow-host", name)]
 
 
 def at_known_ports(command: Sequence[str], facts: Mapping[str, str]) -> list[str]:

@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
 from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.background.own_files import open_own
 from fastdeploy_cache.launch.background.run_folder import Slot
 from fastdeploy_cache.launch.server.readiness import ReadySocket
 
@@ -70,7 +71,7 @@ class Program:
             try:
                 if slot.log_file.exists() and slot.log_file.stat().st_size:  # why it died
                     slot.log_file.replace(slot.log_file.with_name(f"{slot.name}.log.old"))
-                with slot.log_file.open("wb") as log:
+                with open_own(slot.log_file, os.O_WRONLY | os.O_TRUNC) as log:
                     self._popen = subprocess.Popen(
                         [*(_term_with_parent() if dies_with_us else []), *command_of(arguments)],
                         stdin=subprocess.DEVNULL,
@@ -99,21 +100,25 @@ class Program:
             self.slot.forget()
         self.close()
 
-    def wait_ready(self, seconds: float, asked: EndSignals) -> dict[str, str]:
-        """Wait until it says that it is ready; returns what it says.
+    def wait_ready(self, seconds: float, asked: EndSignals, say: Callable[[str], None]) -> dict[str, str]:
+        """Wait until it says that it is ready; returns what it says. `say` is told what it does until then.
 
         Raises:
             LaunchError: it has ended, or the time is over.
             KeyboardInterrupt: this process was asked to end meanwhile.
         """
-        deadline = time.monotonic() + seconds
+        deadline, said = time.monotonic() + seconds, ""
         while (left := deadline - time.monotonic()) > 0:
             readable, _, _ = select.select([asked.fileno(), self.ready.fileno(), self.pidfd], [], [], left)
             if asked.fileno() in readable:
                 raise KeyboardInterrupt
-            if self.ready.fileno() in readable and (facts := self.ready.take()) is not None:
-                self.slot.note_facts(facts)
-                return facts
+            if self.ready.fileno() in readable:
+                if (facts := self.ready.take()) is not None:
+                    self.slot.note_facts(facts)
+                    return facts
+                if self.ready.status != said:
+                    said = self.ready.status
+                    say(said)
             if self.pidfd in readable:
                 raise LaunchError(self.why_ended())
         raise LaunchError(f"{self.slot.name} was not ready within {seconds:.0f} s; its log is {self.slot.log_file}")

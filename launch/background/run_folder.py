@@ -11,11 +11,14 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, cast
 
 from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.background.own_files import check_own_folder, open_own, read_own, write_own
+from fastdeploy_cache.launch.background.process_name import name_of, open_process, pid_of
 
 _TAIL_LINES, _TAIL_BYTES = 5, 4000
+_MAX_LOCK_BYTES = 100
 _MAX_HOLDERS = 3  # starts and stops that a stop outlasts before it gives up
 
 
@@ -25,9 +28,17 @@ def default_run_folder() -> Path:
     return Path(state) / "fastdeploy_cache"
 
 
+def folder_to_look_in() -> Path:
+    """The default folder; that of a checkout's scripts, `run` below the working directory, where a server was started
+    from there and none runs from the default one."""
+    usual, of_scripts = default_run_folder(), Path("run")
+    is_there = RunFolder(usual).server.pid is None and RunFolder(of_scripts).server.pid_file.exists()
+    return of_scripts if is_there else usual
+
+
 @dataclass(frozen=True)
 class Slot:
-    """The files of one program. It runs while its pid file names a living process of ours."""
+    """The files of one program. It runs while its pid file names a living process."""
 
     name: str
     folder: Path
@@ -35,7 +46,7 @@ class Slot:
 
     @property
     def pid_file(self) -> Path:
-        """Holds the pid, once it was started."""
+        """Holds the pid and the start time, once it was started."""
         return self.folder / f"{self.name}.pid"
 
     @property
@@ -45,11 +56,12 @@ class Slot:
 
     @property
     def pid(self) -> int | None:
-        """The pid, if it runs and still is one of ours."""
-        try:
-            return _ours(self.pid_file.read_text())
-        except (OSError, ValueError):
-            return None
+        """The pid, if it runs."""
+        return pid_of(self._process_name)
+
+    def open(self) -> int | None:
+        """A pid descriptor of the program, if it runs."""
+        return open_process(self._process_name)
 
     @property
     def has_died(self) -> bool:
@@ -60,21 +72,26 @@ class Slot:
     def facts(self) -> dict[str, str]:
         """Where it listens: `url`, and `metrics` where it has a port for these. Empty before it was ready."""
         try:
-            facts = json.loads(self._facts_file.read_text())
-        except (OSError, ValueError):
+            facts = json.loads(read_own(self._facts_file))
+        except (OSError, ValueError, RecursionError):
             return {}
         return {str(name): str(value) for name, value in facts.items()} if isinstance(facts, dict) else {}
 
     def note(self, pid: int) -> None:
         """It has been started. Raises `LaunchError` where that cannot be written down."""
         try:
-            self.pid_file.write_text(f"{pid}\n")
+            write_own(self.pid_file, f"{name_of(pid)}\n")
+        except ProcessLookupError:  # it has ended already, which its pid descriptor tells
+            return
         except OSError as error:
             raise LaunchError(f"{self.pid_file} cannot be written: {error.strerror}; remove it by hand") from error
 
     def note_facts(self, facts: dict[str, str]) -> None:
         """It is ready."""
-        self._facts_file.write_text(json.dumps(facts) + "\n")
+        try:
+            write_own(self._facts_file, json.dumps(facts) + "\n")
+        except OSError as error:
+            raise LaunchError(f"{self._facts_file} cannot be written: {error.strerror}; remove it by hand") from error
 
     def forget(self) -> None:
         """It has ended, and nobody starts it again. Raises `LaunchError` where its files cannot be removed."""
@@ -93,20 +110,29 @@ class Slot:
         return "\n".join(text.splitlines()[-_TAIL_LINES:])
 
     @property
+    def _process_name(self) -> str:
+        try:
+            return read_own(self.pid_file)
+        except (OSError, ValueError):
+            return ""
+
+    @property
     def _facts_file(self) -> Path:
         return self.folder / f"{self.name}.json"
 
 
 class RunFolder:
-    """One server of its own, and one group, may run from a folder."""
+    """One server of its own, and one group, may run from a folder, which is this user's alone."""
 
     def __init__(self, path: Path) -> None:
+        """Raises `LaunchError` where it is there, and another user owns it or may write in it."""
         self.path = path.absolute()
         self.log_folder = self.path / "log"
         self.group_folder = self.path / "prefill_decode"
         self.control_socket = self.path / "control" / "serve.sock"
         self.server = Slot("serve", self.path, self.log_folder)
         self.group = Slot("group", self.group_folder, self.log_folder)  # of who watches the members
+        self._check()
 
     def member(self, name: str) -> Slot:
         """The files of a member of the group."""
@@ -121,10 +147,17 @@ class RunFolder:
     def make(self) -> None:
         """Make the folders. Raises `LaunchError` where that cannot be."""
         try:
-            for folder in (self.log_folder, self.group_folder):
-                folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self.path, self.log_folder, self.group_folder):
+                if not folder.is_dir():
+                    folder.parent.mkdir(parents=True, exist_ok=True)
+                    folder.mkdir(mode=0o755, exist_ok=True)  # others may read: Prometheus does
         except OSError as error:
             raise LaunchError(f"run folder {self.path}: {error}; choose another one with --run-dir") from error
+        self._check()
+
+    def _check(self) -> None:
+        for folder in (self.path, self.log_folder, self.group_folder):
+            check_own_folder(folder)
 
     @contextlib.contextmanager
     def locked(self, name: str, other: str = "another start or stop is at work") -> Iterator[None]:
@@ -157,45 +190,36 @@ class RunFolder:
                     yield
                     return
                 file.seek(0)
-                work, _, number = file.read().partition(" ")
-                if (pid := _ours(number)) is None or not _outlast(pid, seconds, ask=work == "start"):
+                work, _, name = file.read(_MAX_LOCK_BYTES).decode(errors="replace").partition(" ")
+                if (pidfd := open_process(name)) is None or not _outlast(pidfd, seconds, ask=work == "start"):
                     break
                 say(f"another {work} has ended")
         raise LaunchError(f"another start or stop is at work in {self.path}; try again when it has ended")
 
-    def _open_lock(self, name: str) -> TextIO:
+    def _open_lock(self, name: str) -> BinaryIO:
         self.make()
-        return (self.path / f"{name}.lock").open("a+")  # not emptied: it says who has it
+        path = self.path / f"{name}.lock"
+        try:
+            return cast("BinaryIO", open_own(path, os.O_RDWR))  # not emptied: it says who has it
+        except OSError as error:
+            raise LaunchError(f"{path} cannot be opened: {error.strerror}; remove it by hand") from error
 
 
-def _take(file: TextIO, work: str) -> bool:
+def _take(file: BinaryIO, work: str) -> bool:
     """Take the lock and write down who has it, and for what; False where another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
-    file.truncate(0)
-    file.write(f"{work} {os.getpid()}")
+    file.seek(0)
+    file.truncate()
+    file.write(f"{work} {name_of(os.getpid())}".encode())
     file.flush()
     return True
 
 
-def _ours(number: str) -> int | None:
-    """The pid in this text where it is of a living process of ours."""
-    try:
-        pid = int(number)
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (OSError, ValueError):
-        return None
-    return pid if b"fastdeploy-cache" in command or b"fastdeploy_cache" in command else None
-
-
-def _outlast(pid: int, seconds: float, *, ask: bool) -> bool:
-    """Wait until this process has ended, and `ask` it to before; False when the time is over first."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
+def _outlast(pidfd: int, seconds: float, *, ask: bool) -> bool:
+    """Wait until this process has ended, and `ask` it to before; False when the time is over first. Closes `pidfd`."""
     try:
         if ask:
             signal.pidfd_send_signal(pidfd, signal.SIGTERM)

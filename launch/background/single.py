@@ -41,7 +41,7 @@ def start(folder: RunFolder, arguments: Sequence[str], say: Say) -> None:
         sockets = PrivateDirectory()
         try:
             with Program(slot, ["serve", *own, *arguments], sockets.path) as program:
-                facts = program.wait_ready(START_SECONDS, asked)
+                facts = program.wait_ready(START_SECONDS, asked, say)
         finally:
             sockets.remove()
     say(f"ready: pid {program.pid}, API {facts['url']}/v1/chat/completions, metrics {facts.get('metrics')}")
@@ -84,7 +84,7 @@ def end_all(slots: Sequence[Slot], say: Say) -> bool:
     """End what runs of these, in this order; whether one of them had to be killed."""
     opened = dict[Slot, int]()
     for slot in slots:
-        if (pid := slot.pid) is not None and (pidfd := _open(pid)) is not None:
+        if (pidfd := slot.open()) is not None:
             opened[slot] = pidfd
             _signal(pidfd, signal.SIGTERM)
     has_killed = not wait_ends(list(opened.values()), END_SECONDS)
@@ -101,18 +101,13 @@ def end_all(slots: Sequence[Slot], say: Say) -> bool:
 def http_status(url: str) -> int | None:
     """The number that a request is answered with; None where nobody answers."""
     try:
+        if not url.startswith("http://"):  # no file, nor what else there is
+            return None
         with urllib.request.urlopen(url, timeout=_ASK_SECONDS) as answer:  # noqa: S310 (our server's)
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
     except (OSError, ValueError):
-        return None
-
-
-def _open(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
         return None
 
 

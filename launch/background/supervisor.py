@@ -19,9 +19,10 @@ from fastdeploy_cache.launch.background.group_plan import (
     discovery_file,
     secret_file,
 )
+from fastdeploy_cache.launch.background.own_files import write_own
 from fastdeploy_cache.launch.background.program import END_SECONDS, START_SECONDS, EndSignals, Program, wait_ends
 from fastdeploy_cache.launch.background.run_folder import RunFolder, Slot
-from fastdeploy_cache.launch.server.readiness import tell_ready
+from fastdeploy_cache.launch.server.readiness import tell_ready, tell_status
 from fastdeploy_cache.transfer_manager.peer.signature import make_secret
 
 logger = logging.getLogger(__name__)
@@ -113,8 +114,11 @@ class Supervisor:
         what = [self._asked.fileno(), *(fd for p in running.values() for fd in (p.ready.fileno(), p.pidfd))]
         readable, _, _ = select.select(what, [], [], min([_IDLE_SECONDS, *(max(0.0, each - now) for each in due)]))
         for member, program in running.items():
-            if program.ready.fileno() in readable and (facts := program.ready.take()) is not None:
-                self._on_ready(member, facts)
+            if program.ready.fileno() in readable:
+                if (facts := program.ready.take()) is not None:
+                    self._on_ready(member, facts)
+                elif not self._has_been_ready:
+                    tell_status(f"{member.slot.name}: {program.ready.status}")
             if program.pidfd in readable:
                 self._on_end(member, program)
         for member in self._members.values():
@@ -175,5 +179,5 @@ class Supervisor:
             if (url := member.facts.get("metrics"))
         ]
         new = self._discovery.with_suffix(".new")
-        new.write_text(json.dumps(targets, indent=2) + "\n")
+        write_own(new, json.dumps(targets, indent=2) + "\n")
         new.replace(self._discovery)

@@ -132,7 +132,7 @@ class Report:
             table.add_row(entry["name"], str(entry["value"]), str(entry["limit"]), word)
         self.note("Promised figures")
         self._console.print(table)
-        self.note(f"{self._page} says what each figure is.")
+        self.note(f"{self._page} of the source says what each figure is.")
         self._write()
         return all(entry["ok"] for entry in self._reach)
 

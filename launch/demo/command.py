@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from fastdeploy_cache import CacheConfig, StorageConfig, TransferConfig
-from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.errors import LaunchError, counted
 from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.demo.conversations import CONVERSATIONS
 from fastdeploy_cache.launch.demo.next_steps import next_steps
@@ -88,8 +88,9 @@ def _run(
 
 def _introduction(num_ranks: int, num_gpu_blocks: int) -> str:
     return (
-        f"{len(CONVERSATIONS)} conversations of {len(CONVERSATIONS[0].turns)} turns; {num_ranks} transfer ranks, whose "
-        f"model shards one compute process holds.\nGPU pool: {num_gpu_blocks} blocks of {BLOCK_TOKENS} tokens (in "
+        f"{len(CONVERSATIONS)} conversations of {len(CONVERSATIONS[0].turns)} turns. Ranks: {num_ranks}, as a model on "
+        f"{counted(num_ranks, 'GPU')} has.\nHere one process computes for all ranks, and each rank's transfer process "
+        f"moves its KV blocks.\nGPU pool: {num_gpu_blocks} blocks of {BLOCK_TOKENS} tokens (in "
         f"shared memory on this CPU). CPU pool: {_NUM_CPU_BLOCKS} blocks. Below them a folder on disk."
     )
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fastdeploy_cache.errors import counted
 from fastdeploy_cache.launch.demo.conversations import Conversation
 from fastdeploy_cache.launch.demo.scenario import Answer, Played
 from fastdeploy_cache.launch.findings import table_of
@@ -113,7 +114,8 @@ def show(console: Console, found: dict[str, Any]) -> None:
     )
     swapped = {kind: num_bytes / 2**20 for kind, num_bytes in found["task_bytes"].items()}
     console.print(
-        f"Swapped by {found['num_ranks']} ranks: {swapped['swap_out']:.1f} MiB out, {swapped['swap_in']:.1f} MiB in"
+        f"Swapped by {counted(found['num_ranks'], 'rank')}: {swapped['swap_out']:.1f} MiB out, "
+        f"{swapped['swap_in']:.1f} MiB in"
     )
     loads, waited = found["load_seconds"], found["waited_for_layers_seconds"]
     console.print(
@@ -133,7 +135,9 @@ def _show_course(console: Console, course: list[dict[str, Any]]) -> None:
     for turn in course:
         sources = [f"{num} from {tier}" for tier, num in turn["tokens"].items() if num]
         num_computed = turn["prompt_tokens"] - sum(turn["tokens"].values())
-        came = f"{turn['prompt_tokens']} tokens of prompt: {', '.join([*sources, f'{num_computed} computed'])}"
+        came = (
+            f"{counted(turn['prompt_tokens'], 'token')} of prompt: {', '.join([*sources, f'{num_computed} computed'])}"
+        )
         if turn["after_restart"]:
             lines.add_row("", Text("(the engine is started again, and asked the same)"))
         lines.add_row(" user", Text(turn["question"]))

@@ -13,7 +13,6 @@ from fastdeploy_cache.launch.engines.servers import free_port, running, words_of
 from fastdeploy_cache.launch.engines.stages import python_path
 
 _READY = b"cache server is running"
-_START_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ def lmcache_server(folder: Path, log: Path, *, chunk_tokens: int) -> Iterator[LM
     """Start LMCache, installed in `folder` (`pip install --target`), with 2 GB; stop it at the end.
 
     Raises:
-        LaunchError: it is not there, or has not come up in time.
+        LaunchError: it is not there, or has not come up.
     """
     if not (folder / "lmcache").is_dir():
         raise LaunchError(f"LMCache is not installed in {folder}; give the folder of `pip install --target`")
@@ -44,5 +43,5 @@ def lmcache_server(folder: Path, log: Path, *, chunk_tokens: int) -> Iterator[LM
     options = {"--port": port, "--chunk-size": chunk_tokens, "--l1-size-gb": 2, "--eviction-policy": "LRU"}
     command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", *words_of(options)]
     command += ["--supported-transfer-mode", "auto", "--disable-observability"]
-    with running(command, ready=_READY, log=log, environment=environment, start_seconds=_START_SECONDS) as pid:
-        yield LMCacheServer(pid, port, environment)
+    with running(command, ready=_READY, log=log, environment=environment, is_idle=True) as server:
+        yield LMCacheServer(server.pid, port, environment)

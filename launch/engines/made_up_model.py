@@ -1,9 +1,10 @@
-"""A small Llama with made-up weights, and LoRA adapters for it: quick to compute, and other KV gives other answers."""
+"""Small models with made-up weights, and LoRA adapters: quick to compute, and other KV gives other answers."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -26,40 +27,109 @@ SMALL = ModelSpec(
     eos_token_id=2,
 )
 _RANK = 8  # of the adapters
+_LATENT, _ROTARY = 512, 64  # of DeepSeek-V2's attention
 
 
 def write_made_up_model(folder: Path, spec: ModelSpec = SMALL, seed: int = 1) -> None:
     """Write `config.json` and `model.safetensors` of a model whose attention weighs its whole context."""
     from safetensors.numpy import save_file
 
+    weight = _weights(seed)
+    hidden, kv = spec.hidden_size, spec.num_kv_heads * spec.head_dim
+    tensors = _ends(weight, spec)
+    for layer in range(spec.num_layers):
+        parts = {
+            "self_attn.q_proj": weight(hidden, hidden),
+            "self_attn.k_proj": weight(kv, hidden),
+            "self_attn.v_proj": weight(kv, hidden, 4.0),
+            "self_attn.o_proj": weight(hidden, hidden, 4.0),
+            **_behind_attention(weight, spec),
+        }
+        tensors.update({f"model.layers.{layer}.{name}.weight": part for name, part in parts.items()})
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(folder, spec)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_mla_model(folder: Path, spec: ModelSpec = SMALL, seed: int = 1) -> None:
+    """Write a model of DeepSeek-V2's shape, with multi-head latent attention and without experts.
+
+    The sizes of the latent are DeepSeek's own, since vLLM's kernels for CPUs know no others.
+    """
+    from safetensors.numpy import save_file
+
+    weight, hidden, heads, size = _weights(seed), spec.hidden_size, spec.num_heads, spec.head_dim
+    tensors = _ends(weight, spec)
+    tensors["lm_head.weight"] = weight(spec.vocab_size, hidden)  # vLLM ties none of this architecture's embeddings
+    for layer in range(spec.num_layers):
+        keys_and_values = weight(heads * 2 * size, _LATENT).reshape(heads, 2, size, _LATENT)
+        keys_and_values[:, 1] *= 4.0
+        parts = {
+            "self_attn.q_proj": weight(heads * (size + _ROTARY), hidden),
+            "self_attn.kv_a_proj_with_mqa": weight(_LATENT + _ROTARY, hidden),
+            "self_attn.kv_a_layernorm": np.ones(_LATENT, np.float32),
+            "self_attn.kv_b_proj": keys_and_values.reshape(heads * 2 * size, _LATENT),
+            "self_attn.o_proj": weight(hidden, heads * size, 4.0),
+            **_behind_attention(weight, spec),
+        }
+        tensors.update({f"model.layers.{layer}.{name}.weight": part for name, part in parts.items()})
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(folder, spec)
+    config = json.loads((folder / "config.json").read_text()) | _mla_config(spec)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _mla_config(spec: ModelSpec) -> dict[str, object]:
+    return {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": spec.num_heads,
+        "head_dim": _ROTARY,
+        "q_lora_rank": None,
+        "kv_lora_rank": _LATENT,
+        "qk_nope_head_dim": spec.head_dim,
+        "qk_rope_head_dim": _ROTARY,
+        "tie_word_embeddings": False,
+        "v_head_dim": spec.head_dim,
+        "first_k_dense_replace": spec.num_layers,  # no layer has experts
+        "n_routed_experts": 2,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": spec.ffn_size,
+    }
+
+
+class _Weights(Protocol):
+    def __call__(self, rows: int, columns: int, gain: float = 1.0) -> Float32Array: ...
+
+
+def _weights(seed: int) -> _Weights:
     chance = np.random.default_rng(seed)
 
     def weight(rows: int, columns: int, gain: float = 1.0) -> Float32Array:
         values: Float32Array = chance.standard_normal((rows, columns), np.float32) * np.float32(gain / columns**0.5)
         return values
 
-    ones = np.ones(spec.hidden_size, np.float32)
-    hidden, kv = spec.hidden_size, spec.num_kv_heads * spec.head_dim
-    tensors: dict[str, Float32Array] = {
-        "model.embed_tokens.weight": weight(spec.vocab_size, hidden, hidden**0.5),
-        "model.norm.weight": ones,
+    return weight
+
+
+def _ends(weight: _Weights, spec: ModelSpec) -> dict[str, Float32Array]:
+    """What lies before the first layer and behind the last one."""
+    embedding = weight(spec.vocab_size, spec.hidden_size, spec.hidden_size**0.5)
+    return {"model.embed_tokens.weight": embedding, "model.norm.weight": np.ones(spec.hidden_size, np.float32)}
+
+
+def _behind_attention(weight: _Weights, spec: ModelSpec) -> dict[str, Float32Array]:
+    """The rest of a layer."""
+    ones, hidden = np.ones(spec.hidden_size, np.float32), spec.hidden_size
+    return {
+        "input_layernorm": ones,
+        "post_attention_layernorm": ones,
+        "mlp.gate_proj": weight(spec.ffn_size, hidden),
+        "mlp.up_proj": weight(spec.ffn_size, hidden),
+        "mlp.down_proj": weight(hidden, spec.ffn_size),
     }
-    for layer in range(spec.num_layers):
-        parts = {
-            "input_layernorm": ones,
-            "post_attention_layernorm": ones,
-            "self_attn.q_proj": weight(hidden, hidden),
-            "self_attn.k_proj": weight(kv, hidden),
-            "self_attn.v_proj": weight(kv, hidden, 4.0),
-            "self_attn.o_proj": weight(hidden, hidden, 4.0),
-            "mlp.gate_proj": weight(spec.ffn_size, hidden),
-            "mlp.up_proj": weight(spec.ffn_size, hidden),
-            "mlp.down_proj": weight(hidden, spec.ffn_size),
-        }
-        tensors.update({f"model.layers.{layer}.{name}.weight": part for name, part in parts.items()})
-    folder.mkdir(parents=True, exist_ok=True)
-    write_config(folder, spec)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_adapter(folder: Path, spec: ModelSpec = SMALL, seed: int = 1) -> None:

@@ -25,12 +25,17 @@ class Passed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run has found; `num_kills` are of the cache's processes, by the run itself."""
+    """What a run has found; `num_kills` are of the cache's processes, by the run itself.
+
+    `refused`: why this cache would not serve the engine; there are no passes then.
+    """
 
     version: str  # of the engine
     passes: tuple[Passed, ...]
     up_seconds: float
     num_kills: int = 0
+    refused: str = ""
+    is_prefill_chunked: bool = True  # by the engine's effective configuration
 
 
 def answers(passes: Sequence[Passed]) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""A server of another project in a process of its own: its log in a file, up when it says so, ended at a deadline."""
+"""A server of another project in a process of its own: its log in a file, up when it says so, ended when it hangs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,36 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.engines.stages import end_group, tail
+from fastdeploy_cache.launch.engines.progress import LIMITS, StageLimits, StageProgress
+from fastdeploy_cache.launch.engines.stages import end_group, told
 from fastdeploy_cache.launch.shm_files import engine_files_removed
 
 _STOP_SECONDS = 30.0
+
+
+class WatchedServer(threading.Thread):
+    """A process that serves, and a thread that ends it at a limit."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, limits: StageLimits) -> None:
+        super().__init__(name=f"watch over {log.stem}", daemon=True)
+        self.pid, self.reached = process.pid, ""  # `reached`: the limit at which it was ended, in words
+        self._process, self._log, self._limits = process, log, limits
+        self._is_left_alone = threading.Event()
+        self.came: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: it is up; False: it has ended
+
+    def run(self) -> None:
+        """Look at it until it is left alone, or has ended."""
+        progress = StageProgress(self.pid, self._log, self._limits)
+        while not self._is_left_alone.wait(progress.next_look_seconds) and self._process.poll() is None:
+            self.reached = progress.limit_reached()
+            if self.reached:
+                end_group(self._process)
+                self.came.put(False)
+                return
+
+    def leave_alone(self) -> None:
+        """No limit counts any more."""
+        self._is_left_alone.set()
 
 
 @contextmanager
@@ -26,14 +52,20 @@ def running(
     ready: bytes,
     log: Path,
     environment: Mapping[str, str],
-    start_seconds: float,
-) -> Iterator[int]:
-    """Start a server, and wait until a line of its output has `ready` in it; yields its pid. SIGTERM ends it.
+    limits: StageLimits = LIMITS,
+    is_idle: bool = False,
+) -> Iterator[WatchedServer]:
+    """Start a server, and wait until a line of its output has `ready` in it. SIGTERM ends it behind the block.
+
+    At a limit it is killed; `reached` of what is yielded then says so. `is_idle`: it may have nothing to do once it is
+    up, so that no limit counts from then on.
 
     Raises:
-        LaunchError: it has not come up in time, or has ended; the end of its log is in the message.
+        LaunchError: it has reached a limit, or has ended, before it was up; where its log lies and how that ends is in
+            the message.
     """
     with engine_files_removed():
+        log.touch()
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -41,15 +73,19 @@ def running(
             env={**os.environ, **environment},
             start_new_session=True,
         )
-        came: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        given = (process, ready, log, came)
-        drain = threading.Thread(target=_drain, args=given, name=f"log of {command[0]}", daemon=True)
+        server = WatchedServer(process, log, limits)
+        drain = threading.Thread(target=_drain, args=(process, ready, log, server.came), name="its log", daemon=True)
         drain.start()
+        server.start()
         try:
-            if not _is_up(came, start_seconds):
-                raise LaunchError(f"{log.stem} has not come up in {start_seconds:.0f} s, or has ended:\n{tail(log)}")
-            yield process.pid
+            if not server.came.get(timeout=limits.hard_seconds + _STOP_SECONDS):
+                raise LaunchError(told(server.reached or "has ended at its start", log))
+            if is_idle:
+                server.leave_alone()
+            yield server
         finally:
+            server.leave_alone()
+            server.join(_STOP_SECONDS)  # a process that has been reaped must not be ended by its number
             process.send_signal(signal.SIGTERM)
             try:
                 with suppress(subprocess.TimeoutExpired):
@@ -62,13 +98,6 @@ def running(
 def words_of(options: Mapping[str, object]) -> list[str]:
     """Options and their values as a command's arguments."""
     return [str(word) for pair in options.items() for word in pair]
-
-
-def _is_up(came: queue.SimpleQueue[bool], seconds: float) -> bool:
-    try:
-        return came.get(timeout=seconds)
-    except queue.Empty:
-        return False
 
 
 def _drain(process: subprocess.Popen[bytes], ready: bytes, log: Path, came: queue.SimpleQueue[bool]) -> None:

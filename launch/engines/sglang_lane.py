@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
-from fastdeploy_cache.launch.engines.report import Line, line_of, print_lines
+from fastdeploy_cache.launch.engines.record import LaneRecord
+from fastdeploy_cache.launch.engines.report import Line, line_of
 from fastdeploy_cache.launch.engines.results import StageResult, answers, result_of
 from fastdeploy_cache.launch.engines.sglang_stage import EngineRun
 from fastdeploy_cache.launch.engines.stages import python_path, run_stage
-from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
 
 _STAGE = "fastdeploy_cache.launch.engines.sglang_stage"
 _WITHOUT_CUDA = Path(__file__).parent / "without_cuda"
 _LENGTHS = (96, 192, 200, 384, 400, 480, 64, 127, 320, 352, 500, 34)  # with 32 tokens a page: full ones and cut ones
-_TIMEOUT_SECONDS = 900.0
+_ENVIRONMENT: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}  # on two cores a token takes nine times as long without
 _ALONE, _CACHE, _KILLED, _FAILING, _RESTARTED = (
     "SGLang alone",
     "with HiCache over our files",
@@ -30,45 +30,52 @@ _ALONE, _CACHE, _KILLED, _FAILING, _RESTARTED = (
 
 
 def run_sglang_lane(json_file: Path | None = None) -> bool:
-    """Run everything, print the table, write it; whether all answers were equal and the cache was hit.
+    """Run everything, print and write it; whether all answers were equal and the cache was hit.
+
+    Each stage is printed and written as it ends.
 
     Raises:
         LaunchError: a run of SGLang has failed, or the file cannot be written.
         ModelLoadError: the model is not installed.
     """
-    check_target(json_file)
-    console = console_beside(json_file, 140)
-    with tempfile.TemporaryDirectory(prefix="fastdeploy-engines-") as name:
-        folder = Path(name)
-        write_hf_folder(folder / "model")
-        alone = _stage(folder, "alone")
-        found = {_ALONE: alone, _CACHE: _stage(folder, "cache", storage=_files(folder / "disk"))}
-        found[_RESTARTED] = _stage(folder, "after", storage=_files(folder / "disk"), num_passes=1)
-        found[_KILLED] = _stage(folder, "killed", storage=_files(folder / "killed"), kill_every=3)
-        faults = {"random_delay_seconds": 0.05, "failure_probability": 0.2}
-        found[_FAILING] = _stage(folder, "failing", storage=_files(folder / "failing"), **faults)
-    lines = [line for run, each in found.items() for line in _lines(run, each, alone)]
-    findings = _findings(lines)
-    console.print(f"SGLang {alone.version} on a CPU; seconds are of whole answers")
-    print_lines(console, lines)
-    for finding in findings:
-        console.print(f"missed: {finding}")
-    rows = [asdict(line) for line in lines]
-    write_json(json_file, {"machine": describe_machine(), "sglang": alone.version, "lines": rows, "failed": findings})
-    return not findings
+    record = LaneRecord("SGLang", json_file, seconds="of whole answers")
+    with record, tempfile.TemporaryDirectory(prefix="fastdeploy-engines-") as name:
+        write_hf_folder(Path(name) / "model")
+        record.findings += _findings(record.add_lines(_served(Path(name), record)))
+    return not record.findings
+
+
+def _served(folder: Path, record: LaneRecord) -> Iterator[Line]:
+    faults = {"random_delay_seconds": 0.05, "failure_probability": 0.2}
+    runs: dict[str, dict[str, Any]] = {
+        _ALONE: {},
+        _CACHE: {"storage": _files(folder / "disk")},
+        _RESTARTED: {"storage": _files(folder / "disk"), "num_passes": 1},
+        _KILLED: {"storage": _files(folder / "killed"), "kill_every": 3},
+        _FAILING: {"storage": _files(folder / "failing"), **faults},
+    }
+    alone: StageResult | None = None
+    for run, settings in runs.items():
+        found = _stage(folder, record, run, **settings)
+        alone = alone or found
+        yield from _lines(run, found, alone)
 
 
 def _files(folder: Path) -> dict[str, Any]:
     return {"folder": str(folder), "weights_id": "lane", "capacity_bytes": 4 * 10**9}
 
 
-def _stage(folder: Path, name: str, **settings: Any) -> StageResult:
+def _stage(folder: Path, record: LaneRecord, name: str, **settings: Any) -> StageResult:
     """Run SGLang in a process of its own."""
-    result = folder / f"SGLang {name}.json"
+    log = record.log_of(name)
+    result = folder / f"{log.stem}.json"
     wanted = EngineRun(model=str(folder / "model"), result=str(result), lengths=_LENGTHS, **settings)
-    environment = {"PYTHONPATH": python_path(_WITHOUT_CUDA)}
-    text = json.dumps(asdict(wanted))
-    return result_of(run_stage(_STAGE, text, result, environment=environment, timeout_seconds=_TIMEOUT_SECONDS))
+    environment = {"PYTHONPATH": python_path(_WITHOUT_CUDA), **_ENVIRONMENT}
+    with record.stage(name) as passes:
+        found = result_of(run_stage(_STAGE, json.dumps(asdict(wanted)), result, log=log, environment=environment))
+        passes.extend(found.passes)
+    record.version = found.version
+    return found
 
 
 def _lines(run: str, found: StageResult, alone: StageResult) -> list[Line]:

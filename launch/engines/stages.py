@@ -1,4 +1,4 @@
-"""Runs a stage of an engine in a process of its own, with a deadline, and leaves nothing of it behind."""
+"""Runs a stage of an engine in a process of its own as long as it gets on, and leaves nothing of it behind."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.engines.progress import LIMITS, StageLimits, processes, wait_while_it_gets_on
 from fastdeploy_cache.launch.shm_files import engine_files_removed
 
-_TIMEOUT_SECONDS = 400.0
 _END_SECONDS = 30.0
+_TAIL_CHARACTERS = 3_000
 
 
 def run_stage(
@@ -24,16 +25,16 @@ def run_stage(
     plan: str,
     result: Path,
     *,
+    log: Path,
     environment: Mapping[str, str] | None = None,
-    timeout_seconds: float = _TIMEOUT_SECONDS,
+    limits: StageLimits = LIMITS,
     may_kill_itself: bool = False,
 ) -> bytes:
     """`python -m module plan`; returns what it has written to `result`. All its processes have ended then.
 
     Raises:
-        LaunchError: it failed, or took too long; the end of its log is in the message.
+        LaunchError: it failed, or reached a limit; where its log lies and how that ends is in the message.
     """
-    log = result.with_suffix(".log")
     with engine_files_removed(), log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", module, plan],
@@ -43,16 +44,23 @@ def run_stage(
             start_new_session=True,
         )
         try:
-            status = process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            status = None
+            reached = wait_while_it_gets_on(process, log, limits)
         finally:
             end_group(process)
-    if status is None:
-        raise LaunchError(f"{result.stem} took more than {timeout_seconds:.0f} s:\n{tail(log)}")
-    if not (status == 0 or (may_kill_itself and status == -signal.SIGKILL)) or not result.exists():
-        raise LaunchError(f"{result.stem} ended with status {status}:\n{tail(log)}")
+    if reached:
+        raise LaunchError(told(reached, log))
+    status = process.returncode
+    if not (status == 0 or (may_kill_itself and status == -signal.SIGKILL)):
+        raise LaunchError(told(f"ended with status {status}", log))
+    if not result.exists():
+        raise LaunchError(told("ended without a result", log))
     return result.read_bytes()
+
+
+def told(what: str, log: Path) -> str:
+    """What became of a process, where its log lies, and how that ends."""
+    end = log.read_text(errors="replace")[-_TAIL_CHARACTERS:] if log.exists() else ""
+    return f"{log.stem} {what}; its log, {log}, ends:\n{end}"
 
 
 def python_path(folder: Path) -> str:
@@ -64,11 +72,6 @@ def made_up_prompts(lengths: Sequence[int], vocabulary: int, seed: int) -> list[
     """Tokens of prompts of these lengths, the same in every run."""
     chance = random.Random(seed)  # noqa: S311 (made-up prompts)
     return [[chance.randrange(5, vocabulary) for _ in range(length)] for length in lengths]
-
-
-def tail(log: Path) -> str:
-    """The end of a log."""
-    return log.read_text(errors="replace")[-3000:]
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -92,12 +95,4 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 def _living_members(group: int) -> list[int]:
     """A killed process holds its files for a moment longer. One that is only not yet reaped (Z) holds none."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, its_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
-        except OSError:  # it has ended
-            continue
-        if int(its_group) == group and state != "Z":
-            found.append(int(folder.name))
-    return found
+    return [each.pid for each in processes() if each.group == group and each.state != "Z"]

@@ -1,21 +1,26 @@
-"""What must hold in a real vLLM beside hits: salts, LoRA, aborts, preemption, reset, bf16, two ranks, and loads that a
-step waits for layer by layer."""
+"""What must hold in a real vLLM beside hits: salts, LoRA, aborts, preemption, reset, bf16, two ranks, loads that a step
+waits for layer by layer, steps that are scheduled ahead, and a model that has to be refused."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fastdeploy_cache.launch.engines.made_up_model import SMALL, write_adapter, write_made_up_model
+from fastdeploy_cache.launch.engines.made_up_model import (
+    SMALL,
+    write_adapter,
+    write_made_up_model,
+    write_mla_model,
+)
 from fastdeploy_cache.launch.engines.report import CaseResult
 from fastdeploy_cache.launch.engines.results import Passed, StageResult, answers
-from fastdeploy_cache.launch.engines.vllm_plan import Pass, StagePlan, Visit, pass_over
-from fastdeploy_cache.launch.engines.vllm_server import serve_passes
+from fastdeploy_cache.launch.engines.vllm_plan import Pass, Visit, pass_over
 
 _LENGTHS = (96, 192, 200, 384, 64, 127, 320, 352)
 _NUM = len(_LENGTHS)
+_MLA_BLOCK_TOKENS = 16  # the only size of vLLM's kernel of MLA for CPUs
 _LEAST_HITS = 0.6  # of the tokens of all prompts, where they were served before
 _CACHE: dict[str, Any] = {"num_cpu_blocks": 600, "min_prefetch_tokens": 32}
 
@@ -27,37 +32,46 @@ class Runs(Protocol):
 
     def run(self, name: str, **plan: Any) -> StageResult: ...
 
+    def serve(self, name: str, num_passes: int, **plan: Any) -> list[Passed]: ...
 
-def run_cases(lane: Runs) -> list[CaseResult]:
+
+def run_cases(lane: Runs) -> Iterator[CaseResult]:
     """Run all cases on a small model with made-up weights. Raises `LaunchError`."""
     model = lane.folder / "small"
     write_made_up_model(model)
     base: dict[str, Any] = {"model": str(model), "lengths": _LENGTHS, "vocabulary": SMALL.vocab_size}
     twice = (pass_over(_NUM), pass_over(_NUM))
-    cases = _one_engine(lane, base)
+    yield from _one_engine(lane, base)
     for name, options in (("bf16", {"dtype": "bfloat16"}), ("two ranks", {"tp_size": 2})):
         plan = {**base, **options, "passes": twice}
         alone, ours = lane.run(f"{name}-alone", **plan), lane.run(name, **_with_cache(plan))
-        cases.append(_case(name, ours.passes, alone.passes, _is_hit(ours.passes[1])))
+        yield _case(name, ours.passes, alone.passes, _is_hit(ours.passes[1]))
     plan = {**base, "passes": twice}
     passes = lane.run("twice-alone", **plan).passes
-    ours = lane.run("layer by layer", **_with_cache(plan, layerwise_load=True))
-    cases.append(_case("layer by layer", ours.passes, passes, _is_hit(ours.passes[1])))
-    return [*cases, _poisoned(lane, plan, passes)]
+    crowded = Pass(visits=twice[0].visits, num_concurrent=3)
+    ahead: dict[str, Any] = {"schedules_ahead": True, "passes": (crowded, crowded)}
+    by_layer: dict[str, Any] = {"layerwise_load": True}
+    for name, options, cache in (
+        ("layer by layer", {}, by_layer),
+        ("steps scheduled ahead", ahead, {}),
+        ("ahead and layer by layer", ahead, by_layer),
+    ):
+        ours = lane.run(name, **_with_cache({**plan, **options}, **cache))
+        yield _case(name, ours.passes, passes, _is_hit(ours.passes[1]))
+    yield _poisoned(lane, plan, passes)
+    yield _mla(lane, twice)
 
 
-def http_cases(lane: Runs, model: str) -> list[CaseResult]:
-    """The same over HTTP: vLLM's engine in other processes, steps scheduled ahead, SIGTERM and a new server."""
+def http_cases(lane: Runs, model: str) -> Iterator[CaseResult]:
+    """The same over HTTP: vLLM's engine in other processes, several clients, SIGTERM and a new server."""
     alone = lane.run("http-alone", model=model, lengths=_LENGTHS, passes=(pass_over(_NUM),)).passes
     storage = {"folder": str(lane.folder / "disk-http"), "weights_id": "lane", "admission": "all"}
-    plan = StagePlan(model=model, result="", lengths=_LENGTHS, passes=(), cache={**_CACHE, "storage": storage})
-    first, second = serve_passes(plan, lane.folder / "vllm serve.log", 2)
-    [after] = serve_passes(plan, lane.folder / "vllm serve again.log", 1)
-    return [
-        _case("over HTTP, first pass", [first], alone, ""),
-        _case("over HTTP, second pass", [second], alone, _is_hit(second)),
-        _case("over HTTP, restarted", [after], alone, _is_hit(after)),
-    ]
+    plan: dict[str, Any] = {"model": model, "lengths": _LENGTHS, "cache": {**_CACHE, "storage": storage}}
+    first, second = lane.serve("vllm serve", 2, **plan)
+    yield _case("over HTTP, first pass", [first], alone, "")
+    yield _case("over HTTP, second pass", [second], alone, _is_hit(second))
+    [after] = lane.serve("vllm serve again", 1, **plan)
+    yield _case("over HTTP, restarted", [after], alone, _is_hit(after))
 
 
 def _with_cache(plan: dict[str, Any], **cache: Any) -> dict[str, Any]:
@@ -113,6 +127,28 @@ def _poisoned(lane: Runs, plan: dict[str, Any], alone: Sequence[Passed]) -> Case
     case = _case("bytes of the CPU tier turned over", ours, alone[1:], "")
     failed = _is_hit(ours[0]) or ("wrong KV gives the same answers: this lane shows nothing" if case.num_equal else "")
     return dataclasses.replace(case, failed=failed, note="must differ")
+
+
+def _mla(lane: Runs, twice: tuple[Pass, ...]) -> CaseResult:
+    """Where vLLM's prefill of MLA cannot start behind a context, which a connector would give it, ours must refuse."""
+    model = lane.folder / "mla"
+    write_mla_model(model)
+    plan: dict[str, Any] = {
+        "model": str(model), "lengths": _LENGTHS, "vocabulary": SMALL.vocab_size, "passes": twice,
+        "block_size": _MLA_BLOCK_TOKENS, "num_gpu_blocks": 56,
+    }  # fmt: skip
+    alone, ours = lane.run("MLA alone", **plan), lane.run("MLA", **_with_cache(plan), may_be_refused=True)
+    if len(set(answers(alone.passes[:1]))) == 1:
+        return _case("MLA", (), (), "all prompts have the same answer: this shows nothing")
+    if ours.refused:
+        is_right = not alone.is_prefill_chunked and "MLA" in ours.refused
+        failed = "" if is_right else f"it was refused: {ours.refused}"
+        return dataclasses.replace(_case("MLA", (), (), failed), note="refused by name: chunked prefill is off")
+    case = _case("MLA", ours.passes, alone.passes, _is_hit(ours.passes[1]))
+    if alone.is_prefill_chunked:
+        return case
+    missed = f"it was not refused, with chunked prefill off: {case.num_equal} of {case.num_answers} answers are equal"
+    return dataclasses.replace(case, failed=missed)
 
 
 def _case(name: str, ours: Sequence[Passed], alone: Sequence[Passed], failed: str) -> CaseResult:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache import StorageConfig
-from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
 from fastdeploy_cache.launch.engines.lmcache import lmcache_server
-from fastdeploy_cache.launch.engines.report import CaseResult, Line, line_of, print_cases, print_lines
+from fastdeploy_cache.launch.engines.record import LaneRecord
+from fastdeploy_cache.launch.engines.report import Line, line_of
 from fastdeploy_cache.launch.engines.results import Passed, StageResult, answers, result_of, to_json
 from fastdeploy_cache.launch.engines.stages import run_stage
 from fastdeploy_cache.launch.engines.vllm_cases import http_cases, run_cases
 from fastdeploy_cache.launch.engines.vllm_plan import StagePlan, pass_over
-from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
+from fastdeploy_cache.launch.engines.vllm_server import serve_passes
 from fastdeploy_cache.transfer_manager.storage.admin import open_admin
 
 _STAGE = "fastdeploy_cache.launch.engines.vllm_stage"
@@ -38,65 +37,64 @@ _SECOND, _KILLED, _BACK, _RESTARTED, _SUDDEN = (
 class VLLMLane:
     """A folder, and runs of vLLM in it, each in a process of its own."""
 
-    def __init__(self, folder: Path, lmcache: Path | None) -> None:
-        self.folder, self.lmcache, self.vllm = folder, lmcache, ""
+    def __init__(self, folder: Path, lmcache: Path | None, record: LaneRecord) -> None:
+        self.folder, self.lmcache, self.record = folder, lmcache, record
 
     def run(self, name: str, **plan: Any) -> StageResult:
         """One run. Raises `LaunchError`."""
-        if plan.get("connector") != "lmcache":
-            return self._run(name, plan)
+        with self.record.stage(name) as passes:
+            done = self._run(name, plan) if plan.get("connector") != "lmcache" else self._run_beside_lmcache(name, plan)
+            passes.extend(done.passes)
+        self.record.version = done.version
+        return done
+
+    def serve(self, name: str, num_passes: int, **plan: Any) -> list[Passed]:
+        """The same over HTTP. Raises `LaunchError`."""
+        with self.record.stage(name) as passes:
+            wanted = StagePlan(result="", passes=(), **plan)
+            passes.extend(serve_passes(wanted, self.record.log_of(name), num_passes))
+        return passes
+
+    def _run_beside_lmcache(self, name: str, plan: Mapping[str, Any]) -> StageResult:
         assert self.lmcache is not None, "it is run only where it is installed"
-        with lmcache_server(self.lmcache, self.folder / f"{name} server.log", chunk_tokens=_BLOCK_TOKENS) as server:
+        log = self.record.log_of(f"{name} server")
+        with lmcache_server(self.lmcache, log, chunk_tokens=_BLOCK_TOKENS) as server:
             beside = {"cache": server.connector_options, "beside_pid": server.pid}
             return self._run(name, {**plan, **beside}, server.environment)
 
     def _run(self, name: str, plan: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> StageResult:
-        result = self.folder / f"{name}.json"
+        log = self.record.log_of(name)
+        result = self.folder / f"{log.stem}.json"
         wanted = to_json(StagePlan(result=str(result), **plan))
         is_killed = bool(plan.get("is_killed"))
-        found = run_stage(_STAGE, wanted, result, environment=environment, may_kill_itself=is_killed)
-        done = result_of(found)
-        self.vllm = done.version
-        return done
+        found = run_stage(_STAGE, wanted, result, log=log, environment=environment, may_kill_itself=is_killed)
+        return result_of(found)
 
 
 def run_vllm_lane(json_file: Path | None = None, *, only_answers: bool = False, lmcache: Path | None = None) -> bool:
-    """Run everything, print the tables, write them; whether all answers were equal and the cache was hit.
+    """Run everything, print and write it; whether all answers were equal and the cache was hit.
 
-    `only_answers`: short prompts, each engine once. `lmcache`: a folder where LMCache is installed, to run it beside.
+    Each stage is printed and written as it ends. `only_answers`: short prompts, each engine once. `lmcache`: a folder
+    where LMCache is installed, to run it beside.
 
     Raises:
         LaunchError: a run of vLLM has failed, or the file cannot be written.
         ModelLoadError: the model is not installed.
     """
-    check_target(json_file)
-    console = console_beside(json_file, 140)
-    with tempfile.TemporaryDirectory(prefix="fastdeploy-engines-") as name:
-        lane = VLLMLane(Path(name), lmcache)
-        write_hf_folder(lane.folder / "model")
-        lines = _served(lane, _SHORT if only_answers else _LONG, num_rounds=1 if only_answers else 2)
-        cases = run_cases(lane) + http_cases(lane, str(lane.folder / "model"))
-    findings = _findings(lines) + [f"{case.name}: {case.failed}" for case in cases if case.failed]
-    console.print(f"vLLM {lane.vllm} on a CPU; seconds are to the first token, processor seconds of a pass")
-    print_lines(console, lines)
-    print_cases(console, cases)
-    for finding in findings:
-        console.print(f"missed: {finding}")
-    write_json(json_file, _report(lane, lines, cases, findings))
-    return not findings
+    record = LaneRecord("vLLM", json_file, seconds="to the first token, processor seconds of a pass")
+    with record, tempfile.TemporaryDirectory(prefix="fastdeploy-engines-") as name:
+        lane = VLLMLane(Path(name), lmcache, record)
+        model = lane.folder / "model"
+        write_hf_folder(model)
+        lines = record.add_lines(_served(lane, _SHORT if only_answers else _LONG, num_rounds=1 if only_answers else 2))
+        record.findings += _findings(lines)
+        record.add_cases(run_cases(lane))
+        cases = record.add_cases(http_cases(lane, str(model)))
+        record.findings += [f"{case.name}: {case.failed}" for case in cases if case.failed]
+    return not record.findings
 
 
-def _report(lane: VLLMLane, lines: Sequence[Line], cases: Sequence[CaseResult], findings: list[str]) -> dict[str, Any]:
-    return {
-        "machine": describe_machine(),
-        "vllm": lane.vllm,
-        "lines": [asdict(line) for line in lines],
-        "cases": [asdict(case) for case in cases],
-        "failed": findings,
-    }
-
-
-def _served(lane: VLLMLane, lengths: tuple[int, ...], num_rounds: int) -> list[Line]:
+def _served(lane: VLLMLane, lengths: tuple[int, ...], num_rounds: int) -> Iterator[Line]:
     """Engines take turns, so that a slow minute of the machine meets all of them."""
     whole = pass_over(len(lengths))
     fits, is_short = sum(lengths) // _BLOCK_TOKENS + 40, num_rounds == 1
@@ -117,8 +115,10 @@ def _served(lane: VLLMLane, lengths: tuple[int, ...], num_rounds: int) -> list[L
             for index, passed in enumerate(result.passes, 1):
                 found.setdefault(f"{name}, pass {index}", []).append(passed)
     expected = answers(found["vLLM alone, pass 1"][:1])
-    lines = [line_of(name, passed, expected, lengths) for name, passed in found.items()]
-    return [*lines, *_killed(lane, ours, expected), *_restarted(lane, ours, expected)]
+    for name, passes in found.items():
+        yield line_of(name, passes, expected, lengths)
+    yield from _killed(lane, ours, expected)
+    yield from _restarted(lane, ours, expected)
 
 
 def _killed(lane: VLLMLane, ours: dict[str, Any], expected: Sequence[tuple[int, ...]]) -> list[Line]:
@@ -134,9 +134,8 @@ def _killed(lane: VLLMLane, ours: dict[str, Any], expected: Sequence[tuple[int, 
     ]
 
 
-def _restarted(lane: VLLMLane, ours: dict[str, Any], expected: Sequence[tuple[int, ...]]) -> list[Line]:
+def _restarted(lane: VLLMLane, ours: dict[str, Any], expected: Sequence[tuple[int, ...]]) -> Iterator[Line]:
     """New processes that find their KV on disk, the first behind an orderly end, the second behind SIGKILL."""
-    lines = []
     for run, is_killed in ((_RESTARTED, False), (_SUDDEN, True)):
         folder = str(lane.folder / f"disk-{is_killed}")
         storage = {"folder": folder, "weights_id": "lane", "admission": "all"}
@@ -144,8 +143,7 @@ def _restarted(lane: VLLMLane, ours: dict[str, Any], expected: Sequence[tuple[in
         lane.run(f"before: {run}", **once, is_killed=is_killed)
         stored = _num_blocks_on_disk(folder) * _BLOCK_TOKENS
         passes = lane.run(run, **once).passes
-        lines.append(line_of(run, passes, expected, ours["lengths"], num_stored_tokens=stored))
-    return lines
+        yield line_of(run, passes, expected, ours["lengths"], num_stored_tokens=stored)
 
 
 def _num_blocks_on_disk(folder: str) -> int:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastdeploy_cache.launch.engines.progress import LIMITS
 from fastdeploy_cache.launch.engines.results import Served
 from fastdeploy_cache.launch.engines.vllm_plan import Pass, StagePlan, Visit
 
-_PASS_SECONDS = 300.0
+_PASS_SECONDS = LIMITS.hard_seconds  # who started this process ends it before, where it hangs
 _IDLE_SECONDS = 0.005
 
 

@@ -64,6 +64,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float | None = None  # of a GPU; None: vLLM's own
     is_poisoned: bool = False  # before the last pass the bytes of the CPU tier are changed
     is_killed: bool = False  # the process kills itself behind its last answer
+    schedules_ahead: bool = False  # a step is scheduled while the one before it runs
+    may_be_refused: bool = False  # that the connector refuses the model is a result, and no error
     beside_pid: int = 0  # a process whose processor time counts, too
     seed: int = 1
 

@@ -1,4 +1,4 @@
-"""vLLM's HTTP server with this cache: its engine in processes of their own, steps scheduled ahead, and a restart."""
+"""vLLM's HTTP server with this cache: its engine in processes of their own, several clients, and a restart."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import importlib.metadata
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.launch.engines.progress import LIMITS
 from fastdeploy_cache.launch.engines.results import Passed, Served
 from fastdeploy_cache.launch.engines.servers import free_port, running, words_of
-from fastdeploy_cache.launch.engines.stages import python_path
+from fastdeploy_cache.launch.engines.stages import python_path, told
 from fastdeploy_cache.launch.engines.vllm_plan import CONNECTOR, ENVIRONMENT, StagePlan
 
-_START_SECONDS, _ANSWER_SECONDS = 240.0, 120.0
+_READY = b"Application startup complete"
 _NUM_CLIENTS = 3
 _COUNTERS = "vllm:fastdeploy_cache"
 
@@ -29,15 +29,8 @@ def serve_passes(plan: StagePlan, log: Path, num_passes: int) -> list[Passed]:
     Hits in the CPU tier and in storage are those of vLLM's own page of metrics. Times are not measured.
 
     Raises:
-        LaunchError: the server has not come up, or does not count hits.
-        OSError: a request has failed (`requests.RequestException`).
+        LaunchError: the server has not come up, has left a request without an answer, or does not count hits.
     """
-    with _server(plan, log) as url, _new_session() as session:
-        return [_pass(session, url, plan) for _ in range(num_passes)]
-
-
-@contextmanager
-def _server(plan: StagePlan, log: Path) -> Iterator[str]:
     port = free_port()
     options = {
         "--served-model-name": "model",
@@ -53,10 +46,12 @@ def _server(plan: StagePlan, log: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", plan.model, *words_of(options)]
     command += ["--enforce-eager", "--enable-prompt-tokens-details"]
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment |= _as_vllm(log.parent)
-    ready = b"Application startup complete"
-    with running(command, ready=ready, log=log, environment=environment, start_seconds=_START_SECONDS):
-        yield f"http://127.0.0.1:{port}"
+    environment |= _as_vllm(Path(plan.model).parent)
+    with running(command, ready=_READY, log=log, environment=environment) as server, _new_session() as session:
+        try:
+            return [_pass(session, f"http://127.0.0.1:{port}", plan) for _ in range(num_passes)]
+        except OSError as error:  # as are those of requests; a server that is ended at a limit leaves these behind
+            raise LaunchError(told(server.reached or f"has left a request without an answer ({error})", log)) from error
 
 
 def _pass(session: Any, url: str, plan: StagePlan) -> Passed:
@@ -75,7 +70,7 @@ def _complete(session: Any, url: str, prompt: Sequence[int], num_tokens: int) ->
         "model": "model", "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True,
     }  # fmt: skip
-    response = session.post(f"{url}/v1/completions", json=wanted, timeout=_ANSWER_SECONDS)
+    response = session.post(f"{url}/v1/completions", json=wanted, timeout=LIMITS.hard_seconds)
     response.raise_for_status()
     answer = response.json()
     details = answer["usage"]["prompt_tokens_details"] or {}
@@ -84,7 +79,7 @@ def _complete(session: Any, url: str, prompt: Sequence[int], num_tokens: int) ->
 
 def _hits(session: Any, url: str) -> tuple[int, int]:
     """Tokens from the CPU tier and from storage so far."""
-    text = session.get(f"{url}/metrics", timeout=_ANSWER_SECONDS).text
+    text = session.get(f"{url}/metrics", timeout=LIMITS.hard_seconds).text
     return counter_of(text, f"{_COUNTERS}_cpu_hit_tokens_total"), counter_of(
         text, f"{_COUNTERS}_storage_hit_tokens_total"
     )

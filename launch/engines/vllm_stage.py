@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.launch.engines.progress import LIMITS
 from fastdeploy_cache.launch.engines.results import Passed, StageResult, to_json
 from fastdeploy_cache.launch.engines.vllm_loop import VLLMLoop, manager_of
 from fastdeploy_cache.launch.engines.vllm_plan import CONNECTOR, ENVIRONMENT, Pass, StagePlan, plan_of
 
-_FLUSH_SECONDS, _READY_SECONDS = 60.0, 60.0
+_WAIT_SECONDS = LIMITS.hard_seconds  # who started this process ends it before, where it hangs
 _CONNECTORS: dict[str, Mapping[str, str]] = {
     "fastdeploy": CONNECTOR,
     "lmcache": {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"},
@@ -27,7 +29,14 @@ def main() -> None:
     """Run what the first argument says."""
     plan = plan_of(sys.argv[1])
     os.environ.update(ENVIRONMENT)
-    Stage(plan).run()
+    try:
+        stage = Stage(plan)
+    except ConfigError as error:
+        if not plan.may_be_refused:
+            raise
+        _write(plan, passes=(), up_seconds=0.0, refused=str(error))
+    else:
+        stage.run()
 
 
 class Stage:
@@ -37,6 +46,8 @@ class Stage:
         started = time.monotonic()
         self._plan, self._engine = plan, _new_engine(plan)
         self._up_seconds = time.monotonic() - started
+        if plan.schedules_ahead and self._engine.llm_engine.engine_core.engine_core.batch_queue is None:
+            raise RuntimeError("vLLM does not schedule ahead, although this was forced: it has changed")
         self._has_manager = plan.connector == "fastdeploy"
         self._passed: list[Passed] = []
         self._num_kills = 0
@@ -53,7 +64,7 @@ class Stage:
             self._write()
             os.kill(os.getpid(), signal.SIGKILL)
         if self._has_manager and (storage := manager_of(self._engine).storage).is_attached:
-            storage.flush(_FLUSH_SECONDS)
+            storage.flush(_WAIT_SECONDS)
         self._write()
         self._engine.llm_engine.engine_core.shutdown()
 
@@ -63,9 +74,9 @@ class Stage:
             if not is_reset:
                 raise RuntimeError("vLLM could not reset its caches while nothing was running")
         if self._has_manager and not wanted.kill_every:
-            is_up = manager_of(self._engine).ranks.wait_ready(_READY_SECONDS)
+            is_up = manager_of(self._engine).ranks.wait_ready(_WAIT_SECONDS)
             if not is_up:
-                raise RuntimeError(f"the ranks have not come up in {_READY_SECONDS:.0f} s")
+                raise RuntimeError(f"the ranks have not come up in {_WAIT_SECONDS:.0f} s")
         before, cpu_before = self._hit_tokens(), _cpu_seconds(self._plan.beside_pid)
         served = loop.serve(wanted)
         cpu_seconds = _cpu_seconds(self._plan.beside_pid) - cpu_before
@@ -84,21 +95,21 @@ class Stage:
     def _poison(self) -> None:
         """Turn every byte of the CPU tier over: who compares answers must see it."""
         manager = manager_of(self._engine)
-        manager.wait_for_transfers(_FLUSH_SECONDS)
+        manager.wait_for_transfers(_WAIT_SECONDS)
         for segment in manager._movement.client.cpu_segments():  # noqa: SLF001 (no verb damages a cache)
             blocks = segment.view(np.uint8, (segment.num_bytes,))
             np.invert(blocks, out=blocks)
 
     def _write(self) -> None:
-        import vllm
+        is_chunked = bool(self._engine.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill)
+        found = {"up_seconds": self._up_seconds, "num_kills": self._num_kills, "is_prefill_chunked": is_chunked}
+        _write(self._plan, passes=tuple(self._passed), **found)
 
-        result = StageResult(
-            version=vllm.__version__,
-            passes=tuple(self._passed),
-            up_seconds=self._up_seconds,
-            num_kills=self._num_kills,
-        )
-        Path(self._plan.result).write_text(to_json(result))
+
+def _write(plan: StagePlan, **found: Any) -> None:
+    import vllm
+
+    Path(plan.result).write_text(to_json(StageResult(version=vllm.__version__, **found)))
 
 
 def _new_engine(plan: StagePlan) -> Any:
@@ -112,6 +123,8 @@ def _new_engine(plan: StagePlan) -> Any:
         options["kv_transfer_config"] = KVTransferConfig(
             **_CONNECTORS[plan.connector], kv_connector_extra_config=plan.cache
         )
+    if plan.schedules_ahead:
+        _force_ahead()
     if plan.gpu_memory_utilization is not None:
         options["gpu_memory_utilization"] = plan.gpu_memory_utilization
     if plan.adapters:
@@ -129,6 +142,20 @@ def _new_engine(plan: StagePlan) -> Any:
         disable_log_stats=True,
         **options,
     )
+
+
+def _force_ahead() -> None:
+    """vLLM's platform for CPUs switches it off for everybody, whatever is asked for."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    check = platform.check_and_update_config
+
+    def check_and_switch_on(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    platform.check_and_update_config = staticmethod(check_and_switch_on)
 
 
 def _mend_dispatcher() -> None:

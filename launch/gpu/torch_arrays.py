@@ -92,4 +92,6 @@ def _check_refusal() -> str:
         TorchArrays("apart", 1024).handle()
     except DeviceError as error:
         return f"refused, as they must be: {error}"
-    raise LaunchError("an IPC handle was given out for memory that should have none; see docs/data_plane.md")
+    raise LaunchError(
+        "an IPC handle was given out for memory that should have none; see docs/data_plane.md of the source"
+    )

@@ -11,6 +11,7 @@ from typing import Any
 from fastdeploy_cache.errors import LaunchError, ModelLoadError
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
 from fastdeploy_cache.launch.engines.made_up_model import SMALL, write_made_up_model
+from fastdeploy_cache.launch.engines.progress import StageLimits
 from fastdeploy_cache.launch.engines.results import StageResult, answers, result_of, to_json
 from fastdeploy_cache.launch.engines.stages import run_stage
 from fastdeploy_cache.launch.engines.vllm_plan import StagePlan, pass_over
@@ -18,7 +19,7 @@ from fastdeploy_cache.launch.gpu.notes import GpuOptions, Notes
 from fastdeploy_cache.launch.reference_engine.weights import load_model_files
 
 _STAGE = "fastdeploy_cache.launch.engines.vllm_stage"
-_STAGE_SECONDS = 95.0  # of the section's 200
+_LIMITS = StageLimits(hard_seconds=95.0)  # of the section's 200
 LENGTHS = (96, 192, 200, 384, 400, 480, 64, 127, 320, 352, 500, 33)  # with 32 tokens a block: full ones and cut ones
 _CACHE: dict[str, Any] = {"num_cpu_blocks": 200, "min_prefetch_tokens": 32}
 _MEMORY_SHARE = 0.5
@@ -62,8 +63,7 @@ def _run_stage(folder: Path, name: str, kills: Sequence[int], **options: Any) ->
         gpu_memory_utilization=_MEMORY_SHARE,
         **options,
     )
-    found = run_stage(_STAGE, to_json(plan), result, timeout_seconds=_STAGE_SECONDS)
-    return result_of(found)
+    return result_of(run_stage(_STAGE, to_json(plan), result, log=result.with_suffix(".log"), limits=_LIMITS))
 
 
 def judge(alone: StageResult, cached: StageResult) -> str:

@@ -15,6 +15,9 @@ from fastdeploy_cache.launch.background.single import absence
 
 NOBODY_LISTENS, SOMETHING_IS_WRONG = 3, 4  # exit statuses
 _LOOK_SECONDS = 1.0  # that an answer may take beside the ten that are always given
+_OTHERS = (
+    "--run-dir run is for one that ./launch/start.sh has started, --socket PATH for any cache with a control socket"
+)
 _LONG_SECONDS = 120.0  # the same where the whole cache is walked through
 _LONG = ("verify", "pin", "set-policy", "write-flight")
 
@@ -49,7 +52,7 @@ class RunningCache:
             found = look(self.path, "status", _LOOK_SECONDS)
         except (FileNotFoundError, ConnectionRefusedError):
             if pid is None:
-                text = f"{self._absence()}: no server listens at {self.path}"
+                text = self._nobody()
                 return {"pid": None, "problem": text}, NOBODY_LISTENS
             problem = f"running with pid {pid}, and it does not answer; its log is {slot.log_file}"
             return {"pid": pid, "problem": problem}, SOMETHING_IS_WRONG
@@ -58,11 +61,13 @@ class RunningCache:
             return {"pid": pid, "problem": problem if pid is not None else str(error)}, SOMETHING_IS_WRONG
         return {**facts, **found}, 0
 
-    def _absence(self) -> str:
-        return absence(self.folder) if self.is_own else "not running"
+    def _nobody(self) -> str:
+        if not self.is_own:
+            return f"not running: no server listens at {self.path}"
+        return f"{absence(self.folder)}: no server listens at {self.path}; {_OTHERS}"
 
     def _leave(self) -> NoReturn:
-        typer.echo(f"fastdeploy-cache: {self._absence()}: no server listens at {self.path}", err=True)
+        typer.echo(f"fastdeploy-cache: {self._nobody()}", err=True)
         raise typer.Exit(NOBODY_LISTENS)
 
 

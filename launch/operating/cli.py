@@ -8,10 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-from fastdeploy_cache.launch.background.cli import RunDir
+from fastdeploy_cache.config_sources import RUN_FOLDER_VARIABLE
+from fastdeploy_cache.errors import counted, duration
+from fastdeploy_cache.launch.background.run_folder import folder_to_look_in
 from fastdeploy_cache.launch.operating.asking import SOMETHING_IS_WRONG, RunningCache, show_json
 
 operating_app = typer.Typer()
+RunDir = Annotated[
+    Path,
+    typer.Option(
+        envvar=RUN_FOLDER_VARIABLE,
+        default_factory=folder_to_look_in,
+        help="Folder that the server was started from; else the usual one, or ./run, as the scripts of a checkout use.",
+    ),
+]
 Socket = Annotated[
     Path | None,
     typer.Option(
@@ -19,7 +29,7 @@ Socket = Annotated[
     ),
 ]
 _RESTART = "restart-rank"
-_NOT_KNOWN = "not known yet: it takes 50 requests, and insight.what_if"
+_NOT_KNOWN = "not known yet: it takes 10 requests, and insight.what_if"
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
@@ -147,7 +157,7 @@ def ranks(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> None:
     else:
         _print(ranks_table(found) if found["ranks"] else "this cache has no processes of its own")
         loads, copies = found["num_loads_in_flight"], found["num_copies_down_in_flight"]
-        typer.echo(f"in flight: {loads} loads, {copies} copies down")
+        typer.echo(f"in flight: {counted(loads, 'load')}, {counted(copies, 'copy')} down")
     raise typer.Exit(0 if all(each["up"] for each in found["ranks"]) else SOMETHING_IS_WRONG)
 
 
@@ -164,8 +174,8 @@ def pin(
     Exit status 0: done; 1: refused, as it is not cached, or too much is pinned; 3: nobody listens there.
     """
     found = RunningCache(socket, run_dir).look("pin", name=name, seconds=seconds)
-    what = f"{found['num_tokens']} tokens, {found['num_blocks']} blocks"
-    _show(found, json, lambda: f"pinned {what}, for {seconds:g} seconds")
+    what = f"{counted(found['num_tokens'], 'token')}, {counted(found['num_blocks'], 'block')}"
+    _show(found, json, lambda: f"pinned {what}, for {duration(seconds)}")
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache unpin 0123456789abcdef")
@@ -180,7 +190,7 @@ def unpin(
     Exit status 0: done; 1: there is none of that name; 3: nobody listens there.
     """
     found = RunningCache(socket, run_dir).look("unpin", name=name)
-    _show(found, json, lambda: f"unpinned {found['num_blocks']} blocks")
+    _show(found, json, lambda: f"unpinned {counted(found['num_blocks'], 'block')}")
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache pins")
@@ -216,7 +226,7 @@ def policy(
 def what_if(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> None:
     """Show what the last hour would have hit with other sizes of each tier: whether more memory would pay.
 
-    It is known after 50 requests. Exit status 0: shown; 1: it cannot be asked; 3: nobody listens there.
+    It is known after 10 requests. Exit status 0: shown; 1: it cannot be asked; 3: nobody listens there.
     """
     from fastdeploy_cache.launch.operating.text import what_if_table
 
@@ -261,7 +271,7 @@ def verify(
         for text in found["not_checked"]:
             typer.echo(f"not checked: {text}")
         problem = found["problem"]
-        typer.echo(f"all hold ({found['seconds']:.3f} seconds)" if problem is None else f"BROKEN: {problem}")
+        typer.echo(f"all hold ({duration(found['seconds'])})" if problem is None else f"BROKEN: {problem}")
     raise typer.Exit(0 if found["problem"] is None else SOMETHING_IS_WRONG)
 
 

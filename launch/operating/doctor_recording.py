@@ -9,8 +9,9 @@ from typing import Any
 
 from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.errors import RecordingError
-from fastdeploy_cache.insight.doctor import Finding, examine
+from fastdeploy_cache.insight.doctor import examine
 from fastdeploy_cache.insight.evidence import evidence_of_requests
+from fastdeploy_cache.insight.finding import Finding
 from fastdeploy_cache.insight.flight_file import read_recording
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 

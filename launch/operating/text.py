@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.tree import Tree
 
+from fastdeploy_cache.errors import counted, duration
 from fastdeploy_cache.launch.findings import table_of
 
 _WORDS = ("prefix", "request", "phase", "state", "matched", "namespace")
@@ -20,7 +21,7 @@ def seconds_ago(seconds: float | None) -> str:
     for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.1f} s"
+    return f"{seconds:.1f} s" if seconds >= 0.05 else "under 0.1 s"
 
 
 def state_word(state: str) -> str:
@@ -47,13 +48,13 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
         lines.append(f"{tier.upper()}: " + ", ".join(f"{count} {state_word(state)}" for state, count in states.items()))
     if storage := document["storage"]:
         state = "open" if storage["available"] else "NOT OPEN"
-        counts = [f"{count} blocks {fate}" for fate, count in storage["blocks"].items()]
-        counts += [f"{count} objects {reason}" for reason, count in storage["lost_objects"].items() if count]
+        counts = [f"{counted(count, 'block')} {fate}" for fate, count in storage["blocks"].items()]
+        counts += [f"{counted(count, 'object')} {reason}" for reason, count in storage["lost_objects"].items() if count]
         breakers = ", ".join(f"{operation} breaker {state}" for operation, state in storage["breakers"].items())
         lines.append(f"storage: {state}; {', '.join(counts)}; {breakers}")
     lines.append(
-        f"requests: {document['requests']} running; {document['transfers_in_flight']} copies in flight; eviction "
-        f"policy {document['eviction_policy']}; {document['pins']} pins"
+        f"requests: {document['requests']} running; {counted(document['transfers_in_flight'], 'copy')} in flight; "
+        f"eviction policy {document['eviction_policy']}; {counted(document['pins'], 'pin')}"
     )
     return [*lines, hit_rates_line(document), *_worth(document)]
 
@@ -62,7 +63,7 @@ def hit_rates_line(document: Mapping[str, Any]) -> str:
     """The hit rates of the last minutes; where nobody asked for anything there are none."""
     rates = document["hit_rates"].items()
     if any(rate is None for _, rate in rates):
-        return f"hit rates, recently: no request came in the last {document['hit_rate_window_seconds']:g} seconds"
+        return f"hit rates, recently: no request came in the last {duration(document['hit_rate_window_seconds'])}"
     return "hit rates, recently: " + ", ".join(f"{name} {rate:.0%}" for name, rate in rates)
 
 
@@ -79,6 +80,9 @@ def what_if_table(rates: Sequence[Mapping[str, Any]]) -> Table:
             f"{rate['token_hit_rate']:.1%}",
             "-" if saved is None else f"{saved:.1f}",
         )
+    most = rates[0]["most_token_hit_rate"]
+    if most is not None:
+        table.caption = f"No size of any tier, and no policy, would have hit more than {most:.1%}."
     return table
 
 
@@ -86,7 +90,7 @@ def _worth(document: Mapping[str, Any]) -> list[str]:
     """What the cache has saved, and why it has not saved more; nothing before the first request."""
     lines, missed = [], {cause: count for cause, count in document["missed_tokens"].items() if count}
     if saved := sum(document["saved_seconds"].values()):
-        lines.append(f"computing saved: {saved:.1f} seconds")
+        lines.append(f"computing saved: {duration(saved)}")
     if all_missed := sum(missed.values()):
         causes = sorted(missed.items(), key=lambda item: -item[1])
         lines.append("missed tokens: " + ", ".join(f"{cause} {count / all_missed:.0%}" for cause, count in causes))
@@ -114,7 +118,9 @@ def top_table(prefixes: Sequence[Mapping[str, Any]]) -> Table:
 
 def prefix_tree(found: Mapping[str, Any]) -> Tree:
     """The prefix tree, indented; what is left out is said at its place."""
-    tree = Tree(f"{found['num_shown']} prefixes, blocks of {found['block_size']} tokens", highlight=False)
+    tree = Tree(
+        f"{counted(found['num_shown'], 'prefix')}, blocks of {counted(found['block_size'], 'token')}", highlight=False
+    )
     _hang(tree, found)
     return tree
 
@@ -123,9 +129,11 @@ def _hang(tree: Tree, found: Mapping[str, Any]) -> None:
     for each in found["children"]:
         pinned = ", pinned" if each["is_pinned"] else ""
         space = "" if each["namespace"] == "default" else f", namespace {each['namespace']}"
+        tokens, uses = counted(each["num_tokens"], "token"), counted(each["num_uses"], "use")
         text = (
-            f"{each['name']}: {each['num_tokens']} tokens, {each['num_uses']} uses, {each['num_gpu_blocks']} GPU and "
-            f"{each['num_cpu_blocks']} CPU blocks, used {seconds_ago(each['idle_seconds'])} before{space}{pinned}"
+            f"{each['name']}: {tokens}, {uses}, {each['num_gpu_blocks']} GPU and "
+            f"{counted(each['num_cpu_blocks'], 'CPU block')}, used {seconds_ago(each['idle_seconds'])} before"
+            f"{space}{pinned}"
         )
         _hang(tree.add(text), each)
     if found["num_left_out"]:
@@ -154,7 +162,8 @@ def recent_line(explanation: Mapping[str, Any]) -> str:
     """One of the last requests, in a line."""
     hits = ", ".join(f"{hit['num_tokens']} {hit['tier']}" for hit in explanation["hits"]) or "no"
     missed = ", ".join(f"{miss['num_tokens']} {miss['cause']}" for miss in explanation["misses"])
-    return f"{explanation['request_id']}: {explanation['num_tokens']} tokens; {hits} hit; missed: {missed or 'none'}"
+    tokens = counted(explanation["num_tokens"], "token")
+    return f"{explanation['request_id']}: {tokens}; {hits} hit; missed: {missed or 'none'}"
 
 
 def ranks_table(found: Mapping[str, Any]) -> Table:

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fastdeploy_cache.errors import counted
 from fastdeploy_cache.launch.findings import table_of
 from fastdeploy_cache.launch.operating.text import hit_rates_line, ranks_table, state_word
 
@@ -43,8 +44,8 @@ def watch(status: Callable[[], tuple[dict[str, Any], int]], every_seconds: float
 def view_of(document: Mapping[str, Any], before: Mapping[str, Any], seconds: float) -> Group:
     """Tiers, rates, ranks, queues and causes; `before` is the document of `seconds` earlier, or empty."""
     head = (
-        f"pid {document['pid']}, {document['life_cycle']}, {document['requests']} requests, eviction policy "
-        f"{document['eviction_policy']}, {document['pins']} pins"
+        f"pid {document['pid']}, {document['life_cycle']}, {counted(document['requests'], 'request')}, eviction policy "
+        f"{document['eviction_policy']}, {counted(document['pins'], 'pin')}"
     )
     parts: list[RenderableType] = [
         Text(head),
@@ -81,8 +82,9 @@ def _tiers(document: Mapping[str, Any], before: Mapping[str, Any], seconds: floa
 
 def _queues(document: Mapping[str, Any]) -> Text:
     return Text(
-        f"in flight: {document['transfers_in_flight']} copies, {document['open_sends']} sends, "
-        f"{document['open_receives']} receives; quarantined: {document['quarantined_blocks']} blocks"
+        f"in flight: {counted(document['transfers_in_flight'], 'copy')}, {counted(document['open_sends'], 'send')}, "
+        f"{counted(document['open_receives'], 'receive')}; "
+        f"quarantined: {counted(document['quarantined_blocks'], 'block')}"
     )
 
 

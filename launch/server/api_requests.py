@@ -15,6 +15,7 @@ from fastdeploy_cache.launch.server.api_fields import (
     refusal_of,
 )
 
+DEFAULT_NEW_TOKENS = 64  # of a chat
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
@@ -119,7 +120,7 @@ class ChatRequest(_Asked):
     @property
     def max_new_tokens(self) -> int:
         """The most tokens that the answer may have."""
-        return self.max_completion_tokens or self.max_tokens or 64
+        return self.max_completion_tokens or self.max_tokens or DEFAULT_NEW_TOKENS
 
 
 class CompletionRequest(_Asked):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
@@ -17,7 +17,10 @@ from fastdeploy_cache.launch.server.answers import failure
 from fastdeploy_cache.launch.server.client_counts import ClientCounts
 from fastdeploy_cache.launch.server.limits import ClientGoneError, Connection, Limits, connection_of
 from fastdeploy_cache.launch.server.request_log import FACTS, ID_HEADER, REQUEST_ID, log_request, request_id_of
+from fastdeploy_cache.metrics.allowed_hosts import AllowedHosts
+from fastdeploy_cache.metrics.exporter import cannot_listen
 
+_HOSTS = web.AppKey("_HOSTS", AllowedHosts)
 _SHARE_OF_FILES, _MOST_CONNECTIONS = 0.5, 20_000  # for all clients together
 _BACKLOG = 128  # who comes with many others is not made to try again a second later
 _GRACE_SECONDS = 3.0  # for answers that are being given when the server ends
@@ -26,15 +29,20 @@ _GRACE_SECONDS = 3.0  # for answers that are being given when the server ends
 class HttpServer:
     """Listens from its making on; answers while `run` does. One thread runs it, another one stops it."""
 
-    def __init__(self, host: str, port: int, limits: Limits | None = None) -> None:
-        """Raises `LaunchError` where the address cannot be listened on."""
+    def __init__(self, host: str, port: int, limits: Limits | None = None, *, allow_hosts: Sequence[str] = ()) -> None:
+        """`allow_hosts`: see `AllowedHosts`.
+
+        Raises:
+            LaunchError: the address cannot be listened on.
+            ConfigError: one of `allow_hosts` is no name.
+        """
         self._limits = limits or Limits()
+        AllowedHosts(host, host, allow_hosts)  # what is wrong with the names is told before anybody listens
         try:
             self._socket = socket.create_server((host, port), backlog=_BACKLOG)
         except OSError as error:
-            reason = error.strerror or error
-            text = f"cannot listen on {host}:{port}: {reason}; choose another --port, or an address of this host"
-            raise LaunchError(text) from error
+            raise LaunchError(cannot_listen(host, port, error, dashes="--")) from error
+        self._hosts = AllowedHosts(host, str(self._socket.getsockname()[0]), allow_hosts)
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop, self._stopped = self._runner.get_loop(), asyncio.Event()
 
@@ -45,6 +53,7 @@ class HttpServer:
 
     def run(self, app: web.Application) -> None:
         """Answer with `app` until `stop`; then what is being answered has a few seconds to end."""
+        app[_HOSTS] = self._hosts
         self._runner.run(self._serve(app))
 
     def stop(self) -> None:
@@ -116,7 +125,9 @@ def _refusal(request: web.Request) -> web.StreamResponse | None:
         return failure(505, f"Invalid HTTP version ({request.version.major}.{request.version.minor})", ends=True)
     if "Transfer-Encoding" in request.headers:
         return failure(400, "Content-Length is ''; send one number, and no Transfer-Encoding", ends=True)
-    return None
+    given = [request.headers.getall(name, []) for name in ("Host", "Origin")]
+    reason = request.app[_HOSTS].refusal(request.method, *given)
+    return failure(403, reason, ends=True) if reason is not None else None
 
 
 def route_of_the_rest(known: Mapping[str, str]) -> web.RouteDef:

@@ -51,8 +51,12 @@ _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cac
 class InstanceApp:
     """The routes of one instance. Where a client goes, aiohttp cancels what answers it."""
 
-    def __init__(self, api: ChatApi, cache: PrefixCacheManager) -> None:
+    def __init__(self, api: ChatApi, cache: PrefixCacheManager, metrics_url: str = "") -> None:
+        """`metrics_url`: where the metrics are, which is another port; who asks for them here is told."""
         self._api, self._cache = api, cache
+        self._not_here = dict(_NOT_HERE)
+        if metrics_url:
+            self._not_here["GET"] += f"; metrics are at {metrics_url}"
 
     def build(self) -> web.Application:
         """The application, for one `HttpServer`."""
@@ -68,7 +72,7 @@ class InstanceApp:
                 web.post(_COMPLETION, self._ask),
                 web.post(_PREFILL, self._prefill),
                 web.delete(_PREFILL + "/{offer_id:.*}", self._give_up),
-                route_of_the_rest(_NOT_HERE),
+                route_of_the_rest(self._not_here),
             ]
         )
         return app

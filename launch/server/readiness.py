@@ -17,14 +17,23 @@ def tell_ready(**facts: str) -> None:
 
     The socket is named by the environment variable NOTIFY_SOCKET, as systemd's sd_notify(3) has it.
     """
+    words = " ".join(f"{name}={value}" for name, value in facts.items())
+    _tell(f"READY=1\nSTATUS={words}")
+
+
+def tell_status(what: str) -> None:
+    """Say in a line what this process does before it is ready: its start may take a minute."""
+    _tell(f"STATUS={what}")
+
+
+def _tell(message: str) -> None:
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
-    words = " ".join(f"{name}={value}" for name, value in facts.items())
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.setblocking(False)  # whoever has started it may have gone, or may not read
         try:
-            sender.sendto(f"READY=1\nSTATUS={words}".encode(), address.replace("@", "\0", 1))
+            sender.sendto(message.encode(), address.replace("@", "\0", 1))
         except OSError as error:
             logger.warning("event=readiness_not_told socket=%s error=%r", address, str(error))
 
@@ -34,7 +43,7 @@ class ReadySocket:
 
     def __init__(self, path: Path) -> None:
         """Raises `OSError` where there can be no socket at `path`."""
-        self.path = path
+        self.path, self.status = path, ""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(str(path))
@@ -44,14 +53,16 @@ class ReadySocket:
         return self._socket.fileno()
 
     def take(self) -> dict[str, str] | None:
-        """The facts of a program that has become ready; None where it has said nothing, or something else."""
+        """The facts of a program that has become ready; None where it has said nothing, or something else. What it
+        does until then is in `status`, which is the last thing that it has said of that."""
         try:
             lines = self._socket.recv(_MAX_BYTES).decode(errors="replace").splitlines()
         except BlockingIOError:
             return None
-        if "READY=1" not in lines:
-            return None
         status = next((line.removeprefix("STATUS=") for line in lines if line.startswith("STATUS=")), "")
+        if "READY=1" not in lines:
+            self.status = status or self.status
+            return None
         return {name: value for name, _, value in (word.partition("=") for word in status.split())}
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ def route(
     port: int,
     prefill_seconds: float,
     max_open_prefills: int,
+    allow_hosts: Sequence[str] = (),
 ) -> None:
     """Run until SIGTERM or SIGINT.
 
@@ -33,9 +34,11 @@ def route(
     instance that cannot be reached, or ends without an answer, is passed over. One that hangs, so that its health does
     not answer either, may do so because of what it was asked: the chat is answered with status 504, no other instance
     gets it, and other chats go elsewhere. An offer that no decode instance takes is given up.
+    `allow_hosts`: names that it may be asked under, beside those of loopback and `host`.
 
     Raises:
         LaunchError: the port is taken, or a URL is none.
+        ConfigError: one of `allow_hosts` is no name.
     """
     endings: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -43,7 +46,7 @@ def route(
     router = Router(Instances(prefill), Instances(decode), prefill_seconds, max_open_prefills=max_open_prefills)
     # Each may have one to an instance beside it.
     limits = Limits(max_body_bytes=MAX_BODY_BYTES, max_connections=share_of_files(0.25, 10_000))
-    server = HttpServer(host, port, limits)
+    server = HttpServer(host, port, limits, allow_hosts=allow_hosts)
     thread = threading.Thread(target=server.run, args=(router.build(),), name="http")
     thread.start()
     try:

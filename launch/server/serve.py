@@ -13,20 +13,21 @@ from functools import partial
 from pathlib import Path
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
-from fastdeploy_cache.errors import CacheError, LaunchError, LifeCycleError
+from fastdeploy_cache.errors import CacheError, LaunchError, LifeCycleError, counted
 from fastdeploy_cache.insight.control_server import ControlServer
 from fastdeploy_cache.launch.reference_engine.engine import Engine
 from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle
 from fastdeploy_cache.launch.reference_engine.serving import running_engine
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
-from fastdeploy_cache.launch.reference_engine.weights import load_model_files
+from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, load_model_files
 from fastdeploy_cache.launch.server.chat import ChatApi
 from fastdeploy_cache.launch.server.engine_control import EngineControl
 from fastdeploy_cache.launch.server.http_server import HttpServer
 from fastdeploy_cache.launch.server.instance_app import InstanceApp
-from fastdeploy_cache.launch.server.readiness import tell_ready
-from fastdeploy_cache.launch.server.settings import load_config, named
+from fastdeploy_cache.launch.server.readiness import tell_ready, tell_status
+from fastdeploy_cache.launch.server.settings import check_pool, load_config, named
 from fastdeploy_cache.life_cycle import LifeCycleStatus
+from fastdeploy_cache.metrics.exporter import cannot_listen
 
 logger = logging.getLogger(__name__)
 
@@ -46,31 +47,31 @@ def serve(
     control_socket: Path | None = None,
     role: str = "mixed",
     recompute_not_received: bool = True,
+    allow_hosts: Sequence[str] = (),
 ) -> None:
     """Run until SIGTERM or SIGINT. `settings` are KEY=VALUE and win over file and environment.
 
     `storage_folder` is short for a file store there, named by the digest of the model's weights. At `control_socket`
     (else at the configured one) it takes the verbs of `insight.control_messages`. `role` is short for that setting and
     the peer's `weights_id`; without `recompute_not_received` a chat whose offered blocks do not come is an error.
+    `allow_hosts`: names that both ports may be asked under, beside those of loopback and `host`.
 
     Raises:
         LaunchError, PortInUseError, IPCError: a port or the socket is taken.
         ConfigError, ModelLoadError, RankStartError, NotEnoughMemoryError: it cannot start as configured.
     """
-    import_paddle()  # before the signal handlers below, which its own would replace
-    files = load_model_files()
+    files = _import_and_read()  # before the signal handlers below, which Paddle's own would replace
     loaded = load_config(files, config_file, settings, role=role, storage_folder=storage_folder)
     config, control_socket = _own_socket(loaded, control_socket)
-    endings: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
-    for number, what in _ASKS.items():
-        signal.signal(number, lambda *_, what=what: endings.put(what))
-    _check_metrics_port(host, metrics_port)  # and the others before the ranks start: what is taken should cost nothing
-    server, control = _listen(host, port, control_socket)
+    tokenizer = _tokenizer(files, config)
+    endings = _hear_signals()
+    server, control = _listen(host, port, metrics_port, control_socket, allow_hosts)
     try:
         config = named(config, server.port) if role != "mixed" else config
+        tell_status(f"starting {counted(config.transfer.tp_size, 'rank')}")
         with running_engine(files, config, recompute_not_received=recompute_not_received) as engine:
-            metrics_url = engine.cache.serve_metrics(host, metrics_port)
-            app = InstanceApp(ChatApi(engine, ChatTokenizer(files)), engine.cache).build()
+            metrics_url = engine.cache.serve_metrics(host, metrics_port, allow_hosts=allow_hosts)
+            app = InstanceApp(ChatApi(engine, tokenizer), engine.cache, metrics_url).build()
             url = f"http://{host}:{server.port}"
             ranks, role = config.transfer.tp_size, config.role
             logger.info("event=serving url=%s metrics=%s ranks=%d role=%s", url, metrics_url, ranks, role)
@@ -85,6 +86,28 @@ def serve(
     logger.info("event=stopped")
     if ending != "asked":
         raise LaunchError(f"the {ending} ended by itself; its log says why")
+
+
+def _import_and_read() -> ModelFiles:
+    tell_status("importing PaddlePaddle")
+    import_paddle()
+    tell_status("reading the model; the first time its weights are converted, which takes a while and 0.5 GB")
+    return load_model_files()
+
+
+def _tokenizer(files: ModelFiles, config: CacheConfig) -> ChatTokenizer:
+    """The model's. Raises `ConfigError` where the pool has no room for what it makes of the shortest chat."""
+    tokenizer = ChatTokenizer(files)
+    check_pool(config, len(tokenizer.encode_chat([{"role": "user", "content": "a"}])))
+    return tokenizer
+
+
+def _hear_signals() -> queue.SimpleQueue[str]:
+    """What it is asked by signals from now on, one by one."""
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
+    for number, what in _ASKS.items():
+        signal.signal(number, lambda *_, what=what: asked.put(what))
+    return asked
 
 
 def _own_socket(config: CacheConfig, control_socket: Path | None) -> tuple[CacheConfig, Path | None]:
@@ -143,17 +166,21 @@ def _flush(cache: PrefixCacheManager) -> None:
         logger.warning("event=storage_not_flushed reason=%r", f"{error}; wake the server before it is ended")
 
 
-def _check_metrics_port(host: str, port: int) -> None:
+def check_metrics_port(host: str, port: int) -> None:
+    """Raises `LaunchError` where nothing can listen there."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        reason = error.strerror or error
-        text = f"metrics cannot listen on {host}:{port}: {reason}; choose another --metrics-port, or 0 for a free one"
-        raise LaunchError(text) from error
+        text = cannot_listen(host, port, error, dashes="--", port_name="metrics-port")
+        raise LaunchError(f"metrics {text}") from error
 
 
-def _listen(host: str, port: int, control_socket: Path | None) -> tuple[HttpServer, ControlServer | None]:
-    server = HttpServer(host, port)
+def _listen(
+    host: str, port: int, metrics_port: int, control_socket: Path | None, allow_hosts: Sequence[str]
+) -> tuple[HttpServer, ControlServer | None]:
+    """Take all ports before the ranks start: one that is taken should cost nothing."""
+    check_metrics_port(host, metrics_port)
+    server = HttpServer(host, port, allow_hosts=allow_hosts)
     try:
         return server, ControlServer(control_socket) if control_socket is not None else None
     except CacheError:

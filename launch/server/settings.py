@@ -9,9 +9,10 @@ from typing import Any
 
 from fastdeploy_cache import CacheConfig, KVLayout
 from fastdeploy_cache.config_sources import Sources, from_file
-from fastdeploy_cache.errors import ConfigError, LaunchError
+from fastdeploy_cache.errors import ConfigError, LaunchError, counted
 from fastdeploy_cache.launch.reference_engine.serving import layout_of
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
+from fastdeploy_cache.launch.server.api_requests import DEFAULT_NEW_TOKENS
 
 DEFAULT_FILE = Path(__file__).parent.with_name("serve.toml")
 
@@ -28,6 +29,19 @@ def load_config(
     config = _load(files, path, settings)
     _check_secret(config)
     return config
+
+
+def check_pool(config: CacheConfig, num_chat_tokens: int) -> None:
+    """Raise `ConfigError` where not even the shortest chat, which has so many tokens, fits into the GPU pool with one
+    token of its answer."""
+    num_blocks, size = config.pool_sizes()[0], config.block_size
+    least, default = (-(-(num_chat_tokens + num_new) // size) for num_new in (1, DEFAULT_NEW_TOKENS))
+    if num_blocks < least:
+        raise ConfigError(
+            f"the GPU pool has {counted(num_blocks, 'block')} of {counted(size, 'token')}, and the shortest chat takes "
+            f"{least} with one token of its answer; use num_gpu_blocks of at least {least}, or of {default} for an "
+            f"answer of {DEFAULT_NEW_TOKENS} tokens, the most by default"
+        )
 
 
 def _role_settings(files: ModelFiles, role: str) -> list[str]:

@@ -7,52 +7,26 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastdeploy_cache import CacheConfig, Match, PrefixCacheManager, Request, StorageConfig
+from fastdeploy_cache import Match, PrefixCacheManager, Request, StorageConfig
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.run import Run
-from fastdeploy_cache.errors import CacheError, ConfigError, OutOfBlocksError, RecordingError
+from fastdeploy_cache.errors import CacheError, OutOfBlocksError, RecordingError
 from fastdeploy_cache.insight.flight_file import FlightRecording
 from fastdeploy_cache.insight.flight_records import CAUSES, NO_CAUSE, STATUSES, TASK_KINDS, Flag, Record, RecordKind
 from fastdeploy_cache.launch.simulator.recorded_client import RecordedClient
 from fastdeploy_cache.launch.simulator.recorded_prompts import RecordedPrompts
+from fastdeploy_cache.launch.simulator.recorded_settings import recorded_config
 from fastdeploy_cache.launch.simulator.recorded_turns import turns
+from fastdeploy_cache.launch.simulator.replay_outcome import MAX_SHOWN, Difference, ReplayOutcome
 from fastdeploy_cache.launch.simulator.store import SimulatedStore
 from fastdeploy_cache.life_cycle import LifeCycleStatus
+from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest
 
-MAX_SHOWN = 10
 _STORE = "fastdeploy_cache.launch.simulator.store:SimulatedStore"
 _STORE_BLOCKS = 10**9  # more than it is ever given
+_MOST_HELD_TOKENS = 2**28  # 1 GiB
 _SECONDS = 1.0  # that a change of the life cycle may take: nothing is in flight
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """A step that went another way."""
-
-    step: int
-    seconds: float  # since the first record
-    request: int | None
-    what: str
-    recorded: str
-    replayed: str
-
-    def __str__(self) -> str:
-        of = f", request {self.request}" if self.request is not None else ""
-        where = f"step {self.step} at {self.seconds:.3f} s{of}: {self.what}"
-        return f"{where}: recorded {self.recorded}, replayed {self.replayed}"
-
-
-@dataclasses.dataclass
-class ReplayOutcome:
-    """How many steps there were, and which differ. `taught`: blocks that were cached before the recording begins."""
-
-    num_steps: int = 0
-    num_requests: int = 0
-    num_different: int = 0
-    num_without_begin: int = 0  # steps of requests that were matched before the recording begins
-    num_taught_blocks: int = 0
-    differences: list[Difference] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -60,6 +34,7 @@ class _Live:
     request: Request
     match: Match
     active: ActiveRequest
+    num_held_tokens: int = 0
 
 
 class _Heard:
@@ -100,16 +75,8 @@ class FlightReplay:
             RecordingError: a recording that cannot be.
         """
         self._recording, header = recording, recording.header
-        settings, num_ranks = header.get("settings"), header.get("num_ranks", 1)
-        if not isinstance(settings, dict) or not isinstance(num_ranks, int):
-            raise RecordingError("the recording has no settings in its header; it cannot be replayed")
-        settings = settings | {"load_policy": "always"} if settings.get("load_policy") == "auto" else settings
-        own = {"transfer_client": "inline", "transfer": {"tp_size": num_ranks}}
-        own |= {"insight": {"flight_recorder_bytes": 0, "what_if": False}}
-        try:
-            config = CacheConfig.load(environment={}, **(settings | own | dict(changes or {})))
-        except ConfigError as error:
-            raise RecordingError(f"the recording's settings are refused here: {error}") from None
+        config = recorded_config(header, changes or {})
+        self._num_ranks = num_ranks = config.transfer.tp_size
         self._is_whole = not header.get("num_dropped")
         self._prompts = RecordedPrompts(recording, config.block_size)
         self._size, self._now = config.block_size, 0.0
@@ -124,11 +91,12 @@ class FlightReplay:
         if header.get("has_storage") and config.pool_sizes()[1]:
             store = SimulatedStore(_STORE_BLOCKS, "all")
             self.cache.storage.attach(StorageConfig(kind=_STORE, weights_id="recorded"), client=store)
+        self._num_held_tokens = 0  # of requests that are there
         self._evicted = (0, 0)  # recorded and not replayed, of both tiers
         self.outcome = ReplayOutcome()
         self._record: Record = {}
         self._began: float | None = None
-        self._steps: dict[RecordKind, Callable[[Record], None]] = {
+        self._steps: dict[RecordKind, Callable[[Record], object]] = {
             RecordKind.MATCHED: self._match,
             RecordKind.LOOKED: self._look,
             RecordKind.SETTLED_LATE: self._settle,
@@ -139,9 +107,10 @@ class FlightReplay:
             RecordKind.RELEASED: self._release,
             RecordKind.TASK_ENDED: self._end_task,
             RecordKind.RESET: lambda _: self.cache.reset(),
-            RecordKind.GPU_FORGOTTEN: lambda record: self.cache.ranks.kv_lost(record["rank"]),
+            RecordKind.GPU_FORGOTTEN: lambda record: self.cache.ranks.kv_lost(self._rank(record)),
             RecordKind.STATUS: self._change_status,
-            RecordKind.RANK: lambda record: self._client.set_up(record["rank"], up=bool(record["up"])),
+            RecordKind.POLICY: lambda record: self.cache.control.set_policy(EVICTION_POLICIES[record["policy"]]),
+            RecordKind.RANK: lambda record: self._client.set_up(self._rank(record), up=bool(record["up"])),
         }
 
     def run(self, at_end: Callable[[PrefixCacheManager], None] = lambda _: None) -> ReplayOutcome:
@@ -164,6 +133,8 @@ class FlightReplay:
                         self._step_together(turn)
                     else:
                         step(record)
+                except RecordingError:
+                    raise
                 except CacheError as error:
                     self._differ(record["kind"].name.lower(), "done", f"refused: {error}")
             at_end(self.cache)
@@ -180,7 +151,8 @@ class FlightReplay:
         self.outcome.num_requests += 1
         match, active = self.cache.match(request), self._heard.active
         assert active is not None
-        self._live[record["number"]] = _Live(request, match, active)
+        self._live[record["number"]] = live = _Live(request, match, active)
+        self._hold(live, request.num_tokens)
         recorded = record["num_found"], record["num_gpu"], record["num_unloaded"], record["cause"]
         if recorded != self._heard.found:
             self._differ("match", _found(recorded), _found(self._heard.found))
@@ -230,6 +202,7 @@ class FlightReplay:
             return
         request, num_computed = live.request, record["num_computed"]
         if num_computed > request.num_tokens:
+            self._hold(live, num_computed - request.num_tokens)
             request.append_output(self._prompts.tokens(record["number"], request.num_tokens, num_computed))
         self.cache.commit(request, num_computed)
 
@@ -246,6 +219,7 @@ class FlightReplay:
         for number, (record, request, num_held) in steps.items():
             num_computed = record.get("num_computed", self._live[number].active.num_computed_tokens)
             num_tokens = max(request.num_tokens, num_computed, (num_held - 1) * self._size + 1)
+            self._hold(self._live[number], num_tokens - request.num_tokens)
             given.append((request, self._prompts.tokens(number, request.num_tokens, num_tokens), num_computed))
         answers = self.cache.step(given)
         for (record, _, _), answer in zip(steps.values(), answers, strict=True):
@@ -271,6 +245,7 @@ class FlightReplay:
         live.request.tool_call_pending = bool(flags & Flag.TOOL_CALL_PENDING)
         stats, active = self.cache.stats(), live.active
         del self._live[record["number"]]
+        self._num_held_tokens -= live.num_held_tokens
         self.cache.release(live.request)
         ours, theirs = (
             (num_matched, min(num_matched, num_gpu))
@@ -333,6 +308,21 @@ class FlightReplay:
             request.append_output(self._prompts.tokens(number, num_prompt, record["num_tokens"]))
         request.counted, request.used = bool(flags & Flag.WAS_COUNTED), bool(flags & Flag.WAS_USED)
         return request
+
+    def _hold(self, live: _Live, num_tokens: int) -> None:
+        """So many more are kept until the request's release. What one recording keeps at a time is bounded."""
+        live.num_held_tokens += num_tokens
+        self._num_held_tokens += num_tokens
+        if self._num_held_tokens > _MOST_HELD_TOKENS:
+            raise RecordingError(
+                f"the recording has requests of more than {_MOST_HELD_TOKENS} tokens at a time; it is not replayed"
+            )
+
+    def _rank(self, record: Record) -> int:
+        rank = int(record["rank"])
+        if rank >= self._num_ranks:
+            raise RecordingError(f"the recording is damaged: it tells of rank {rank}, and has {self._num_ranks} ranks")
+        return rank
 
     def _of(self, record: Record) -> _Live | None:
         live = self._live.get(record["number"])

@@ -8,7 +8,8 @@ from pathlib import Path
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.insight.flight_file import read_recording
 from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
-from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay, ReplayOutcome
+from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
+from fastdeploy_cache.launch.simulator.replay_outcome import ReplayOutcome
 
 DIFFERENT = 4  # the exit status
 
@@ -39,6 +40,10 @@ def replay_recording(path: Path, json_file: Path | None) -> int:
         console.print(f"  {difference}")
     if outcome.num_different > len(outcome.differences):
         console.print(f"  and {outcome.num_different - len(outcome.differences)} more")
+    if not recording.has_policies:
+        console.print(
+            "The recording is of a version that does not tell whether the eviction policy was changed meanwhile."
+        )
     for line in _remarks(outcome, is_whole=not header.get("num_dropped"), has_storage=bool(header.get("has_storage"))):
         console.print(line)
     write_json(json_file, found)

@@ -13,6 +13,7 @@ from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, StorageC
 from fastdeploy_cache.config import check_keys
 from fastdeploy_cache.config_sources import ENVIRONMENT_PREFIX, from_environment
 from fastdeploy_cache.errors import ConfigError, NotEnoughMemoryError
+from fastdeploy_cache.insight_config import InsightConfig
 
 ROOT = Path(__file__).parent.parent.parent
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, dtype="float16")
@@ -86,6 +87,21 @@ def test_pools_are_sized_in_blocks_bytes_or_by_ratio(settings: dict[str, Any], s
     assert CacheConfig(block_size=16, layout=LAYOUT, **settings).pool_sizes() == sizes
 
 
+def test_sizes_may_be_texts_in_a_call_too() -> None:
+    """Of the cache, of a store and of what an operator sees; what is no size is refused with its name."""
+    given: Any = "1MiB"
+    config = CacheConfig(
+        block_size=16, layout=LAYOUT, num_gpu_blocks=1, cpu_memory_bytes=given, lost_blocks_bytes=given
+    )
+    assert (config.cpu_memory_bytes, config.lost_blocks_bytes) == (2**20, 2**20)
+    assert StorageConfig(folder="/kv", weights_id="w", capacity_bytes=given).capacity_bytes == 2**20
+    assert InsightConfig(flight_recorder_bytes=given).flight_recorder_bytes == 2**20
+    for bad in ("10 gigs", "many"):
+        wrong: Any = bad
+        with pytest.raises(ConfigError, match=f"cpu_memory_bytes is '{bad}'; give a number of bytes, .* 10GB"):
+            CacheConfig(block_size=16, layout=LAYOUT, num_gpu_blocks=1, cpu_memory_bytes=wrong)
+
+
 def test_a_later_source_may_give_a_size_in_another_way(tmp_path: Path) -> None:
     """The environment's blocks replace the file's ratio instead of clashing with it."""
     path = tmp_path / "cache.toml"
@@ -142,8 +158,8 @@ def test_bytes_are_per_rank() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "give one of num_gpu_blocks, gpu_memory_bytes; found none"),
-        ({"num_gpu_blocks": 1, "gpu_memory_bytes": 1}, "found num_gpu_blocks and gpu_memory_bytes"),
+        ({}, "the size of the GPU pool is missing; give one of num_gpu_blocks, gpu_memory_bytes"),
+        ({"num_gpu_blocks": 1, "gpu_memory_bytes": 1}, "num_gpu_blocks and gpu_memory_bytes are given; give one"),
         ({"num_gpu_blocks": 1, "num_cpu_blocks": 1, "cpu_to_gpu_ratio": 1.0}, "at most one of"),
         ({"num_gpu_blocks": 0}, "num_gpu_blocks is 0"),
         ({"num_gpu_blocks": -4}, "num_gpu_blocks is -4"),

@@ -98,6 +98,8 @@ def test_a_text_is_no_number_in_a_file(tmp_path: Path, more: str, said: str) -> 
         ("TRANSFER_TP_SIZE", "2", ".*mean .transfer.tp_size.\\?.* that is FASTDEPLOY_CACHE_TRANSFER__TP_SIZE"),
         ("STORAGE_FOLDR", "/x", ".*mean .storage.folder.\\?.* that is FASTDEPLOY_CACHE_STORAGE__FOLDER"),
         ("TRANSFER__DEVICE_IDS", "0,b", r"TRANSFER__DEVICE_IDS: transfer\.device_ids\[1\] is 'b'; give a whole number"),
+        ("FOO", "1", "FOO: unknown key 'foo'; it is like no setting; `fastdeploy-cache config sample` prints all .*"),
+        ("LAYOUT__FOO", "1", "LAYOUT__FOO: unknown key 'layout.foo'; use one of layout.num_layers, layout.num_kv_.*"),
         ("HOME", "/root", "HOME: unknown key 'home'; .* Unset the variable if it is not meant for this cache."),
     ],
 )
@@ -105,6 +107,38 @@ def test_a_variable_is_named(name: str, value: str, said: str) -> None:
     """The whole name, as it stands in the environment; also one that is meant for something else."""
     with pytest.raises(ConfigError, match=f"^environment variable FASTDEPLOY_CACHE_{said}"):
         CacheConfig.load(environment={f"FASTDEPLOY_CACHE_{name}": value}, num_gpu_blocks=4, transfer_client="inline")
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "said"),
+    [
+        (
+            'num_gpu_blocks = 4\ngpu_memory_bytes = "1GB"\n',
+            {},
+            "{0}, line 1 and {0}, line 2: num_gpu_blocks and gpu_memory_bytes are given; give one of num_gpu_blocks, ",
+        ),
+        (
+            'num_gpu_blocks = 4\n\ncpu_memory_bytes = "1GB"\nnum_cpu_blocks = 3\ncpu_to_gpu_ratio = 1.0\n',
+            {},
+            "{0}, line 4 and {0}, line 3 and {0}, line 5: num_cpu_blocks and cpu_memory_bytes and cpu_to_gpu_ratio ",
+        ),
+        (
+            "",
+            {"num_gpu_blocks": 4, "gpu_memory_bytes": "1GB"},
+            "argument: num_gpu_blocks and gpu_memory_bytes are given;",
+        ),
+        ("block_size = 16\n", {}, "the size of the GPU pool is missing; give one of num_gpu_blocks, gpu_memory_bytes"),
+    ],
+)
+def test_sizes_that_exclude_each_other_are_told_with_their_lines(
+    tmp_path: Path, file: str, arguments: dict[str, Any], said: str
+) -> None:
+    """Where each of them stands, in the order of their names; what nobody has said stands nowhere."""
+    path = tmp_path / "cache.toml"
+    path.write_text(file)
+    with pytest.raises(ConfigError) as caught:
+        CacheConfig.load(path, environment={}, transfer_client="inline", **arguments)
+    assert str(caught.value).startswith(said.format(path))
 
 
 def test_the_later_source_is_blamed(tmp_path: Path) -> None:
@@ -121,6 +155,7 @@ def test_the_later_source_is_blamed(tmp_path: Path) -> None:
         (CacheConfig, {"num_gpu_blcks": 3}, "CacheConfig has no 'num_gpu_blcks'; did you mean 'num_gpu_blocks'"),
         (TransferConfig, {"devce": "cuda"}, "TransferConfig has no 'devce'; did you mean 'device'"),
         (StorageConfig, {"foldr": "/x"}, "StorageConfig has no 'foldr'; did you mean 'folder'"),
+        (KVLayout, {"zzz": 1}, "KVLayout has no 'zzz'; use one of num_layers, num_kv_heads, "),
         (StorageConfig, {"folder": "/x"}, "StorageConfig is made without weights_id; give it"),
         (PeerConfig, {}, "PeerConfig is made without weights_id; give it"),
         (KVLayout, {"num_layers": 2}, "KVLayout is made without num_kv_heads, head_dim; give them"),
@@ -132,13 +167,27 @@ def test_misspelt_and_missing_names_of_a_call(kind: Any, given: dict[str, Any], 
         kind(**given)
 
 
-@pytest.mark.parametrize("text", ["a=" + "[" * 3000 + "]" * 3000, "a=" + "{a=" * 3000 + "1" + "}" * 3000])
-def test_values_that_are_nested_too_deep_are_one_line(tmp_path: Path, text: str) -> None:
-    """Lists and tables; the parser gives up, and that is an error about the file."""
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a=" + "[" * 3000 + "]" * 3000, ", line 2: it is nested too deep"),
+        ("a=" + "{a=" * 3000 + "1" + "}" * 3000, ", line 2: it is nested too deep"),
+        ("a=" + "{a=" * 300 + "1" + "}" * 300, ", line 2: it is nested too deep"),
+        ("[" + ".".join("a" * 20_000) + "]", ", line 2: it is nested too deep"),
+        (".".join("a" * 3_000) + " = 1", ", line 2: it is nested too deep"),
+        ("[" + ".".join("a" * 300) + "]", ", line 2: it is nested too deep"),
+        ("block_size = " + "9" * 10_000, ", line 2: a number has too many digits"),
+        ("block_size = 0x" + "f" * 10_000, ", line 2: a number has too many digits"),
+        ("transfer.tp_size = [1,\n" + "9" * 10_000 + "]", ": a number has too many digits"),
+    ],
+)
+def test_what_python_cannot_take_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    """Nested too deep, or a number too long: an error about the file, with the line where one line has it."""
     path = tmp_path / "cache.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=r"^cannot read configuration \S+: a value in it is nested too deep$"):
+    path.write_text(f"num_gpu_blocks = 4\n{text}\n")
+    with pytest.raises(ConfigError) as caught:
         CacheConfig.load(path, environment={})
+    assert str(caught.value) == f"cannot read configuration {path}{said}"
 
 
 LINES = '''# a comment = 1

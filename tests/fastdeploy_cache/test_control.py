@@ -24,7 +24,7 @@ from fastdeploy_cache.insight import control_server as control_module
 from fastdeploy_cache.insight.control_client import ask, look
 from fastdeploy_cache.insight.control_messages import Subject
 from fastdeploy_cache.insight.control_server import ControlServer
-from fastdeploy_cache.insight.doctor import Finding
+from fastdeploy_cache.insight.finding import Finding
 from fastdeploy_cache.ipc.private_socket import connected
 from tests.rigs.command_line import CLI
 

@@ -197,7 +197,7 @@ def test_what_is_refused_changes_nothing() -> None:
             (UnknownRequestError, "'stranger'", lambda: cache.commit(stranger, 1)),
             (UnknownRequestError, "'live'", lambda: cache.release(request("live", A[:16]))),
             (RequestError, "-1 blocks", lambda: cache.allocate(live, -1)),
-            (OutOfBlocksError, "1 blocks are missing", lambda: cache.allocate(live, 7)),
+            (OutOfBlocksError, "1 block is missing", lambda: cache.allocate(live, 7)),
             (CommitError, "9 tokens", lambda: cache.commit(live, 9)),
             (CommitError, "17 tokens", lambda: cache.commit(live, 17)),
             (CommitError, "-1 tokens", lambda: cache.commit(live, -1)),

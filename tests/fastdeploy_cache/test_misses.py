@@ -12,6 +12,7 @@ from fastdeploy_cache import Request
 from fastdeploy_cache.books import lost_blocks
 from fastdeploy_cache.causes import TEXTS, Cause
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, UnknownRequestError
+from fastdeploy_cache.explanation import Hop
 from fastdeploy_cache.metrics.picture import CAUSES
 from fastdeploy_cache.requests.accounts import Account
 from fastdeploy_cache.transfer_manager.task import TaskKind
@@ -330,6 +331,12 @@ def test_what_came_from_storage_took_two_hops() -> None:
     ]
     assert cpu.hops == storage.hops[1:]
     assert "from storage to the CPU tier in 500.0 ms, then" in str(explanation)
+
+
+def test_few_bytes_are_not_called_none() -> None:
+    """A hop of small blocks is told in KiB."""
+    assert str(Hop(source="cpu", target="gpu", num_bytes=3 * 2**10, seconds=0.001)).startswith("3.0 KiB from the CPU")
+    assert str(Hop(source="cpu", target="gpu", num_bytes=3 * 2**20, seconds=0.001)).startswith("3.0 MiB from the CPU")
 
 
 def walk(seed: int, num_gpu: int, num_cpu: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from fastdeploy_cache.errors import ClosedError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.request import Image
 from tests.rigs.cache_model import CacheModel, LiveRequest
+from tests.rigs.storage_rig import Rig, stored
 
 A, B, C = ([base + i for i in range(100)] for base in (1000, 2000, 3000))
 
@@ -180,3 +181,78 @@ def test_the_schedules_above_do_refuse() -> None:
     scheduler.admit(model.must_match(scheduler.queue.pop()))
     assert (scheduler.num_refused, len(scheduler.running), len(scheduler.queue)) == (1, 1, 1)
     model.finish()
+
+
+# -- a queue that does not fit
+
+
+PROMPTS = [list(range(base, base + 41)) for base in range(10_000, 90_000, 10_000)]  # ten full blocks of four each
+
+
+def with_queue(num_cpu: int = 32) -> tuple[Rig, list[Request]]:
+    """Eight prompts are in storage; all are prefetched at once, and the CPU tier holds three of them."""
+    rig = Rig({name: value for tokens in PROMPTS for name, value in stored(tokens).items()}, num_cpu=num_cpu)
+    requests = []
+    for number, tokens in enumerate(PROMPTS):
+        rig.know(tokens)
+        requests.append(Request(request_id=f"queued{number}", prompt_token_ids=tokens))
+        rig.model.cache.prefetch(requests[-1])
+        rig.store.land_all()
+    return rig, requests
+
+
+def served(rig: Rig, request: Request) -> tuple[int, int]:
+    """Tokens that a match finds at once, and those that it has in the end."""
+    match = rig.model.cache.match(request)
+    at_once = match.num_tokens + sum(map(len, [match.coming_block_ids])) * 4
+    rig.land_all()
+    match = match.poll()
+    rig.model.cache.allocate(request, 1)
+    rig.model.cache.commit(request, 41)
+    rig.model.cache.release(request)
+    rig.land_all()
+    return at_once, match.num_storage_tokens + match.num_cpu_tokens + match.num_gpu_tokens
+
+
+def test_a_queue_larger_than_the_cpu_tier_hits_all_of_it() -> None:
+    """What came first stays until it is matched, and the rest is read when its turn comes."""
+    rig, requests = with_queue()
+    found = [served(rig, request) for request in requests]
+    assert [in_the_end for _, in_the_end in found] == [40] * 8
+    assert [at_once for at_once, _ in found[:3]] == [40] * 3
+    assert rig.model.cache.storage.stats().num_fetched_blocks == 80, "something was read twice"
+    rig.finish()
+
+
+def test_requests_that_go_unmatched_give_their_place_to_others() -> None:
+    """Where the first three are called off, the next three can be fetched."""
+    rig, requests = with_queue()
+    for request in requests[:3]:
+        rig.model.cache.end_prefetch(request)
+    for request in requests[5:]:
+        rig.model.cache.prefetch(request)
+        rig.store.land_all()
+    assert [served(rig, request)[0] for request in requests[5:]] == [40] * 3
+    rig.finish()
+
+
+def test_a_reset_lets_go_of_what_was_brought() -> None:
+    """Nothing of it is there any more, so it takes nobody's place."""
+    rig, requests = with_queue()
+    rig.model.reset()
+    for request in requests[5:]:
+        rig.model.cache.prefetch(request)
+        rig.store.land_all()
+    assert [served(rig, request)[0] for request in requests[5:]] == [40] * 3
+    rig.finish()
+
+
+def test_what_an_engine_has_forgotten_is_kept_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that never says that a request has gone does not lose its prefetches for good."""
+    rig, requests = with_queue()
+    monkeypatch.setattr("fastdeploy_cache.storage.reads._KEPT_SECONDS", 0.0)
+    for request in requests[5:]:
+        rig.model.cache.prefetch(request)
+        rig.store.land_all()
+    assert served(rig, requests[7])[0] == 40
+    rig.finish()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Request
+from fastdeploy_cache.causes import Cause
 from tests.rigs.cache_model import CacheModel
 
 TOKENS = list(range(1, 17))
@@ -86,6 +87,27 @@ def test_a_prompt_of_one_block() -> None:
     assert len(model.settle(live)) == 1
     assert live.num_computed == 3
     model.finish()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+def test_what_was_copied_is_told_as_a_hit(num_blocks: int) -> None:
+    """By the explanation, before and after the request is counted, and by the hit rate: also of a single block."""
+    config = CacheConfig(block_size=4, num_gpu_blocks=16, transfer_client="inline", recompute_last_token=True)
+    num_tokens = 4 * num_blocks
+    with PrefixCacheManager(config) as cache:
+        for name in ("first", "again"):
+            request = Request(request_id=name, prompt_token_ids=TOKENS[:num_tokens])
+            match = cache.match(request).wait(5.0)
+            before = match.explain()
+            cache.allocate(request, num_blocks - len(match.block_ids))
+            cache.commit(request, num_tokens)
+            cache.release(request)
+        told = cache.explain("again")
+        assert told is not None
+        assert match.num_tokens == before.num_hit_tokens == told.num_hit_tokens == num_tokens - 1
+        assert told.missed_tokens() == before.missed_tokens() == {Cause.LAST: 1}
+        assert cache.stats().hit_rates["token"] == (num_tokens - 1) / (2 * num_tokens)
+        assert cache.stats().hit_rates["request"] == 0.5
 
 
 def test_a_match_that_would_end_inside_an_image_is_not_copied() -> None:

@@ -122,12 +122,26 @@ def test_what_is_committed_is_not_taken_back() -> None:
 
 
 def test_what_is_no_step_at_all_changes_nothing() -> None:
-    """A malformed entry raises before the first request is looked at."""
+    """A malformed entry raises one of our errors before the first request is looked at: it shows what was given, and
+    what a step looks like."""
     with new_cache() as cache:
         request = running(cache, "a", [1, 2, 3, 4])
-        with pytest.raises(TypeError):
-            cache.step([(request, [5], 4), (request, [5], "four")])  # type: ignore[list-item]
-        assert request.num_tokens == 4
+        bad: list[tuple[Any, str]] = [
+            ((request, [5]), "a step has 2 entries: (Request('a', 4 tokens)"),
+            ((request,), "a step has 1 entry: (Request('a', 4 tokens)"),
+            ((request, [5], 4, 4), "a step has 4 entries: (Request('a', 4 tokens)"),
+            ((request, [5], "four"), "a step has 3 entries: (Request('a', 4 tokens)"),
+            (("a", [5], 4), "a step has 3 entries: ('a', [5], 4)"),
+            (None, "a step is of type NoneType: None"),
+        ]
+        for step, said in bad:
+            with pytest.raises(RequestError) as refused:
+                cache.step([(request, [5], 4), step])
+            assert str(refused.value).startswith(said)
+            assert str(refused.value).endswith("tokens computed so far), such as (request, [17], 130)")
+            assert request.num_tokens == 4
+        with pytest.raises(RequestError, match="a step is of type Request: "):
+            cache.step((request, [5], 4))  # type: ignore[arg-type]
 
 
 def test_a_closed_or_sleeping_cache_takes_no_step() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import pytest
 
+from fastdeploy_cache import CacheConfig, PrefixCacheManager
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.simulated_storage import SimulatedStorage
 from tests.rigs.storage_rig import A, Rig
@@ -138,3 +140,11 @@ def test_a_run_that_was_cut_while_it_was_written() -> None:
     assert cache.storage.flush(SECONDS)
     assert all(run.num_stored == run.num_blocks for run in tree.runs())
     rig.finish()
+
+
+def test_without_a_store_it_says_no_and_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is raised: a planned end goes on."""
+    config = CacheConfig(num_gpu_blocks=8, transfer_client="inline")
+    with PrefixCacheManager(config) as cache, caplog.at_level(logging.WARNING):
+        assert not cache.storage.flush(SECONDS) and not cache.storage.flush(SECONDS)
+    assert len([line for line in caplog.messages if "event=flush_without_storage" in line]) == 1

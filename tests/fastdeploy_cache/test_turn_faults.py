@@ -10,6 +10,7 @@ import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.books.changes import RoomCame, Used
+from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.errors import ClosedError
 from fastdeploy_cache.storage.tier import StorageTier
 from tests.rigs.cache_model import CacheModel
@@ -116,9 +117,9 @@ def test_no_memory_between_the_rooms_fails_no_verb(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(books, "note", fail)
     waiter = object()
     with books:
-        books.await_room(waiter, True)
+        books.await_room(waiter, True, CPU)
     with books:
-        books.await_room(waiter, False)
+        books.await_room(waiter, False, CPU)
     assert books.mishaps.counts["settling"] == 1 and not books._lock.locked()
     monkeypatch.undo()
     rig.finish()

@@ -53,7 +53,7 @@ def test_pausing_answers_those_who_wait() -> None:
         os.kill(pid, signal.SIGSTOP)
         request = Request(request_id="waits", prompt_token_ids=PROMPT)
         match = cache.match(request)
-        with pytest.raises(LifeCycleError, match="1 copies have not ended"):
+        with pytest.raises(LifeCycleError, match="not ended in time: 1 copy;"):
             cache.life.pause(0.2)
         assert cache.life.status is LifeCycleStatus.RUNNING
         os.kill(pid, signal.SIGCONT)

@@ -18,6 +18,7 @@ from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.background import group, program, single, supervisor
 from fastdeploy_cache.launch.background.group import show_group, stop_group
 from fastdeploy_cache.launch.background.group_plan import GroupPlan, at_known_ports
+from fastdeploy_cache.launch.background.process_name import name_of
 from fastdeploy_cache.launch.background.run_folder import RunFolder, Slot, default_run_folder
 from fastdeploy_cache.launch.background.supervisor import Supervisor
 from fastdeploy_cache.launch.cli import app
@@ -58,6 +59,30 @@ def lives(folder: Path, name: str) -> list[str]:
     return (folder / f"{name}.lives").read_text().splitlines()
 
 
+SLOW_START = """
+import signal
+from fastdeploy_cache.launch.server.readiness import tell_ready, tell_status
+for what in ("reading the model", "starting 1 rank"):
+    tell_status(what)
+tell_ready(url="http://127.0.0.1:1", metrics="http://127.0.0.1:2/metrics")
+signal.signal(signal.SIGTERM, lambda *_: exit(0))
+signal.pause()
+"""
+
+
+@pytest.mark.processes
+def test_a_start_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thing that the server tells of its start, once and in order, and then its facts."""
+    monkeypatch.setattr(program, "command_of", lambda arguments: [sys.executable, "-c", SLOW_START])
+    folder, said = RunFolder(tmp_path / "run"), list[str]()
+    folder.make()
+    with program.EndSignals() as asked, program.Program(folder.server, [], tmp_path) as started:
+        facts = started.wait_ready(60.0, asked, said.append)
+        started.signal(signal.SIGTERM)
+        started.reap()
+    assert said == ["reading the model", "starting 1 rank"] and facts["url"] == "http://127.0.0.1:1"
+
+
 @pytest.mark.processes
 def test_a_member_that_ends_is_started_again_at_its_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice, while the others run on; asked to end, the supervisor leaves no pid file, secret or discovery."""
@@ -67,7 +92,7 @@ def test_a_member_that_ends_is_started_again_at_its_ports(tmp_path: Path, monkey
 
     def end_its_first_life() -> None:
         assert select.select([ready], [], [], 60)[0], "the group is not ready"
-        os.kill(int(folder.member("decode-0").pid_file.read_text()), signal.SIGTERM)
+        os.kill(int(folder.member("decode-0").pid_file.read_text().split()[0]), signal.SIGTERM)
 
     killer = threading.Thread(target=end_its_first_life)
     killer.start()
@@ -141,7 +166,7 @@ program.command_of = lambda arguments: [sys.executable, "-c", code]
 folder = Path({str(tmp_path)!r})
 started = program.Program(Slot("member", folder, folder), [], folder, dies_with_us=True)
 with program.EndSignals() as asked:
-    started.wait_ready(60, asked)
+    started.wait_ready(60, asked, print)
 print(started.pid, flush=True)
 sys.stdin.read()
 """
@@ -198,10 +223,10 @@ def test_the_commands_of_a_group(tmp_path: Path) -> None:
     assert at_known_ports(["serve"], facts) == ["serve", "--port", "9", "--metrics-port", "8"]
 
 
-def test_a_pid_file_counts_while_its_process_is_ours(tmp_path: Path) -> None:
-    """A pid of nobody, of another program, or damaged, is none; what listens is forgotten with it."""
+def test_a_pid_file_counts_while_its_process_lives(tmp_path: Path) -> None:
+    """A pid of nobody, one without its start time, or a damaged one, is none; what listens is forgotten with it."""
     slot = RunFolder(tmp_path).server
-    for text in ("", "no number", "999999999", "1"):
+    for text in ("", "no number", "999999999 1", "1", f"{os.getpid()}", "1 1", "-1 1", "9" * 400, "1 " + "9" * 10**5):
         slot.pid_file.write_text(text)
         assert slot.pid is None
     slot.note_facts({"url": "http://127.0.0.1:80"})
@@ -213,6 +238,89 @@ def test_a_pid_file_counts_while_its_process_is_ours(tmp_path: Path) -> None:
     for call in (slot.forget, lambda: slot.note(1)):
         with pytest.raises(LaunchError, match=r"serve\.pid cannot be \w+: Is a directory; remove it by hand"):
             call()
+
+
+@pytest.mark.processes
+def test_a_stop_ends_nobody_elses_process(tmp_path: Path) -> None:
+    """A pid that was given again is that of another process: it has another start time, whatever its command is."""
+    folder, said = RunFolder(tmp_path), list[str]()
+    folder.make()
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()", "fastdeploy_cache"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
+        folder.server.note(other.pid)
+        assert folder.server.pid == other.pid
+        _, started = folder.server.pid_file.read_text().split()
+        for text in (f"{other.pid} {int(started) - 1}", f"{other.pid}"):
+            folder.server.pid_file.write_text(text)
+            single.stop(folder, said.append)
+            assert said.pop().startswith("not running; it ended without being stopped")
+            assert not folder.server.pid_file.exists() and other.poll() is None
+        (tmp_path / "start.lock").write_text(f"start {other.pid} 1")
+        with folder.locked("group"):  # another lock: it writes its own name
+            (tmp_path / "group.lock").write_text(f"start {other.pid} 1")
+            with pytest.raises(LaunchError, match="another start or stop is at work"):
+                stop_group(folder, said.append)
+        assert other.poll() is None
+        other.communicate()
+
+
+def test_a_run_folder_that_others_may_write_in_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or that is another user's, and the folders in it: before anything in it is believed or made."""
+    for name in ("", "log", "prefill_decode"):
+        folder = tmp_path / "run" / name
+        RunFolder(tmp_path / "run").make()
+        folder.chmod(0o775)
+        for words in (["stop"], ["status"], ["start"], ["up"], ["control", "pause"]):
+            done = CliRunner().invoke(app, [*words, "--run-dir", str(tmp_path / "run")])
+            assert isinstance(done.exception, LaunchError) and f"others may write in the run folder {folder}" in str(
+                done.exception
+            )
+        folder.chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(LaunchError, match=rf"run folder \S+ is of user {os.getuid()}, and this is"):
+        RunFolder(tmp_path / "run")
+
+
+def test_the_run_folder_is_made_for_its_user_alone(tmp_path: Path) -> None:
+    """Also where the user's `umask` lets a group write."""
+    before = os.umask(0o002)
+    try:
+        folder = RunFolder(tmp_path / "new" / "run")
+        folder.make()
+    finally:
+        os.umask(before)
+    made = (folder.path, folder.log_folder, folder.group_folder)
+    assert [each.stat().st_mode & 0o777 for each in made] == [0o755] * 3
+
+
+def test_links_in_a_run_folder_are_not_followed(tmp_path: Path) -> None:
+    """Not by pid files, facts, locks or logs: what they point to is neither read nor written."""
+    precious, folder = tmp_path / "precious", RunFolder(tmp_path / "run")
+    folder.make()
+    slot = folder.server
+    for file in (slot.pid_file, slot.pid_file.with_suffix(".json"), folder.path / "start.lock", slot.log_file):
+        precious.write_text("")
+        file.symlink_to(precious)
+    with pytest.raises(LaunchError, match=r"serve\.pid cannot be written"):
+        slot.note(os.getpid())
+    with pytest.raises(LaunchError, match=r"serve\.json cannot be written"):
+        slot.note_facts({"url": "x"})
+    with pytest.raises(LaunchError, match=r"start\.lock cannot be opened"), folder.locked("start"):
+        raise AssertionError("it was locked")
+    with pytest.raises(LaunchError, match="serve cannot be started"):
+        program.Program(slot, ["serve"], tmp_path)
+    assert precious.read_text() == ""
+    precious.write_text(name_of(os.getpid()))
+    assert slot.pid is None and slot.facts == {}
+
+
+def test_what_is_damaged_in_a_run_folder_says_nothing(tmp_path: Path) -> None:
+    """Facts that are no table, too deep or no text are none, and nothing but a server is asked how it is."""
+    slot = RunFolder(tmp_path).server
+    for data in (b"{", b"[1]", b"[" * 10**5, b"\xff", b"[" * 10**4 + b"]" * 10**4):
+        slot.pid_file.with_suffix(".json").write_bytes(data)
+        assert slot.facts == {}
+    assert single.http_status(f"file://{slot.pid_file.with_suffix('.json')}") is None
 
 
 def test_the_run_folder_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +359,7 @@ def test_what_is_said_where_nothing_runs(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(Slot, "pid", property(lambda slot: os.getpid() if slot.pid_file.exists() else None))
     slots = {"nothing": [], "dead": [folder.server, folder.group], "group": [folder.group], "single": [folder.server]}
     for slot in slots[runs]:
-        slot.note(2**22 + 1)  # more than there are pids
+        slot.pid_file.write_text(f"{2**22 + 1} 1")  # more than there are pids
     log = "; it ended without being stopped; its log is {}"
     of_server = {"dead": log.format(folder.server.log_file), "group": "; a group is: see `up --status`, or end it with"}
     of_group = {"dead": log.format(folder.group.log_file), "single": "; a single server is: see `status`, or end it"}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import textwrap
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,13 +12,11 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.engines import sglang_lane, vllm_cases, vllm_lane
+from fastdeploy_cache.launch.engines import sglang_lane, vllm_lane
 from fastdeploy_cache.launch.engines.hf_folder import write_hf_folder
-from fastdeploy_cache.launch.engines.made_up_model import write_adapter, write_made_up_model
+from fastdeploy_cache.launch.engines.made_up_model import write_adapter, write_made_up_model, write_mla_model
 from fastdeploy_cache.launch.engines.report import Line, line_of
 from fastdeploy_cache.launch.engines.results import Passed, Served, StageResult
-from fastdeploy_cache.launch.engines.servers import running
-from fastdeploy_cache.launch.engines.stages import run_stage
 from fastdeploy_cache.launch.engines.vllm_cases import http_cases, run_cases
 from fastdeploy_cache.launch.engines.vllm_loop import VLLMLoop
 from fastdeploy_cache.launch.engines.vllm_plan import Pass, StagePlan, pass_over
@@ -78,7 +74,8 @@ def test_a_model_becomes_a_hugging_face_folder(tmp_path: Path) -> None:
 
 
 def test_a_made_up_model_and_its_adapter_are_folders_for_vllm(tmp_path: Path) -> None:
-    """Every weight that the configuration asks for, in its shape; an adapter has what it adds to keys and values."""
+    """Every weight that the configuration asks for, in its shape, also with a latent instead of keys and values; an
+    adapter has what it adds to keys and values."""
     load_file = pytest.importorskip("safetensors.numpy", reason="needs safetensors").load_file
     write_made_up_model(tmp_path / "model", SPEC)
     found = load_file(tmp_path / "model" / "model.safetensors")
@@ -86,6 +83,14 @@ def test_a_made_up_model_and_its_adapter_are_folders_for_vllm(tmp_path: Path) ->
     assert found["model.layers.0.self_attn.k_proj.weight"].shape == (4, 8)
     assert found["model.layers.0.mlp.down_proj.weight"].shape == (8, 6)
     assert all(np.isfinite(weight).all() for weight in found.values())
+    write_mla_model(tmp_path / "mla", SPEC)
+    latent = load_file(tmp_path / "mla" / "model.safetensors")
+    assert latent["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"].shape == (512 + 64, 8)
+    assert latent["model.layers.0.self_attn.kv_b_proj.weight"].shape == (2 * (4 + 4), 512)
+    assert np.any(latent["lm_head.weight"]), (
+        "vLLM takes embeddings of this architecture for untied, and zeros for a head"
+    )
+    assert json.loads((tmp_path / "mla" / "config.json").read_text())["tie_word_embeddings"] is False
     write_adapter(tmp_path / "adapter", SPEC)
     added = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     up = added["base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"]
@@ -206,16 +211,16 @@ def _http_pass(hits: int, answer: int = 0) -> Passed:
         ((_http_pass(0), _http_pass(1700), _http_pass(0)), "over HTTP, restarted", "only 0 tokens were hit"),
     ],
 )
-def test_what_is_asked_over_http(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, passes: tuple[Passed, ...], case: str | None, failed: str
-) -> None:
+def test_what_is_asked_over_http(tmp_path: Path, passes: tuple[Passed, ...], case: str | None, failed: str) -> None:
     """Answers as those of vLLM alone, and hits in the second pass and behind a restart."""
     coming = iter(passes)
-    monkeypatch.setattr(vllm_cases, "serve_passes", lambda *given: [next(coming) for _ in range(given[-1])])
 
     class Alone(Told):
         def run(self, name: str, **plan: Any) -> StageResult:
             return StageResult(version="0", passes=(_http_pass(0),), up_seconds=1.0)
+
+        def serve(self, name: str, num_passes: int, **plan: Any) -> list[Passed]:
+            return [next(coming) for _ in range(num_passes)]
 
     found = {each.name: each.failed for each in http_cases(Alone(tmp_path, {}), "model") if each.failed}
     assert list(found) == ([case] if case else [])
@@ -258,7 +263,10 @@ class Told:
 
     def run(self, name: str, **plan: Any) -> StageResult:
         passes = [self._pass(name, index, wanted, plan) for index, wanted in enumerate(plan["passes"])]
-        return StageResult(version="0", passes=tuple(passes), up_seconds=1.0)
+        return StageResult(version="0", passes=tuple(passes), up_seconds=1.0, **self._wrong.get(name, {}))
+
+    def serve(self, name: str, num_passes: int, **plan: Any) -> list[Passed]:
+        raise AssertionError("nothing is served over HTTP here")
 
     def _pass(self, name: str, index: int, wanted: Pass, plan: dict[str, Any]) -> Passed:
         """An answer follows from prompt, adapter and, where KV is wrong, from that."""
@@ -267,7 +275,12 @@ class Told:
         noise = 1 if (plan.get("is_poisoned") and is_last and not self._wrong.get("blind")) or "answer" in lie else 0
         served = tuple(
             Served(
-                tokens=(visit.prompt, str(visit.adapter).count("2"), noise, visit.adapter is not None),
+                tokens=(
+                    0 if "alike" in lie else visit.prompt,
+                    str(visit.adapter).count("2"),
+                    noise,
+                    visit.adapter is not None,
+                ),
                 num_cached_tokens=0,
                 seconds=0.1,
                 num_preemptions=int(wanted.num_concurrent > 1 and "preempted" not in self._wrong),
@@ -292,85 +305,21 @@ class Told:
         ({"layer by layer 1": {"answer": 1}}, "layer by layer", "8 answers differ from those of vLLM alone"),
         ({"layer by layer 1": {"hits": 0}}, "layer by layer", "only 0 tokens were hit"),
         ({"preempted": False}, "preemption", "nobody was preempted"),
+        ({"MLA alone": {"is_prefill_chunked": False}, "MLA": {"refused": "the model uses MLA"}}, None, ""),
+        ({"MLA alone": {"is_prefill_chunked": False}}, "MLA", "it was not refused, with chunked prefill off: 16 of 16"),
+        ({"MLA": {"refused": "the model uses MLA"}}, "MLA", "it was refused: the model uses MLA"),
+        ({"MLA alone": {"is_prefill_chunked": False}, "MLA": {"refused": "no tier"}}, "MLA", "it was refused: no tier"),
+        ({"MLA alone 0": {"alike": True}}, "MLA", "all prompts have the same answer: this shows nothing"),
+        ({"MLA 1": {"answer": 1}}, "MLA", "8 answers differ from those of vLLM alone"),
         ({"blind": True}, "bytes of the CPU tier turned over", "wrong KV gives the same answers"),
     ],
 )
 def test_a_case_that_does_not_hold_is_named(
     tmp_path: Path, wrong: dict[str, Any], case: str | None, failed: str
 ) -> None:
-    """Others' hits, no hits, other answers, and a comparison that sees no wrong KV each fail their case alone."""
+    """Others' hits, no hits, other answers, a comparison that sees no wrong KV, MLA that is served where vLLM's prefill
+    cannot start behind it, or refused where it can, each fail their case alone."""
     pytest.importorskip("safetensors", reason="needs safetensors")
     found = {each.name: each.failed for each in run_cases(Told(tmp_path, wrong)) if each.failed}
     assert list(found) == ([case] if case else [])
     assert not case or found[case].startswith(failed)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("code", "failure"),
-    [
-        ("open(sys.argv[1], 'w').write('done')", None),
-        ("print('no such model'); sys.exit(3)", "ended with status 3:\nno such model"),
-        ("time.sleep(60)", "took more than 2 s"),
-        ("os.kill(os.getpid(), 9)", "ended with status -9"),
-    ],
-)
-def test_a_stage_ends_by_its_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, failure: str | None
-) -> None:
-    """A run of an engine gives its result; one that fails or hangs is ended, with the end of its log in the message."""
-    (tmp_path / "a_stage.py").write_text(f"import os, sys, time\n{code}\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    result = tmp_path / "result.json"
-    if failure is None:
-        assert run_stage("a_stage", str(result), result) == b"done"
-        return
-    with pytest.raises(LaunchError, match=failure):
-        run_stage("a_stage", str(result), result, timeout_seconds=2.0)
-
-
-@pytest.mark.processes
-def test_a_stage_that_is_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its children, which have ended when it is over, nor the files that they had mapped in /dev/shm."""
-    name = f"psm_stage_{os.getpid()}"
-    code = f"""
-        import mmap, os, sys, time
-        from multiprocessing.shared_memory import SharedMemory
-
-        memory = SharedMemory({name!r}, create=True, size=1 << 20)
-        child = os.fork()
-        if child:
-            open(sys.argv[1], "w").write(str(child))
-            os.kill(os.getpid(), 9)
-        time.sleep(60)
-    """
-    (tmp_path / "a_stage.py").write_text(textwrap.dedent(code))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    result = tmp_path / "result.json"
-    child = run_stage("a_stage", str(result), result, may_kill_itself=True).decode()
-    assert not (Path("/dev/shm") / name).exists()
-    state = Path(f"/proc/{child}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-@pytest.mark.processes
-def test_a_server_is_followed_until_it_says_that_it_is_up(tmp_path: Path) -> None:
-    """It runs inside the block and not behind it; its log is kept. One that ends at its start is an error."""
-    log = tmp_path / "server.log"
-
-    def server(code: str) -> list[str]:
-        return [sys.executable, "-c", f"import time; {code}"]
-
-    with running(
-        server("print('it is up', flush=True); time.sleep(60)"),
-        ready=b"is up", log=log, environment={}, start_seconds=30,
-    ) as pid:  # fmt: skip
-        os.kill(pid, 0)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    assert log.read_text() == "it is up\n"
-    with (
-        pytest.raises(LaunchError, match="no such port"),
-        running(server("print('no such port')"), ready=b"is up", log=log, environment={}, start_seconds=30),
-    ):
-        pass

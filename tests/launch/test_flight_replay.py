@@ -13,10 +13,12 @@ from typer.testing import CliRunner
 
 from fastdeploy_cache.errors import RecordingError
 from fastdeploy_cache.insight.flight_file import MAGIC, read_recording
+from fastdeploy_cache.insight.flight_records import RecordKind
 from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.launch.cli import app, main
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 from fastdeploy_cache.launch.simulator.recorded_trace import read_recorded_trace
+from fastdeploy_cache.policies import EVICTION_POLICIES
 from tests.rigs.flight_walk import FlightWalk
 
 
@@ -43,6 +45,36 @@ def test_a_recording_of_the_version_before_is_read(recording: Path) -> None:
     data = recording.read_bytes()
     recording.write_bytes(data[: len(MAGIC)] + struct.pack("<H", 1) + data[len(MAGIC) + 2 :])
     assert FlightReplay(read_recording(recording)).run().num_different == 0
+
+
+def test_a_change_of_the_policy_is_followed(tmp_path: Path) -> None:
+    """Also by a file whose ring has dropped the change: its header has the policy in force when it begins. One of the
+    version before cannot tell, and says so."""
+    path = tmp_path / "a.flight"
+    walk = FlightWalk(5, 4, 24, 40, is_inline=True)
+    for policy in ("lru", "lfu", "reuse", "priority"):
+        walk.model.cache.control.set_policy(policy)
+        walk.run(150)
+    walk.model.cache.insight.write_flight(path)
+    result = CliRunner().invoke(app, ["simulate", "--replay", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "0 different" in result.output and "does not tell" not in result.output
+    told = [EVICTION_POLICIES[record["policy"]] for record in read_recording(path).of_kind(RecordKind.POLICY)]
+    assert told == ["lfu", "reuse", "priority"]
+    data = path.read_bytes()
+    path.write_bytes(data[: len(MAGIC)] + struct.pack("<H", 2) + data[len(MAGIC) + 2 :])
+    result = CliRunner().invoke(app, ["simulate", "--replay", str(path)])
+    assert "does not tell whether the eviction policy was changed" in " ".join(result.output.split())
+
+
+def test_a_ring_that_has_dropped_a_change_of_the_policy_has_it_in_its_header(tmp_path: Path) -> None:
+    """It says by which policy its first record was evicted."""
+    walk = FlightWalk(9, 4, 400, 0, is_inline=True, insight=InsightConfig(flight_recorder_bytes=2**16))
+    walk.model.cache.control.set_policy("lfu")
+    walk.run(1500)
+    found = read_recording(walk.model.cache.insight.write_flight(tmp_path / "a.flight"))
+    assert not list(found.of_kind(RecordKind.POLICY)) and found.header["num_dropped"]
+    assert found.header["settings"]["eviction_policy"] == "lfu"
 
 
 def test_a_replay_that_differs_ends_with_4_and_shows_both_sides(recording: Path) -> None:

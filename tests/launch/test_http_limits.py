@@ -28,11 +28,14 @@ pytestmark = pytest.mark.processes
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
 STREAM = CHAT[:-1] + b', "stream": true}'
-HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def post(body: bytes, version: str = "1.1") -> bytes:
-    return f"POST /v1/chat/completions HTTP/{version}\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    return (
+        f"POST /v1/chat/completions HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
 
 
 class Api:
@@ -92,7 +95,7 @@ def test_a_client_has_so_many_connections() -> None:
                 assert not is_served(third)
             with socket.create_connection(where, source_address=("127.0.0.2", 0)) as other:
                 assert is_served(other)
-            second.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            second.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             while second.recv(4096):
                 pass
             with socket.create_connection(where) as fourth:
@@ -181,10 +184,10 @@ def test_who_takes_nothing_is_ended() -> None:
     "request_",
     [
         b"\x16\x03\x01 hello\r\n\r\n",
-        b"PUT /health HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"PUT /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET / HTTP/1.1\r\n\r\n",
-        b"OPTIONS * HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
-        b"GET /health HTTP/2.0\r\nHost: a\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n",
     ],
 )
 def test_every_error_is_json(request_: bytes) -> None:

@@ -19,9 +19,11 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
+from fastdeploy_cache import CacheConfig, PrefixCacheManager
 from fastdeploy_cache.errors import CacheError, ControlError
 from fastdeploy_cache.insight import control_client
 from fastdeploy_cache.ipc.private_socket import PrivateListener
+from fastdeploy_cache.launch.background.run_folder import RunFolder
 from fastdeploy_cache.launch.cli import app
 from fastdeploy_cache.launch.operating.text import status_lines
 from fastdeploy_cache.launch.operating.watch import view_of
@@ -77,7 +79,7 @@ def test_pins_and_policies_are_set_and_shown(path: Path) -> None:
     name = found(path, "top")[0]["name"]
     done = run(path, "pin", name, "--seconds", "60")
     assert (done.exit_code, done.stdout) == (0, "pinned 8 tokens, 2 blocks, for 60 seconds\n")
-    assert name in run(path, "pins").stdout and "1 pins" in run(path, "status").stdout
+    assert name in run(path, "pins").stdout and "1 pin\n" in run(path, "status").stdout
     assert found(path, "top")[0]["is_pinned"] is True
     assert (
         run(path, "unpin", name).stdout == "unpinned 2 blocks\n" and run(path, "pins").stdout == "nothing is pinned\n"
@@ -101,8 +103,8 @@ def test_a_flight_is_written_and_replayed(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_other_sizes_are_shown_once_they_are_known(path: Path) -> None:
-    """Before there are 50 requests that is said; the document is a list all the same."""
-    assert found(path, "what-if") == [] and "50 requests" in run(path, "what-if").stdout
+    """Before there are 10 requests that is said; the document is a list all the same."""
+    assert found(path, "what-if") == [] and "10 requests" in run(path, "what-if").stdout
 
 
 @pytest.mark.processes
@@ -331,5 +333,27 @@ def test_without_requests_there_is_no_hit_rate() -> None:
     """That nobody asked for anything within the window is said, in the lines and in the live view, and no 0 %."""
     assert "hit rates, recently: token 50%" in status_lines(document())
     idle = document(hit_rates=dict.fromkeys(("request", "token", "gpu")))
-    line = "hit rates, recently: no request came in the last 300 seconds"
+    line = "hit rates, recently: no request came in the last 5 minutes"
     assert line in status_lines(idle) and line in viewed(idle, {}) and "%" not in viewed(idle, {})
+
+
+def test_the_server_of_a_checkouts_scripts_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the working directory, unless another run folder is named; and who finds none is told where to point."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("FASTDEPLOY_CACHE_RUN_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder(Path("run"))
+    for words in (["status"], ["explain"], ["doctor"]):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 3 and "--run-dir run" in done.output and "--socket PATH" in done.output, done.output
+    folder.make()
+    folder.server.note(1)
+    config = CacheConfig(num_gpu_blocks=8, transfer_client="inline")
+    with PrefixCacheManager(config) as cache:
+        cache.control.open(folder.control_socket)
+        for words in (["status"], ["explain"], ["doctor"]):
+            done = CliRunner().invoke(app, words, catch_exceptions=False)
+            assert done.exit_code == 0, done.output
+            assert CliRunner().invoke(app, [*words, "--run-dir", "elsewhere"]).exit_code == 3
+        monkeypatch.setenv("FASTDEPLOY_CACHE_RUN_DIR", "elsewhere")
+        assert CliRunner().invoke(app, ["doctor"]).exit_code == 3

@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from fastdeploy_cache.errors import LaunchError
+from fastdeploy_cache.errors import LaunchError, MetricsError
 from fastdeploy_cache.launch.server.http_server import HttpServer
 from fastdeploy_cache.launch.server.instances import Instances
+from fastdeploy_cache.launch.server.serve import check_metrics_port
+from fastdeploy_cache.metrics.exporter import MetricsExporter
 from tests.rigs.router_rig import (
     CHAT,
     SECONDS,
@@ -235,3 +237,17 @@ def test_a_taken_port() -> None:
     taken = Instance(answers)
     with running(taken), pytest.raises(LaunchError, match=f"cannot listen on 127.0.0.1:{taken.server_port}"):
         HttpServer("127.0.0.1", taken.server_port)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-host.invalid"])
+def test_an_address_of_another_machine_is_blamed_and_no_port(host: str) -> None:
+    """By the API's port, by that of metrics as `serve` looks at it first, and by an engine's own exporter."""
+    for what, listen, error in (
+        ("", HttpServer, LaunchError),
+        ("metrics ", check_metrics_port, LaunchError),
+        ("metrics ", lambda host, port: MetricsExporter(host=host, port=port), MetricsError),
+    ):
+        with pytest.raises(error) as refusal:
+            listen(host, 0)
+        assert str(refusal.value).startswith(f"{what}cannot listen on {host}:0: {host} is no address of this machine (")
+        assert "host, such as 127.0.0.1" in str(refusal.value) and "another port" not in str(refusal.value)

@@ -76,6 +76,20 @@ def test_a_stream_is_sent_in_chunks(server: Server) -> None:
             assert file.read().partition(b"\r\n\r\n")[2] == text
 
 
+@pytest.mark.parametrize("metrics_url", ["http://127.0.0.1:9400/metrics", ""])
+def test_who_asks_the_api_for_metrics_is_told_their_port(metrics_url: str) -> None:
+    """Where there are any: the 404 names the pages that are here, and then their address."""
+    cache = SimpleNamespace(config=SimpleNamespace(role="mixed", peer=None))
+    with served(InstanceApp(Api(), cache, metrics_url).build()) as port:  # type: ignore[arg-type]
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
+        text = json.loads(answer.read())["error"]["message"]
+        connection.close()
+    assert answer.status == 404 and "/health, /ready and /status" in text
+    assert text.endswith(f"; metrics are at {metrics_url}" if metrics_url else "/status")
+
+
 def test_a_client_that_resets_before_the_first_byte_is_computed_for_no_longer(server: Server) -> None:
     """The headers of its stream find nobody: the generation is cancelled, and the server goes on."""
     api = server.api
@@ -83,7 +97,7 @@ def test_a_client_that_resets_before_the_first_byte_is_computed_for_no_longer(se
     body = json.dumps(CHAT).encode()
     with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as connection:
         connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
         )
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     api.may_begin.set()
@@ -105,7 +119,7 @@ def test_bodies_of_no_use_are_answered(server: Server, path: str, body: bytes) -
     assert asked(server, path, body) == (404 if path == "/nothing" else 400)
 
 
-SECOND = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+SECOND = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -122,14 +136,14 @@ SECOND = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 @pytest.mark.parametrize("verb", [b"POST /v1/chat/completions", b"GET /health", b"DELETE /v1/prefill/a"])
 def test_where_a_request_ends_is_never_guessed(server: Server, verb: bytes, headers: bytes) -> None:
     """One that does not say it clearly is refused, and what follows on its connection is not read as another."""
-    answer = said(server.port, verb + b" HTTP/1.1\r\nHost: a\r\n" + headers + b"\r\n\r\n" + SECOND)
+    answer = said(server.port, verb + b" HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n\r\n" + SECOND)
     assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400")) and answer.count(b"HTTP/1.") == 1
 
 
 def test_a_body_where_none_belongs_is_no_request(server: Server) -> None:
     """The health is answered; its body is not."""
     header = b"Content-Length: %d\r\n\r\n" % len(SECOND)
-    answer = said(server.port, b"GET /health HTTP/1.1\r\nHost: a\r\n" + header + SECOND)
+    answer = said(server.port, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + header + SECOND)
     assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
 
 

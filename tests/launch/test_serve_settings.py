@@ -10,7 +10,7 @@ import pytest
 from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles, ModelSpec
-from fastdeploy_cache.launch.server.settings import load_config
+from fastdeploy_cache.launch.server.settings import check_pool, load_config
 
 SIZES = "block_size = 16\nnum_gpu_blocks = 8\n"
 
@@ -48,6 +48,20 @@ def test_settings_of_another_model(tmp_path: Path, file: str, settings: tuple[st
     with pytest.raises(ConfigError) as refused:
         load(path, *settings)
     assert str(refused.value).startswith(said.format(file=path))
+
+
+def test_a_pool_that_holds_no_chat() -> None:
+    """It is refused, with the least that can work and what an answer of the usual length takes; one more is taken."""
+    with pytest.raises(ConfigError) as refused:
+        check_pool(CacheConfig(block_size=16, num_gpu_blocks=1, transfer_client="inline"), 33)
+    assert str(refused.value) == (
+        "the GPU pool has 1 block of 16 tokens, and the shortest chat takes 3 with one token of its answer; use "
+        "num_gpu_blocks of at least 3, or of 7 for an answer of 64 tokens, the most by default"
+    )
+    for size, num_tokens in ((3, 47), (4, 63)):
+        check_pool(CacheConfig(block_size=16, num_gpu_blocks=size, transfer_client="inline"), num_tokens)
+        with pytest.raises(ConfigError, match=f"at least {size + 1}, "):
+            check_pool(CacheConfig(block_size=16, num_gpu_blocks=size, transfer_client="inline"), num_tokens + 1)
 
 
 def test_a_layout_that_is_the_models(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 SECONDS = 30.0
 NUM_SLOW = 400
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 
 

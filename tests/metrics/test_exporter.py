@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fastdeploy_cache.errors import MetricsError, PortInUseError
+from fastdeploy_cache.errors import ConfigError, MetricsError, PortInUseError
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.metrics.exporter import MetricsExporter
 
@@ -108,3 +108,27 @@ def test_a_client_that_says_nothing_gives_its_thread_back(
         assert silent.recv(1) == b""
     exporter.close()
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_who_asks_under_another_name_gets_403() -> None:
+    """One line, on every path: a page of another site could read it by DNS rebinding."""
+    exporter = MetricsExporter(CacheMetrics(), allow_hosts=["cache.example:443"])
+    try:
+        for host, status in (
+            ("evil.example", 403),
+            ("cache.example:443", 200),
+            ("cache.example", 403),
+            ("localhost", 200),
+        ):
+            asked = urllib.request.Request(exporter.url, headers={"Host": host})
+            if status == 200:
+                assert urllib.request.urlopen(asked, timeout=10).status == 200
+                continue
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(asked, timeout=10)
+            with refused.value as answer:
+                assert answer.code == 403 and answer.read().decode().count("\n") == 1
+    finally:
+        exporter.close()
+    with pytest.raises(ConfigError, match="--allow-host is 'a b'"):
+        MetricsExporter(CacheMetrics(), allow_hosts=["a b"])

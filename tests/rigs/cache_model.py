@@ -168,6 +168,7 @@ class CacheModel:
             assert match.ready
             if live.epoch == self.epoch:
                 self.check_readable(live, match.block_ids)
+                assert match.explain().num_hit_tokens == match.num_tokens
             live.match = match
         return self.table(live)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.insight.flight_file import read_recording
-from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay, ReplayOutcome
+from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
+from fastdeploy_cache.launch.simulator.replay_outcome import ReplayOutcome
 from fastdeploy_cache.request import Image
 from tests.rigs.cache_model import CacheModel, LiveRequest
 

@@ -34,7 +34,7 @@ ROOMS = {
     "fastdeploy_cache": {
         "errors": set(),
         "causes": set(),
-        "explanation": {"causes"},
+        "explanation": {"causes", "errors"},
         "match": {"explanation"},
         "config_sources": {"errors"},
         "insight_config": {"errors"},
@@ -83,7 +83,8 @@ ROOMS = {
         },
     },
     "transfer_manager": {
-        **{room: set[str]() for room in ("task", "settings", "sizes", "crew")},
+        **{room: set[str]() for room in ("task", "sizes", "crew")},
+        "settings": {"sizes"},
         "config": {"settings"},
         "client": {"task"},
         "process": {"task", "config", "client"},

@@ -19,7 +19,7 @@ class SimulatedClient:
         self.gpu: list[object] = [None] * num_gpu_blocks
         self.cpu: list[object] = [None] * num_cpu_blocks
         self.tasks: deque[TransferTask] = deque()
-        self.up = True
+        self.up, self.is_off = True, False
         self.auto = False  # end each task at once
         self.max_tasks = {TaskKind.SWAP_IN: 1000, TaskKind.SWAP_OUT: 1000, TaskKind.COPY: 1000}
         self.cancelled: set[int] = set()
@@ -72,14 +72,8 @@ class SimulatedClient:
         pass
 
     def statuses(self) -> list[RankStatus]:
-        return [
-            RankStatus(
-                rank=0,
-                up=self.up,
-                num_restarts=0,
-                state=ProcessState.READY if self.up else ProcessState.STARTING,
-            )
-        ]
+        state = ProcessState.OFF if self.is_off else ProcessState.READY if self.up else ProcessState.STARTING
+        return [RankStatus(rank=0, up=self.up, num_restarts=0, state=state)]
 
     def kv_views(self, rank: int) -> KVViews:
         return []

@@ -44,6 +44,12 @@ def test_what_is_no_size(text: str) -> None:
     assert "10GB" in message and "64MiB" in message
 
 
+def test_a_size_of_many_digits_is_an_error_like_any_other() -> None:
+    """Python would not convert it; the message shows its begin."""
+    with pytest.raises(ConfigError, match=r"^a_bytes is '9{80}'; give a number of bytes"):
+        parse_size("9" * 10_000, "a_bytes")
+
+
 def test_only_texts_that_are_sizes_are_read() -> None:
     """Numbers stay as they are, and so do texts of other keys and what lies inside a table."""
     table = {"a_bytes": "1K", "b_bytes": 7, "folder": "1K", "options": {"a_bytes": "1K"}}

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from fastdeploy_cache.errors import CodecError, IPCError, QueueDisconnectedError
+from fastdeploy_cache.errors import CodecError, IPCError, QueueDisconnectedError, counted
 from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.poller import Poller, Wakeup
 from fastdeploy_cache.ipc.task_queue import TaskQueue
@@ -109,7 +109,9 @@ class ProcessIO:
             has_failed = False  # it may have what it needs a moment later
         if has_failed and (not self._kind.is_optional or rank.exit_code == EXIT_REFUSED):
             # What is refused is refused by each rank: the reason comes first.
-            what = "" if rank.exit_code == EXIT_REFUSED else f"start of {self._config.tp_size} ranks failed: "
+            what = (
+                "" if rank.exit_code == EXIT_REFUSED else f"start of {counted(self._config.tp_size, 'rank')} failed: "
+            )
             self.start_failure = f"{what}{rank.last_failure}"
             self.stopping = True
             return

@@ -52,6 +52,7 @@ class StorageStats:
     num_evicted: int = 0
     num_declined: int = 0  # writes that the admission filter kept out
     num_damaged: int = 0  # objects whose bytes were not those that were written; they have been removed
+    num_other_weights: int = 0  # other names of weights with blocks that are alike in all else, when it was opened
     num_full_disks: int = 0  # now: 1 where it writes less than it should, as its disk has no room
 
 

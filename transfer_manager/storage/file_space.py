@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from fastdeploy_cache.errors import StorageError, StorageRefusedError
 from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
@@ -86,6 +87,16 @@ def find_spaces(disk: Disk, folder: Path) -> Iterator[tuple[Path, KeySpace]]:
             logger.warning("event=space_damaged path=%s file=%s", path, SPACE_NAME)
         else:
             yield path, space
+
+
+def other_weights(disk: Disk, own: Path, space: KeySpace) -> int:
+    """The number of other names of weights under which the folder of this space keeps blocks that are alike in all
+    else. Raises OSError."""
+    others = find_spaces(disk, own.parent)
+    alike = [
+        path for path, other in others if path != own and other == structs.replace(space, weights_id=other.weights_id)
+    ]
+    return sum([slab_bytes(path) > 0 for path in alike])
 
 
 def slab_bytes(path: Path) -> int:

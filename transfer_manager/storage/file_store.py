@@ -35,6 +35,7 @@ from fastdeploy_cache.transfer_manager.storage.file_space import (
     find_spaces,
     make_room,
     open_space,
+    other_weights,
     remove_space,
 )
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
@@ -116,6 +117,7 @@ class FileStorage:
                 journal.rewrite(self._index.journaled())
             self._slabs.cut()
             make_room(self._disk, self._path, self._space.rank, self._capacity_bytes, 0)
+            self._num_other_weights = other_weights(self._disk, self._path, self._space)
             self._commits = Commits(
                 self._disk,
                 lock_path=self._path / LOCK_NAME,
@@ -244,6 +246,7 @@ class FileStorage:
             num_evicted=self._num_evicted,
             num_declined=self._admission.num_declined,
             num_damaged=self._num_damaged,
+            num_other_weights=self._num_other_weights,
             num_full_disks=int(self._full.is_full),
         )
 

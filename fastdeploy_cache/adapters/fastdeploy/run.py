@@ -134,7 +134,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         settings = tomllib.loads(path.read_text())
         check_settings(settings)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, CacheError, RecursionError) as error:
+    except (OSError, ValueError, CacheError, RecursionError) as error:  # what is no TOML, too
         raise ConfigError(f"cannot use the settings {str(path)!r}: {reason_of(error)}") from error
     return settings
 

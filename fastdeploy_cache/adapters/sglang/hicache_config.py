@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import math
 import re
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.runtime_context import get_model, get_spec
 
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.transfer_manager.settings import meant
 from fastdeploy_cache.transfer_manager.sizes import with_sizes
 from fastdeploy_cache.transfer_manager.storage.config import StorageConfig, slot_bytes_of
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
@@ -114,10 +114,8 @@ def _check_names(given: Mapping[str, Any]) -> None:
     known = [field.name for field in dataclasses.fields(StorageConfig)]
     for name in given:
         if name not in known:
-            [near] = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"unknown option {name!r} in --hicache-storage-backend-extra-config; did you mean {near!r}?"
-            )
+            what = meant(name, known)
+            raise ConfigError(f"unknown option {name!r} in --hicache-storage-backend-extra-config; {what}")
 
 
 def space_of(

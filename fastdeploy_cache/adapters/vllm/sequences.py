@@ -62,6 +62,18 @@ class Sequence:
         return ExternalHit(num_tokens - num_storage, num_storage)
 
 
+def kv_format_of(vllm_config: Any, spec: Any) -> str:
+    """What gives a block its bytes beside tokens and weights; a setting that is not used adds nothing to the name.
+
+    `spec` is of vLLM's only KV cache group. Functions among the overrides have another name in every process.
+    """
+    model = vllm_config.model_config
+    given = {"hf_overrides": model.hf_overrides, "quantization": model.quantization}
+    used = {name: value for name, value in given.items() if value}
+    named = f" {json.dumps(used, sort_keys=True, default=repr)}" if used else ""
+    return f"vllm {vllm_config.cache_config.cache_dtype} {spec.dtype} {spec.kv_quant_mode.name}{named}"
+
+
 class Namer:
     """Names prefixes of other meaning apart."""
 

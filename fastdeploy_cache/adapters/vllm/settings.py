@@ -1,4 +1,4 @@
-"""Our settings, made of vLLM's configuration; what cannot be served is refused here, by name."""
+"""Our settings, made of vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from fastdeploy_cache.adapters.vllm.metrics_address import MetricsAddress
+from fastdeploy_cache.adapters.vllm.needs import check_needs
+from fastdeploy_cache.adapters.vllm.sequences import kv_format_of
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.kv.layout import STORAGE_DTYPES, KVLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 _OURS = ("block_size", "num_gpu_blocks", "gpu_memory_bytes", "layout")  # they follow from the model
 
@@ -45,9 +46,8 @@ def settings_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Conn
     Raises:
         ConfigError: a model or a parallelism that cannot be served, or an impossible setting.
     """
-    _check_role(vllm_config)
-    _check_parallelism(vllm_config)
-    spec = _only_spec(kv_cache_config)
+    check_needs(vllm_config, kv_cache_config)
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
     layerwise_load, path = is_layerwise(extra), extra.pop("config_path", None)
     extra.pop("layerwise_load", None)
@@ -73,46 +73,7 @@ def settings_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Conn
     )
     if config.pool_sizes()[1] < 1:
         raise ConfigError("no CPU tier to load from; give num_cpu_blocks or cpu_memory_bytes")
-    kv_format = f"vllm {vllm_config.cache_config.cache_dtype} {spec.dtype} {spec.kv_quant_mode.name}"
-    return ConnectorSettings(config, layerwise_load, kv_format, metrics)
-
-
-def _check_role(vllm_config: VllmConfig) -> None:
-    role = vllm_config.kv_transfer_config.kv_role
-    if role == "kv_producer":
-        raise ConfigError(
-            'kv_role is "kv_producer"; vLLM does not keep the blocks of a producer until steps under way have ended, '
-            'so they could be overwritten while they are stored: use "kv_both"'
-        )
-
-
-def _check_parallelism(vllm_config: VllmConfig) -> None:
-    parallel = vllm_config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name) != 1:
-            raise ConfigError(f"{name} is {getattr(parallel, name)}; this connector serves tensor parallelism only")
-    if vllm_config.speculative_config is not None:
-        raise ConfigError(
-            "speculative decoding is on; this connector cannot store the KV of draft layers: switch it off"
-        )
-
-
-def _only_spec(kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ConfigError(
-            f"the model has {len(groups)} KV cache groups; this connector serves one: start vLLM with "
-            "--disable-hybrid-kv-cache-manager, if the model allows that"
-        )
-    spec = groups[0].kv_cache_spec
-    if not isinstance(spec, FullAttentionSpec):
-        raise ConfigError(f"the KV cache is a {type(spec).__name__}; this connector serves full attention and MLA")
-    if spec.page_size_padded not in {None, spec.unpadded_page_size_bytes} or spec.tokens_per_state != 1:
-        raise ConfigError(
-            f"a block of {spec.page_size_bytes} bytes holds {spec.unpadded_page_size_bytes} bytes of "
-            f"{spec.tokens_per_state} tokens a state; this connector serves unpadded blocks of one state a token"
-        )
-    return spec
+    return ConnectorSettings(config, layerwise_load, kv_format_of(vllm_config, spec), metrics)
 
 
 def _layout_of(spec: FullAttentionSpec, num_layers: int) -> KVLayout:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +24,7 @@ from fastdeploy_cache.errors import (
 from fastdeploy_cache.ipc.peer_channel import make_keys
 from fastdeploy_cache.transfer_manager.kv.memory import KVMemory
 from tests.rigs.fastdeploy_engine import PROMPT, Kernel, Task, give_up_v1, launch, new_config
+from tests.rigs.needs import need_mooncake, need_nixl
 
 pytestmark = pytest.mark.processes
 
@@ -258,8 +258,10 @@ def test_processes_without_kv_arrays_are_not_waited_for(new: New) -> None:
 @pytest.mark.parametrize("link", ["nixl", "mooncake"])
 def test_rdma_by_a_library_with_control_ports(new: New, tmp_path: Path, link: str) -> None:
     """cache_transfer_protocol "rdma" over TCP on loopback: control messages by local_rdma_comm_ports, with keys."""
-    if find_spec("nixl_cu12" if link == "nixl" else "mooncake") is None:
-        pytest.skip(f"needs the package of {link}")
+    if link == "nixl":
+        need_nixl()
+    else:
+        need_mooncake()
     keys = make_keys(tmp_path / "keys")
     (tmp_path / "keys" / "trusted" / "self.key").write_bytes(keys.read_bytes())
     peer = {**WEIGHTS, "link": link, "keys_folder": str(tmp_path / "keys")}

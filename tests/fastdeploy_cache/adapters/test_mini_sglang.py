@@ -283,7 +283,7 @@ def test_evict_of_nothing_and_of_too_much(new_cache: NewCache) -> None:
     cache = new_cache()
     insert(cache, [1, 2])
     assert cache.evict(0).tolist() == [] and cache.evict(0).dtype == np.int32
-    with pytest.raises(OutOfBlocksError, match="1 blocks are missing"):
+    with pytest.raises(OutOfBlocksError, match="1 block is missing"):
         cache.evict(3)
     with pytest.raises(RequestError):
         cache.evict(-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,6 +56,32 @@ def test_children_are_the_tree(scheduler: Scheduler) -> None:
             assert scheduler.cache.dec_lock_ref(match.last_device_node) == len(stem) + len(end)
     assert root.parent is None and scheduler.cache.get_height(root) == 0
     assert scheduler.cache.match_prefix([99] * 8).last_device_node is root
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_walk_meets_branches_in_the_order_in_which_prompts_came(scheduler: Scheduler, seed: int) -> None:
+    """`dfs-weight` breaks ties by it. After each of some random prompts, the leaves of a walk are those of a tree of
+    plain dicts, which keep the order in which keys came; a prompt that comes again moves nothing."""
+    choose, size, model = random.Random(seed), scheduler.page_size, dict[tuple[int, ...], Any]()
+    prompts = [[choose.randrange(3) for _ in range(size * choose.randint(1, 5))] for _ in range(6)]
+    for _ in range(20):
+        tokens = choose.choice(prompts)
+        scheduler.serve(tokens, [])
+        scheduler.client.land_all()
+        place = model
+        for start in range(0, len(tokens), size):
+            place = place.setdefault(tuple(tokens[start : start + size]), {})
+        leaves = [
+            np.frombuffer(node.tokens, "<i4").tolist() for node in walk(scheduler.cache.root_node) if not node.children
+        ]
+        assert leaves == leaves_of(model)
+    assert len(leaves_of(model)) > 1
+
+
+def leaves_of(pages: dict[tuple[int, ...], Any]) -> list[list[int]]:
+    """The tokens up to each leaf of a tree of dicts, in the order of a walk."""
+    below = [[[*page, *rest] for rest in leaves_of(behind) or [[]]] for page, behind in pages.items()]
+    return [leaf for leaves in below for leaf in leaves]
 
 
 @pytest.mark.parametrize("extra_key", [None, "lora", ""])

@@ -75,6 +75,26 @@ def test_the_pool_shows_references_and_hashes() -> None:
     kv.manager.close()
 
 
+def test_a_second_copy_and_the_cached_one_are_both_in_use() -> None:
+    """As the page says: two requests compute the same two blocks, and after the first is freed the second still pins
+    the cached copies beside its own, which `ref_cnt` does not count. When it is freed all are free."""
+    kv, pair = view(24), [asks(name, [*range(9)]) for name in "ab"]
+    for request in pair:
+        assert start(kv, request) == 0
+    for request in pair:
+        kv.cache_blocks(request, 8)
+    [first, second] = [ids(kv.get_blocks(name)) for name in "ab"]
+    assert not {*first} & {*second} and kv.block_pool.get_num_free_blocks() == 24 - 6
+    kv.free(pair[0])
+    free = ids(kv.block_pool.free_block_queue.get_all_free_blocks())
+    assert kv.block_pool.get_num_free_blocks() == len(free) == 24 - 3 - 2
+    assert not {*first[:2], *second} & {*free} and first[2] in free
+    assert [block.ref_cnt for block in kv.block_pool.blocks_of(first)] == [0, 0, 0]
+    kv.free(pair[1])
+    assert kv.block_pool.get_num_free_blocks() == 24
+    kv.manager.close()
+
+
 def test_blocks_of_the_pool_belong_to_their_taker() -> None:
     """Taken blocks are in nobody's way twice; only they can be given back, and once."""
     kv = view(4)

@@ -61,7 +61,7 @@ def test_bad_files_are_one_clear_error(recording: Path, tmp_path: Path) -> None:
     newer = MAGIC + struct.pack("<H", 9) + data[len(MAGIC) + 2 :]
     cases = {
         b"{}\n": "is no flight recording",
-        newer: "of version 9, and this program reads version 2",
+        newer: "of version 9, and this program reads version 3",
         data[: header - 3] + b"?" + data[header - 2 :]: "checksum of its header",
         data[: header + 60] + bytes([data[header + 60] ^ 1]) + data[header + 61 :]: "checksum is not that of its bytes",
         data[:header] + b"XXXX" + data[header + 4 :]: "no piece begins there",
@@ -171,6 +171,37 @@ def test_a_disk_that_is_full_ends_the_recording_with_one_line(
     lines = [record.message for record in caplog.records if "flight" in record.message]
     assert len(lines) == 1 and "No space left on device" in lines[0]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_recording_goes_on_when_its_folder_can_be_made(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    eventually: Callable[..., None],
+) -> None:
+    """While a file is in its place that is one line of the log; then all goes on by itself, and alerts do, too."""
+    monkeypatch.setattr("fastdeploy_cache.insight.flight_keeper._LOOK_SECONDS", 0.01)
+    folder = tmp_path / "record"
+    folder.write_text("in its place")
+    with caplog.at_level(logging.WARNING):
+        model = served(
+            300, record_folder=str(folder), flight_folder=str(tmp_path / "alerts"), flight_recorder_bytes=2**16
+        )
+        eventually(lambda: "flight_record_stopped" in caplog.text)
+        model.cache.insight.flush_recording()
+        for number in range(600):
+            model.serve([number % 7] * 4 + list(range(number % 40)), stays=False, patient=True)
+        model.cache.insight.flush_recording()
+        folder.unlink()
+        for number in range(600):
+            model.serve([number % 7] * 4 + list(range(number % 40)), stays=False, patient=True)
+        eventually(lambda: folder.is_dir() and any(map(is_recording, folder.iterdir())))
+        with pytest.raises(AssertionError), model.cache.insight.alerting("invariants"):
+            raise AssertionError("the books do not add up")
+        eventually(lambda: (tmp_path / "alerts").is_dir() and any(map(is_recording, (tmp_path / "alerts").iterdir())))
+        model.cache.close()
+    assert len([each for each in caplog.records if "flight_record_stopped" in each.message]) == 1
+    assert f"can be begun in {folder}: File exists" in caplog.text
 
 
 def test_a_folder_that_cannot_be_made_is_a_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

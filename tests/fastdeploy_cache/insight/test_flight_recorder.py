@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import stat
 import zlib
@@ -158,7 +159,8 @@ def test_the_ring_is_bounded_where_no_request_comes(tmp_path: Path) -> None:
 def test_the_file_is_private_and_replaces_another(tmp_path: Path) -> None:
     """Mode 0600, also over a file that was open to all; nothing else is left in the folder."""
     path = tmp_path / "a.flight"
-    path.write_text("old")
+    with new_cache() as cache:
+        cache.insight.write_flight(path)
     path.chmod(0o666)
     with new_cache() as cache:
         serve(cache, "a", texts(40))
@@ -175,13 +177,39 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     path = tmp_path / "a.flight"
-    path.write_text("old")
     with new_cache() as cache:
+        old = cache.insight.write_flight(path).read_bytes()
         serve(cache, "a", texts(40))
         monkeypatch.setattr("os.fsync", full)
         with pytest.raises(RecordingError, match=r"cannot write .*a\.flight: No space left on device"):
             cache.insight.write_flight(path)
-    assert [each.name for each in tmp_path.iterdir()] == ["a.flight"] and path.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["a.flight"] and path.read_bytes() == old
+
+
+@pytest.mark.parametrize("kind", ["text", "empty", "folder", "link", "dangling", "link to a recording", "fifo"])
+def test_nothing_but_a_recording_is_replaced(tmp_path: Path, kind: str) -> None:
+    """Whatever else is there stays as it is, and so does what a link points to; the verb of the socket is this call."""
+    path, other = tmp_path / "a.flight", tmp_path / "other"
+    other.write_text("precious")
+    with new_cache() as cache:
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "fifo":
+            os.mkfifo(path)
+        elif "link" in kind or kind == "dangling":
+            if kind == "link to a recording":
+                other.unlink()
+                cache.insight.write_flight(other)
+            path.symlink_to(other if "link" in kind else tmp_path / "none")
+        else:
+            path.write_text("precious" if kind == "text" else "")
+        before, data = path.lstat(), other.read_bytes()
+        with pytest.raises(RecordingError, match="what is there is none, and stays"):
+            cache.insight.write_flight(path)
+    after = path.lstat()
+    assert (after.st_ino, after.st_mode, after.st_mtime_ns) == (before.st_ino, before.st_mode, before.st_mtime_ns)
+    assert other.read_bytes() == data
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.flight", "other"]
 
 
 def test_without_a_ring_nothing_is_noted(tmp_path: Path) -> None:

@@ -66,8 +66,25 @@ def test_a_larger_tier_would_hit_and_a_smaller_one_less(cache: PrefixCacheManage
     most = 114 / 120 * 20 / 21
     assert rates["gpu", 2.0].token_hit_rate == pytest.approx(most) and rates["gpu", 2.0].num_blocks == 40
     assert rates["gpu", 2.0].saved_seconds == pytest.approx(114 * 20 / 100)
+    assert all(rate.most_token_hit_rate == pytest.approx(most) for rate in rates.values())
     assert rates["cpu", 1.0].token_hit_rate > 0.4 and rates["cpu", 1.0].num_blocks == 20  # there is none now
     cache.check_invariants()
+
+
+def test_ten_requests_are_enough_for_an_answer(cache: PrefixCacheManager) -> None:
+    """Nothing is said after nine; and no bound where requests were left out, which others may have hit."""
+    cache.insight.what_if()
+    for i in range(9):
+        serve(cache, str(i), prompt(0))
+    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 9)
+    assert cache.insight.what_if() == []
+    serve(cache, "9", prompt(0))
+    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 10)
+    assert [rate.most_token_hit_rate for rate in cache.insight.what_if()] == [pytest.approx(9 * 20 / 210)] * 8
+    references = cache._books.references
+    assert references is not None
+    references.num_lost = 1
+    assert {rate.most_token_hit_rate for rate in cache.insight.what_if()} == {None}
 
 
 def test_a_reset_and_an_image_count(cache: PrefixCacheManager) -> None:
@@ -213,3 +230,31 @@ def test_it_ends_with_an_engine_that_has_forked() -> None:
             ended, _, _ = select.select([pidfd], [], [], 20)
             os.close(pidfd)
             assert ended, "it outlived its engine"
+
+
+def test_it_ends_with_its_engine_whatever_it_works_on() -> None:
+    """It does not look at the engine between two pieces only: one piece may keep it at work for half a minute."""
+    program = (
+        "import os, signal, sys\n"
+        "from fastdeploy_cache import CacheConfig, PrefixCacheManager\n"
+        "from fastdeploy_cache.books.references import HEADER\n"
+        "from fastdeploy_cache.insight import what_if\n"
+        "os.environ['PYTHONPATH'] = os.pathsep.join([os.getcwd(), *sys.path])\n"
+        "what_if._PROGRAM = 'tests.rigs.busy_what_if'\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\n"
+        "cache = PrefixCacheManager(CacheConfig(num_gpu_blocks=8, transfer_client='inline'))\n"
+        "process = cache.insight.start_what_if()._process\n"
+        "os.write(process.stdin.fileno(), HEADER.pack(HEADER.size, 0.0, 0, 0, 0, 0.0, 0.0, 0))\n"
+        "signal.sigwait({signal.SIGUSR1})\n"
+        "print(process.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+        assert engine.stdout is not None
+        pidfd = os.pidfd_open(int(engine.stdout.readline()))
+        engine.kill()
+        ended, _, _ = select.select([pidfd], [], [], 20)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, as it should
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
+        assert ended, "it outlived its engine"

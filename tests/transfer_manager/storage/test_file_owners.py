@@ -219,3 +219,15 @@ def test_every_file_is_opened_in_one_place() -> None:
         if module.name != "file_disk.py":
             called = [ast.unparse(node.func) for node in ast.walk(ast.parse(module.read_text())) if is_call(node)]
             assert not [name for name in called if name.rpartition(".")[2] in by_path and name not in by_disk], module
+
+
+def test_blocks_of_other_weights_are_counted_when_it_is_opened(tmp_path: Path) -> None:
+    """Those that are alike in all else, and have something: not another rank's, nor those of blocks of another size."""
+    others = (space_of("b"), space_of("c"), space_of("d", rank=1), space_of("e", object_bytes=8192))
+    for space in others:
+        with Rig(tmp_path, space=space, num_slots=64) as rig:
+            rig.write(1)
+    with Rig(tmp_path, space=space_of("empty"), num_slots=64):
+        pass
+    with Rig(tmp_path, space=space_of("a"), num_slots=64) as rig:
+        assert rig.store.stats().num_other_weights == 2

@@ -1,0 +1,85 @@
+"""Which names a port on loopback may be asked under: no page of a foreign site shall ask it by a browser.
+
+A browser sends what a page asks for to any address that the page's name resolves to, loopback too (DNS rebinding), and
+it sends a form of any page to any port. The `Host` and the `Origin` of a request tell.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+
+from fastdeploy_cache.errors import ConfigError
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
+_ORIGIN = re.compile(r"https?://(.+)", re.IGNORECASE)
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})  # methods that change nothing
+_MOST_SHOWN = 100  # characters
+
+
+class AllowedHosts:
+    """The names of one listener: those of loopback, the host that was asked for, and what its user allows."""
+
+    def __init__(self, host: str, address: str, names: Sequence[str] = ()) -> None:
+        """`host`: what was asked for; `address`: what is listened on. `names`: NAME or NAME:PORT.
+
+        Off loopback a port is meant for others, and nothing is checked there, but where names are given.
+
+        Raises:
+            ConfigError: one of the names is none.
+        """
+        self._is_on = bool(names) or _is_loopback(address)
+        self._known: list[tuple[str, int | None]] = [(_bare(host), None), ("localhost", None)]
+        for name in names:
+            parts = _parts(name)
+            if parts is None:
+                raise ConfigError(f"--allow-host is {name!r}; give a name or an address, such as cache.example:8443")
+            self._known.append(parts)
+
+    def refusal(self, method: str, hosts: Sequence[str], origins: Sequence[str]) -> str | None:
+        """Why a request with these headers is refused, in a line; None: it is not. Any thread.
+
+        One without `Origin` passes: only browsers send it, and they do so with all that changes something.
+        """
+        if not self._is_on:
+            return None
+        for host in hosts:
+            if not self._allows(host):
+                return f"the Host {_shown(host)} is not one of this server; its user may allow it by --allow-host"
+        for origin in origins if method not in _READING else ():
+            found = _ORIGIN.fullmatch(origin)
+            if found is None or not self._allows(found[1]):
+                return f"a page of {_shown(origin)} may not ask this server; its user may allow it by --allow-host"
+        return None
+
+    def _allows(self, host: str) -> bool:
+        parts = _parts(host)
+        if parts is None:
+            return False
+        name, port = parts
+        return _is_loopback(name) or any(name == known and allowed in (None, port) for known, allowed in self._known)
+
+
+def _parts(host: str) -> tuple[str, int | None] | None:
+    """The name and the port of `NAME`, `NAME:PORT` or `[ADDRESS]:PORT`."""
+    found = _HOST.fullmatch(host)
+    if found is None:
+        return None
+    port = int(found[2]) if found[2] is not None else None
+    return (_bare(found[1]), port) if port is None or 0 < port < 2**16 else None
+
+
+def _bare(name: str) -> str:
+    return name.lower().strip("[]").removesuffix(".")
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _shown(text: str) -> str:
+    return repr(text[:_MOST_SHOWN])

@@ -1,0 +1,61 @@
+"""Which names a port on loopback may be asked under."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.metrics.allowed_hosts import AllowedHosts
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:1", "127.8.9.1", "[::1]:80", "given", "a:81", "b:9"],
+)
+def test_names_that_are_ours_pass(host: str) -> None:
+    """Those of loopback, the host that was asked for, and those that were allowed, with their ports if given."""
+    hosts = AllowedHosts("Given", "127.0.1.1", ["a:81", "B"])
+    assert hosts.refusal("GET", [host], []) is None
+    assert hosts.refusal("POST", [host], [f"http://{host}"]) is None
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("evil.example", "evil.example:8000", "a", "a:82", "127.0.0.1.evil.example", "localhost.evil", "10.0.0.1"),
+        *("", "[::2]", "127.0.0.1@evil", "localhost:99999", "localhost:", "local host", "2130706433", "evil,localhost"),
+    ],
+)
+def test_other_names_are_refused(host: str) -> None:
+    """Whatever the method, in one line that says what to do; as an origin where something is changed."""
+    hosts = AllowedHosts("127.0.0.1", "127.0.0.1", ["a:81"])
+    for method in ("GET", "POST"):
+        said = hosts.refusal(method, [host], [])
+        assert said is not None and "--allow-host" in said and "\n" not in said
+        assert hosts.refusal(method, ["localhost", host], []) is not None
+    assert hosts.refusal("POST", ["localhost"], [f"https://{host}"]) is not None
+    assert hosts.refusal("GET", ["localhost"], [f"https://{host}"]) is None
+
+
+def test_origins_that_are_no_site_are_refused() -> None:
+    """A sandboxed page says `null`; what has no origin is no browser."""
+    hosts = AllowedHosts("127.0.0.1", "127.0.0.1")
+    for origin in ("null", "file://", "ftp://localhost", "http://", "x" * 10**5):
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            said = hosts.refusal(method, ["localhost"], [origin])
+            assert said is not None and len(said) < 300
+    assert hosts.refusal("POST", ["localhost"], []) is None and hosts.refusal("GET", [], []) is None
+
+
+def test_a_port_for_others_is_checked_only_where_names_are_given() -> None:
+    """What is listened on off loopback has names that nobody here knows."""
+    assert AllowedHosts("0.0.0.0", "0.0.0.0").refusal("POST", ["any"], ["http://other"]) is None
+    assert AllowedHosts("0.0.0.0", "0.0.0.0", ["me"]).refusal("GET", ["any"], []) is not None
+    assert AllowedHosts("0.0.0.0", "0.0.0.0", ["me"]).refusal("GET", ["me:80"], []) is None
+
+
+@pytest.mark.parametrize("name", ["", "a b", "http://a", "a:", "a:0", "a:65536", "a/b", "*"])
+def test_what_is_no_name_is_refused(name: str) -> None:
+    """With the option and the value seen."""
+    with pytest.raises(ConfigError, match=r"^--allow-host is "):
+        AllowedHosts("127.0.0.1", "127.0.0.1", [name])
