@@ -97,15 +97,7 @@ class PrefixCacheManager:
         self.ranks = RankAccess(config, books, movement, self.peers, on_kv_lost)
         self.life = LifeCycle(config, books, movement, requests=requests, storage=storage, peers=self.peers)
         self.insight = Insight(config, books, movement, requests=requests, storage=storage, peers=self.peers)
-        self.control = Control(
-            config,
-            books,
-            self.insight,
-            life=self.life,
-            restart=self.ranks.restart,
-            check=self.check_invariants,
-            clock=clock,
-        )
+        self.control = Control(config, books, self.insight, self.life, self.ranks.restart, check=self.check_invariants)
         client.start(movement.mover.on_result, self.ranks.on_kv_lost)
         try:
             if config.storage is not None:

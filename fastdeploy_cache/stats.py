@@ -10,7 +10,7 @@ from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import Tier
 from fastdeploy_cache.metrics.picture import EVICTION_KINDS, StorageCounts
 from fastdeploy_cache.policies.breaker import BreakerState
-from fastdeploy_cache.transfer_manager.client import ProcessState, RankStatus
+from fastdeploy_cache.transfer_manager.client import ProcessHealth, RankStatus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +138,8 @@ class CacheStats:
         return [(status.rank, status.up, status.num_restarts) for status in self.ranks]
 
     def process_states(self) -> list[tuple[str, int, int]]:
-        """Kind, rank, number of the state of each process, in the order of `ProcessState`."""
-        numbers = {state: number for number, state in enumerate(ProcessState)}
+        """Kind, rank, number of the state of each process, in the order of `ProcessHealth`."""
+        numbers = {state: number for number, state in enumerate(ProcessHealth)}
         return [(kind, each.rank, numbers[each.state]) for kind, all_ in self.processes.items() for each in all_]
 
     def storage_counts(self) -> StorageCounts:

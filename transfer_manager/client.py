@@ -12,7 +12,7 @@ from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, Tra
 OnResult = Callable[[TransferResult], None]
 
 
-class ProcessState(StrEnum):
+class ProcessHealth(StrEnum):
     """Whether a process is there, and why not."""
 
     READY = "ready"
@@ -39,7 +39,7 @@ class RankStatus:
     num_restarts: int
     pid: int | None = None
     num_busy_lanes: int = 0
-    state: ProcessState = ProcessState.READY
+    state: ProcessHealth = ProcessHealth.READY
     shortage: str = ""
 
 

@@ -12,7 +12,6 @@ from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import ControlError
 from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.life_cycle import LifeCycle, TierName
-from fastdeploy_cache.policies.eviction import Clock
 from fastdeploy_cache.tokens import TokenIds
 
 if TYPE_CHECKING:
@@ -32,16 +31,14 @@ class Control:
         config: CacheConfig,
         books: Books,
         insight: Insight,
-        *,
         life: LifeCycle,
         restart: Callable[[int | None], list[int]],
+        *,
         check: Callable[[], None],
-        clock: Clock,
     ) -> None:
-        """`restart`: see `RankAccess`. `check` raises `AssertionError` where the books do not add up; `clock` is that
-        of eviction policies."""
+        """`restart`: see `RankAccess`. `check` raises `AssertionError` where the books do not add up."""
         self._config, self._books, self._insight = config, books, insight
-        self._life, self._restart, self._check, self._clock = life, restart, check, clock
+        self._life, self._restart, self._check = life, restart, check
         self._server: ControlServer | None = None
         self._changing = threading.Lock()  # of the fields above and below; never held in a turn
         self._pins: Pins | None = None
@@ -146,7 +143,7 @@ class Control:
         from fastdeploy_cache.insight.policy_change import change_policy
 
         with self._changing:
-            view = change_policy(self._books, self._config, self._clock, name)
+            view = change_policy(self._books, self._config, self._books.clock, name)
             self._insight.follow_policy(view.name)
             return view
 

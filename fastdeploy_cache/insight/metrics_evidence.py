@@ -12,10 +12,10 @@ from fastdeploy_cache.insight.process_troubles import ProcessTrouble
 from fastdeploy_cache.insight.what_if import WhatIfRate
 from fastdeploy_cache.metrics.page_samples import Sample, samples_of
 from fastdeploy_cache.policies.breaker import BreakerState
-from fastdeploy_cache.transfer_manager.client import ProcessState
+from fastdeploy_cache.transfer_manager.client import ProcessHealth
 
 _PREFIX = "fastdeploy_cache_"
-_STATES = dict(enumerate(ProcessState))
+_STATES = dict(enumerate(ProcessHealth))
 _CAUSES = {cause.value: cause for cause in Cause}
 
 
@@ -66,7 +66,7 @@ class _Page:
     def _troubles(self) -> Iterator[ProcessTrouble]:
         for labels, number in self._all("process_state"):
             state = _STATES.get(int(number))
-            if state not in (None, ProcessState.READY, ProcessState.PARKED):
+            if state not in (None, ProcessHealth.READY, ProcessHealth.PARKED):
                 yield ProcessTrouble(labels["process"], int(labels["rank"]), state)
 
     def _misses(self, last_tier: str) -> Iterator[Miss]:

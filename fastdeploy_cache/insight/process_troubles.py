@@ -16,7 +16,7 @@ class ProcessTrouble(NamedTuple):
 
     kind: str
     rank: int
-    state: str  # see `ProcessState`
+    state: str  # see `ProcessHealth`
     reason: str = ""
 
     def __str__(self) -> str:

@@ -72,7 +72,7 @@ def wait_while_it_gets_on(process: subprocess.Popen[bytes], log: Path, limits: S
 
 
 @dataclass(frozen=True)
-class ProcStat:
+class ProcessState:
     """What /proc says of a process. Its processor time has that of its children that have ended."""
 
     pid: int
@@ -83,7 +83,7 @@ class ProcStat:
     cpu_seconds: float
 
 
-def processes() -> Iterator[ProcStat]:
+def processes() -> Iterator[ProcessState]:
     """All of this machine's, as far as they do not end meanwhile. Source: proc(5), /proc/PID/stat."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -92,13 +92,13 @@ def processes() -> Iterator[ProcStat]:
             continue
         ticks = sum(int(word) for word in words[11:15])
         parent, group, session = map(int, words[1:4])
-        yield ProcStat(int(folder.name), words[0], parent, group, session, ticks / _TICKS_PER_SECOND)
+        yield ProcessState(int(folder.name), words[0], parent, group, session, ticks / _TICKS_PER_SECOND)
 
 
-def _tree_of(pid: int) -> list[ProcStat]:
+def _tree_of(pid: int) -> list[ProcessState]:
     """A process, its session, and what these have started, also in sessions of their own."""
     left = list(processes())
-    found: dict[int, ProcStat] = {}
+    found: dict[int, ProcessState] = {}
     while fresh := [each for each in left if pid in (each.pid, each.session) or each.parent in found]:
         found.update({each.pid: each for each in fresh})
         left = [each for each in left if each.pid not in found]

@@ -16,7 +16,7 @@ import pytest
 from fastdeploy_cache.errors import RankStartError
 from fastdeploy_cache.ipc import codec
 from fastdeploy_cache.ipc.codec import encode
-from fastdeploy_cache.transfer_manager.client import ProcessState
+from fastdeploy_cache.transfer_manager.client import ProcessHealth
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from fastdeploy_cache.transfer_manager.process import callbacks, io_thread
@@ -160,7 +160,7 @@ def test_too_many_deaths_switch_the_client_off(new_client: NewClient, eventually
         eventually(lambda n=num_restarts: client.available and client.statuses()[1].num_restarts == n)
         kill_rank(client, 1)
     eventually(lambda: client._processes.io.ranks[1].phase.value == "off")
-    assert [status.state for status in client.statuses()] == [ProcessState.READY, ProcessState.OFF]
+    assert [status.state for status in client.statuses()] == [ProcessHealth.READY, ProcessHealth.OFF]
     client.submit(task(1, OUT, [0], [0]))
     assert answers.wait(1)[0].error is not None
     assert not client.available and client.statuses()[1].pid is None

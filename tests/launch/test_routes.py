@@ -25,7 +25,7 @@ from fastdeploy_cache.launch.server.instances import Instances
 from fastdeploy_cache.launch.server.limits import Limits
 from fastdeploy_cache.launch.server.router import MAX_BODY_BYTES, Router
 from fastdeploy_cache.life_cycle import LifeCycleStatus
-from fastdeploy_cache.transfer_manager.client import ProcessState, RankStatus
+from fastdeploy_cache.transfer_manager.client import ProcessHealth, RankStatus
 from tests.rigs.http_rig import said, served
 from tests.rigs.integer_instance import SECONDS, Instance, instances
 
@@ -164,8 +164,8 @@ def all_methods(name: str) -> set[tuple[str, str]]:
 
 def test_a_server_without_a_rank_is_ready_and_says_so() -> None:
     """Requests are answered all the same; who looks sees which process is off, and why one cannot be started."""
-    off = RankStatus(rank=0, up=False, num_restarts=6, state=ProcessState.OFF)
-    short = RankStatus(rank=0, up=False, num_restarts=0, state=ProcessState.SHORT, shortage="no more open files")
+    off = RankStatus(rank=0, up=False, num_restarts=6, state=ProcessHealth.OFF)
+    short = RankStatus(rank=0, up=False, num_restarts=0, state=ProcessHealth.SHORT, shortage="no more open files")
     insight = SimpleNamespace(processes=lambda: {"transfer": (off,), "storage": (short,)})
     cache: Any = SimpleNamespace(life=SimpleNamespace(status=LifeCycleStatus.RUNNING), insight=insight)
     api: Any = None

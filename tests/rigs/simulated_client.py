@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from fastdeploy_cache.errors import LayoutError
-from fastdeploy_cache.transfer_manager.client import OnResult, ProcessState, RankStatus
+from fastdeploy_cache.transfer_manager.client import OnResult, ProcessHealth, RankStatus
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVViews
 from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
 from fastdeploy_cache.transfer_manager.rank.transfer_client import KVArrays, OnKVLost, ignore_kv_lost
@@ -72,7 +72,7 @@ class SimulatedClient:
         pass
 
     def statuses(self) -> list[RankStatus]:
-        state = ProcessState.OFF if self.is_off else ProcessState.READY if self.up else ProcessState.STARTING
+        state = ProcessHealth.OFF if self.is_off else ProcessHealth.READY if self.up else ProcessHealth.STARTING
         return [RankStatus(rank=0, up=self.up, num_restarts=0, state=state)]
 
     def kv_views(self, rank: int) -> KVViews:

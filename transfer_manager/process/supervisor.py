@@ -15,7 +15,7 @@ from fastdeploy_cache.errors import IPCError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.shortage import Patience, is_shortage, limit_of
 from fastdeploy_cache.ipc.task_queue import TaskQueue
-from fastdeploy_cache.transfer_manager.client import ProcessState
+from fastdeploy_cache.transfer_manager.client import ProcessHealth
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.process.wire import EXIT_REFUSED
 from fastdeploy_cache.transfer_manager.process.words import RankSignal
@@ -203,15 +203,15 @@ class RankSupervisor:
         return self.process is not None and bool(self._killed_for)
 
     @property
-    def state(self) -> ProcessState:
+    def state(self) -> ProcessHealth:
         """The phase, as callers are told of it. Any thread."""
         if self.phase is Phase.READY:
-            return ProcessState.READY
+            return ProcessHealth.READY
         if self.parked:
-            return ProcessState.PARKED
+            return ProcessHealth.PARKED
         if self.shortage:
-            return ProcessState.SHORT
-        return ProcessState.OFF if self.is_off else ProcessState.STARTING
+            return ProcessHealth.SHORT
+        return ProcessHealth.OFF if self.is_off else ProcessHealth.STARTING
 
     @property
     def is_usable(self) -> bool:
@@ -306,7 +306,7 @@ class RankSupervisor:
             )
 
     def _drop_queue(self) -> None:
-        """Close it with its process: a task that was in it, and that this one had not read, must reach no other."""
+        """Close it with its process: a task in it that the process had not read must reach no other one."""
         if self.queue is not None:
             self.queue.close()
             self.queue = None

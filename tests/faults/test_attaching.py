@@ -1,4 +1,4 @@
-"""The moment at which a worker's KV arrays have come: what may be asked of the ranks then."""
+"""What a worker's KV arrays are good for once `attach_kv` has returned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_who_hears_that_arrays_are_attached_can_submit(monkeypatch: pytest.Monke
         note_up(owner, rank)
 
     monkeypatch.setattr(RankOwner, "note_up", look)
-    layout = LAYOUT.for_rank(1, BLOCK_SIZE)
-    with PrefixCacheManager(new_config(1, 8, 60, kv_owner="worker")) as cache, kv_worker(layout, 8) as worker:
+    config = new_config(1, num_gpu=8, num_cpu=60, kv_owner="worker")
+    with PrefixCacheManager(config) as cache, kv_worker(LAYOUT.for_rank(1, BLOCK_SIZE), 8) as worker:
         cache.ranks.attach_kv(0, worker.make_kv())
     assert seen == [True]
