@@ -16,7 +16,7 @@ from tests.rigs.short_server import LIMIT
 pytestmark = pytest.mark.processes
 
 SECONDS = 30.0
-GET = b"GET %b HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+GET = b"GET %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
 class ShortServer:

@@ -170,7 +170,7 @@ def test_a_server_without_a_rank_is_ready_and_says_so() -> None:
     cache: Any = SimpleNamespace(life=SimpleNamespace(status=LifeCycleStatus.RUNNING), insight=insight)
     api: Any = None
     with served(InstanceApp(api, cache).build()) as port:
-        head, _, body = said(port, b"GET /ready HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").partition(
+        head, _, body = said(port, b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").partition(
             b"\r\n\r\n"
         )
     assert head.startswith(b"HTTP/1.1 200 ") and json.loads(body) == {
