@@ -9,8 +9,12 @@ import signal
 import time
 from collections.abc import Callable, Generator, Iterator
 
+import hypothesis
 import pytest
 
+# How long an example takes says how busy the machine is, and nothing of what is tested.
+hypothesis.settings.register_profile("no times", deadline=None)
+hypothesis.settings.load_profile("no times")
 pytest_plugins = ("tests.rigs.fast_door", "tests.rigs.skips")
 pytest.register_assert_rewrite("tests.rigs")  # before anything of it is imported: its assertions show their values
 # Whoever starts this in the background of a script has SIGINT ignored, and so would each process that a test starts.

@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.leaks import new_shm_files, shm_files
+
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.processes
 _SECONDS = 60
 TESTS = """
 import signal, subprocess, sys
 import pytest
+
+from tests.rigs.leaks import new_shm_files, shm_files
 
 def test_it_leaves_a_process(tmp_path_factory):
     process = subprocess.Popen(["sleep", "600"])
@@ -69,3 +73,20 @@ def test_skips_are_counted_by_reason_and_listed(ended: tuple[Path, str]) -> None
     assert "    2  needs a server" in printed and "    1  needs a GPU" in printed
     names = ["test_without_a_gpu", "test_without_a_server[1]", "test_without_a_server[2]"]
     assert (folder / "skipped").read_text().splitlines() == [f"test_planted.py::{name}" for name in names]
+
+
+def test_a_semaphore_of_another_program_is_not_ours() -> None:
+    """Others may use multiprocessing meanwhile: their semaphores lie in /dev/shm, and are mapped under another name."""
+    code = (
+        "import multiprocessing, sys; lock = multiprocessing.get_context('spawn').Lock();"
+        "print(lock._semlock.name, flush=True); sys.stdin.read()"
+    )
+    before = shm_files()
+    # A shell in between, so that the program is no child of ours.
+    command = ["sh", "-c", f'"{sys.executable}" -c "$0"; true', code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as shell:
+        assert shell.stdout is not None
+        name = "sem." + shell.stdout.readline().strip().lstrip("/")
+        assert Path("/dev/shm", name) in shm_files() - before
+        assert Path("/dev/shm", name) not in new_shm_files(before)
+        shell.communicate(timeout=_SECONDS)

@@ -50,15 +50,22 @@ def new_shm_files(before: set[Path]) -> set[Path]:
 
 
 def _is_others(path: Path) -> bool:
-    """Whether its name ends with the number of a Python process that is none of ours, or such a one has it mapped."""
+    """Whether its name ends with the number of a Python process that is none of ours, or a process that is none of ours
+    has it mapped, or it is gone by now."""
     family = {os.getpid(), *child_pids()}
     number = re.search(r"\d+$", path.name)
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return True
+    # By its number: a semaphore is mapped under another name, which it had while it was made.
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino} "
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if int(process.name) in family:
                 continue
             named = number is not None and number[0] == process.name and b"python" in (process / "cmdline").read_bytes()
-            if named or str(path) in (process / "maps").read_text():
+            if named or place in (process / "maps").read_text():
                 return True
         except OSError:
             continue
