@@ -15,11 +15,17 @@ def counted(call: Callable[[], T]) -> tuple[T, int]:
 
     The garbage collector waits meanwhile: what it finalises is somebody else's, and comes at any time.
     """
-    num_calls = 0
+    found, (num_python, num_c) = counted_apart(call)
+    return found, num_python + num_c
+
+
+def counted_apart(call: Callable[[], T]) -> tuple[T, tuple[int, int]]:
+    """The same, calls of Python and of C apart."""
+    nums = {"call": 0, "c_call": 0}
 
     def note(frame: object, event: str, argument: object) -> None:
-        nonlocal num_calls
-        num_calls += event in ("call", "c_call")
+        if event in nums:
+            nums[event] += 1
 
     was_on = gc.isenabled()
     gc.disable()
@@ -30,4 +36,4 @@ def counted(call: Callable[[], T]) -> tuple[T, int]:
         sys.setprofile(None)
         if was_on:
             gc.enable()
-    return found, num_calls
+    return found, (nums["call"], nums["c_call"])
