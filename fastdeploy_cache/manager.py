@@ -157,7 +157,8 @@ class PrefixCacheManager:
         (`LayerProgress.wait_layer`) before it computes that layer; after the step ask `confirm`.
 
         `wait_seconds`, for an engine that has nothing else to run: wait so long for blocks that only copies in flight
-        hold. Where none is on its way, or the cache is paused, it waits for nothing.
+        hold. Where none is on its way, or the cache is paused, it waits for nothing. A match of the request that still
+        waits for room gives that up.
 
         Raises:
             OutOfBlocksError: not that many can be had now; nothing was changed.
@@ -166,7 +167,8 @@ class PrefixCacheManager:
             num_blocks = whole_number(num_blocks, "num_blocks")
         take = functools.partial(self._allocate, request, num_blocks, ahead_of_loads)
         if wait_seconds != 0:
-            return self._requests.room.when_room(num_blocks, take, seconds_to_wait("allocate", wait_seconds))
+            seconds = seconds_to_wait("allocate", wait_seconds)
+            return self._requests.wait_for_blocks(request, num_blocks, take, seconds)
         with self._books:
             return take()
 

@@ -27,6 +27,7 @@ class Loader:
         self._config = config
         self.refused_for = Cause.ROOM, ""  # why the last load that was refused was, and with which numbers
         self.lacks_room = False  # whether that was for want of blocks alone
+        self.lacks_place = False  # or of a place in the queue of loads
         books.listen(TaskEnded, self._note_speed)
 
     def is_worth(self, num_blocks: int) -> bool:
@@ -64,13 +65,13 @@ class Loader:
         """
         residency = self._books.residency
         num_available = residency.num_available(GPU)
-        self.lacks_room = num_cold + num_rest > num_available
+        self.lacks_room, self.lacks_place = num_cold + num_rest > num_available, False
         if self.lacks_room:
             rooms = f"the prompt needs {num_cold + num_rest} blocks, and {num_available} can be had"
             self.refused_for = Cause.ROOM, rooms
             return False
         if not self._mover.can(TaskKind.SWAP_IN):
-            is_up = self._mover.is_up
+            self.lacks_place = is_up = self._mover.is_up
             self.refused_for = (Cause.ROOM, "the queue of loads is full") if is_up else (Cause.RANK, "a rank is down")
             return False
         residency.evict(GPU, max(0, num_cold - self._books.pools[GPU].num_free))

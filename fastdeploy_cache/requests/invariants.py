@@ -58,7 +58,7 @@ def check(tree: PrefixTree, held: Held) -> None:
         _check_request(active)
     waiting = [active.room for active in requests if active.room is not None]
     assert all(not room.done.is_set() for room in waiting), "a match waits for room, and its wait has ended"
-    assert len(waiting) <= len(held.requests.room), "a match waits for room outside the queue"
+    assert len(waiting) == held.requests.room.num_matches, "a match waits outside the queue, or one that has gone in it"
     is_moving = any(not transfer.done.is_set() for transfer in transfers)
     assert is_moving or not len(held.requests.room), "somebody waits for room, and no copy is in flight"
     num_missed, by_cause = held.requests.accounts.missed()

@@ -90,7 +90,10 @@ class Matcher:
             return
         path, num_found = tree.find(request.namespace, active.keys, active.num_asked_blocks)
         num_found = request.whole_images(num_found, tree.block_size)
-        if num_found > active.num_pinned_blocks:
+        may_load = active.room is None or self._loader.is_allowed(num_found - active.num_gpu_blocks)
+        if not may_load:  # what it waits for is within the limits, and no more of it
+            self.end_prefetch(active)
+        elif num_found > active.num_pinned_blocks:
             num_sure = active.num_pinned_blocks if active.room is None else 0  # what it waits for may never be loaded
             self._load_cold(active, path, num_found, num_sure, is_fetched=True)
             active.num_found_blocks = max(active.num_found_blocks, num_found)
@@ -117,13 +120,15 @@ class Matcher:
             num_rest = -(-request.num_tokens // tree.block_size) - num_found
             is_behind = may_load and self._room.is_behind(active.room)
             is_started = may_load and not is_behind and self._loader.start(parts, num_cold, num_rest)
-            may_wait = may_load and not is_started and (is_behind or self._loader.lacks_room)
+            lacks = self._loader.lacks_room or (active.room is not None and self._loader.lacks_place)
+            may_wait = may_load and not is_started and (is_behind or lacks)
             if may_wait and self._wait_for_room(active, num_cold + num_rest, is_fetched=is_fetched):
                 return
+            if may_load and is_behind:  # none of those in front can be helped by what is in flight, either
+                is_started = self._loader.start(parts, num_cold, num_rest)
             if not is_started:
                 self._leave_cold(active, path, num_found - num_cold, num_sure, self._loader.refused_for)
-        if active.room is not None:
-            self._stop_waiting_for_room(active)
+        self._end_room_wait(active)
         self._wait_for(active, self._loads_of_pinned(active))
 
     def _leave_cold(
@@ -141,25 +146,26 @@ class Matcher:
         """Wait until so many blocks can be had; False where no copy in flight will give them back."""
         if not self._room.may_come(num_blocks):
             return False
+        load = partial(self._load_waiting, active, is_fetched=is_fetched)
         if active.room is None:
-            deadline = time.monotonic() + self._room_seconds
-            load = partial(self._load_waiting, active, is_fetched=is_fetched)
-            active.room = RoomWait(num_blocks, deadline, load, partial(self._give_up_room, active))
+            active.room = RoomWait(
+                num_blocks, self._room_seconds, load, partial(self.stop_waiting_for_room, active), is_match=True
+            )
             self._room.enter(active.room)
-        active.room.num_blocks = num_blocks
+        active.room.num_blocks, active.room.serve = num_blocks, load
         self._wait_for(active, self._loads_of_pinned(active))
         return True
 
     def _load_waiting(self, active: ActiveRequest, *, is_fetched: bool) -> bool:
         """Load what a match waits for room for, if there is room now; False while there is none."""
         if active.pin is None or self.is_stale(active) or self.is_lost(active):
-            self._give_up_room(active)
+            self.stop_waiting_for_room(active, Cause.RESET)
             return True
         self._load_cold(active, active.pin.run.path(), active.num_pinned_blocks, 0, is_fetched=is_fetched)
         return active.room is None
 
-    def _give_up_room(self, active: ActiveRequest, cause: Cause = Cause.ROOM) -> None:
-        """What is not on its way to the GPU by now is no part of the match."""
+    def stop_waiting_for_room(self, active: ActiveRequest, cause: Cause = Cause.ROOM) -> None:
+        """What is not on its way to the GPU by now is no part of the match, if it waits for room."""
         wait = active.room
         if wait is None:
             return
@@ -168,9 +174,9 @@ class Matcher:
         num_cold = sum(n for _, _, n in coming_and_cold(path, active.num_pinned_blocks)[1])
         detail = f"it waited {seconds:.3f} s for {wait.num_blocks} blocks, which copies in flight were to give back"
         self._leave_cold(active, path, active.num_pinned_blocks - num_cold, 0, (cause, detail))
-        self._stop_waiting_for_room(active)
+        self._end_room_wait(active)
 
-    def _stop_waiting_for_room(self, active: ActiveRequest) -> None:
+    def _end_room_wait(self, active: ActiveRequest) -> None:
         if active.room is not None:
             active.room_seconds += time.monotonic() - active.room.began_at
             self._room.leave(active.room)
@@ -311,7 +317,7 @@ class Matcher:
         """
         if active.phase is not WAITING:
             return
-        self._give_up_room(active, Cause.LATE)
+        self.stop_waiting_for_room(active, Cause.LATE)
         self.end_prefetch(active)
         ids, path = self.arrived(active)
         del ids[active.num_shown_blocks :]
@@ -354,7 +360,7 @@ class Matcher:
     def abandon(self, active: ActiveRequest) -> None:
         """The match has failed half way: take back what it holds. What it has started to load goes on for others."""
         private_ids = active.private_ids()
-        self._stop_waiting_for_room(active)
+        self._end_room_wait(active)
         self.end_prefetch(active)
         self.stop_waiting(active)
         copy, active.copy = active.copy, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
@@ -22,7 +22,7 @@ from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.requests.prefetches import Prefetches
 from fastdeploy_cache.requests.publisher import Publisher
-from fastdeploy_cache.requests.room_queue import RoomQueue
+from fastdeploy_cache.requests.room_queue import RoomQueue, Taking
 from fastdeploy_cache.requests.runs_ahead import RunsAhead
 from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import Fetched
@@ -176,6 +176,22 @@ class Requests:
             note = listener.note
             note((ALLOCATED, active.number, num_blocks, ahead_of_loads))
         return ids
+
+    def wait_for_blocks(
+        self, request: Request, num_blocks: int, take: Callable[[], list[int]], seconds: float
+    ) -> list[int]:
+        """What `take` allocates for the request, now or when copies in flight have given back enough. Not under the
+        lock. See `RoomQueue.when_room`."""
+
+        def give_back(ids: list[int]) -> None:
+            active = self._requests.get(request.request_id)
+            if active is not None and active.request is request:
+                self.take_back(active, len(ids))
+
+        def ready() -> None:
+            self.matcher.stop_waiting_for_room(self.active(request))
+
+        return self.room.when_room(Taking(num_blocks, self.books.residency, take, give_back), seconds, ready)
 
     def tell_allocated(self, active: ActiveRequest, num_blocks: int) -> None:
         """It got blocks, and no commit has told of them."""

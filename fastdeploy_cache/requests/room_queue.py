@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import Change, RoomCame
+from fastdeploy_cache.books.changes import Change, Forgotten, GpuForgotten, RoomCame, TierLost
+from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.errors import CacheError, OutOfBlocksError
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
 
 T = TypeVar("T")
+_MATCH_SECONDS = 5.0  # at most, that a match waits: copies take milliseconds, and who is behind it waits, too
 
 
 class RoomWait:
@@ -21,21 +23,64 @@ class RoomWait:
 
     Attributes:
         num_blocks: that it needs.
+        is_match: whether a match waits, to load; else an allocation.
         began_at, deadline: by the monotonic clock.
         done: set when it waits no more: it has its blocks, or has given up.
         on_done: called then, outside the lock.
     """
 
-    __slots__ = ("began_at", "deadline", "done", "give_up", "num_blocks", "on_done", "serve")
+    __slots__ = ("began_at", "deadline", "done", "give_up", "is_match", "num_blocks", "on_done", "serve")
 
     def __init__(
-        self, num_blocks: int, deadline: float, serve: Callable[[], bool], give_up: Callable[[], None]
+        self,
+        num_blocks: int,
+        seconds: float,
+        serve: Callable[[], bool],
+        give_up: Callable[[], None] = lambda: None,
+        *,
+        is_match: bool = False,
     ) -> None:
-        """`serve` takes the blocks, if they are there: False while they are not."""
-        self.num_blocks, self.began_at, self.deadline = num_blocks, time.monotonic(), deadline
+        """`serve` takes the blocks, if they are there: False while they are not. `seconds`: that it waits at most."""
+        self.num_blocks, self.is_match, self.began_at = num_blocks, is_match, time.monotonic()
+        self.deadline = self.began_at + (min(seconds, _MATCH_SECONDS) if is_match else seconds)
         self.serve, self.give_up = serve, give_up
         self.done = threading.Event()
         self.on_done: list[Callable[[], None]] = []
+
+
+class Taking(Generic[T]):
+    """Blocks that somebody wants, asked for until they can be had. Under the lock, but for `result`."""
+
+    def __init__(self, num_blocks: int, residency: Residency, take: Callable[[], T], undo: Callable[[T], None]) -> None:
+        """`take` raises `OutOfBlocksError` while they cannot be had; `undo` is its reverse."""
+        self.num_blocks, self._residency, self._take, self._undo = num_blocks, residency, take, undo
+        self._taken: list[T] = []
+        self._refused: CacheError | None = None
+
+    def serve(self) -> bool:
+        """Whether nothing is to be waited for any more: it has them, or never will."""
+        if self._refused is not None and self.num_blocks > self._residency.num_available(GPU):
+            return False  # a refusal is told once
+        try:
+            self._taken.append(self._take())
+        except OutOfBlocksError as refused:
+            self._refused = refused
+            return False
+        except CacheError as error:  # it was released meanwhile, or the cache closed
+            self._refused = error
+        return True
+
+    def give_back(self) -> None:
+        """Undo what was taken."""
+        if self._taken:
+            self._undo(self._taken.pop())
+
+    def result(self) -> T:
+        """What was taken. Raises what `take` raised last."""
+        if self._taken:
+            return self._taken[0]
+        assert self._refused is not None
+        raise self._refused
 
 
 class RoomQueue:
@@ -56,10 +101,16 @@ class RoomQueue:
         self._waiting: dict[RoomWait, None] = {}
         self.num_waited, self.seconds_waited = 0, 0.0
         books.listen(RoomCame, self._look)
-        books.listen(TaskEnded, self._look)
+        for change in (TaskEnded, Forgotten, GpuForgotten, TierLost):
+            books.listen(change, self._look_soon)
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_matches(self) -> int:
+        """Of those that wait, the matches."""
+        return sum([wait.is_match for wait in self._waiting])
 
     def is_behind(self, wait: RoomWait | None) -> bool:
         """Whether others came before this one, or before somebody who does not wait yet."""
@@ -90,44 +141,52 @@ class RoomQueue:
         for call in calls:
             self._books.call_later(call)
 
-    def _look(self, change: Change) -> None:
+    def _look_soon(self, _: Change) -> None:
+        """When all others have heard of this change: what is recorded of it comes before what it makes possible."""
+        if self._waiting:
+            self._books.note(RoomCame(tier=GPU))
+
+    def _look(self, came: RoomCame) -> None:
         """Serve from the front, as far as there is room. Who can hope for none any more gives up."""
-        if isinstance(change, RoomCame) and change.tier is not GPU:
+        if came.tier is not GPU:
             return
         while self._waiting:
             first = next(iter(self._waiting))
-            if not first.serve():
-                if time.monotonic() < first.deadline and self.may_come(first.num_blocks):
-                    return
+            is_over = time.monotonic() >= first.deadline
+            try:
+                if not is_over and not first.serve():
+                    if self.may_come(first.num_blocks):
+                        return
+                    is_over = True
+                if is_over:
+                    first.give_up()
+            except BaseException:  # who is behind it is not to wait for what fails again and again
                 first.give_up()
+                self.leave(first)
+                raise
             self.leave(first)
 
-    def when_room(self, num_blocks: int, take: Callable[[], T], seconds: float) -> T:
-        """What `take` returns, which is called under the lock, now and whenever it may succeed.
+    def when_room(self, taking: Taking[T], seconds: float, ready: Callable[[], None]) -> T:
+        """What `taking` gets, now or whenever there is room. Not under the lock.
 
-        Raises what `take` raises; `OutOfBlocksError` where waiting does not help, or the time is over.
+        `ready` is called before the wait begins: what the caller waits for itself would be in its own way.
+
+        Raises `OutOfBlocksError` where waiting does not help, or the time is over, and what else `taking` meets.
         """
-        taken: list[T] = []
-        failed: list[CacheError] = []
-
-        def serve() -> bool:
-            try:
-                taken.append(take())
-            except OutOfBlocksError as refused:
-                failed[:] = [refused]
-                return False
-            except CacheError as error:  # it was released meanwhile, or the cache closed
-                failed[:] = [error]
-            return True
-
+        wait = RoomWait(taking.num_blocks, seconds, taking.serve)
         with self._books:
-            wait = RoomWait(num_blocks, time.monotonic() + seconds, serve, lambda: None)
-            if not serve() and self.may_come(num_blocks):
-                self.enter(wait)
-        if wait in self._waiting:
-            wait.done.wait(seconds)
+            if not taking.serve() and self.may_come(taking.num_blocks):
+                ready()
+                if not taking.serve():
+                    self.enter(wait)
+        try:
+            if wait in self._waiting:
+                wait.done.wait(seconds)
+        except BaseException:  # Ctrl-C: nobody would hear of blocks that it gets from now on, or has got just now
             with self._books:
                 self.leave(wait)
-        if taken:
-            return taken[0]
-        raise failed[0]
+                taking.give_back()
+            raise
+        with self._books:
+            self.leave(wait)
+        return taking.result()

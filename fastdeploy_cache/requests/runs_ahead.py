@@ -23,7 +23,8 @@ class RunsAhead:
     def begin(self, active: ActiveRequest) -> None:
         """Let the request use the blocks that are coming as if they were there; nothing is published until they are."""
         (ids, _), (coming, transfers) = self._matcher.arrived(active), self._matcher.coming(active)
-        if active.copy is not None or not coming or len(ids) + len(coming) < active.num_pinned_blocks:
+        is_whole = active.copy is None and active.room is None
+        if not is_whole or not coming or len(ids) + len(coming) < active.num_pinned_blocks:
             self._matcher.show(active, is_final=True)  # the caller looks again after this
             return
         self._matcher.end_prefetch(active)

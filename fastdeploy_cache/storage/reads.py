@@ -198,14 +198,24 @@ class StorageReads:
             path, _ = self._tree.find(prefetch.namespace, prefetch.keys, prefetch.first + prefetch.num_landed)
             for run in path:
                 residency.drop_spare_copies(run)
-        while self._kept and not self._is_kept(next(iter(self._kept))):
-            self._keep_no_more(next(iter(self._kept)))
-        return min(num_allowed, residency.num_available(CPU) - (0 if prefetch.is_followed else self._num_kept))
+        num_available = residency.num_available(CPU)
+        if prefetch.is_followed:
+            return min(num_allowed, num_available)
+        while self._kept and num_available <= self._num_kept:
+            oldest = next(iter(self._kept))
+            if self._is_kept(oldest):
+                break
+            self._keep_no_more(oldest)
+        return min(num_allowed, num_available - self._num_kept)
 
     def _is_kept(self, prefetch: StoragePrefetch) -> bool:
-        """Not what a reset has forgotten, nor what an engine seems to have forgotten."""
-        is_old = time.monotonic() - prefetch.began_at > _KEPT_SECONDS
-        return prefetch.epoch == self._tree.epoch and (not is_old or bool(prefetch.num_in_flight))
+        """Not what is cached no more, nor what an engine seems to have forgotten."""
+        if prefetch.epoch != self._tree.epoch:
+            return False
+        if time.monotonic() - prefetch.began_at > _KEPT_SECONDS and not prefetch.num_in_flight:
+            return False
+        num_brought = prefetch.first + prefetch.num_landed
+        return self._tree.find(prefetch.namespace, prefetch.keys, num_brought)[1] >= num_brought
 
     def _fetch(self, prefetch: StoragePrefetch, num_blocks: int) -> None:
         ids, start = self._books.take(num_blocks, CPU, TASK), prefetch.num_asked

@@ -146,10 +146,9 @@ def test_what_ends_a_wait(end: str) -> None:
         model.release(live)
     elif end == "reset":
         model.reset()
-        model.client.land_all()
+        assert missed(model, live) == {Cause.RESET: 19} and live.match.poll().ready
     elif end == "kv_lost":
         model.kv_lost()
-        model.client.land_all()
     elif end == "failure":
         while model.client.tasks and model.client.tasks[0].kind is TaskKind.SWAP_OUT:
             model.client.land("broken")  # B is in no tier but the GPU then, which can drop it
@@ -206,4 +205,83 @@ def test_a_whole_prompt_again_needs_no_room() -> None:
     match = model.cache.match(Request(request_id="whole", prompt_token_ids=B))
     assert match.ready and match.num_gpu_tokens == 19
     model.cache.release(match._loads._active.request)  # type: ignore[attr-defined]
+    model.finish()
+
+
+def test_an_allocation_is_not_behind_its_own_match() -> None:
+    """An engine that does not wait for its match, and allocates with a wait, gets all of its blocks."""
+    model = with_copies_in_flight()
+    live, ids = waiting(model), list[int]()
+    thread = threading.Thread(target=lambda: ids.extend(model.cache.allocate(live.request, 20, wait_seconds=SECONDS)))
+    thread.start()
+    while not shown(model, "room_waits_total"):
+        threading.Event().wait(0.001)  # until the match has given up for it: nothing tells of that
+    model.client.land_all()
+    thread.join(SECONDS)
+    assert len(ids) == 20 and missed(model, live) == {Cause.ROOM: 19}
+    model.finish()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_interrupted_wait_gets_nothing(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+    """Ctrl-C in the wait: blocks that nobody has heard of are not the request's, whether they came before or after."""
+    model = with_copies_in_flight()
+    live = model.must_match(C)
+
+    def interrupt(event: threading.Event, timeout: float | None = None) -> bool:
+        if is_late:
+            model.client.land_all()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Event, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.cache.allocate(live.request, 20, wait_seconds=SECONDS)
+    monkeypatch.undo()
+    model.client.land_all()
+    model.cache.check_invariants()
+    assert model.cache.stats().gpu.num_private == 0 and shown(model, "waiting_for_room") == 0
+    assert len(model.cache.allocate(live.request, 20)) == 20
+    model.finish()
+
+
+def test_a_request_that_runs_ahead_waits_for_no_room() -> None:
+    """What it waits for is given up when it takes blocks ahead of loads."""
+    model = CacheModel(1, 20, 60)
+    model.serve_and_copy(A)
+    model.serve(B[:12], stays=False, patient=False)
+    live = waiting(model)
+    assert model.run_ahead(live, 0)
+    model.cache.check_invariants()
+    assert shown(model, "waiting_for_room") == 0 and not live.num_assumed
+    model.finish()
+
+
+def test_who_fails_in_front_does_not_keep_the_others_waiting() -> None:
+    """No memory to serve the first: it gives up, the failure is counted, and the second is served."""
+    model = with_copies_in_flight()
+    model.steps_may_fail = True
+    first, second = waiting(model, A[:11]), waiting(model, A[:9])
+
+    def fail() -> bool:
+        raise MemoryError
+
+    first.match._loads._active.room.serve = fail  # type: ignore[attr-defined]
+    model.client.land_all()
+    model.cache.check_invariants()
+    assert model.look(first).num_tokens == 0 and model.look(second).num_tokens == 8
+    assert model.cache.stats().num_failed_steps["settling"] == 1
+    model.finish()
+
+
+def test_a_refusal_behind_others_says_what_is_so_now() -> None:
+    """Behind somebody who waits, and with nothing to hope for: the reason is not that of a load refused before."""
+    model = with_copies_in_flight()
+    holder = model.must_match(C[:1])
+    waiting(model, A[:11])
+    model.cache._movement.loader.refused_for = Cause.SLOWER, "of another request"
+    prompt = [*A[:19], *C[:1]]
+    num_coming, model.cache._requests.room._num_coming = 12, lambda: 12  # as where others hold the rest
+    live = model.must_match(prompt)
+    assert missed(model, live) == {Cause.ROOM: 19} and num_coming < len(prompt)
+    model.release(holder)
     model.finish()
