@@ -36,6 +36,7 @@ class PrivateListener:
         self._name, self._ended, self._rests = path.name, threading.Event(), AcceptRests(str(path))
         self._folder = _open_private_folder(path.parent)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(None)  # whatever the program's default is: it waits for who connects
         try:
             self._listen(path)
         except OSError as error:

@@ -14,7 +14,9 @@ _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS,
 _FIRST_SECONDS = 0.1
 _FEWEST_FILES = 4
 _LONGEST_REST_SECONDS = 1.0  # who connects waits for it
-_GONE = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM}  # of one that is not there any more, or that a firewall refuses
+# Of a connection that is not there any more, or that a firewall refuses: accept(2) tells of errors on its way, too.
+_GONE = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN}
+_GONE |= {errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.ENOPROTOOPT, errno.EOPNOTSUPP, errno.ENONET}
 LONGEST_SECONDS = 10.0
 
 

@@ -102,6 +102,7 @@ class TaskQueue:
             self._far_ends: list[socket.socket] = []
             for _ in range(num_lanes):
                 near, far = map(undo.enter_context, socket.socketpair())
+                far.setblocking(True)  # whatever `socket.setdefaulttimeout` says: the process inherits how it is
                 self._lanes.append(_EngineLane(near))
                 self._far_ends.append(far)
                 self._events.register(near, select.EPOLLIN)
@@ -178,6 +179,7 @@ class RankQueue:
     def __init__(self, fd: int) -> None:
         os.set_inheritable(fd, False)
         self._end, self._inbox = socket.socket(fileno=fd), _Inbox()
+        self._end.settimeout(None)  # a store's library may have set another default in this process
 
     @property
     def fd(self) -> int:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from fastdeploy_cache.errors import ConfigError
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
-_ORIGIN = re.compile(r"https?://(.+)", re.IGNORECASE)
+_ORIGIN = re.compile(r"(https?)://(.+)", re.IGNORECASE)
+_PORTS = {"http": (80,), "https": (443,)}  # that browsers leave out
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})  # methods that change nothing
 _MOST_SHOWN = 100  # characters
 
@@ -45,20 +46,22 @@ class AllowedHosts:
         if not self._is_on:
             return None
         for host in hosts:
-            if not self._allows(host):
+            if not self._allows(host, (80, 443)):
                 return f"the Host {_shown(host)} is not one of this server; its user may allow it by --allow-host"
         for origin in origins if method not in _READING else ():
             found = _ORIGIN.fullmatch(origin)
-            if found is None or not self._allows(found[1]):
+            if found is None or not self._allows(found[2], _PORTS[found[1].lower()]):
                 return f"a page of {_shown(origin)} may not ask this server; its user may allow it by --allow-host"
         return None
 
-    def _allows(self, host: str) -> bool:
+    def _allows(self, host: str, left_out: Sequence[int]) -> bool:
+        """`left_out`: the ports that it may stand for where it has none."""
         parts = _parts(host)
         if parts is None:
             return False
         name, port = parts
-        return _is_loopback(name) or any(name == known and allowed in (None, port) for known, allowed in self._known)
+        ports = {None, port} if port is not None else {None, *left_out}
+        return _is_loopback(name) or any(name == known and allowed in ports for known, allowed in self._known)
 
 
 def _parts(host: str) -> tuple[str, int | None] | None:
@@ -76,7 +79,9 @@ def _bare(name: str) -> str:
 
 def _is_loopback(name: str) -> bool:
     try:
-        return ipaddress.ip_address(name).is_loopback
+        address = ipaddress.ip_address(name)
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return (mapped or address).is_loopback
     except ValueError:
         return False
 

@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import Any, Final
 
 from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.errors import RecordingError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.requests import listener
 from fastdeploy_cache.transfer_manager.task import TaskKind
@@ -110,7 +111,15 @@ Digest = Callable[[bytes], int]  # 64 bits for a name
 
 
 def pack(note: tuple[Any, ...], digest: Digest) -> tuple[bytes, bytes]:
-    """What the recorder has noted, as a record, and the marks that go with it."""
+    """What the recorder has noted, as a record, and the marks that go with it. Raises `RecordingError` where it has
+    a number that no record can hold."""
+    try:
+        return _pack(note, digest)
+    except struct.error as error:
+        raise RecordingError(f"a note of kind {note[0]} cannot be recorded: {error}") from error
+
+
+def _pack(note: tuple[Any, ...], digest: Digest) -> tuple[bytes, bytes]:
     kind = RecordKind(note[0])
     if kind is RecordKind.MATCHED:
         _, at, number, num_tokens, num_prompt, namespace, author, known, marks, *found, refused, rest = note

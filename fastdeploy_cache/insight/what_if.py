@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
+from fastdeploy_cache.books.block_pool import RUN
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Forgotten
 from fastdeploy_cache.books.references import References
@@ -71,7 +72,7 @@ class WhatIf:
         self._process: subprocess.Popen[bytes] | None = None
         self._board: tuple[ResultBoard, Sequence[Plan]] | None = None  # what is found, and of what
         self._array: SharedArray | None = None
-        self._unsent, self._is_closed = b"", False
+        self._unsent, self._is_closed, self._is_bounded = b"", False, False
 
     @property
     def is_on(self) -> bool:
@@ -115,8 +116,12 @@ class WhatIf:
             logger.warning("event=what_if_not_started reason=%r", str(error))
             return
         self._array, self._board, self._process = array, (ResultBoard(array, len(plans)), plans), process
+        # What is cached already, or comes from elsewhere, was used by nobody that the process has seen.
+        is_all_seen = self._config.storage is None and self._config.peer is None
         references = References(self._config.block_size * 4, self._books.clock, self._when_due)
         with self._books:
+            num_cached = sum([pool.count(RUN) for pool in self._books.pools])
+            self._is_bounded = is_all_seen and not num_cached
             self._books.ignore(Forgotten, self._on_forgotten)
             self._books.listen(Forgotten, self._on_forgotten)
             self._books.note_references(references)
@@ -161,8 +166,8 @@ class WhatIf:
         ]
 
     def _most_hit_tokens(self, result: WhatIfResult) -> int | None:
-        """What no cache would have gone over; None where requests were left out, which others may have hit."""
-        if self.num_lost_requests:
+        """What no cache would have gone over; None where something may be hit that the process has not seen used."""
+        if self.num_lost_requests or not self._is_bounded:
             return None
         copied = self._config.block_size - 1 if self._config.recompute_last_token else 0  # of a prompt cached whole
         return min(result.seen_tokens + copied * result.num_window_requests, result.num_window_tokens)

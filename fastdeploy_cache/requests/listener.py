@@ -12,9 +12,10 @@ from fastdeploy_cache.requests.active_request import ActiveRequest
 
 # The first of what is noted. Behind it: the request's number, then
 ALLOCATED: Final = 3  # how many blocks it got, and whether they lie behind some that are still coming
-REFUSED: Final = 4  # how many it did not get, and how many were missing
+REFUSED: Final = 4  # how many it did not get, and how many were missing, at most `MOST_NOTED`
 COMMITTED: Final = 5  # how many tokens are computed, and how many blocks it has by then: some may be new
 CONFIRMED: Final = 6  # whether what it ran ahead of has arrived
+MOST_NOTED: Final = 2**32 - 1  # a count that a caller has given; a larger one is noted as this
 SETTLED_LATE: Final = 15  # nothing: its caller has looked again, and its match is what was shown then
 
 

@@ -17,7 +17,7 @@ from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request, no_request
 from fastdeploy_cache.requests.accounts import Accounts
 from fastdeploy_cache.requests.active_request import AHEAD, WAITING, ActiveRequest, Committed
-from fastdeploy_cache.requests.listener import ALLOCATED, COMMITTED, REFUSED, RequestListener
+from fastdeploy_cache.requests.listener import ALLOCATED, COMMITTED, MOST_NOTED, REFUSED, RequestListener
 from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.requests.prefetches import Prefetches
@@ -156,7 +156,8 @@ class Requests:
                 num_all = max(len(active.block_ids), active.num_matched_blocks) + num_blocks
                 is_more = num_all > pool.num_blocks
                 if self.listener is not None:
-                    self.listener.note((REFUSED, active.number, num_blocks, missing))
+                    counts = min(num_blocks, MOST_NOTED), min(missing, MOST_NOTED)
+                    self.listener.note((REFUSED, active.number, *counts))
                 raise OutOfBlocksError(missing, self.num_coming(), num_all=pool.num_blocks if is_more else None)
         if active.phase is WAITING:
             if ahead_of_loads:

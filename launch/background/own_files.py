@@ -20,7 +20,9 @@ def check_own_folder(folder: Path) -> None:
         LaunchError: it is there, and it is another user's, or others may write in it.
     """
     try:
-        found = folder.stat()
+        found = folder.lstat()
+        if stat.S_ISLNK(found.st_mode) and found.st_uid == os.geteuid():  # our own link, to wherever we want
+            found = folder.stat()
     except OSError:  # not there yet; where it cannot be looked at, it cannot be used either, and that is told then
         return
     hint = "choose another one with --run-dir"

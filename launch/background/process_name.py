@@ -1,4 +1,4 @@
-"""A name for a process that no other one will ever have: its pid, and when it was started.
+"""A name for a process that no other one will ever have: its pid, when it was started, and since which boot.
 
 A pid alone is given again, to anybody's process. A name is what pid files and locks hold.
 """
@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-_NAME = re.compile(r"([0-9]{1,9}) ([0-9]{1,20})\s*")
+_NAME = re.compile(r"([0-9]{1,9}) ([0-9]{1,20} [0-9a-f-]{36})\s*")
 _STATE, _STARTED = 0, 19  # of what follows the command's name in /proc/PID/stat: its fields 3 and 22
 _ENDED = ("Z", "X")
 
@@ -44,9 +44,10 @@ def open_process(name: str) -> int | None:
 
 
 def _started(pid: int) -> str | None:
-    """When it was started, in ticks since the machine's start; None where it has ended."""
+    """When it was started, in ticks since the machine's start, and which start that was; None where it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
-    return None if fields[_STATE] in _ENDED else fields[_STARTED]
+    return None if fields[_STATE] in _ENDED else f"{fields[_STARTED]} {boot}"

@@ -32,7 +32,10 @@ def folder_to_look_in() -> Path:
     """The default folder; that of a checkout's scripts, `run` below the working directory, where a server was started
     from there and none runs from the default one."""
     usual, of_scripts = default_run_folder(), Path("run")
-    is_there = RunFolder(usual).server.pid is None and RunFolder(of_scripts).server.pid_file.exists()
+    try:
+        is_there = RunFolder(of_scripts).server.pid_file.exists() and RunFolder(usual).server.pid is None
+    except LaunchError:  # such as /run, where the working directory is /: it is nobody's run folder
+        return usual
     return of_scripts if is_there else usual
 
 

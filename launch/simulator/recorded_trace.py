@@ -11,6 +11,8 @@ from fastdeploy_cache.insight.flight_records import Flag, RecordKind
 from fastdeploy_cache.launch.simulator.recorded_prompts import RecordedPrompts
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceError, TraceRequest
 
+_MAX_BLOCKS = 2**26  # of all prompts together: a trace keeps each prompt whole, where a recording refers to others
+
 
 def recorded_block_size(recording: FlightRecording) -> int:
     """The tokens of a block. Raises `TraceError` where its header does not say."""
@@ -36,9 +38,13 @@ def read_recorded_trace(path: Path, block_size: int | None) -> Trace:
     numbers: dict[tuple[int, int], int] = {}  # of a block behind all before it, as in any trace
     namespaces: dict[int, int] = {}
     requests, began, latest = list[TraceRequest](), None, 0.0
+    num_left = _MAX_BLOCKS
     for record in recording.of_kind(RecordKind.MATCHED):
         if record["flags"] & Flag.WAS_COUNTED:
             continue
+        num_left -= record["num_tokens"] // size
+        if num_left < 0:
+            raise TraceError(f"{path} tells of more than {_MAX_BLOCKS} blocks of prompts; record for a shorter time")
         began = record["at"] if began is None else began
         latest = max(latest, record["at"] - began)
         parent = -1 - namespaces.setdefault(record["namespace"], len(namespaces))

@@ -249,3 +249,19 @@ def test_wakeup_after_close_touches_no_stranger() -> None:
     wakeup.close()
     assert os.fstat(stranger).st_size == 0
     os.close(stranger)
+
+
+def test_the_programs_default_timeout_is_not_the_queues(opened: ExitStack) -> None:
+    """A user's `socket.setdefaulttimeout` is for sockets of the user's: a rank waits for its next task all the same."""
+    socket.setdefaulttimeout(0.001)
+    opened.callback(socket.setdefaulttimeout, None)
+    queue = new_queue(opened)
+    (rank,) = new_ranks(opened, queue)
+    got = list[bytes]()
+    thread = threading.Thread(target=lambda: got.append(rank.get()))
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive(), "it has not waited"
+    queue.put(b"task")
+    thread.join(SECONDS)
+    assert got == [b"task"]

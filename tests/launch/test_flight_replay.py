@@ -18,6 +18,7 @@ from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.launch.cli import app, main
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 from fastdeploy_cache.launch.simulator.recorded_trace import read_recorded_trace
+from fastdeploy_cache.launch.simulator.trace import TraceError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from tests.rigs.flight_walk import FlightWalk
 
@@ -157,3 +158,10 @@ def test_a_recording_that_begins_in_the_midst_is_taught_what_was_there(tmp_path:
     outcome = FlightReplay(read_recording(tmp_path / "a.flight")).run()
     assert outcome.num_taught_blocks > 20
     assert outcome.num_different < outcome.num_steps / 4
+
+
+def test_a_trace_keeps_no_more_than_it_may(recording: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file may refer to billions of tokens, and a trace keeps each prompt whole: that has an end."""
+    monkeypatch.setattr("fastdeploy_cache.launch.simulator.recorded_trace._MAX_BLOCKS", 1)
+    with pytest.raises(TraceError, match="more than 1 blocks"):
+        read_recorded_trace(recording, None)

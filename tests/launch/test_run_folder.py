@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.background import program, single
 from fastdeploy_cache.launch.background.group import stop_group
-from fastdeploy_cache.launch.background.process_name import name_of
-from fastdeploy_cache.launch.background.run_folder import RunFolder
+from fastdeploy_cache.launch.background.own_files import check_own_folder
+from fastdeploy_cache.launch.background.process_name import name_of, pid_of
+from fastdeploy_cache.launch.background.run_folder import RunFolder, default_run_folder, folder_to_look_in
 from fastdeploy_cache.launch.cli import app
 
 
@@ -27,15 +28,15 @@ def test_a_stop_ends_nobody_elses_process(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
         folder.server.note(other.pid)
         assert folder.server.pid == other.pid
-        _, started = folder.server.pid_file.read_text().split()
-        for text in (f"{other.pid} {int(started) - 1}", f"{other.pid}"):
+        _, started, boot = folder.server.pid_file.read_text().split()
+        for text in (f"{other.pid} {int(started) - 1} {boot}", f"{other.pid} {started}", f"{other.pid}"):
             folder.server.pid_file.write_text(text)
             single.stop(folder, said.append)
             assert said.pop().startswith("not running; it ended without being stopped")
             assert not folder.server.pid_file.exists() and other.poll() is None
-        (tmp_path / "start.lock").write_text(f"start {other.pid} 1")
+        (tmp_path / "start.lock").write_text(f"start {other.pid} 1 {boot}")
         with folder.locked("group"):  # another lock: it writes its own name
-            (tmp_path / "group.lock").write_text(f"start {other.pid} 1")
+            (tmp_path / "group.lock").write_text(f"start {other.pid} 1 {boot}")
             with pytest.raises(LaunchError, match="another start or stop is at work"):
                 stop_group(folder, said.append)
         assert other.poll() is None
@@ -99,3 +100,31 @@ def test_what_is_damaged_in_a_run_folder_says_nothing(tmp_path: Path) -> None:
         slot.pid_file.with_suffix(".json").write_bytes(data)
         assert slot.facts == {}
     assert single.http_status(f"file://{slot.pid_file.with_suffix('.json')}") is None
+
+
+def test_a_folder_named_run_that_is_none_of_ours_is_no_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As /run is, where the working directory is /: commands look in the usual folder, and say nothing of it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o777)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert folder_to_look_in() == default_run_folder()
+
+
+def test_a_name_of_before_a_reboot_is_nobodys() -> None:
+    """The same pid and the same ticks may come again after a reboot; the number of the boot does not."""
+    pid, started, boot = name_of(os.getpid()).split()
+    assert pid_of(f"{pid} {started} {boot}") == os.getpid()
+    assert pid_of(f"{pid} {started} {boot[:-1]}{'0' if boot[-1] != '0' else '1'}") is None
+
+
+def test_a_link_of_another_user_is_no_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever puts a link to a folder of ours where ours is looked for: it is refused, and our own link is not."""
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    check_own_folder(tmp_path / "link")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(LaunchError, match="is of user"):
+        check_own_folder(tmp_path / "link")

@@ -59,3 +59,16 @@ def test_what_is_no_name_is_refused(name: str) -> None:
     """With the option and the value seen."""
     with pytest.raises(ConfigError, match=r"^--allow-host is "):
         AllowedHosts("127.0.0.1", "127.0.0.1", [name])
+
+
+def test_ports_that_browsers_leave_out_are_those_of_the_scheme() -> None:
+    """`cache.example:443` is what a page of https://cache.example is of, and a Host without a port."""
+    hosts = AllowedHosts("127.0.0.1", "127.0.0.1", ["cache.example:443"])
+    assert hosts.refusal("POST", ["cache.example"], ["https://cache.example"]) is None
+    assert hosts.refusal("POST", ["cache.example:443"], ["http://cache.example"]) is not None
+    assert hosts.refusal("GET", ["cache.example:8443"], []) is not None
+
+
+def test_loopback_of_ipv4_is_loopback_in_ipv6_too() -> None:
+    """A listener on `::ffff:127.0.0.1` is one for this machine alone."""
+    assert AllowedHosts("::ffff:127.0.0.1", "::ffff:127.0.0.1").refusal("GET", ["evil.example"], []) is not None

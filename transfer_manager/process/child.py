@@ -105,16 +105,20 @@ def _die_with_parent() -> list[str]:
     becomes the program. Where it is missing, or too old to know that, the time until the program runs stays open.
     """
     setpriv = shutil.which("setpriv")
-    return [setpriv, "--pdeathsig", "KILL", "--"] if setpriv is not None and _can_arm(setpriv) else []
+    try:
+        return [setpriv, "--pdeathsig", "KILL", "--"] if setpriv is not None and _can_arm(setpriv) else []
+    except subprocess.TimeoutExpired:  # a busy machine: it is asked again the next time
+        return []
 
 
 @functools.cache
 def _can_arm(setpriv: str) -> bool:
-    """Whether this `setpriv` knows the option; tried once. A shortage says nothing of that, and is raised."""
+    """Whether this `setpriv` knows the option; tried once. A shortage, or a machine that is too busy to answer, says
+    nothing of that, and is raised."""
     command = [setpriv, "--pdeathsig", "KILL", "--", "true"]
     try:
         return subprocess.run(command, capture_output=True, timeout=_TRY_SECONDS, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         if is_shortage(error):
             raise
         return False

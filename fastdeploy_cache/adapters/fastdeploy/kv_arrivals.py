@@ -37,6 +37,7 @@ class KVArrivals:
         """
         self._port = port
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(None)  # whatever the program's default is: it waits for who connects
         try:
             self._socket.bind(_name(port))
         except OSError as error:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
-from fastdeploy_cache.errors import ConfigError, RecordingError
+from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RecordingError
 from fastdeploy_cache.insight.flight_file import mixed, read_recording
-from fastdeploy_cache.insight.flight_records import RecordKind
+from fastdeploy_cache.insight.flight_records import RecordKind, pack
 from fastdeploy_cache.insight_config import InsightConfig
 
 SIZE = 16
@@ -238,3 +238,22 @@ def test_impossible_settings_are_refused(given: dict[str, Any], words: str) -> N
     """Each with its name, the value seen and what to give."""
     with pytest.raises(ConfigError, match=rf"insight\.\w+ is .*{words}"):
         InsightConfig(**given)
+
+
+def test_a_number_that_no_record_can_hold_costs_no_recording(tmp_path: Path) -> None:
+    """A caller asks for more blocks than fit into a count: what is noted of it is the most that a record can hold."""
+    with new_cache() as cache:
+        request = Request(request_id="much", prompt_token_ids=texts(SIZE))
+        cache.match(request)
+        with pytest.raises(OutOfBlocksError):
+            cache.allocate(request, 2**40)
+        cache.release(request)
+        cache.insight.write_flight(tmp_path / "ring.fdcflight")
+    (refused,) = read_recording(tmp_path / "ring.fdcflight").of_kind(RecordKind.REFUSED)
+    assert refused["num_blocks"] == refused["num_missing"] == 2**32 - 1
+
+
+def test_a_note_that_cannot_be_packed_is_an_error_of_ours() -> None:
+    """Whatever is noted by mistake: who writes a recording hears of it as of any other that cannot be written."""
+    with pytest.raises(RecordingError, match="cannot be recorded"):
+        pack((RecordKind.REFUSED, 1, 2**40, 1), lambda _: 0)

@@ -258,3 +258,15 @@ def test_it_ends_with_its_engine_whatever_it_works_on() -> None:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         os.close(pidfd)
         assert ended, "it outlived its engine"
+
+
+def test_there_is_no_bound_where_something_is_cached_already(cache: PrefixCacheManager) -> None:
+    """What was used before the process came it has not seen, and a cache may hit it."""
+    for i in range(3):
+        serve(cache, f"before{i}", prompt(i))
+    assert cache.insight.what_if() == []
+    for i in range(12):
+        serve(cache, str(i), prompt(i % 3))
+    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 12)
+    rates = cache.insight.what_if()
+    assert rates and all(rate.most_token_hit_rate is None for rate in rates)
