@@ -109,7 +109,7 @@ class RoomQueue:
 
     @property
     def num_matches(self) -> int:
-        """Of those that wait, the matches."""
+        """How many matches are among those that wait."""
         return sum([wait.is_match for wait in self._waiting])
 
     def is_behind(self, wait: RoomWait | None) -> bool:
