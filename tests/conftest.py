@@ -6,8 +6,10 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Generator, Iterator
+from types import TracebackType
 
 import hypothesis
 import pytest
@@ -20,6 +22,24 @@ pytest.register_assert_rewrite("tests.rigs")  # before anything of it is importe
 # Whoever starts this in the background of a script has SIGINT ignored, and so would each process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_leave = subprocess.Popen.__exit__
+
+
+def _leave_or_kill(
+    self: subprocess.Popen[bytes],
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """`with Popen(...)` waits for the end without a limit: where a test fails inside, the process is killed first."""
+    if kind is not None:
+        self.kill()
+    _leave(self, kind, error, trace)
+
+
+subprocess.Popen.__exit__ = _leave_or_kill  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(wrapper=True)

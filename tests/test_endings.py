@@ -26,6 +26,10 @@ def test_it_leaves_a_process(tmp_path_factory):
     open("PID", "w").write(str(process.pid))
     raise AssertionError
 
+def test_it_fails_beside_a_process():
+    with subprocess.Popen(["sleep", "600"]) as process:
+        raise AssertionError
+
 def test_children_hear_of_ctrl_c():
     code = "import signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -64,7 +68,7 @@ def test_what_a_failed_test_has_left_is_killed(ended: tuple[Path, str]) -> None:
 
 def test_children_of_tests_can_be_interrupted(ended: tuple[Path, str]) -> None:
     """Where the run itself has SIGINT ignored, what a test starts has not."""
-    assert "1 failed, 1 passed, 3 skipped, 1 error" in ended[1]
+    assert "2 failed, 1 passed, 3 skipped, 1 error" in ended[1]
 
 
 def test_skips_are_counted_by_reason_and_listed(ended: tuple[Path, str]) -> None:

@@ -79,7 +79,8 @@ def bench_control(options: ControlOptions, json_file: Path | None) -> bool:
     with Report(json_file) as report:
         recipes = list(options.recipes)
         if options.trace is not None:
-            recipes.append(Recipe("trace", 64, 400, str(options.trace), options.trace_block_size))
+            # first: a file that cannot be read is told at once, and not behind a minute of figures
+            recipes.insert(0, Recipe("trace", 64, 400, str(options.trace), options.trace_block_size))
         with vllm_process(folder) if folder is not None else nullcontext() as vllm:
             report.note(f"Beside {vllm.name}" if vllm else "Without vLLM: give its folder with --peer vllm=FOLDER")
             report.note("Lists of tokens are packed natively" if IS_NATIVE else "Lists of tokens are packed in Python")

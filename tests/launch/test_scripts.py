@@ -185,7 +185,7 @@ def _try_group(script: str, environment: dict[str, str], tmp_path: Path) -> None
         second = run(script, environment=environment)
         assert (second.returncode, "already running" in second.stderr) == (1, True)
         folder = tmp_path / "run" / "prefill_decode"
-        pids = {path.stem: int(path.read_text()) for path in folder.glob("*.pid")}
+        pids = {path.stem: int(path.read_text().split()[0]) for path in folder.glob("*.pid")}
         assert set(pids) == {"prefill-0", "prefill-1", "decode-0", "router", "group"}
         handles = {name: os.pidfd_open(pid) for name, pid in pids.items()}
         os.kill(pids["prefill-1"], signal.SIGTERM)
