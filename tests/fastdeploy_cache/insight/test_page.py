@@ -147,7 +147,9 @@ def window() -> Iterator[Browser]:
 
 
 BARS = "return document.querySelectorAll('#map g[role=treeitem]').length"
-SHOWN = f"{BARS} > 0 && document.querySelectorAll('#findings > *').length > 0 && view.data !== null"
+# Findings come last, and on a busy machine later than what else is shown.
+FOUND = "!document.getElementById('findings').textContent.includes('is looking')"
+SHOWN = f"{BARS} > 0 && document.querySelectorAll('#findings > *').length > 0 && {FOUND} && view.data !== null"
 
 
 @pytest.mark.processes
