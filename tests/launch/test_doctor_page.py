@@ -34,6 +34,7 @@ def test_a_saved_page_is_examined(tmp_path: Path) -> None:
     assert (found[0]["name"], found[0]["dp"]) == (SHORT, "0")
 
 
+@pytest.mark.processes
 def test_an_address_is_asked() -> None:
     """The page that a cache serves, while it runs."""
     asker = SICK[SHORT][0]()

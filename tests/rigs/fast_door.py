@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system")
-# What libraries ask of the system as they are first used, in whichever test: PaddlePaddle, NVIDIA's bindings
-# and the standard library's `platform`.
-OF_LIBRARIES = ("ldd --version", "cat /proc/cpuinfo", "/sbin/ldconfig", "'which'", "'uname'")
+# What libraries ask of the system as they are first used, in whichever test: PaddlePaddle, matplotlib, NVIDIA's
+# bindings and the standard library's `platform`.
+OF_LIBRARIES = ("ldd --version", "'fc-list'", "cat /proc/cpuinfo", "/sbin/ldconfig", "'which'", "'uname'")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
