@@ -301,7 +301,7 @@ class CallerBlocks:
             else:
                 tree.policy.touch(run.path())
             path = run.path()
-            self._copy_down.committed(run)
+            self._copy_down.committed(run, 0)
             num_skipped = self._copy_down.released(path)
             if self._books.hears(Used):
                 self._books.note(Used(Pin(run, run.num_blocks), has_uncopied=num_skipped > 0))

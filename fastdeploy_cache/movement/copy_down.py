@@ -26,11 +26,11 @@ _MAX_STARTED = 64  # copies that one look starts
 class CopyDown:
     """`write_through` copies what is committed; `write_through_selective` what has been used often enough.
 
-    `write_back` copies all that is released as long as the CPU tier has free blocks: in batches, as a task for each
-    release costs more than its books. So a burst loses nothing that fits, but for less than a batch. Then it copies
-    ahead of eviction: of the runs whose ends would be evicted next (the cold zone: as many blocks as are to be free or
-    copied) what has no copy. Such a copy takes free CPU blocks or those of something colder than its source, never the
-    copy of what is in the cold zone itself: so copying comes to rest, and trades no copy for another.
+    `write_back` copies all that is committed or released as long as the CPU tier has free blocks: in batches, as a task
+    for each release costs more than its books. So a burst loses nothing that fits, but for less than a batch. Then it
+    copies ahead of eviction: of the runs whose ends would be evicted next (the cold zone: as many blocks as are to be
+    free or copied) what has no copy. Such a copy takes free CPU blocks or those of something colder than its source,
+    never the copy of what is in the cold zone itself: so copying comes to rest, and trades no copy for another.
     """
 
     def __init__(self, config: CacheConfig, books: Books, mover: BlockMover) -> None:
@@ -54,7 +54,7 @@ class CopyDown:
         self._num_moved = 0  # blocks that came or went since the cold zone was looked at
         self._has_more = False
         self._num_started = 0  # blocks that were on their way after the last look
-        self._young: dict[Run, None] = {}  # released, and not given to the ranks yet
+        self._young: dict[Run, None] = {}  # committed or released, and not given to the ranks yet
         self._num_young = 0  # blocks of these that had no copy
         self._tells_losses = config.layout is not None  # without one there are no bytes, as in a simulation
         self._losses = BurstLosses(self._tree.residency, self._pool)
@@ -72,10 +72,12 @@ class CopyDown:
 
     # -- when
 
-    def committed(self, run: Run) -> None:
-        """A run has grown: much that is new is copied at once, for a long answer."""
+    def committed(self, run: Run, num_blocks: int) -> None:
+        """So many blocks of a run are new. Much is copied before it is released, when others want its place at once."""
         if self._through and _num_uncopied(run) >= MIN_STORE_BLOCKS:
             self.store((run,), MIN_STORE_BLOCKS)
+        elif self._back and 4 * num_blocks >= self._young_batch and self._pool.num_free:
+            self._note_young((run,))
 
     def released(self, path: Sequence[Run]) -> int:
         """A path was used and is still pinned. Returns how many blocks should have been copied and could not be."""
@@ -146,7 +148,7 @@ class CopyDown:
     def _note_young(self, path: Sequence[Run]) -> None:
         """Copy what has no copy into free blocks, together with what was released before, once that is worth a task."""
         for run in path:
-            num_uncopied = _num_uncopied(run)
+            num_uncopied = _num_uncopied(run) and sum([length for _, _, length in _uncopied(run, 0)])
             if num_uncopied and run not in self._young:
                 self._young[run] = None
                 self._num_young += num_uncopied

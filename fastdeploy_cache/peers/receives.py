@@ -163,7 +163,7 @@ class PeerReceives:
         if unused:  # computed here meanwhile
             tree.pools[0].free(unused, REQUEST)
         mine.pin = tree.move_pin(pin, done.run, done.end)
-        self._copy_down.committed(done.run)
+        self._copy_down.committed(done.run, done.num_blocks)
 
     def forget(self, request_id: str) -> Receive | None:
         """Its request is matched, or wants it no more: what has landed may be evicted, what is on its way need not

@@ -83,7 +83,7 @@ class Publisher:
         if (listener := self._listener) is not None:
             note = listener.note
             note((COMMITTED, active.number, active.num_computed_tokens, len(active.block_ids)))
-        self._copy_down.committed(pin.run)
+        self._copy_down.committed(pin.run, num_blocks - start)
 
     def release(self, active: ActiveRequest) -> int:
         """Note the use, copy the rest down, take the pin back; returns how many blocks could not be copied."""

@@ -62,6 +62,37 @@ def test_what_is_released_is_copied_in_batches() -> None:
     model.finish()
 
 
+def test_what_is_committed_is_copied_while_its_request_runs() -> None:
+    """So its blocks can be had at once when it goes: a prompt that needs the whole pool is not refused."""
+    model = write_back()
+    live = model.must_match(A[:20])
+    assert model.allocate(live, 20)
+    model.compute(live, 20)
+    assert [len(task.source_ids) for task in model.client.tasks] == [20]
+    model.client.land_all()
+    model.release(live)
+    assert not model.client.tasks
+    other = model.must_match(B[:40])
+    assert model.allocate(other, 40)
+    assert copied(model) == {(A[0], block) for block in range(20)}
+    model.finish()
+
+
+def test_what_is_on_its_way_is_not_gathered_again() -> None:
+    """A request that goes while its ten blocks are on their way fills no batch of ten, which has three others yet."""
+    model = write_back(num_gpu=160)
+    running = []
+    for tokens in (A[:10], B[:3]):
+        running.append(model.must_match(tokens))
+        assert model.allocate(running[-1], len(tokens))
+        model.compute(running[-1], len(tokens))
+    for live in running:
+        model.release(live)
+    assert [len(task.source_ids) for task in model.client.tasks] == [10]
+    model.client.land_all()
+    model.finish()
+
+
 def test_a_full_tier_is_not_copied_into_at_release() -> None:
     """Nothing is evicted for a copy at release: what the tier holds may be worth more than what is released."""
     model = write_back(num_cpu=20)
