@@ -178,9 +178,7 @@ class PrefixCacheManager:
             self._books.check_awake()
         if num_blocks < 0:
             raise RequestError(f"allocate of {num_blocks} blocks for {request.request_id!r}; give 0 or more")
-        ids = self._requests.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads)
-        self._movement.copy_down.moved(num_blocks)
-        return ids.tolist()
+        return self._requests.allocate(active, num_blocks, ahead_of_loads=ahead_of_loads).tolist()
 
     def confirm(self, request: Request, timeout_seconds: float | None = None, *, arrived: bool) -> bool:
         """After a step that ran ahead of loads, before sampling: whether it counts, waiting for the loads if need be.
@@ -247,10 +245,7 @@ class PrefixCacheManager:
         packed = Steps.pack(steps)
         with self._books:
             self._books.check_awake()
-            done = self._steps.run(packed)
-            if self._steps.num_taken_blocks:
-                self._movement.copy_down.moved(self._steps.num_taken_blocks)
-        return done
+            return self._steps.run(packed)
 
     def release(self, request: Request) -> None:
         """The engine has finished the last step that reads or writes the request's blocks: unpin, free what is its own.

@@ -41,8 +41,8 @@ class TierStats:
             num_private=pool.count(REQUEST),
             num_callers=pool.count(CALLER),
             num_in_flight=pool.count(TASK),
-            num_evicted=sum(residency.num_evicted[tier]),
-            num_evicted_by_kind=(residency.num_evicted[tier][0], residency.num_evicted[tier][1]),
+            num_evicted=sum(residency.ages.num_evicted[tier]),
+            num_evicted_by_kind=(residency.ages.num_evicted[tier][0], residency.ages.num_evicted[tier][1]),
         )
 
     @property

@@ -1,4 +1,4 @@
-"""How old blocks are when they are evicted, how long they lay idle, and after how long they are used again."""
+"""How many blocks are evicted, how old and how long idle they are then, and after how long blocks are used again."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from fastdeploy_cache.books.run import GPU, TIERS, Run, Tier, Usage
+from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.metrics.histogram import AGE_SECONDS, Histogram
 
 
 class Ages:
-    """Observed for each run and request: a request pays a microsecond for all that is measured. Under the lock.
+    """A tap: observed for each run and request. A request pays a microsecond for all that is measured. Under the lock.
 
     Attributes:
+        num_evicted: by Tier, blocks since the start, [those with a copy in the other tier, those without].
         residency: by Tier, seconds that evicted blocks had been there: since their run had its first blocks there.
         idle: by Tier, seconds since evicted blocks were last used. A use is counted when its request ends.
         reuse_gaps: seconds since the last run that a request hit was last used. What lies above was used since then.
@@ -21,20 +23,32 @@ class Ages:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.residency, self.idle = ([Histogram(AGE_SECONDS) for _ in TIERS] for _ in range(2))
         self.reuse_gaps = Histogram(AGE_SECONDS)
+        self.num_evicted = ([0, 0], [0, 0])
         self._clock = clock
         self._going: Usage | None = None  # of the run that was evicted from last: most are evicted in many steps
         self._going_from = GPU
         self._num_gone, self._age, self._idle = 0, 0.0, 0.0
 
-    def came(self, run: Run, tier: Tier) -> None:
-        """A run has its first blocks in a tier."""
+    def began(self, run: Run, tier: Tier, _first: int, _num_blocks: int) -> None:
+        """See `Taps`."""
         if tier:
             run.usage.cpu_since = self._clock()
         else:
             run.usage.gpu_since = self._clock()
 
-    def evicted(self, run: Run, tier: Tier, num_blocks: int) -> None:
-        """So many blocks of a run leave a tier to make room. `count_evicted` counts them."""
+    def left(self, run: Run, tier: Tier, first: int, num_blocks: int, why: Loss) -> None:
+        """See `Taps`. What is evicted is gathered as long as it is of one run; `count_evicted` counts it."""
+        if why > Loss.CPU and why is not Loss.SPARE:
+            return
+        num_kept = 0
+        if tier:
+            if why:  # else its copies go with it
+                num_kept = max(0, min(run.num_gpu, first + num_blocks) - first)
+        elif run.cpu and run.cpu_start <= first:
+            num_kept = max(0, min(run.cpu_end, first + num_blocks) - first)
+        evicted = self.num_evicted[tier]
+        evicted[0] += num_kept
+        evicted[1] += num_blocks - num_kept
         usage = run.usage
         if usage is self._going and tier is self._going_from:
             self._num_gone += num_blocks
@@ -48,6 +62,7 @@ class Ages:
         """The same for runs that leave the GPU whole, each with its blocks, in one eviction."""
         now, residency, idle = self._clock(), self.residency[GPU], self.idle[GPU]
         for usage, num_blocks in gone:
+            self.num_evicted[GPU][1] += num_blocks
             since = usage.gpu_since
             residency.add(now - since, num_blocks)
             idle.add(now - (usage.used_last or since), num_blocks)

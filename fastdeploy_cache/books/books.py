@@ -72,6 +72,8 @@ class Books:
         self._calls: list[Callable[[], object]] = []  # of this turn
         self._waiters: dict[Tier, set[object]] = {}  # for blocks of a tier that somebody waits for
         self._num_room: dict[Tier, int] = {}  # blocks that could be had when this was last looked at
+        self.num_moved = self._num_told = 0  # GPU blocks that were taken or let go since the start
+        self._hear_moved: Callable[[int], object] | None = None
 
     # -- the turn
 
@@ -88,6 +90,8 @@ class Books:
         if self._changes or self._waiters or self._graves.open:
             is_at_rest, calls = self._settle_and_leave()
         else:
+            if self._hear_moved is not None and self.num_moved != self._num_told:
+                self._tell_moved()
             is_at_rest, calls = True, ()
             if self._calls:  # an empty list stays: taken along, it would show us the calls of the turns behind ours
                 calls, self._calls = self._calls, []
@@ -123,7 +127,9 @@ class Books:
             if self._waiters:
                 self._look_for_room()
             if not self._changes:
-                return True
+                if self._hear_moved is None or self.num_moved == self._num_told:
+                    return True
+                self._tell_moved()
             for _ in range(len(self._changes)):
                 self._tell(self._changes.popleft())
         if self._changes:
@@ -140,7 +146,12 @@ class Books:
                     self.mishaps.note("settling")
         finally:
             if change.pin is not None:
-                self.tree.unpin(change.pin)
+                self.let_go(change.pin)
+
+    def _tell_moved(self) -> None:
+        assert self._hear_moved is not None
+        self._num_told = self.num_moved
+        self._hear_moved(self.num_moved)
 
     def _look_for_room(self) -> None:
         for tier in self._waiters:
@@ -187,6 +198,10 @@ class Books:
             self._listeners[change] = listeners
         else:
             self._listeners.pop(change, None)
+
+    def listen_to_moves(self, hear: Callable[[int], object]) -> None:
+        """Have `hear` called with `num_moved` at the end of each turn that has raised it; it must not raise."""
+        self._hear_moved = hear
 
     def hears(self, change: type[Change]) -> bool:
         """Whether any room listens to such changes: else nobody needs to note them."""
@@ -283,6 +298,8 @@ class Books:
         The caller has checked `Residency.num_available`.
         """
         pool = self.tree.pools[tier]
+        if not tier:
+            self.num_moved += num_blocks
         if num_blocks > pool.num_free:
             self.tree.residency.evict(tier, num_blocks - pool.num_free)
         return pool.allocate(num_blocks, owner)
@@ -296,12 +313,20 @@ class Books:
             self.pinned[pin] = pinned
         return pinned
 
-    def unpin_prefix(self, pinned: PinnedPrefix) -> int:
-        """The reverse; doing it again does nothing. Returns how many blocks of its last run are not held any more."""
+    def unpin_prefix(self, pinned: PinnedPrefix) -> None:
+        """The reverse; doing it again does nothing."""
         pin = pinned.end()
-        if pin is None:
-            return 0
-        del self.pinned[pin]
-        num_held = pin.run.num_held
+        if pin is not None:
+            del self.pinned[pin]
+            self.let_go(pin)
+
+    def let_go(self, pin: Pin) -> None:
+        """Take a pin back: what of its run it alone held may be evicted from now on."""
+        run, num_held = pin.run, pin.run.num_held
         self.tree.unpin(pin)
-        return max(0, num_held - pin.run.num_held)
+        if num_held > run.num_held:
+            self.num_moved += num_held - run.num_held
+
+    def note_moved(self, num_blocks: int) -> None:
+        """So many GPU blocks were taken without `take`."""
+        self.num_moved += num_blocks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastdeploy_cache.books.run import Pin, Run, Tier
+from fastdeploy_cache.books.run import Pin, Tier
 
 
 @dataclass(slots=True, eq=False)
@@ -37,14 +37,6 @@ class Used(Change):
     """The path down to `pin` was used. `has_uncopied`: the CPU tier has no room for all of it at a time."""
 
     has_uncopied: bool
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class LetGo(Change):
-    """A request has let go of a run that held `num_held` blocks before. Noted behind `Used`, whose pin is gone then."""
-
-    run: Run
-    num_held: int
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

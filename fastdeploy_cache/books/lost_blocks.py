@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from enum import IntEnum
 from itertools import chain, islice
 
 from fastdeploy_cache.books.block_marks import MARK_BYTES, WINDOW_BYTES, block_marks, num_equal, place_key, with_extras
 from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.books.taps import Loss
 
 _ENTRY_BYTES = 320  # of a loss without its marks: the key, the tuple, the time, a place in the dictionary
 _NUM_PARTS = 8  # of the memory: the oldest part is forgotten at once
 _MOST_PIECES = 512  # of a run that loses its end bit by bit, before they are put together
 _MAX_FORKS, _MAX_WAYS = 4096, 8  # places where lost blocks were parted, and ways that go on from one
 _BURST, _BURST_SECONDS = 256, 0.005  # losses noted in so long, at most: a third of a millisecond of the lock
-
-
-class Loss(IntEnum):
-    """How cached blocks were lost: evicted from the GPU, or from the CPU tier; forgotten by a reset; with a rank's or a
-    tier's memory. And `OUTPUT`: computed, and never cached, as `cache_outputs` is off."""
-
-    GPU = 0
-    CPU = 1
-    RESET = 2
-    RANK = 3
-    OUTPUT = 4
 
 
 # The marks of blocks in a row, how they were lost, when, by the monotonic clock, and the part of the memory.
@@ -86,14 +75,12 @@ class LostBlocks:
         self._part = self._num_bytes = 0  # the number of the newest part, and what it takes
         self._forks: dict[int, tuple[Lost, ...]] = {}
         self.num_forgotten = 0  # blocks
-        self.kind = Loss.GPU  # of what is lost now, but for what a reset has forgotten
-        self.reset_kind = Loss.RESET
         self._num_left, self._burst_at = 0, -_BURST_SECONDS
         self._tail = _Tail()
 
-    def note(self, run: Run, first_block: int, *, is_reset: bool = False) -> None:
-        """A run is about to lose its blocks from `first_block` on."""
-        tail, kind = self._tail, self.reset_kind if is_reset else self.kind
+    def ended(self, run: Run, first_block: int, kind: Loss) -> None:
+        """See `Taps`."""
+        tail = self._tail
         try:
             is_more = tail.run is run and tail.first_block == run.num_blocks and tail.parent is run.parent
             if not (is_more or self._num_left or self._refill()):

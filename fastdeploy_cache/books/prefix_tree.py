@@ -10,13 +10,14 @@ from fastdeploy_cache.books.block_hash import TOKEN_BYTES, root_hash
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_names import BlockNames
 from fastdeploy_cache.books.block_pool import REQUEST, RUN, BlockPool, Owner
+from fastdeploy_cache.books.comparing import num_common
 from fastdeploy_cache.books.generations import Generations, Reason
 from fastdeploy_cache.books.graves import AT_ONCE, Roots
 from fastdeploy_cache.books.large_dict import piece_of, put
-from fastdeploy_cache.books.lost_blocks import Loss
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import GPU, TIERS, Pin, Run, Tier, Usage
+from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.transfer import Segment, split_pins
 from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.policies.guarded import GuardedPolicy
@@ -104,7 +105,7 @@ class PrefixTree:
             num_blocks = child.num_blocks
             whole = position + num_blocks <= max_blocks and tokens.startswith(child.tokens, position * size)
             if not whole or keys.extras is not None or child.extras is not None:
-                num_blocks = self._num_common(child, 0, keys, position, max_blocks)
+                num_blocks = num_common(child, 0, keys, slice(position, max_blocks), size)
             position += num_blocks
             if num_blocks < child.num_blocks:
                 path.append(child)
@@ -121,35 +122,6 @@ class PrefixTree:
         start = block * self.block_bytes
         tokens = keys.part(start, start + self.block_bytes)
         return tokens if keys.extras is None else tokens + keys.extras.get(block, b"")
-
-    def _num_common(self, run: Run, offset: int, keys: BlockKeys, position: int, end: int) -> int:
-        """How many blocks of `run` from `offset` on equal those of `keys` from `position` on, up to `end`.
-
-        Compares tokens and extra keys themselves, so that no hash can collide. Cost: a memcmp, and where they part a
-        bisection whose pieces add up to another.
-        """
-        high = min(run.num_blocks, offset + end - position)
-        size, num_blocks = self.block_bytes, high - offset
-        theirs, start = keys.buffer(position * size, (position + num_blocks) * size)
-        high = self._first_difference(run.tokens, offset, high, theirs, start - offset * size)
-        if run.extras is not None or keys.extras is not None:
-            own, other, shift = run.extras or {}, keys.extras or {}, position - offset
-            high = next((b for b in range(offset, high) if own.get(b) != other.get(b + shift)), high)
-        return high - offset
-
-    def _first_difference(self, ours: bytes | bytearray, low: int, high: int, theirs: bytes, start: int) -> int:
-        """The first of blocks [low, high) of `ours` that `theirs`, from byte `start` on, has not; or `high`."""
-        size = self.block_bytes
-        with memoryview(ours) as view:
-            if theirs.startswith(view[low * size : high * size], start + low * size):
-                return high
-            while high - low > 1:
-                middle = (low + high) // 2
-                if theirs.startswith(view[low * size : middle * size], start + low * size):
-                    low = middle
-                else:
-                    high = middle
-        return low
 
     def runs(self) -> Iterator[Run]:
         """Every run of every root, parents first."""
@@ -223,7 +195,7 @@ class PrefixTree:
                         run = self._append(run, keys, first + position, ids[position:] if position else ids)
                         return Insertion(run, run.num_blocks, duplicates, end)
                     run, offset = child, 0
-                num_known = self._num_common(run, offset, keys, first + position, first + end)
+                num_known = num_common(run, offset, keys, slice(first + position, first + end), self.block_bytes)
                 if not num_known:  # the prompts part here
                     run = self.split(run, offset)
                     continue
@@ -299,6 +271,8 @@ class PrefixTree:
         except BaseException:
             self.pools[0].take_back(ids, REQUEST)
             raise
+        for came in self.residency.taps.came:
+            came(run, GPU, pin.end, len(ids))
         pin.end = run.num_held = run.num_blocks
         self.residency.num_protected[0] += len(ids)
         return True
@@ -328,6 +302,7 @@ class PrefixTree:
         assert run.parent is not None and 0 < num_blocks < run.num_blocks
         residency, had_blocks = self.residency, (bool(run.gpu), bool(run.cpu))
         upper, key = run.front(num_blocks, self.block_bytes), residency.key(run)
+        upper.usage.is_shared = True
         run.cut_front(upper, self.block_bytes)  # may lack memory: until here nothing has changed
         run.parent.add_child(key, upper)
         run.parent = upper
@@ -336,6 +311,8 @@ class PrefixTree:
         for tier in TIERS:
             residency.count_child(upper, tier, bool(upper.packed_ids(tier)) - had_blocks[tier])
         split_pins(run, upper)
+        for parted in residency.taps.parted:
+            parted(upper, run)
         for tier in TIERS:
             residency.offer(upper, tier)
             residency.offer(run, tier)
@@ -379,6 +356,8 @@ class PrefixTree:
             upper.num_held = num_above + lower.num_held
         for tier in TIERS:
             self.residency.count_child(upper, tier, bool(upper.packed_ids(tier)) - had_blocks[tier])
+        for joined in self.residency.taps.joined:
+            joined(upper, lower)
         self.residency.withdraw(lower)
         lower.parent = None
         upper.usage = upper.usage.joined(lower.usage)

@@ -8,8 +8,9 @@ from fastdeploy_cache.books.ages import Ages
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_pool import CALLER, RUN, BlockPool
 from fastdeploy_cache.books.graves import Graves
-from fastdeploy_cache.books.lost_blocks import Loss, LostBlocks
+from fastdeploy_cache.books.lost_blocks import LostBlocks
 from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, TIERS, Run, Tier, Usage
+from fastdeploy_cache.books.taps import Left, Loss, Taps
 from fastdeploy_cache.books.transfer import Segment
 from fastdeploy_cache.policies.guarded import GuardedPolicy
 
@@ -30,11 +31,11 @@ class Residency:
         self.policy = policy
         self.epoch = 0
         self.num_protected = [0, 0]  # held blocks by Tier
-        # by Tier: blocks evicted since the start, [those with a copy in the other tier, those without]
-        self.num_evicted = ([0, 0], [0, 0])
         self._block_bytes = block_bytes
-        self.graves = Graves(self.truncate, pools)
+        self._forgotten_by = Loss.RESET  # what is of an older epoch
+        self.graves = Graves(self._forget, pools)
         self.ages = Ages()
+        self.taps = Taps(began=(self.ages.began,), left=(self.ages.left,), ended=(self.lost.ended,))
 
     def num_available(self, tier: Tier) -> int:
         """Blocks of a tier that are free or can be evicted now."""
@@ -69,10 +70,13 @@ class Residency:
         """Count what has been added at the end of the run's interval in a tier. Not `is_offered`: the caller pins it
         now, and it takes part in eviction when it is let go. Offered before its first use, it would have the lowest
         rank of all, and the first eviction would have to put every such entry right."""
+        end = run.num_gpu if tier is GPU else run.cpu_end
         if num_ids * ID_BYTES == len(run.packed_ids(tier)):
             self.count_child(run, tier, 1)
-            self.ages.came(run, tier)
-        end = run.num_gpu if tier is GPU else run.cpu_end
+            for began in self.taps.began:
+                began(run, tier, end - num_ids, num_ids)
+        for came in self.taps.came:
+            came(run, tier, end - num_ids, num_ids)
         self.num_protected[tier] += max(0, min(end, run.num_held) - (end - num_ids))
         if is_offered:
             self.offer(run, tier)
@@ -83,12 +87,16 @@ class Residency:
         run.cpu = ids.tobytes() + run.cpu
         run.cpu_start -= len(ids)
         self.num_protected[1] += run.num_in(CPU, run.num_held) - before
+        for came in self.taps.came:
+            came(run, CPU, run.cpu_start, len(ids))
 
-    def take_copies(self, run: Run) -> bytes | bytearray:
+    def take_copies(self, run: Run, why: Loss) -> bytes | bytearray:
         """All of a run's copies, packed, which are another's from now on; the books of this one are put right."""
         self.num_protected[1] -= run.num_in(CPU, run.num_held)
-        packed, run.cpu = run.cpu, b""
-        run.cpu_start = 0
+        packed, first = run.cpu, run.cpu_start
+        run.cpu, run.cpu_start = b"", 0
+        for left in self.taps.left:
+            left(run, CPU, first, len(packed) // ID_BYTES, why)
         self.count_child(run, CPU, -1)
         return packed
 
@@ -98,15 +106,17 @@ class Residency:
         is_spare = run.cpu and run.cpu_end <= run.num_gpu and run.epoch == self.epoch
         if is_spare and not any(isinstance(pin, Segment) for pin in run.pins):
             ids = run.ids_in(CPU)
-            self.take_copies(run)
-            self.num_evicted[CPU][0] += len(ids)
-            self.ages.evicted(run, CPU, len(ids))
+            self.take_copies(run, Loss.SPARE)
             self.pools[CPU].free(ids, RUN)
 
-    def _free_tail(self, run: Run, tier: Tier, num_left: int) -> None:
+    def _free_tail(self, run: Run, tier: Tier, num_left: int, why: Loss) -> None:
         """Give the run's ids in a tier behind the first `num_left` back; none of them is held."""
-        if len(run.packed_ids(tier)) > num_left * ID_BYTES:
-            self.pools[tier].free(run.cut_ids(tier, num_left), RUN)
+        num_gone = len(run.cpu if tier else run.gpu) // ID_BYTES - num_left
+        if num_gone > 0:
+            gone = run.cut_ids(tier, num_left)
+            for left in self.taps.left:
+                left(run, tier, run.cpu_start * tier + num_left, num_gone, why)
+            self.pools[tier].free(gone, RUN)
             if not num_left:
                 self.count_child(run, tier, -1)
 
@@ -173,7 +183,7 @@ class Residency:
         """Less of a run is held: it may be evicted from now on or, where it is of an older epoch, is freed."""
         if run.epoch != self.epoch:
             if not run.children and not self.graves.is_open(run):  # else it goes behind what is below it
-                self.truncate(run, run.num_held)
+                self._forget(run, run.num_held)
         else:
             for tier in TIERS:
                 self.offer(run, tier)
@@ -189,8 +199,7 @@ class Residency:
         if self.graves.open:  # what a reset has forgotten goes first
             num_blocks -= self.graves.free(tier, num_blocks)
         pool, victim, gone, whole = self.pools[tier], self.policy.victim, array("i"), list[tuple[Usage, int]]()
-        in_parts = tier != 0 or pool.num_read > 0
-        self.lost.kind = Loss.CPU if tier else Loss.GPU
+        in_parts, others = tier != 0 or pool.num_read > 0, self.taps.left[1:]  # `Ages`, the first, hears of all at once
         try:
             while num_blocks > 0:
                 run, at_most = victim(tier, num_blocks)
@@ -201,18 +210,20 @@ class Residency:
                     gone.frombytes(run.gpu)
                     num_blocks -= num_gpu
                     whole.append((run.usage, num_gpu))
-                    self._remove_leaf(run)
+                    self._remove_leaf(run, others)
         finally:
             if gone:
                 pool.free(gone, RUN)
-                self.num_evicted[tier][1] += len(gone)
                 self.ages.evicted_together(whole)
 
-    def _remove_leaf(self, run: Run) -> None:
+    def _remove_leaf(self, run: Run, others: tuple[Left, ...]) -> None:
         """Unlink a leaf that is on the GPU alone, and that the policy has named. Its ids are the caller's to free."""
+        for left in others:
+            left(run, GPU, 0, run.num_blocks, Loss.GPU)
         parent = run.parent
         assert parent is not None
-        self.lost.note(run, 0)
+        for ended in self.taps.ended:
+            ended(run, 0, Loss.GPU)
         if self.policy.hears_losses:
             self.policy.shrink(run, 0)
         if not self.policy.has_marks:
@@ -235,19 +246,13 @@ class Residency:
         """
         num_free = self.pools[tier].num_free
         if tier == 0:
-            self.lost.kind = Loss.GPU
             taken = len(run.gpu) // ID_BYTES - run.num_held
             if taken > at_most:  # noqa: PLR1730 (min() would be a tenth of a one-block call)
                 taken = at_most
-            num_kept = self._evict_gpu_tail(run, taken)
+            self._evict_gpu_tail(run, taken)
         else:
-            self.lost.kind = Loss.CPU
             taken = min(at_most, run.cpu_end - max(run.num_held, run.cpu_start))
-            num_kept = self._evict_cpu_tail(run, taken)
-        self.ages.evicted(run, tier, taken)
-        evicted = self.num_evicted[tier]
-        evicted[0] += num_kept
-        evicted[1] += taken - num_kept
+            self._evict_cpu_tail(run, taken)
         num_freed = self.pools[tier].num_free - num_free
         return num_freed if num_freed < taken else taken  # noqa: FURB136 (as above)
 
@@ -256,8 +261,7 @@ class Residency:
         behind `evicted` and are a caller's now, but for those that are being read: they are free when they have been.
         """
         run, _ = self.policy.victim(GPU, self.pools[0].num_blocks)
-        self.lost.kind = Loss.GPU
-        pool, before, num_held = self.pools[0], run.num_gpu, run.num_held
+        pool, num_held = self.pools[0], run.num_held
         gone, kept = run.ids_in(GPU, num_held), run.gpu[: num_held * ID_BYTES]
         unread = pool.unread(gone)
         evicted.extend(unread)  # first: it may need memory
@@ -266,58 +270,51 @@ class Residency:
             mine = set(unread)
             pool.free(array("i", [block_id for block_id in gone if block_id not in mine]), RUN)
         run.gpu = kept
+        for left in self.taps.left:
+            left(run, GPU, num_held, len(gone), Loss.GPU)
         if not kept:
             self.count_child(run, GPU, -1)
-        end = self._end_without(run, num_held)
-        self.truncate(run, end)
-        num_kept = max(0, min(end, before) - num_held)
-        self.num_evicted[GPU][0] += num_kept
-        self.num_evicted[GPU][1] += len(gone) - num_kept
-        self.ages.evicted(run, GPU, len(gone))
+        self.truncate(run, self._end_without(run, num_held), Loss.GPU)
 
     @staticmethod
     def _end_without(run: Run, num_gpu: int) -> int:
         """Where a run ends that has only so many blocks left on the GPU: where copies go on behind them, they stay."""
         return run.cpu_end if run.cpu_start <= num_gpu < run.cpu_end else num_gpu
 
-    def _evict_gpu_tail(self, run: Run, num_blocks: int) -> int:
-        """Returns of how many blocks a CPU copy remains."""
-        before = len(run.gpu) // ID_BYTES
-        num_gpu = before - num_blocks
+    def _evict_gpu_tail(self, run: Run, num_blocks: int) -> None:
+        num_gpu = len(run.gpu) // ID_BYTES - num_blocks
         end = self._end_without(run, num_gpu) if run.cpu else num_gpu
-        if num_gpu:
-            self.pools[0].free(run.cut_ids(GPU, num_gpu), RUN)
-        elif end:
-            self._free_tail(run, GPU, 0)
-        self.truncate(run, end)
-        return min(end, before) - num_gpu if end > num_gpu else 0
+        gone = run.cut_ids(GPU, num_gpu)
+        for left in self.taps.left:
+            left(run, GPU, num_gpu, num_blocks, Loss.GPU)
+        self.pools[0].free(gone, RUN)
+        if not num_gpu:
+            self.count_child(run, GPU, -1)
+        self.truncate(run, end, Loss.GPU)
 
-    def _evict_cpu_tail(self, run: Run, num_blocks: int) -> int:
-        """Returns of how many blocks a GPU copy remains."""
+    def _evict_cpu_tail(self, run: Run, num_blocks: int) -> None:
         cpu_end = run.cpu_end - num_blocks
-        num_kept = max(0, min(run.num_gpu, run.cpu_end) - cpu_end)
         on_gpu_alone = run.num_gpu == run.num_blocks
-        self._free_tail(run, CPU, cpu_end - run.cpu_start)
+        self._free_tail(run, CPU, cpu_end - run.cpu_start, Loss.CPU)
         if not on_gpu_alone:
-            self.truncate(run, max(run.num_gpu, cpu_end))
-        return num_kept
+            self.truncate(run, max(run.num_gpu, cpu_end), Loss.CPU)
 
-    def truncate(self, run: Run, num_blocks: int) -> None:
+    def truncate(self, run: Run, num_blocks: int, why: Loss) -> None:
         """End a run after `num_blocks` blocks, of which none behind is held, and drop everything beneath it."""
         if num_blocks == run.num_blocks:
             return
-        self.lost.note(run, num_blocks, is_reset=run.epoch != self.epoch)
+        for ended in self.taps.ended:
+            ended(run, num_blocks, why)
         if self.policy.hears_losses and run.epoch == self.epoch:
             self.policy.shrink(run, num_blocks)
         if run.children:
             for child in list(run.children.values()):
-                self._remove_subtree(child)
+                self._remove_subtree(child, why)
         if not num_blocks:
-            self._remove(run)
+            self._remove(run, why)
             return
-        self._free_tail(run, GPU, num_blocks)
-        if run.cpu:
-            self._drop_copies(run, num_blocks)
+        self._free_tail(run, GPU, num_blocks, why)
+        self._drop_copies(run, num_blocks, why)
         run.cut_tail(num_blocks * self._block_bytes, num_blocks * HASH_BYTES)
         if run.extras is not None:
             run.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
@@ -326,35 +323,35 @@ class Residency:
         run.num_blocks = num_blocks
         run.num_stored, run.num_offered = min(run.num_stored, num_blocks), min(run.num_offered, num_blocks)
 
-    def _remove_subtree(self, run: Run) -> None:
+    def _forget(self, run: Run, num_blocks: int) -> None:
+        """The same of a run of an older epoch."""
+        self.truncate(run, num_blocks, self._forgotten_by)
+
+    def _remove_subtree(self, run: Run, why: Loss) -> None:
         below = [run]
         for node in below:
             below.extend(node.children.values())
         for node in reversed(below):
-            self.lost.note(node, 0, is_reset=node.epoch != self.epoch)
-            if self.policy.hears_losses and run.epoch == self.epoch:
+            for ended in self.taps.ended:
+                ended(node, 0, why)
+            if self.policy.hears_losses and node.epoch == self.epoch:
                 self.policy.shrink(node, 0)
-            self._remove(node)
+            self._remove(node, why)
 
-    def _drop_copies(self, run: Run, num_blocks: int) -> None:
+    def _drop_copies(self, run: Run, num_blocks: int, why: Loss) -> None:
         """Free the CPU blocks behind the first `num_blocks` of a run that is being cut."""
-        num_left = run.num_in(CPU, num_blocks)
-        num_gone = len(run.cpu) // ID_BYTES - num_left
-        if num_gone:
-            if run.epoch == self.epoch:  # else it is a reset's doing
-                self.num_evicted[CPU][1] += num_gone
-                self.ages.evicted(run, CPU, num_gone)
-            self._free_tail(run, CPU, num_left)
+        if run.cpu:
+            self._free_tail(run, CPU, run.num_in(CPU, num_blocks), why)
 
-    def _remove(self, run: Run) -> None:
+    def _remove(self, run: Run, why: Loss) -> None:
         """Free what a childless run still has and unlink it."""
         assert run.parent is not None and not run.children and not run.num_held
-        self._free_tail(run, GPU, 0)
-        self._drop_copies(run, 0)
+        self._free_tail(run, GPU, 0, why)
+        self._drop_copies(run, 0, why)
         self.withdraw(run)
         self._unlink(run, run.parent)
 
     def begin_epoch(self, lost_by: Loss) -> None:
         """What is in the tree now is of the past: it is never evicted, only removed."""
         self.epoch += 1
-        self.lost.reset_kind = lost_by
+        self._forgotten_by = lost_by

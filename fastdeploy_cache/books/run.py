@@ -203,7 +203,6 @@ class Run(msgspec.Struct, gc=False, eq=False):
     def front(self, num_blocks: int, block_bytes: int) -> Run:
         """A run beside this one with what its first blocks have; this one is as before, until `cut_front`."""
         upper = Run(self.parent, self.epoch, copy.copy(self.usage))
-        upper.usage.is_shared = True
         upper.num_blocks = num_blocks
         upper.tokens = self.tokens[: num_blocks * block_bytes]
         upper.hashes, upper.block_marks = (
@@ -216,6 +215,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
         if self.cpu:
             upper.cpu = self.cpu[: max(0, num_blocks - self.cpu_start) * ID_BYTES]
         upper.cpu_start = self.cpu_start
+        upper.num_stored, upper.num_offered = min(self.num_stored, num_blocks), min(self.num_offered, num_blocks)
+        upper.offered_use, upper.store_priority = self.offered_use, self.store_priority
         if self.sample is not None:
             upper.sample = self.sample.front(num_blocks)
         upper.author = self.author
@@ -234,7 +235,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
         self.sample, self.block_marks = sample, marks
         self.num_blocks -= cut
         self.cpu_start = max(0, self.cpu_start - cut)
-        self.cut_marks(upper)
+        self.num_stored, self.num_offered = max(0, self.num_stored - cut), max(0, self.num_offered - cut)
 
     def names_with(self, lower: Run) -> tuple[bytes | bytearray, bytes]:
         """Hashes and marks of both as one run, as far as they are known from the front on."""
@@ -245,15 +246,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
             marks = marks + lower.block_marks
         return hashes, marks
 
-    def cut_marks(self, upper: Run) -> None:
-        """Storage's marks of a run whose first `upper.num_blocks` blocks are another's now."""
-        cut = upper.num_blocks
-        upper.num_stored, self.num_stored = min(self.num_stored, cut), max(0, self.num_stored - cut)
-        upper.num_offered, self.num_offered = min(self.num_offered, cut), max(0, self.num_offered - cut)
-        upper.offered_use, upper.store_priority = self.offered_use, self.store_priority
-
     def join_marks(self, lower: Run) -> None:
-        """The reverse, before `num_blocks` has grown."""
+        """Storage's marks of both as one run, before `num_blocks` has grown."""
         if self.num_stored == self.num_blocks:
             self.num_stored += lower.num_stored
         if self.num_offered == self.num_blocks:

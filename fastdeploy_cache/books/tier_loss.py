@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
-from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_pool import RUN
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.generations import Reason
-from fastdeploy_cache.books.lost_blocks import Loss
 from fastdeploy_cache.books.path import gpu_ids
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, Run
+from fastdeploy_cache.books.taps import Loss
 
 
 def drop_gpu(tree: PrefixTree) -> None:
@@ -26,7 +24,7 @@ def drop_gpu(tree: PrefixTree) -> None:
     except MemoryError:  # the GPU's bytes are gone all the same: then nothing is kept
         kept, heirs = [], {}
     for run, heir in heirs.items():
-        heir.cpu = tree.residency.take_copies(run)
+        heir.cpu = tree.residency.take_copies(run, Loss.MOVED)
     tree.reset(Loss.RANK)
     tree.generations.begin(Reason.GPU_LOST)
     for (name, _), heir in zip(kept, heirs.values(), strict=True):
@@ -35,6 +33,8 @@ def drop_gpu(tree: PrefixTree) -> None:
         heir.parent = heirs[above] if above in heirs else tree.root(name)
         heir.parent.add_child(tree.residency.key(heir), heir)
         tree.residency.count_child(heir, CPU, 1)
+        for came in tree.residency.taps.came:
+            came(heir, CPU, 0, heir.num_blocks)
         if tree.policy.hears_growth:
             tree.policy.grow(heir, 0)
     for heir in heirs.values():
@@ -53,15 +53,8 @@ def _copied_runs(root: Run) -> Iterator[Run]:
 
 def _heir(tree: PrefixTree, run: Run) -> Run:
     """A run that is to take over another one's copies; `parent` is still that one's."""
-    num_blocks = run.cpu_end
-    heir = Run(run.parent, tree.epoch + 1, copy.copy(run.usage))
-    heir.num_blocks = num_blocks
-    heir.num_stored, heir.num_offered = min(run.num_stored, num_blocks), min(run.num_offered, num_blocks)
-    heir.offered_use, heir.store_priority = run.offered_use, run.store_priority
-    heir.tokens = run.tokens[: num_blocks * tree.block_bytes]
-    heir.hashes = run.hashes[: num_blocks * HASH_BYTES]
-    if run.extras is not None:
-        heir.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
+    heir = run.front(run.cpu_end, tree.block_bytes)
+    heir.epoch, heir.gpu, heir.cpu, heir.sample, heir.author = tree.epoch + 1, b"", b"", None, 0
     return heir
 
 
@@ -72,7 +65,6 @@ def drop_cpu(books: Books) -> None:
     """
     tree, pinned = books.tree, books.pinned
     tree.generations.begin(Reason.CPU_LOST)
-    tree.residency.lost.kind = Loss.RANK
     for pin, prefix in list(pinned.items()):
         path = pin.run.path()
         num_left = len(gpu_ids(path, prefix.num_blocks))
@@ -85,6 +77,6 @@ def drop_cpu(books: Books) -> None:
     for run in reversed(list(tree.runs())):  # children first
         if run.cpu and run.epoch == tree.epoch:
             ids = run.ids_in(CPU)
-            tree.residency.take_copies(run)
+            tree.residency.take_copies(run, Loss.RANK)
             tree.pools[CPU].free(ids, RUN)
-            tree.residency.truncate(run, run.num_gpu)
+            tree.residency.truncate(run, run.num_gpu, Loss.RANK)

@@ -17,6 +17,7 @@ from fastdeploy_cache.books.path import gpu_ids
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.prefix_tree import Insertion
 from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
+from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.callers.copies import BlockCopies
 from fastdeploy_cache.callers.finder import Finder
 from fastdeploy_cache.callers.own_blocks import OwnBlocks, as_first, as_ids
@@ -90,8 +91,6 @@ class CallerBlocks:
                 raise OutOfBlocksError(missing, num_coming, num_all=num_all if num_blocks > num_all else None)
             ids = self._books.take(num_blocks, tier, CALLER)
             self._own.note_taken(ids, tier)
-            if tier is GPU:
-                self._copy_down.moved(num_blocks)
         return ids.tolist()
 
     def free(self, block_ids: Sequence[int], tier: Tier = GPU) -> None:
@@ -128,7 +127,7 @@ class CallerBlocks:
                 pool.free(evicted, CALLER)
                 raise
             self._own.note_taken(evicted, GPU)
-            self._copy_down.moved(len(evicted))
+            self._books.note_moved(len(evicted))
         return evicted.tolist()
 
     def hand_over(self, request: Request, block_ids: Sequence[int]) -> None:
@@ -188,7 +187,7 @@ class CallerBlocks:
     def unpin(self, pinned: PinnedPrefix) -> None:
         """The reverse of `pin`. Doing it again does nothing."""
         with self._books:
-            self._copy_down.moved(self._books.unpin_prefix(pinned))
+            self._books.unpin_prefix(pinned)
 
     def insert(
         self,
@@ -322,7 +321,7 @@ class CallerBlocks:
             leaf = next((run for run in named if self._tree.names.of_last(run) == block_hash), None)
             while leaf is not None and leaf.parent is not None and not leaf.children:
                 above, num_blocks = leaf.parent, leaf.num_blocks
-                self._tree.residency.truncate(leaf, leaf.num_held)
+                self._tree.residency.truncate(leaf, leaf.num_held, Loss.RESET)
                 num_dropped += num_blocks - leaf.num_held
                 leaf = above if not leaf.num_held else None
             return num_dropped

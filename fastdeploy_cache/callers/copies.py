@@ -36,7 +36,7 @@ class BlockCopies:
 
     def __init__(self, config: CacheConfig, books: Books, movement: Movement, own: OwnBlocks, finder: Finder) -> None:
         self._config, self._books, self._tree = config, books, books.tree
-        self._mover, self._loader, self._copy_down = movement.mover, movement.loader, movement.copy_down
+        self._mover, self._loader = movement.mover, movement.loader
         self._own, self._finder = own, finder
         self.ahead: dict[Transfer, int] = {}  # how often callers use its destinations before it has ended
 
@@ -178,7 +178,7 @@ class BlockCopies:
                     del self.ahead[transfer]
                 self._mover.end_ahead(transfer)
             if pinned is not None:
-                self._copy_down.moved(self._books.unpin_prefix(pinned))
+                self._books.unpin_prefix(pinned)
         return came
 
     # -- under the lock

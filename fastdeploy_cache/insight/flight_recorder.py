@@ -59,7 +59,7 @@ class FlightRecorder:
         """
         self._policy = policy
         self._has_hints, self._has_rest = has_hints, has_rest
-        self._gpu_evicted, self._cpu_evicted = books.residency.num_evicted
+        self._gpu_evicted, self._cpu_evicted = books.residency.ages.num_evicted
         self._clock = clock
         self._block_size, self._block_bytes = block_size, block_size * TOKEN_BYTES
         self._part_bytes = max_bytes // _NUM_PARTS

@@ -87,7 +87,7 @@ class BlockMover:
         (self._ranks_without_kv.discard if is_there else self._ranks_without_kv.add)(rank)
 
     def load(self, parts: Sequence[Part]) -> None:
-        """Start copying blocks that are in the CPU tier only; the room on the GPU is there already."""
+        """Start copying blocks that are in the CPU tier only; there are as many that the GPU has room for."""
         self._start(GPU, parts)
 
     def store(self, parts: Sequence[Part]) -> None:
@@ -129,7 +129,7 @@ class BlockMover:
         for run, first, num_blocks in parts:
             start = first - run.cpu_start if tier is GPU else first
             sources += run.ids_in(CPU if tier is GPU else GPU, start, start + num_blocks)
-        destinations = self._tree.pools[tier].allocate(len(sources), TASK)
+        destinations = self._books.take(len(sources), tier, TASK)
         try:
             transfer, position = self._new_transfer(tier), 0
             for run, first, num_blocks in parts:

@@ -27,7 +27,7 @@ class BurstLosses:
 
     def look(self) -> None:
         """Log what has been lost, each time that it has doubled."""
-        num_lost = self._residency.num_evicted[GPU][1] - self.num_declined
+        num_lost = self._residency.ages.num_evicted[GPU][1] - self.num_declined
         if num_lost <= 2 * self._num_told:
             return
         num_new, self._num_told = num_lost - self._num_told, num_lost

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import LetGo
 from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.path import Part
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
@@ -51,7 +50,7 @@ class CopyDown:
         self._piece_blocks = max(MIN_STORE_BLOCKS, _PIECE_TOKENS // config.block_size)
         self._look_after = max(1, self._num_reserve // 4)  # blocks: a quarter of what the last look went over
         self._young_batch = min(self._look_after, self._piece_blocks)
-        self._num_moved = 0  # blocks that came or went since the cold zone was looked at
+        self._num_looked = 0  # blocks that had moved when the cold zone was last looked at
         self._has_more = False
         self._num_started = 0  # blocks that were on their way after the last look
         self._young: dict[Run, None] = {}  # committed or released, and not given to the ranks yet
@@ -59,7 +58,8 @@ class CopyDown:
         self._tells_losses = config.layout is not None  # without one there are no bytes, as in a simulation
         self._losses = BurstLosses(self._tree.residency, self._pool)
         books.listen(TaskEnded, self._on_task_ended)
-        books.listen(LetGo, lambda gone: self.moved(max(0, gone.num_held - gone.run.num_held)))
+        if self._back:
+            books.listen_to_moves(self._moved)
 
     def follow_storage(self, policy: str | None, min_uses: int) -> None:
         """Storage is written through (or not any more): what goes there is copied to the CPU tier at once, too."""
@@ -89,14 +89,14 @@ class CopyDown:
             self._note_young(path)
         return 0
 
-    def moved(self, num_blocks: int) -> None:
-        """So many GPU blocks were taken, or may be evicted from now on."""
-        if self._back:
-            self._num_moved += num_blocks
-            if self._num_moved >= self._look_after or (self._has_more and not self._mover.num_storing):
-                self.look_ahead()
-                if self._tells_losses:
-                    self._losses.look()
+    @contained("copy_down", None)
+    def _moved(self, num_moved: int) -> None:
+        """See `Books.listen_to_moves`."""
+        is_far = num_moved - self._num_looked >= self._look_after
+        if is_far or (self._has_more and not self._mover.num_storing):
+            self.look_ahead()
+            if self._tells_losses:
+                self._losses.look()
 
     def _on_task_ended(self, ended: TaskEnded) -> None:
         """A copy has ended: go on with what was left for want of room in flight, once half of that has ended: each look
@@ -162,7 +162,7 @@ class CopyDown:
     @contained("copy_down", None)
     def look_ahead(self) -> None:
         """Start copying what of the cold zone has no copy."""
-        self._num_moved = 0
+        self._num_looked = self._books.num_moved
         # what is on its way is pinned, and so not among the coldest
         num_zone = self._num_reserve - self._tree.pools[GPU].num_free - self._mover.num_storing
         if num_zone <= 0:

@@ -10,7 +10,6 @@ from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
-from fastdeploy_cache.movement.copy_down import CopyDown
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
@@ -18,10 +17,8 @@ from fastdeploy_cache.transfer_manager.task import TaskKind
 class Loader:
     """Loads a chain of blocks whole or not at all."""
 
-    def __init__(
-        self, config: CacheConfig, books: Books, mover: BlockMover, copy_down: CopyDown, speeds: LoadOrCompute
-    ) -> None:
-        self._books, self._mover, self._copy_down, self._speeds = books, mover, copy_down, speeds
+    def __init__(self, config: CacheConfig, books: Books, mover: BlockMover, speeds: LoadOrCompute) -> None:
+        self._books, self._mover, self._speeds = books, mover, speeds
         self._size = config.block_size
         self._min_blocks, self._max_blocks = config.load_limits()
         self._config = config
@@ -63,8 +60,7 @@ class Loader:
 
         Where the whole prompt does not fit, what was loaded would be held in vain.
         """
-        residency = self._books.residency
-        num_available = residency.num_available(GPU)
+        num_available = self._books.residency.num_available(GPU)
         self.lacks_room, self.lacks_place = num_cold + num_rest > num_available, False
         if self.lacks_room:
             rooms = f"the prompt needs {num_cold + num_rest} blocks, and {num_available} can be had"
@@ -74,9 +70,7 @@ class Loader:
             self.lacks_place = is_up = self._mover.is_up
             self.refused_for = (Cause.ROOM, "the queue of loads is full") if is_up else (Cause.RANK, "a rank is down")
             return False
-        residency.evict(GPU, max(0, num_cold - self._books.pools[GPU].num_free))
         self._mover.load(parts)
-        self._copy_down.moved(num_cold)
         return True
 
     def _note_speed(self, ended: TaskEnded) -> None:

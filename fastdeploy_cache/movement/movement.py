@@ -25,7 +25,7 @@ class Movement:
         )
         self.mover = BlockMover(books, client, config.transfer.task_timeout_seconds)
         self.copy_down = CopyDown(config, books, self.mover)
-        self.loader = Loader(config, books, self.mover, self.copy_down, self.speeds)
+        self.loader = Loader(config, books, self.mover, self.speeds)
 
     def be_quiet(self, quiet: bool) -> None:
         """Start nothing from now on, or go on, first of all with what should be copied down."""

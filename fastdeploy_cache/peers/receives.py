@@ -111,7 +111,6 @@ class PeerReceives:
         )
         mine.task_id = self._put(TaskKind.RECEIVE, mine.ids, detail)
         self._by_task[mine.task_id] = self._by_request[request.request_id] = mine
-        self._copy_down.moved(len(ids))
         return mine
 
     def answered(self, task_id: int, why: Why | None) -> OpenReceive:
@@ -198,6 +197,4 @@ class PeerReceives:
             del self._by_request[mine.receive.request_id]
         pin, mine.pin = mine.pin, None
         if pin is not None:
-            num_held = pin.run.num_held
-            self._tree.unpin(pin)
-            self._copy_down.moved(max(0, num_held - pin.run.num_held))
+            self._books.let_go(pin)

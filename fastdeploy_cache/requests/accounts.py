@@ -10,7 +10,7 @@ from itertools import islice
 import msgspec
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.lost_blocks import Loss
+from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.causes import NO_ROOM_TO_FETCH, Cause
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.explanation import Explanation, Hit, Hop, Miss

@@ -10,8 +10,8 @@ from typing import NoReturn
 
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.changes import Change
-from fastdeploy_cache.books.lost_blocks import Loss
 from fastdeploy_cache.books.run import Pin
+from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.errors import CommitError

@@ -45,7 +45,8 @@ def check(tree: PrefixTree, held: Held) -> None:
         _check_owners(tree.pools[tier], tier, runs, requests, transfers, held_ids=held_ids)
         protected = sum(run.num_in(tier, run.num_held) for run in runs)
         assert tree.residency.num_protected[tier] == protected, (tier, "protected", protected)
-        num_evicted, ages = sum(tree.residency.num_evicted[tier]), tree.residency.ages
+        ages = tree.residency.ages
+        num_evicted = sum(ages.num_evicted[tier])
         ages.count_evicted()
         num_aged = sum(ages.residency[tier].counts), sum(ages.idle[tier].counts)
         assert num_aged == (num_evicted, num_evicted), (tier, "evicted blocks without an age", num_evicted, num_aged)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import LetGo, Used
+from fastdeploy_cache.books.changes import Used
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.movement.movement import Movement
@@ -100,12 +100,7 @@ class Publisher:
                 num_skipped = self._note_use(active, pin)
         except MemoryError:  # it is not counted, and the request goes all the same
             self._books.mishaps.note("policy")
-        run, num_held = pin.run, pin.run.num_held
-        self._tree.unpin(pin)
-        if self._books.hears(Used):  # its pin still holds the run
-            self._books.note(LetGo(run=run, num_held=num_held))
-        else:
-            self._copy_down.moved(num_held - run.num_held)
+        self._books.let_go(pin)
         return num_skipped
 
     def _note_use(self, active: ActiveRequest, pin: Pin) -> int:

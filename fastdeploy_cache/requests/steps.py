@@ -33,7 +33,6 @@ class Steps:
     def __init__(self, requests: Requests, block_size: int) -> None:
         self._requests, self._size = requests, block_size
         self._num_steps = 0
-        self.num_taken_blocks = 0  # by the last step
 
     @staticmethod
     def pack(steps: Iterable[tuple[Request, TokenIds, int]]) -> list[Packed | CacheError]:
@@ -56,7 +55,6 @@ class Steps:
     def run(self, packed: Sequence[Packed | CacheError]) -> list[list[int] | CacheError | MemoryError]:
         """For each request its new blocks, or why nothing of its step was done."""
         self._num_steps += 1
-        self.num_taken_blocks = 0
         now = time.monotonic()
         done: list[list[int] | CacheError | MemoryError] = []
         listener = self._requests.listener if len(packed) > 1 else None
@@ -103,7 +101,6 @@ class Steps:
             request.cut_output(num_before)
             requests.take_back(active, len(new_ids))
             raise
-        self.num_taken_blocks += len(new_ids)
         return new_ids
 
     def _refuse(self, active: ActiveRequest) -> None:

@@ -190,7 +190,7 @@ class _Engine:
     def _take_moved(self) -> int:
         """How many blocks of both tiers have been taken and evicted since the last call of this."""
         before = self._num_moved
-        evicted = sum(map(sum, self._books.residency.num_evicted))
+        evicted = sum(map(sum, self._books.residency.ages.num_evicted))
         self._num_moved = 2 * evicted - sum(pool.num_free for pool in self._books.pools)
         return self._num_moved - before
 

@@ -44,7 +44,7 @@ class Story:
         """What the cache files the request's tokens by is what its caller computes them into."""
         active = self.model.cache._requests.active(live.request)
         assert active.block_ids.tolist() == live.table, "the cache's table is not its caller's"
-        self.model.cache.check_invariants()
+        self.model.check()
 
 
 def _on_the_cpu_alone(**settings: object) -> CacheModel:

@@ -31,13 +31,13 @@ def test_what_has_copies_from_its_start_is_found_again(policy: str) -> None:
     model = CacheModel(4, 24, 60, policy=policy)
     model.serve_and_copy(A[:40], B[:20])
     model.kv_lost()
-    model.cache.check_invariants()
+    model.check()
     stats = model.cache.stats()
     assert (stats.gpu.num_cached, stats.gpu.num_free, stats.cpu.num_cached) == (0, 24, 15)
     assert found(model, A[:41]) == 40
     for tokens in (B[:21], C[:80], D[:80], [*C[:40], *D[:40]]):
         model.serve_and_copy(tokens)
-        model.cache.check_invariants()
+        model.check()
     model.finish()
 
 
@@ -50,7 +50,7 @@ def test_what_has_no_copies_is_forgotten() -> None:
     model.serve(B[:10], stays=False, patient=True)
     model.client.up = True
     model.kv_lost()
-    model.cache.check_invariants()
+    model.check()
     assert model.cache.stats().cpu.num_cached == 10
     assert found(model, B[:11]) == 0
     assert found(model, A[:21]) == 10
@@ -65,7 +65,7 @@ def test_copies_of_an_end_alone_go() -> None:
     model.serve_and_copy(B[:20])
     assert model.cache.stats().cpu.num_cached > 0
     model.kv_lost()
-    model.cache.check_invariants()
+    model.check()
     assert model.cache.stats().cpu.num_free == 6
     assert found(model, A[:21]) == 0
     model.finish()
@@ -83,13 +83,13 @@ def test_split_runs_images_and_namespaces_are_kept_apart() -> None:
     model.release(live)
     model.client.land_all()
     model.kv_lost()
-    model.cache.check_invariants()
+    model.check()
     assert found(model, A[:20] + B[:13]) == 32
     model.kv_lost()
     assert found(model, A[:20] + C[:13]) == 32
     for namespace, images in (("lora", []), ("", cat), ("", dog)):
         model.kv_lost()
-        model.cache.check_invariants()
+        model.check()
         assert found(model, A[:33], namespace, images) == 32
     model.kv_lost()
     assert found(model, A[:33], "", [Image(10, 4, b"cow")]) == 8
@@ -109,10 +109,10 @@ def test_running_requests_publish_nothing_and_their_blocks_go_home(copied: bool)
     assert model.allocate(fresh, 5)
     model.compute(running, 32)
     model.kv_lost()
-    model.cache.check_invariants()
+    model.check()
     for live, num_tokens in ((running, 40), (fresh, 20)):
         model.compute(live, num_tokens)
-        model.cache.check_invariants()
+        model.check()
         model.release(live)
     assert not model.client.tasks
     gpu = model.cache.stats().gpu
@@ -129,9 +129,9 @@ def test_a_store_from_the_lost_gpu_never_becomes_visible(error: str | None) -> N
     model.serve(A[:40], stays=False, patient=True)
     assert len(model.client.tasks) == 1
     model.kv_lost()
-    model.cache.check_invariants()
+    model.check()
     model.client.land(error)
-    model.cache.check_invariants()
+    model.check()
     assert (model.cache.stats().cpu.num_free, model.cache.stats().cpu.num_in_flight) == (60, 0)
     assert found(model, A[:41]) == 0
     model.finish()
@@ -146,13 +146,13 @@ def test_a_load_into_the_lost_gpu_never_becomes_visible(error: str | None) -> No
     coming = set(live.match.coming_block_ids)
     assert coming
     model.kv_lost()
-    model.cache.check_invariants()
+    model.check()
     other = model.must_match(C[:4])
     assert model.allocate(other, model.cache.stats().gpu.num_free)
     assert not set(other.table or ()) & coming
     model.release(other)
     model.client.land(error)
-    model.cache.check_invariants()
+    model.check()
     assert live.match.wait(0).num_coming_tokens == 0
     model.release(live)
     assert model.cache.stats().gpu.num_free == 24
@@ -166,12 +166,12 @@ def test_a_second_loss() -> None:
     model.serve_and_copy(A[:40])
     model.kv_lost()
     model.kv_lost()
-    model.cache.check_invariants()
+    model.check()
     between = model.must_match(A[:41])
     assert between.match.num_coming_tokens == 40
     model.kv_lost()
     model.client.land_all()
-    model.cache.check_invariants()
+    model.check()
     model.release(between)
     assert model.cache.stats().gpu.num_cached == 0
     assert found(model, A[:41]) == 40

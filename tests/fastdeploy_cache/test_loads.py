@@ -122,7 +122,7 @@ def test_on_ready_is_called_once_after_both_loads_and_may_call_the_cache(error: 
     seen: list[int] = []
 
     def use_the_cache() -> None:
-        model.cache.check_invariants()
+        model.check()
         seen.append(live.match.wait(0).num_tokens)
         seen.append(len(model.cache.allocate(live.request, 0)))
 
@@ -261,7 +261,7 @@ def test_a_match_after_a_cancel_loads_afresh(cancelled_ends: str, it_succeeds: b
         model.client.tasks.rotate(1)
     for _ in range(2):
         model.client.land()
-        model.cache.check_invariants()
+        model.check()
     assert len(model.settle(live)) == 10
     assert model.cache.stats().gpu.num_in_flight == 0
     model.finish()
@@ -291,10 +291,10 @@ def test_a_match_on_blocks_that_come_in_shares_the_load() -> None:
     assert first.match.load_ids == second.match.load_ids
     assert len(model.client.tasks) == 1
     assert second.match.wait(0).num_tokens == 8
-    model.cache.check_invariants()
+    model.check()
     model.client.land_all()
     assert (first.match.wait(0).num_tokens, second.match.wait(0).num_tokens) == (40, 8)
-    model.cache.check_invariants()
+    model.check()
     model.finish()
 
 

@@ -102,11 +102,11 @@ def test_growing_does_not_move_the_end_under_another_request() -> None:
     for live in (third, second):
         assert model.allocate(live, -(-live.request.num_tokens // 4) - 4)
         model.compute(live, live.request.num_tokens)
-        model.cache.check_invariants()
+        model.check()
     first.request.append_output(A[17:30])
     assert model.allocate(first, 4)
     model.compute(first, 30)
-    model.cache.check_invariants()
+    model.check()
     model.finish()
 
 
@@ -119,7 +119,7 @@ def test_growing_behind_a_run_that_two_requests_are_pinned_to() -> None:
     assert second is not None
     assert model.allocate(second, 6)
     model.compute(second, 40)
-    model.cache.check_invariants()
+    model.check()
     model.finish()
 
 
@@ -131,7 +131,7 @@ def test_growing_behind_a_run_that_another_request_has_just_made() -> None:
         assert live is not None
         assert model.allocate(live, live.request.num_tokens // 4)
         model.compute(live, live.request.num_tokens)
-        model.cache.check_invariants()
+        model.check()
     model.finish()
 
 
@@ -237,7 +237,7 @@ def test_forks_that_eviction_emptied_are_merged_away() -> None:
     model.serve(A[:70], stays=False, patient=True)
     model.serve(C[:9], stays=False, patient=True)
     model.serve(A[:70], stays=False, patient=True)
-    model.cache.check_invariants()
+    model.check()
     lone = [run for run in model.cache._books.tree.runs() if len(run.children) == 1]
     assert len(lone) <= 1
     model.finish()
@@ -264,7 +264,7 @@ def test_a_count_that_is_no_integer_changes_nothing() -> None:
     for call in (model.cache.allocate, model.cache.commit):
         with pytest.raises(RequestError, match=r"is .*; give a whole number"):
             call(live.request, 1.5)  # type: ignore[arg-type]
-    model.cache.check_invariants()
+    model.check()
     model.finish()
 
 

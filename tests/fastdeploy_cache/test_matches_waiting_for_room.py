@@ -29,7 +29,7 @@ def waiting(model: CacheModel, tokens: list[int] = A) -> LiveRequest:
     """Matched, and nothing of it can be loaded yet."""
     live = model.must_match(tokens)
     assert not live.match.ready and not live.match.load_ids and live.match.num_unloaded_tokens == 0
-    model.cache.check_invariants()
+    model.check()
     return live
 
 
@@ -111,7 +111,7 @@ def test_room_goes_to_who_came_first() -> None:
     assert len(ids[0]) == 8 and first.match.poll().load_ids
     model.client.land_all()
     assert model.look(first).num_tokens == 10 and model.look(last).num_tokens == 3
-    model.cache.check_invariants()
+    model.check()
     model.finish()
 
 
@@ -160,7 +160,7 @@ def test_what_ends_a_wait(end: str) -> None:
         model.client.auto = True
         model.client.land_all()
         model.cache.life.pause(SECONDS)
-    model.cache.check_invariants()
+    model.check()
     assert shown(model, "waiting_for_room") == 0 and shown(model, "room_waits_total") == 1
     model.client.up = True
     model.finish()
@@ -238,7 +238,7 @@ def test_an_interrupted_wait_gets_nothing(monkeypatch: pytest.MonkeyPatch, is_la
         model.cache.allocate(live.request, 20, wait_seconds=SECONDS)
     monkeypatch.undo()
     model.client.land_all()
-    model.cache.check_invariants()
+    model.check()
     assert model.cache.stats().gpu.num_private == 0 and shown(model, "waiting_for_room") == 0
     assert len(model.cache.allocate(live.request, 20)) == 20
     model.finish()
@@ -251,7 +251,7 @@ def test_a_request_that_runs_ahead_waits_for_no_room() -> None:
     model.serve(B[:12], stays=False, patient=False)
     live = waiting(model)
     assert model.run_ahead(live, 0)
-    model.cache.check_invariants()
+    model.check()
     assert shown(model, "waiting_for_room") == 0 and not live.num_assumed
     model.finish()
 
@@ -267,7 +267,7 @@ def test_who_fails_in_front_does_not_keep_the_others_waiting() -> None:
 
     first.match._loads._active.room.serve = fail  # type: ignore[attr-defined]
     model.client.land_all()
-    model.cache.check_invariants()
+    model.check()
     assert model.look(first).num_tokens == 0 and model.look(second).num_tokens == 8
     assert model.cache.stats().num_failed_steps["settling"] == 1
     model.finish()

@@ -59,7 +59,7 @@ def test_a_policy_that_raises_is_replaced(method: str, num_calls: int) -> None:
         for text in (A, B, C):
             for length in (9, 24, 13):
                 model.serve(text[:length], stays=False, patient=True)
-                model.cache.check_invariants()
+                model.check()
     assert failed_steps(model) in ({"policy": 1}, {}), "it was asked again after it had failed"
     assert failed_steps(model) or method not in CALLED
     model.steps_may_fail = True
@@ -139,7 +139,7 @@ def test_a_landing_that_raises_costs_one_task(monkeypatch: pytest.MonkeyPatch) -
     stats = model.cache.stats()
     assert (failed_steps(model), stats.num_quarantined_blocks) == ({"landing": 1}, 5)
     assert (stats.gpu.num_in_flight, stats.num_transfers_in_flight) == (5, 0)
-    model.cache.check_invariants()
+    model.check()
     model.release(live)
     model.serve_and_copy(B)
     model.cache.ranks.kv_lost(0)
@@ -147,7 +147,7 @@ def test_a_landing_that_raises_costs_one_task(monkeypatch: pytest.MonkeyPatch) -
     model.client.land_all()
     assert len(model.settle(again)) == 5
     model.release(again)
-    model.cache.check_invariants()
+    model.check()
     text = "".join(str(metric) for metric in model.cache.metrics.collect())
     assert "failed_steps" in text and "quarantined_blocks" in text
     model.cache.close()

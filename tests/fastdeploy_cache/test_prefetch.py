@@ -66,7 +66,7 @@ def test_it_takes_no_blocks_and_pins_nothing(write_policy: str) -> None:
     before = model.cache.stats()
     for tokens in (A[:41], B[:41], C[:41], A[:22]) * 3:
         model.cache.prefetch(queued(tokens))
-        model.cache.check_invariants()
+        model.check()
     assert model.cache.stats() == before
     assert not model.client.tasks
     assert before.gpu.num_protected == 0
@@ -145,7 +145,7 @@ class Scheduler:
             self.model.release(live)
         else:
             self.model.land(self.choose.choice((None, None, "rank 0 died")), 1)
-        self.model.cache.check_invariants()
+        self.model.check()
 
     def admit(self, live: LiveRequest) -> None:
         num_blocks = -(-live.request.num_tokens // self.model.size) - len(self.model.settle(live))

@@ -55,7 +55,7 @@ def test_a_copy_that_is_late_or_fails_is_a_miss(error: str | None) -> None:
     assert live.num_computed == 12
     assert model.cache.stats().gpu.num_in_flight == (1 if error is None else 0)
     assert model.allocate(live, 1)
-    model.cache.check_invariants()
+    model.check()
     model.client.land_all()
     assert model.cache.stats().gpu.num_in_flight == 0
     model.finish()

@@ -58,7 +58,7 @@ def test_how_long_its_loads_took_is_told_when_they_have_ended() -> None:
     (after,) = [hit for hit in model.cache.explain(name).hits if hit.tier == "cpu"]
     assert (before.hops[0].seconds, after.hops[0].seconds) == (0.0, 0.25) and after.num_tokens == before.num_tokens
     assert model.cache._requests.accounts.moved_by_tier()["cpu"] == 0.25
-    model.cache.check_invariants()
+    model.check()
 
 
 def test_the_block_table_is_readable_then_coming_then_new() -> None:
@@ -116,7 +116,7 @@ def test_a_failed_load_voids_the_request() -> None:
     assert not model.cache.confirm(live.request, 0, arrived=True)
     model.cache.commit(live.request, 45)
     assert model.cache.stats().gpu.num_cached == num_cached
-    model.cache.check_invariants()
+    model.check()
     model.confirm(live)
     assert model.cache.stats().gpu.num_private == model.cache.stats().gpu.num_in_flight == 0
     again = model.must_match(A[:41])
@@ -141,7 +141,7 @@ def test_a_deadline_voids_and_the_ids_stay_the_loads(released_first: bool, error
         assert not set(other.table or ()) & coming
         model.release(other)
         step()
-        model.cache.check_invariants()
+        model.check()
     model.client.land_all()
     assert model.cache.stats().gpu.num_in_flight == 0
     assert num_found(model, A[:41]) == (40 if error is None else 40 - 4 * len(coming))
@@ -159,7 +159,7 @@ def test_ids_superseded_by_computed_blocks_are_not_reused_before_the_release() -
     assert model.allocate(other, missing)
     model.compute(other, 41)
     model.client.land()
-    model.cache.check_invariants()
+    model.check()
     assert model.cache.confirm(live.request, 0, arrived=True)
     model.check_readable(live, list(live.table or ())[:10])
     model.release(other)
@@ -184,7 +184,7 @@ def test_a_reset_or_loss_while_ahead(event: str, when: str) -> None:
         model.client.land_all()
     getattr(model, event)()
     model.client.land_all()
-    model.cache.check_invariants()
+    model.check()
     compute(model, live, 45)
     model.cache.confirm(live.request, 0, arrived=True)
     model.cache.commit(live.request, 45)
@@ -194,7 +194,7 @@ def test_a_reset_or_loss_while_ahead(event: str, when: str) -> None:
     assert not set(other.table or ()) & table
     model.cache.release(live.request)
     model.live.remove(live)
-    model.cache.check_invariants()
+    model.check()
     model.finish()
     assert model.cache.stats().gpu.num_free + model.cache.stats().gpu.num_cached == model.num_gpu
 
@@ -206,10 +206,10 @@ def test_release_while_ahead(error: str | None) -> None:
     live = start_ahead(model)
     model.release(live)
     assert model.client.cancelled == set(live.match.load_ids)
-    model.cache.check_invariants()
+    model.check()
     model.client.cancelled.clear()
     model.client.land(error)
-    model.cache.check_invariants()
+    model.check()
     assert model.cache.stats().gpu.num_in_flight == 0
     model.finish()
 
@@ -225,7 +225,7 @@ def test_two_requests_ahead_of_one_load() -> None:
         compute(model, live, 45)
         model.committed |= {model.prefix(live, n + 1) for n in range(11)}
     model.release(first)
-    model.cache.check_invariants()
+    model.check()
     model.check_readable(second, list(second.table or ())[:10])
     assert num_found(model, A[:40] + C[50:60]) == 44
     model.finish()
@@ -243,7 +243,7 @@ def test_the_table_stays_while_one_of_two_loads_has_landed() -> None:
         match = live.match.poll()
         tables.append([*match.block_ids, *match.coming_block_ids])
         model.land(None, 1)
-        model.cache.check_invariants()
+        model.check()
     assert tables == [tables[0]] * 3
     assert len(set(tables[0])) == 10
     model.check_readable(live, tables[0])
@@ -285,7 +285,7 @@ def test_ahead_of_an_image_that_is_partly_on_the_gpu(offset: int, error: str | N
     assert (len(live.table or ()), live.num_assumed) == (11, 10)
     assert not images[0].offset < live.match.poll().num_tokens < images[0].end
     model.client.land(error)
-    model.cache.check_invariants()
+    model.check()
     model.confirm(live)
     assert (live in model.live) is (error is None)
     model.finish()

@@ -291,4 +291,4 @@ def test_what_storage_brings_is_hashed_once() -> None:
     rig.prefetch([*tokens, *range(5000, 5017)])  # its parent is the last of them
     rig.land_all()
     assert rig.model.cache.stats().num_hashed_blocks == 40 + 4
-    rig.model.cache.check_invariants()
+    rig.model.check()

@@ -144,7 +144,7 @@ def test_a_write_keeps_nobody_from_evicting() -> None:
     stats = rig.model.cache.stats()
     assert stats.gpu.num_protected == stats.cpu.num_protected == 0
     rig.model.reset()
-    rig.model.cache.check_invariants()
+    rig.model.check()
     assert rig.model.cache.stats().cpu.num_in_flight == len(rig.store.tasks[0].source_ids)
     rig.land_all()
     assert rig.model.cache.stats().cpu.num_free == 16
@@ -187,7 +187,7 @@ def test_a_store_is_attached_once_and_detached_at_any_time() -> None:
     rig.prefetch(A)
     rig.store.land()
     rig.model.cache.storage.detach()
-    rig.model.cache.check_invariants()
+    rig.model.check()
     assert rig.model.cache.stats().cpu.num_in_flight == 0
     live = rig.match(A)
     assert live.match.ready

@@ -57,7 +57,7 @@ def test_a_deeper_load_is_dropped_when_the_one_above_it_fails() -> None:
     assert third is not None
     assert len(model.client.tasks) == 2, "the third loads everything again: what is still in flight has no parent"
     model.client.land()
-    model.cache.check_invariants()
+    model.check()
     assert second.match.wait(0).num_tokens == 16
     model.client.land()
     assert third.match.wait(0).num_tokens == 40
@@ -75,7 +75,7 @@ def test_a_load_that_is_split_in_flight_lands_whole() -> None:
     assert fork is not None
     assert fork.match.num_coming_tokens == 20
     model.client.land_all()
-    model.cache.check_invariants()
+    model.check()
     assert (first.match.wait(0).num_tokens, fork.match.wait(0).num_tokens) == (40, 20)
     model.finish()
 
@@ -91,7 +91,7 @@ def test_computed_blocks_are_adopted_while_their_load_is_late() -> None:
     assert model.allocate(live, 11 - len(model.settle(live)))
     model.compute(live, 41)
     model.client.land_all()
-    model.cache.check_invariants()
+    model.check()
     again = model.match(A[:41])
     assert again is not None
     assert again.match.num_gpu_tokens == 40

@@ -114,7 +114,7 @@ def test_a_cpu_tier_of_one_block(policy: str, write_policy: str) -> None:
     model = CacheModel(1, 30, 1, policy=policy, write_policy=write_policy)
     traffic(model, random.Random(5), 100)
     model.client.land_all()
-    model.cache.check_invariants()
+    model.check()
     assert model.cache.stats().cpu.num_cached == 1
     model.finish()
 

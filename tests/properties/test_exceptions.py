@@ -142,7 +142,7 @@ def play(tracer: Tracer, setting: str, armed: tuple[Site, int] | None) -> tuple[
         except (OutOfMemoryError, OutsideError) as error:
             surfaced = error, story.doing
             story.model.allow_all_computed()
-            story.model.cache.check_invariants()
+            story.model.check()
     tracer.end()
     story.finish()
     return surfaced

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.config import WRITE_POLICIES
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.request import Image
@@ -108,7 +109,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def books_add_up(self) -> None:
         if hasattr(self, "model"):
-            self.model.cache.check_invariants()
+            self.model.check()
 
     def teardown(self) -> None:
         if hasattr(self, "model"):
@@ -190,14 +191,18 @@ def test_long_random_walks(
     choose = random.Random(seed)
     for _ in range(300):
         _walk(model, choose)
-        model.cache.check_invariants()
+        model.check()
     model.finish()
 
 
 def test_random_walks_do_load_from_the_cpu_tier() -> None:
-    """The walk above is worth something: it serves hundreds of tokens that came back from the CPU tier."""
+    """The walk above is worth something: it serves hundreds of tokens that came back from the CPU tier, and taps hear
+    of blocks that leave for each reason that there is, and of runs that are cut and joined."""
     model, choose = CacheModel(2, 20, 60), random.Random(1)
     for _ in range(2000):
         _walk(model, choose)
     model.finish()
     assert model.num_loaded_tokens > 500
+    heard = {why for why, num_blocks in model.mirror.num_left.items() if num_blocks}
+    assert heard == {Loss.GPU, Loss.CPU, Loss.RESET, Loss.RANK, Loss.MOVED}  # spare copies are dropped for storage
+    assert min(model.mirror.num_shaped) > 0

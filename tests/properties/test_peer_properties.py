@@ -199,7 +199,7 @@ class Story:
         self.note_received()
         self.forget_sends()
         for model in (self.a, self.b):
-            model.cache.check_invariants()
+            model.check()
 
     def finish(self) -> None:
         for _ in range(60):

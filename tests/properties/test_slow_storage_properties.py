@@ -61,7 +61,7 @@ def test_a_store_that_is_slow_while_it_reads(seed: int, write_policy: str, stora
         model.land(choose.choice((None, None, None, "failed")), choose.randint(0, 4))
         if store.tasks and choose.random() < 0.1:
             store.land()
-        model.cache.check_invariants()
+        model.check()
     while store.tasks or model.client.tasks:
         store.land_all()
         model.client.land_all()

@@ -14,6 +14,7 @@ from fastdeploy_cache.errors import CommitError, OutOfBlocksError, PromptTooLong
 from fastdeploy_cache.request import Image
 from tests.rigs.simulated_client import SimulatedClient
 from tests.rigs.simulated_peers import SimulatedPeers
+from tests.rigs.tap_mirror import TapMirror
 
 Prefix = tuple[str, tuple[int, ...], tuple[Image, ...]]
 
@@ -63,6 +64,7 @@ class CacheModel:
             cpu_write_policy=write_policy,  # type: ignore[arg-type]
         )
         self.cache = PrefixCacheManager(config, client=self.client, peer_client=self.peers, clock=clock)
+        self.mirror = TapMirror(self.cache._books.tree)
         self.live: list[LiveRequest] = []
         self.committed: set[Prefix] = set()
         self.epoch = 0
@@ -286,13 +288,18 @@ class CacheModel:
         self.cache.ranks.kv_lost(0)
         self.epoch += 1
 
+    def check(self) -> None:
+        """The books add up, and taps have told of all that is in them."""
+        self.cache.check_invariants()
+        self.mirror.check()
+
     def finish(self) -> None:
         """Everything ends: nothing may stay owned by a request or a task."""
         self.client.land_all()
         for live in list(self.live):
             self.release(live)
         self.client.land_all()
-        self.cache.check_invariants()
+        self.check()
         stats = self.cache.stats()
         gpu, failed = stats.gpu, {step: n for step, n in stats.num_failed_steps.items() if n}
         assert self.steps_may_fail or not failed, "a step that verbs take along has failed, unseen by its caller"

@@ -313,4 +313,4 @@ def take_step(caller: Caller, step: str) -> None:
         getattr(caller, step)()
     caller.end_copies()
     caller.check_pins()
-    model.cache.check_invariants()
+    model.check()

@@ -42,7 +42,7 @@ class Walk:
 
     def step(self, operation: str, number: int) -> None:
         getattr(self, f"do_{operation}")(number)
-        self.model.cache.check_invariants()
+        self.model.check()
 
     def do_prefetch(self, number: int) -> None:
         """Queue the request that the next match will be."""
@@ -62,7 +62,7 @@ class Walk:
             live = self.model.match(self.queued.pop()[1])
             while live is not None and (self.store.tasks or self.model.client.tasks):
                 (self.store if self.store.tasks else self.model.client).land()
-                self.model.cache.check_invariants()
+                self.model.check()
             if live is not None:
                 self.grow(live)
 

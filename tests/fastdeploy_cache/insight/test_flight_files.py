@@ -166,7 +166,7 @@ def test_a_disk_that_is_full_ends_the_recording_with_one_line(
     with caplog.at_level(logging.WARNING):
         model = served(300, record_folder=str(tmp_path), flight_recorder_bytes=2**16)
         model.cache.insight.flush_recording()
-        model.cache.check_invariants()
+        model.check()
         model.cache.close()
     lines = [record.message for record in caplog.records if "flight" in record.message]
     assert len(lines) == 1 and "No space left on device" in lines[0]
