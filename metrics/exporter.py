@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import http.client
 import logging
 import socket
 import socketserver
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from fastdeploy_cache.errors import MetricsError, PortInUseError, reason_of
 from fastdeploy_cache.metrics.allowed_hosts import AllowedHosts
+from fastdeploy_cache.metrics.remote import BoundedSocket
 
 __all__ = ["Collector", "MetricsExporter", "Page"]
 
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 _HEADERS = [("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer")]
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _HEAD_SECONDS, _ANSWER_SECONDS = 5.0, 10.0  # to send the whole head of a request, and to take the whole answer
-_MAX_HEAD_BYTES = 2**17
+_MAX_HEAD_BYTES = 2**17  # beyond, the handler answers 431
 _REST_SECONDS = 0.5
 _NOTHING = b"nothing is here; see / and /metrics\n"
 _Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -89,8 +88,7 @@ class MetricsExporter:
         registry.register(Together(collectors))
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            hosts = AllowedHosts(host, str(found[4][0]), allow_hosts)
-            site = _site(make_wsgi_app(registry), dict(pages), hosts)
+            site = _site(make_wsgi_app(registry), dict(pages), AllowedHosts(host, str(found[4][0]), allow_hosts))
             self._server = _Server(found[0], (str(found[4][0]), port), site, max_connections)
         except OSError as error:
             kind = MetricsError if isinstance(error, socket.gaierror) else PortInUseError
@@ -137,7 +135,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             raise TimeoutError("every place is taken")
         try:
             accepted, address = super().get_request()
-            connection = _Connection(accepted.detach())
+            connection = BoundedSocket(accepted.detach(), _HEAD_SECONDS, _MAX_HEAD_BYTES, _ANSWER_SECONDS)
         except OSError as error:
             self._places.release()
             if not self._is_short:
@@ -165,31 +163,6 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 class _Handler(WSGIRequestHandler):
     def log_message(self, *_: object) -> None:
         """Nothing is written for each scrape."""
-
-
-class _Connection(socket.socket):
-    """A client's: head and answer have so long each, as a whole. Who sends or takes a byte now and then is cut, too."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(fileno=descriptor)
-        self._deadline, self._num_left = time.monotonic() + _HEAD_SECONDS, _MAX_HEAD_BYTES
-
-    def recv_into(self, *args: Any) -> int:
-        """Some of the head."""
-        self.settimeout(max(1e-6, self._deadline - time.monotonic()))
-        num_bytes = super().recv_into(*args)
-        self._num_left -= num_bytes
-        if self._num_left < 0:
-            raise http.client.HTTPException("the head is too long")  # the handler answers 431
-        return num_bytes
-
-    def sendall(self, *args: Any) -> None:
-        """The answer, after a few short lines; here a time-out is one for all of it."""
-        self.settimeout(_ANSWER_SECONDS)
-        try:
-            super().sendall(*args)
-        except TimeoutError as error:
-            raise BrokenPipeError(str(error)) from error  # for this one wsgiref writes no traceback
 
 
 def _site(metrics: Any, pages: Mapping[str, Page], hosts: AllowedHosts) -> _Application:

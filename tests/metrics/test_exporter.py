@@ -9,6 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from contextlib import ExitStack, suppress
+from http.client import HTTPException
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fastdeploy_cache.errors import ConfigError, MetricsError, PortInUseError
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.metrics.exporter import MetricsExporter, Page
+from fastdeploy_cache.metrics.remote import BoundedSocket
 
 
 def scrape(url: str) -> dict[str, dict[tuple[str, ...], float]]:
@@ -139,6 +141,15 @@ def test_clients_that_drip_give_their_places_back(monkeypatch: pytest.MonkeyPatc
             is_answered.set()
             dripping.join()
             exporter.close()
+
+
+def test_nothing_is_read_after_the_deadline() -> None:
+    """Not even what is there: of a client that drips fast there always is a byte."""
+    ours, theirs = socket.socketpair()
+    with theirs, BoundedSocket(ours.detach(), -1.0, 10, 1.0) as late:
+        theirs.sendall(b"a")
+        with pytest.raises(HTTPException, match="too slow"):
+            late.recv_into(bytearray(1))
 
 
 def test_who_does_not_take_the_answer_is_cut(
