@@ -1,4 +1,4 @@
-"""Which names a port on loopback may be asked under: no page of a foreign site shall ask it by a browser.
+"""Which names a port may be asked under: no page of a foreign site shall ask it by a browser.
 
 A browser sends what a page asks for to any address that the page's name resolves to, loopback too (DNS rebinding), and
 it sends a form of any page to any port. The `Host` and the `Origin` of a request tell.
@@ -25,7 +25,7 @@ class AllowedHosts:
     def __init__(self, host: str, address: str, names: Sequence[str] = ()) -> None:
         """`host`: what was asked for; `address`: what is listened on. `names`: NAME or NAME:PORT.
 
-        Off loopback a port is meant for others, and nothing is checked there, but where names are given.
+        Off loopback nobody here knows the names, but where some are given. What has an `Origin` has it as `Host` then.
 
         Raises:
             ConfigError: one of the names is none.
@@ -43,25 +43,25 @@ class AllowedHosts:
 
         One without `Origin` passes: only browsers send it, and they do so with all that changes something.
         """
-        if not self._is_on:
-            return None
+        known = self._known if self._is_on else [parts for host in hosts if (parts := _parts(host)) is not None]
         for host in hosts:
-            if not self._allows(host, (80, 443)):
+            if self._is_on and not self._allows(host, (80, 443), known):
                 return f"the Host {_shown(host)} is not one of this server; its user may allow it by --allow-host"
         for origin in origins if method not in _READING else ():
             found = _ORIGIN.fullmatch(origin)
-            if found is None or not self._allows(found[2], _PORTS[found[1].lower()]):
+            if found is None or not self._allows(found[2], _PORTS[found[1].lower()], known):
                 return f"a page of {_shown(origin)} may not ask this server; its user may allow it by --allow-host"
         return None
 
-    def _allows(self, host: str, left_out: Sequence[int]) -> bool:
-        """`left_out`: the ports that it may stand for where it has none."""
+    def _allows(self, host: str, left_out: Sequence[int], known: Sequence[tuple[str, int | None]]) -> bool:
+        """`left_out`: the ports that it may stand for where it has none. One that is known without a port has any."""
         parts = _parts(host)
         if parts is None:
             return False
         name, port = parts
         ports = {None, port} if port is not None else {None, *left_out}
-        return _is_loopback(name) or any(name == known and allowed in ports for known, allowed in self._known)
+        is_here = self._is_on and _is_loopback(name)
+        return is_here or any(name == other and allowed in ports for other, allowed in known)
 
 
 def _parts(host: str) -> tuple[str, int | None] | None:

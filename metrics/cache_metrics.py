@@ -118,11 +118,8 @@ class CacheMetrics:
         families, now = self._families, self._clock()
         with self._lock:
             # not yielded from here: the consumer would hold the lock for as long as it likes
-            found = [
-                *self._requests.families(families, now),
-                *self._tasks.families(families),
-                *self._peers.families(families),
-            ]
+            found = self._requests.families(families, now) + self._tasks.families(families)
+            found += self._peers.families(families)
         yield from found
         yield self._peers.layers_family(families)
         yield from picture_families(self._look(), families, self._num_ranks)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import socketserver
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from fastdeploy_cache.errors import MetricsError, PortInUseError, reason_of
 from fastdeploy_cache.metrics.allowed_hosts import AllowedHosts
+from fastdeploy_cache.metrics.remote import BoundedSocket
 
 __all__ = ["Collector", "MetricsExporter", "Page"]
 
@@ -24,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 _HEADERS = [("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer")]
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-_METRICS_PATH = "/metrics"
-_IDLE_SECONDS = 10.0
+_HEAD_SECONDS, _ANSWER_SECONDS = 5.0, 10.0  # to send the whole head of a request, and to take the whole answer
+_MAX_HEAD_BYTES = 2**17  # beyond, the handler answers 431
 _REST_SECONDS = 0.5
 _NOTHING = b"nothing is here; see / and /metrics\n"
 _Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -81,31 +84,22 @@ class MetricsExporter:
         """
         if type(port) is not int or not 0 <= port <= 65535:
             raise MetricsError(f"metrics cannot listen on port {port!r}; use 1 to 65535, or 0 for a free one")
-        AllowedHosts(host, host, allow_hosts)  # what is wrong with the names is told before anybody listens
         registry = CollectorRegistry()
         registry.register(Together(collectors))
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            site = _site(make_wsgi_app(registry), dict(pages), AllowedHosts(host, str(found[4][0]), allow_hosts))
+            self._server = _Server(found[0], (str(found[4][0]), port), site, max_connections)
         except OSError as error:
             kind = MetricsError if isinstance(error, socket.gaierror) else PortInUseError
             raise kind(f"metrics {cannot_listen(host, port, error)}") from error
-        handler: Any = self._server.RequestHandlerClass
-        bounded: Any = type("BoundedHandler", (handler,), {"timeout": _IDLE_SECONDS})
-        self._door = _Door(self._server, max_connections)
-        vars(self._server).update(
-            RequestHandlerClass=bounded,
-            handle_error=_note_gone,  # else each prints a traceback
-            get_request=self._door.enter,
-            shutdown_request=self._door.leave,
-        )
-        answer = make_wsgi_app(registry)
-        hosts = AllowedHosts(host, str(self._server.server_address[0]), allow_hosts)
-        self._server.set_app(_guarded(_beside(answer, dict(pages)) if pages else answer, hosts))
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         self.url = f"http://{host}:{self._server.server_port}/metrics"
 
     def close(self) -> None:
         """Stop listening."""
-        self._door.close()
+        self._server.closed.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5)
@@ -121,83 +115,73 @@ def cannot_listen(host: str, port: int, error: OSError, *, dashes: str = "", por
     return f"cannot listen on {host}:{port}: {what}"
 
 
-class _Door:
-    """Lets so many connections in at a time. `enter` is the server's thread's, `leave` that of each connection.
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """A thread for each connection, and so many connections at a time.
 
-    The server asks again at once for what it could not accept. So whatever cannot be had now is waited for here.
+    It asks again at once for what it could not accept. So whatever cannot be had now is waited for here.
     """
 
-    def __init__(self, server: Any, max_connections: int) -> None:
-        self._accept, self._end = server.get_request, server.shutdown_request
-        self._places = threading.Semaphore(max_connections)
-        self._closed, self._is_short = threading.Event(), False
+    daemon_threads = True
 
-    def enter(self) -> Any:
-        """A connection and its address. Raises `OSError` where there is none now, as the server expects."""
+    def __init__(self, family: int, address: tuple[str, int], site: _Application, max_connections: int) -> None:
+        self.address_family, self._places = family, threading.BoundedSemaphore(max_connections)
+        self.closed, self._is_short = threading.Event(), False
+        self.set_app(site)  # before anybody can connect
+        super().__init__(address, _Handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """A connection and its address. Raises `OSError` where there is none now, as is expected."""
         if not self._places.acquire(timeout=_REST_SECONDS):
             raise TimeoutError("every place is taken")
         try:
-            found = self._accept()
+            accepted, address = super().get_request()
+            connection = BoundedSocket(accepted.detach(), _HEAD_SECONDS, _MAX_HEAD_BYTES, _ANSWER_SECONDS)
         except OSError as error:
             self._places.release()
             if not self._is_short:
                 self._is_short = True
                 logger.warning("event=cannot_accept where=metrics error=%r", str(error))
-            self._closed.wait(_REST_SECONDS)
+            self.closed.wait(_REST_SECONDS)
             raise
         if self._is_short:
             self._is_short = False
             logger.warning("event=accepts_again where=metrics")
-        return found
+        return connection, address
 
-    def leave(self, connection: Any) -> None:
-        """It has been answered, or has failed."""
+    def shutdown_request(self, request: Any) -> None:
+        """It has been answered, or has failed. In the connection's thread."""
         try:
-            self._end(connection)
+            super().shutdown_request(request)
         finally:
             self._places.release()
 
-    def close(self) -> None:
-        """Rest no more."""
-        self._closed.set()
+    def handle_error(self, _: object, client_address: object) -> None:
+        """A client has gone, or was too slow: no traceback for that."""
+        logger.debug("event=metrics_client_gone address=%s reason=%r", client_address, str(sys.exception()))
 
 
-def _note_gone(_: object, address: object) -> None:
-    """A client has gone, or has said nothing for too long: its thread and its descriptor are given back."""
-    logger.debug("event=metrics_client_gone address=%s reason=%r", address, str(sys.exception()))
+class _Handler(WSGIRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Nothing is written for each scrape."""
 
 
-def _guarded(application: Any, hosts: AllowedHosts) -> _Application:
-    """What is asked under a name that is none of ours is refused."""
+def _site(metrics: Any, pages: Mapping[str, Page], hosts: AllowedHosts) -> _Application:
+    """The metrics at their own path, the pages at theirs, and nothing elsewhere; without pages metrics everywhere.
 
-    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        given = [[environ[name]] if name in environ else [] for name in ("HTTP_HOST", "HTTP_ORIGIN")]
-        reason = hosts.refusal(environ["REQUEST_METHOD"], *given)
-        if reason is None:
-            parts: Iterable[bytes] = application(environ, start_response)
-            return parts
-        body = f"{reason}\n".encode()
-        sizes = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))]
-        start_response("403 Forbidden", [*sizes, *_HEADERS])
-        return [body if environ["REQUEST_METHOD"] != "HEAD" else b""]
-
-    return answer
-
-
-def _beside(metrics: Any, pages: Mapping[str, Page]) -> _Application:
-    """The metrics at their own path, the pages at theirs, and nothing elsewhere."""
+    What is asked under a name that is none of ours is refused.
+    """
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        if path.rstrip("/") == _METRICS_PATH:
+        given = [[environ[name]] if name in environ else [] for name in ("HTTP_HOST", "HTTP_ORIGIN")]
+        reason = hosts.refusal(method, *given)
+        if reason is None and (not pages or path.rstrip("/") == "/metrics"):
             parts: Iterable[bytes] = metrics(environ, start_response)
             return parts
-        status, content_type, body = (
-            "404 Not Found",
-            "text/plain; charset=utf-8",
-            b"nothing is here; see / and /metrics\n",
-        )
-        if method not in ("GET", "HEAD"):
+        status, content_type, body = "404 Not Found", "text/plain; charset=utf-8", _NOTHING
+        if reason is not None:
+            status, body = "403 Forbidden", f"{reason}\n".encode()
+        elif method not in ("GET", "HEAD"):
             status, body = "405 Method Not Allowed", b"only GET is answered here\n"
         elif (page := pages.get(path)) is not None:
             status, content_type, body = "200 OK", page.content_type, page.content()

@@ -99,6 +99,7 @@ class Picture:
 
 def picture_families(picture: Picture, families: Families, num_ranks: int) -> list[Metric]:
     """What Prometheus is shown of it. `num_ranks`: that are shown as down where nobody knows of any."""
+    settings, text = (str(picture.block_size), picture.eviction_policy), "1, with settings of the cache as labels"
     return [
         *_block_families(picture, families),
         *_task_families(picture, families),
@@ -107,12 +108,7 @@ def picture_families(picture: Picture, families: Families, num_ranks: int) -> li
         *_process_families(picture, families, num_ranks),
         *_time_families(picture.times, families),
         *what_if_families(picture.what_if, families),
-        families.gauge(
-            "config_info",
-            "1, with settings of the cache as labels",
-            ("block_size", "eviction_policy"),
-            {(str(picture.block_size), picture.eviction_policy): 1},
-        ),
+        families.gauge("config_info", text, ("block_size", "eviction_policy"), {settings: 1}),
     ]
 
 

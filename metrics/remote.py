@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
+import socket
 import time
-import urllib.request
+import urllib.parse
 from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from fastdeploy_cache.errors import MetricsError
 
 _MAX_BYTES = 16 * 2**20
-_PIECE_BYTES = 65536
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +51,37 @@ class RemoteMetrics:
 
     def page(self) -> bytes:
         """What is there, within the time in all and the size: a slow or endless page must not hold up this one."""
-        deadline, parts, num_bytes = time.monotonic() + self._timeout_seconds, list[bytes](), 0
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(self._url, timeout=self._timeout_seconds) as answer:
-            while part := answer.read1(_PIECE_BYTES):
-                parts.append(part)
-                num_bytes += len(part)
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"not there within {self._timeout_seconds} s")
-                if num_bytes > _MAX_BYTES:
-                    raise ValueError(f"more than {_MAX_BYTES} bytes")
-        return b"".join(parts)
+        place, seconds = urllib.parse.urlsplit(self._url).netloc, self._timeout_seconds
+        with contextlib.closing(http.client.HTTPConnection(place, timeout=seconds)) as connection:
+            connection.connect()
+            connection.sock = BoundedSocket(connection.sock.detach(), seconds, _MAX_BYTES, seconds)
+            connection.request("GET", self._url.partition(place)[2] or "/")
+            with connection.getresponse() as answer:
+                if answer.status != 200:
+                    raise OSError(f"its answer has status {answer.status}, and not 200")
+                return answer.read()
+
+
+class BoundedSocket(socket.socket):
+    """A connection that is read for so long, and so much, as a whole: who sends a byte now and then is cut, too."""
+
+    def __init__(self, descriptor: int, seconds: float, max_bytes: int, send_seconds: float) -> None:
+        super().__init__(fileno=descriptor)
+        self._deadline, self._num_left, self._send_seconds = time.monotonic() + seconds, max_bytes, send_seconds
+
+    def recv_into(self, *args: Any) -> int:
+        """Some bytes."""
+        self.settimeout(max(1e-6, self._deadline - time.monotonic()))
+        num_bytes = super().recv_into(*args)
+        self._num_left -= num_bytes
+        if self._num_left < 0 or time.monotonic() > self._deadline:  # of a fast drip there always is a byte
+            raise http.client.HTTPException("what is sent is too long, or too slow")
+        return num_bytes
+
+    def sendall(self, *args: Any) -> None:
+        """All of it within that time; of this error wsgiref writes no traceback."""
+        self.settimeout(self._send_seconds)
+        try:
+            super().sendall(*args)
+        except TimeoutError as error:
+            raise BrokenPipeError(str(error)) from error

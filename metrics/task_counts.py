@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from fastdeploy_cache.metrics.families import Families
@@ -60,12 +60,7 @@ class TaskCounts:
     def totals(self, kind: str) -> TaskSums:
         """Tasks of a kind so far, of all ranks together."""
         parts = [self._tasks[kind, rank] for rank in self._ranks]
-        return TaskSums(
-            num_tasks=sum(part.num_tasks for part in parts),
-            num_bytes=sum(part.num_bytes for part in parts),
-            seconds=sum(part.seconds for part in parts),
-            num_failures=sum(part.num_failures for part in parts),
-        )
+        return TaskSums(*map(sum, zip(*map(astuple, parts), strict=True)))  # field by field
 
     def families(self, families: Families) -> list[Metric]:
         """What Prometheus is shown."""

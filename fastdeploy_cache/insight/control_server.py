@@ -42,7 +42,7 @@ class ControlServer:
         self._listener = PrivateListener(path)
         self._thread: threading.Thread | None = None
         self._workers = ThreadPoolExecutor(_MAX_CONNECTIONS, thread_name_prefix="control")
-        self._places = threading.Semaphore(_MAX_CONNECTIONS)
+        self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._acting = threading.Lock()
 
     def start(self, subject: Subject) -> None:

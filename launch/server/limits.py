@@ -36,10 +36,6 @@ class Limits(NamedTuple):
     max_connections: int | None = None  # of all clients; None: half of the open files that the process may have
 
 
-def ignore_loss() -> None:
-    """Do nothing: nobody counts connections."""
-
-
 class Connection(web.RequestHandler):
     """One client's connection, within limits. aiohttp ends it where a head is slow (its `keepalive_timeout`)."""
 
@@ -55,13 +51,16 @@ class Connection(web.RequestHandler):
         )
         self.limits = limits
         self.is_asked = False  # something has come, or is being answered
-        self.has_begun = False  # an answer in pieces is on its way
+        self.has_begun = False  # an answer in pieces: from now on only its end ends the connection
         self.has_ended = False  # the client's side
         self._counts, self._client, self._is_counted = counts, "", False
-        self.on_lost: Callable[[], None] = ignore_loss
+        self._cutting: asyncio.TimerHandle | None = None
+        self.on_lost: Callable[[], None] = lambda: None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Refuse a client that has too many; nothing of such a connection is read."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_write_buffer_limits(0)  # tell of each byte that waits
         self._client = (transport.get_extra_info("peername") or [""])[0]
         self._is_counted = self._counts.enter(self._client)
         if self._is_counted:
@@ -78,6 +77,18 @@ class Connection(web.RequestHandler):
             self._counts.leave(self._client)
             super().connection_lost(exc)
 
+    def pause_writing(self) -> None:
+        """Some of an answer waits: the client has so long to take all of that. A close would wait for it, too."""
+        super().pause_writing()
+        assert self.transport is not None
+        self._cutting = self._loop.call_later(self.limits.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Nothing waits."""
+        assert self._cutting is not None
+        self._cutting.cancel()
+        super().resume_writing()
+
     def data_received(self, data: bytes) -> None:
         """A piece of what the client says."""
         self.is_asked = self.is_asked or bool(data)
@@ -92,10 +103,6 @@ class Connection(web.RequestHandler):
         if self.is_asked:
             self._loop.call_later(self.limits.ended_seconds, self._end_unless_begun)
         return self.is_asked  # then asyncio leaves our side open
-
-    def begin_stream(self) -> None:
-        """An answer in pieces is on its way: from now on only its end ends the connection."""
-        self.has_begun = True
 
     def _end_unless_begun(self) -> None:
         if self.transport is not None and not self.has_begun:

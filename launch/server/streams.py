@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import struct
 from collections.abc import Mapping
@@ -18,20 +17,20 @@ _RESET = struct.pack("ii", 1, 0)  # linger for no time: socket(7)
 class StreamedAnswer:
     """Chunks, or for a client of HTTP/1.0 all until the connection's end: aiohttp knows. One task uses it.
 
-    `begin` and `write` raise `ClientGoneError`, also where a client does not take a piece in time.
+    `begin` and `write` raise `ClientGoneError`. Where a client does not take a piece in time, the task is cancelled.
     """
 
     def __init__(
         self, request: web.Request, status: int, headers: Mapping[str, str], reason: str | None = None
     ) -> None:
-        self._request, self._connection = request, connection_of(request)
+        self._request = request
         self._response = web.StreamResponse(status=status, reason=reason, headers=headers)
         self._response.headers[ID_HEADER] = request[REQUEST_ID]
         self._response.force_close()
 
     async def begin(self) -> None:
         """Send the status and the headers."""
-        self._connection.begin_stream()
+        connection_of(self._request).has_begun = True
         try:
             await self._response.prepare(self._request)
         except ConnectionError as error:
@@ -39,14 +38,8 @@ class StreamedAnswer:
 
     async def write(self, piece: bytes) -> None:
         """Send a piece."""
-        seconds = self._connection.limits.write_seconds
         try:
-            async with asyncio.timeout(seconds):
-                await self._response.write(piece)
-        except TimeoutError:
-            if (transport := self._request.transport) is not None:
-                transport.abort()  # to close it would wait until all has been taken
-            raise ClientGoneError(f"the client took nothing for {seconds} s") from None
+            await self._response.write(piece)
         except ConnectionError as error:
             raise ClientGoneError(str(error)) from error
 

@@ -43,6 +43,17 @@ def test_other_names_and_other_sites_are_refused() -> None:
         assert ask("POST", f"Host: localhost\r\nOrigin: http://127.0.0.1:{port}\r\n").endswith(b"done")
 
 
+def test_other_sites_are_refused_off_loopback_too() -> None:
+    """By an `Origin` that is not the `Host`, whatever that is, where something is changed."""
+    with served(new_app(), host="0.0.0.0") as port:
+        ask = partial(asked, port)
+        for origin in ("https://evil.example", "http://box", "null"):
+            assert ask("POST", f"Host: box:8000\r\nOrigin: {origin}\r\n").startswith(b"HTTP/1.1 403 ")
+            assert ask("GET", f"Host: box:8000\r\nOrigin: {origin}\r\n").endswith(b"done")
+        assert ask("POST", "Host: box:8000\r\nOrigin: http://box:8000\r\n").endswith(b"done")
+        assert ask("POST", "Host: box:8000\r\n").endswith(b"done")
+
+
 def test_a_name_that_is_none_is_refused_before_anything_starts() -> None:
     """With the option and the value seen."""
     with pytest.raises(ConfigError, match="--allow-host is 'a b'"):

@@ -49,9 +49,32 @@ def test_origins_that_are_no_site_are_refused() -> None:
 
 def test_a_port_for_others_is_checked_only_where_names_are_given() -> None:
     """What is listened on off loopback has names that nobody here knows."""
-    assert AllowedHosts("0.0.0.0", "0.0.0.0").refusal("POST", ["any"], ["http://other"]) is None
+    assert AllowedHosts("0.0.0.0", "0.0.0.0").refusal("GET", ["any"], ["http://other"]) is None
     assert AllowedHosts("0.0.0.0", "0.0.0.0", ["me"]).refusal("GET", ["any"], []) is not None
     assert AllowedHosts("0.0.0.0", "0.0.0.0", ["me"]).refusal("GET", ["me:80"], []) is None
+
+
+def test_a_port_for_others_takes_what_its_own_pages_send() -> None:
+    """There, too, a page of another site has an `Origin` that is not the `Host`; whoever has none is no browser."""
+    hosts = AllowedHosts("0.0.0.0", "0.0.0.0")
+    for host, origin in (
+        *(
+            ("box:8000", "http://box:8000"),
+            ("BOX", "http://box"),
+            ("box", "https://box:8443"),
+            ("[::2]:1", "http://[::2]:1"),
+        ),
+        *(("box:443", "https://box"), ("127.0.0.1:8000", "http://127.0.0.1:8000")),
+    ):
+        assert hosts.refusal("POST", [host], [origin]) is None
+    for host, origin in (
+        *(("box:8000", "http://evil"), ("box:8000", "http://box"), ("box:8000", "http://box:3000"), ("box:80", "null")),
+        *(("box:8000", "http://localhost:8000"), ("box:8000", "http://127.0.0.1:8000"), ("a,b", "http://a,b")),
+    ):
+        said = hosts.refusal("POST", [host], [origin])
+        assert said is not None and "--allow-host" in said
+    assert hosts.refusal("POST", [], ["http://box"]) is not None
+    assert hosts.refusal("POST", ["box"], []) is None and hosts.refusal("POST", [], []) is None
 
 
 @pytest.mark.parametrize("name", ["", "a b", "http://a", "a:", "a:0", "a:65536", "a/b", "*"])

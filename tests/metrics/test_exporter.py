@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 import socket
+import socketserver
 import threading
 import urllib.error
 import urllib.request
+from contextlib import ExitStack, suppress
+from http.client import HTTPException
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastdeploy_cache.errors import ConfigError, MetricsError, PortInUseError
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
-from fastdeploy_cache.metrics.exporter import MetricsExporter
+from fastdeploy_cache.metrics.exporter import MetricsExporter, Page
+from fastdeploy_cache.metrics.remote import BoundedSocket
 
 
 def scrape(url: str) -> dict[str, dict[tuple[str, ...], float]]:
@@ -96,18 +100,108 @@ def test_close_ends_the_thread_and_frees_the_port() -> None:
     assert threading.active_count() == before
 
 
+def connect(exporter: MetricsExporter) -> socket.socket:
+    host, port = exporter.url.split("/")[2].split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
 def test_a_client_that_says_nothing_gives_its_thread_back(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """After its time, without a traceback; others are answered meanwhile."""
-    monkeypatch.setattr("fastdeploy_cache.metrics.exporter._IDLE_SECONDS", 0.05)
+    monkeypatch.setattr("fastdeploy_cache.metrics.exporter._HEAD_SECONDS", 0.05)
     exporter = MetricsExporter(CacheMetrics())
-    host, port = exporter.url.split("/")[2].split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as silent:
+    with connect(exporter) as silent:
         assert urllib.request.urlopen(exporter.url, timeout=10).status == 200
         assert silent.recv(1) == b""
     exporter.close()
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_clients_that_drip_give_their_places_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are places say a byte now and then, without end: who comes after them is answered."""
+    monkeypatch.setattr("fastdeploy_cache.metrics.exporter._HEAD_SECONDS", 1.0)
+    exporter, is_answered = MetricsExporter(CacheMetrics(), max_connections=3), threading.Event()
+
+    def drip(clients: list[socket.socket]) -> None:
+        while not is_answered.wait(0.05):
+            for client in clients:
+                with suppress(OSError):  # it has been cut
+                    client.send(b"a")
+
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connect(exporter)) for _ in range(3)]
+        for client in clients:
+            client.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        dripping = threading.Thread(target=drip, args=(clients,))
+        dripping.start()
+        try:
+            assert scrape(exporter.url)
+        finally:
+            is_answered.set()
+            dripping.join()
+            exporter.close()
+
+
+def test_nothing_is_read_after_the_deadline() -> None:
+    """Not even what is there: of a client that drips fast there always is a byte."""
+    ours, theirs = socket.socketpair()
+    with theirs, BoundedSocket(ours.detach(), -1.0, 10, 1.0) as late:
+        theirs.sendall(b"a")
+        with pytest.raises(HTTPException, match="too slow"):
+            late.recv_into(bytearray(1))
+
+
+def test_who_does_not_take_the_answer_is_cut(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """After its time, without a traceback: the one place is free for others then."""
+    monkeypatch.setattr("fastdeploy_cache.metrics.exporter._ANSWER_SECONDS", 0.2)
+    page = Page("text/plain", lambda: bytes(2**26))
+    exporter = MetricsExporter(CacheMetrics(), pages={"/": page}, max_connections=1)
+    try:
+        with connect(exporter) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert scrape(exporter.url)
+    finally:
+        exporter.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_head_has_a_size() -> None:
+    """However many long fields it has, and before its end is there: what it takes of the engine's memory is bounded."""
+    exporter = MetricsExporter(CacheMetrics())
+    head = b"GET /metrics HTTP/1.0\r\n" + 3 * (b"X: " + 60_000 * b"x" + b"\r\n")
+    try:
+        for sent, status in ((head[:50_000] + b"\r\n\r\n", b"200"), (head[: 2**17 + 1], b"431")):
+            with connect(exporter) as client:
+                client.sendall(sent)
+                assert client.recv(12) == b"HTTP/1.0 " + status
+    finally:
+        exporter.close()
+
+
+def test_the_first_answer_is_a_guarded_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To who connects as soon as the port is open, before the exporter is made: names are looked at already."""
+    activate, start = socketserver.TCPServer.server_activate, threading.Thread.start
+    early, answers = list[socket.socket](), list[bytes]()
+
+    def open_port(server: socketserver.TCPServer) -> None:
+        activate(server)
+        early.append(socket.create_connection(server.server_address[:2], timeout=20))
+        early[0].sendall(b"GET /metrics HTTP/1.1\r\nHost: evil.example\r\n\r\n")
+
+    def start_thread(thread: threading.Thread) -> None:
+        start(thread)
+        if threading.current_thread() is threading.main_thread():  # it was the server's
+            answers.append(early[0].recv(12))
+
+    monkeypatch.setattr(socketserver.TCPServer, "server_activate", open_port)
+    monkeypatch.setattr(threading.Thread, "start", start_thread)
+    exporter = MetricsExporter(CacheMetrics())
+    exporter.close()
+    early[0].close()
+    assert answers == [b"HTTP/1.0 403"]
 
 
 def test_who_asks_under_another_name_gets_403() -> None:

@@ -16,9 +16,9 @@ SECONDS = 10.0
 
 
 @contextmanager
-def served(app: web.Application, limits: Limits | None = None) -> Iterator[int]:
+def served(app: web.Application, limits: Limits | None = None, host: str = "127.0.0.1") -> Iterator[int]:
     """It is answered at this port."""
-    server = HttpServer("127.0.0.1", 0, limits)
+    server = HttpServer(host, 0, limits)
     thread = threading.Thread(target=server.run, args=(app,))
     thread.start()
     try:
