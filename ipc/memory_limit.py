@@ -6,6 +6,10 @@ from pathlib import Path
 
 from fastdeploy_cache.errors import NotEnoughMemoryError
 
+_V2 = ("sys/fs/cgroup", "", ("memory.max", "memory.current", "inactive_file"))
+_V1_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V1 = ("sys/fs/cgroup/memory", "memory", _V1_NAMES)
+
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
     """Bytes that can be taken before the machine or a cgroup (v2 or v1) runs out.
@@ -14,8 +18,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
     Source: kernel documentation, admin-guide/cgroup-v2 and filesystems/proc (MemAvailable).
     """
-    limits = [_mem_available(root), *_cgroup_v2_limits(root), *_cgroup_v1_limits(root)]
-    return min(limits)
+    return min([_mem_available(root), *_cgroup_limits(root, *_V2), *_cgroup_limits(root, *_V1)])
 
 
 def check_available(num_bytes: int, what: str, available_bytes: int | None = None) -> None:
@@ -35,24 +38,13 @@ def _mem_available(root: Path) -> int:
     raise NotEnoughMemoryError("/proc/meminfo has no MemAvailable line; Linux 3.14 or newer is needed")
 
 
-def _cgroup_v2_limits(root: Path) -> list[int]:
-    mount = root / "sys/fs/cgroup"
+def _cgroup_limits(root: Path, mount: str, controller: str, names: tuple[str, str, str]) -> list[int]:
+    """What each enclosing cgroup still allows. `names`: of limit, usage, and page cache that it can drop."""
     limits = []
-    for directory in _cgroup_directories(root, mount, controller=""):
-        limit, usage = _read_int(directory / "memory.max"), _read_int(directory / "memory.current")
+    for directory in _cgroup_directories(root, root / mount, controller):
+        limit, usage = (_read_int(directory / name) for name in names[:2])
         if limit is not None and usage is not None:
-            limits.append(max(0, limit - usage + _stat(directory / "memory.stat", "inactive_file")))
-    return limits
-
-
-def _cgroup_v1_limits(root: Path) -> list[int]:
-    mount = root / "sys/fs/cgroup/memory"
-    limits = []
-    for directory in _cgroup_directories(root, mount, controller="memory"):
-        limit = _read_int(directory / "memory.limit_in_bytes")
-        usage = _read_int(directory / "memory.usage_in_bytes")
-        if limit is not None and usage is not None:
-            limits.append(max(0, limit - usage + _stat(directory / "memory.stat", "total_inactive_file")))
+            limits.append(max(0, limit - usage + _stat(directory / "memory.stat", names[2])))
     return limits
 
 

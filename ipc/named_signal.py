@@ -224,7 +224,7 @@ def _remove_stale(path: Path) -> int | None:
     fd = _open(path)
     if fd is None:
         return None
-    if not _is_made_here(fd):
+    if not os.fstat(fd).st_mode & _MADE_HERE:
         return fd
     try:
         if not _lock(fd, fcntl.LOCK_EX):
@@ -236,10 +236,6 @@ def _remove_stale(path: Path) -> int | None:
     finally:
         os.close(fd)
     return None
-
-
-def _is_made_here(fd: int) -> bool:
-    return bool(os.fstat(fd).st_mode & _MADE_HERE)
 
 
 def _open(path: Path) -> int | None:

@@ -42,44 +42,32 @@ def _new_locked(base: str) -> tuple[Path, int | None]:
     """
     for _ in range(_MAX_TRIES):
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-        lock = _lock(path, fcntl.LOCK_SH)
-        if lock is not None:
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock), path.lstat()):
-                    return path, lock
-            os.close(lock)
-        elif not _has_locks(path):
+        try:
+            lock = _lock(path, fcntl.LOCK_SH)
+        except (FileNotFoundError, BlockingIOError):  # removed, or about to be
+            continue
+        if lock is None:
             return path, None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), path.lstat()):
+                return path, lock
+        os.close(lock)
     raise IPCError(f"{_MAX_TRIES} new folders in {base} were removed at once; find out what removes {_PREFIX}* there")
 
 
-def _has_locks(directory: Path) -> bool:
-    """Whether a lock on the directory could be had if nobody else held one; also where it is gone meanwhile."""
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
 def _lock(directory: Path, kind: int) -> int | None:
-    """A descriptor that holds a lock of this kind on the directory, or None when it cannot be had."""
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return None
+    """A descriptor that holds a lock of this kind on the directory; None where the file system has no locks.
+
+    Raises:
+        OSError: it cannot be opened; `BlockingIOError`: another process holds a lock that excludes this one.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         os.close(fd)
+        if isinstance(error, BlockingIOError):
+            raise
         return None
     return fd
 

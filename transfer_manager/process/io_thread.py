@@ -170,8 +170,10 @@ class ProcessIO:
     # -- what processes say
 
     def _receive(self, rank: RankSupervisor) -> None:
-        while rank.queue is not None and (data := rank.queue.get()) is not None:
+        while rank.queue is not None:
             try:
+                if (data := rank.queue.get()) is None:
+                    return
                 message: FromProcess = decode(data, FromProcess)
             except CodecError as error:
                 rank.kill(f"it sent what is no message: {error}")

@@ -183,14 +183,8 @@ class RankSupervisor:
     def kill(self, reason: str, blamed: bool = True, level: int = logging.WARNING) -> None:
         """SIGKILL it; its death is noticed like any other."""
         if self.process is not None and not self._killed_for:
-            logger.log(
-                level,
-                "event=rank_killed process=%s rank=%d incarnation=%d reason=%r",
-                self._name,
-                self.rank,
-                self.incarnation,
-                reason,
-            )
+            text = "event=rank_killed process=%s rank=%d incarnation=%d reason=%r"
+            logger.log(level, text, self._name, self.rank, self.incarnation, reason)
             # Only the first reason: a rank that is killed for a stuck task falls silent, too, and would then be said to
             # have died of the silence that the kill has caused.
             self._killed_for = reason
@@ -284,26 +278,17 @@ class RankSupervisor:
         delay = self._policy.delay_seconds(now)
         if delay is None or self.is_off:  # one that is off has one try at a time, until it has been ready
             self.phase, self.is_off = Phase.OFF, True
-            self._restart_at = now + self._config.off_retry_seconds
-            logger.error(
-                "event=rank_off process=%s rank=%d tiers_below_gpu=off next_try_in_seconds=%.0f failure=%r",
-                self._name,
-                self.rank,
-                self._config.off_retry_seconds,
-                failure,
-            )
+            pause = self._config.off_retry_seconds
+            self._restart_at = now + pause
+            text = "event=rank_off process=%s rank=%d tiers_below_gpu=off next_try_in_seconds=%.0f failure=%r"
+            logger.error(text, self._name, self.rank, pause, failure)
         else:
             self._restart_at = now + delay
             # What the first process of an optional kind refuses ends the start with an error, which says it.
             is_told = self.exit_code == EXIT_REFUSED and self.incarnation == 1
-            logger.log(
-                logging.INFO if is_told else logging.WARNING,
-                "event=rank_died process=%s rank=%d restart_in_seconds=%.2f failure=%r",
-                self._name,
-                self.rank,
-                delay,
-                failure,
-            )
+            level = logging.INFO if is_told else logging.WARNING
+            text = "event=rank_died process=%s rank=%d restart_in_seconds=%.2f failure=%r"
+            logger.log(level, text, self._name, self.rank, delay, failure)
 
     def _drop_queue(self) -> None:
         """Close it with its process: a task in it that the process had not read must reach no other one."""
