@@ -25,10 +25,8 @@ def check_available(num_bytes: int, what: str, available_bytes: int | None = Non
     """Raise `NotEnoughMemoryError` naming both numbers when `num_bytes` is more than is available."""
     available = available_memory_bytes() if available_bytes is None else available_bytes
     if num_bytes > available:
-        raise NotEnoughMemoryError(
-            f"{what} needs {num_bytes} bytes ({num_bytes / 2**30:.2f} GiB) but {available} bytes "
-            f"({available / 2**30:.2f} GiB) are available; use fewer or smaller blocks"
-        )
+        needed, there = (f"{number} bytes ({number / 2**30:.2f} GiB)" for number in (num_bytes, available))
+        raise NotEnoughMemoryError(f"{what} needs {needed} but {there} are available; use fewer or smaller blocks")
 
 
 def _mem_available(root: Path) -> int:

@@ -16,11 +16,20 @@ _MAX_TRIES = 100
 _MAX_BASE_PATH = 80  # a socket address holds 108 bytes, our names take 20
 
 
+def temporary_folder() -> str:
+    """Where temporary files go. Raises `OSError`: a shortage as such, which `tempfile` takes for a missing folder."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        os.close(os.open("/", os.O_RDONLY | os.O_CLOEXEC))  # where there is one, it is met again
+        raise
+
+
 class PrivateDirectory:
     """A new folder of mode 0700 below the temporary one. Making one removes those of processes that were killed."""
 
     def __init__(self) -> None:
-        base = tempfile.gettempdir()
+        base = temporary_folder()
         if len(os.fsencode(base)) >= _MAX_BASE_PATH:
             base = "/tmp"  # noqa: S108 (mkdtemp: private, random name)
         _sweep(Path(base))

@@ -37,23 +37,20 @@ class _Inbox:
     """Whole messages out of the pieces in which they come."""
 
     def __init__(self) -> None:
-        self._data = bytearray()
-
-    def add(self, piece: bytes) -> None:
-        self._data += piece
+        self.data = bytearray()  # what has come, and is taken out again
 
     def take(self) -> bytes | None:
         """The next message, or None where it is not whole; `CodecError` where none can begin like that."""
-        if len(self._data) < _LENGTH.size:
+        if len(self.data) < _LENGTH.size:
             return None
-        (num_bytes,) = _LENGTH.unpack_from(self._data)
+        (num_bytes,) = _LENGTH.unpack_from(self.data)
         if num_bytes > _MOST_BYTES:
             raise CodecError(f"a message of {num_bytes} bytes is announced; {_MOST_BYTES} are the most")
         end = _LENGTH.size + num_bytes
-        if len(self._data) < end:
+        if len(self.data) < end:
             return None
-        message = bytes(memoryview(self._data)[_LENGTH.size : end])
-        del self._data[:end]
+        message = bytes(memoryview(self.data)[_LENGTH.size : end])
+        del self.data[:end]
         return message
 
 
@@ -92,7 +89,7 @@ class _EngineLane:
             if error.errno not in _LATER:
                 raise
             return
-        self.inbox.add(piece)
+        self.inbox.data += piece
         if not piece:
             self.give_up()
 
@@ -247,5 +244,5 @@ class RankQueue:
                 piece = b""
             if not piece:
                 raise QueueDisconnectedError("the engine has closed its end")
-            self._inbox.add(piece)
+            self._inbox.data += piece
         return message

@@ -342,7 +342,7 @@ def test_a_garbled_length_costs_a_process(new_client: NewClient, eventually: Cal
     if reader == "rank":
         lane.end.sendall(b"\xff" * 8)
     else:
-        lane.inbox.add(b"\xff" * 8)  # before the rank's answer
+        lane.inbox.data += b"\xff" * 8  # before the rank's answer
         client.submit(task(1, IN, [0], [0], timeout_seconds=1000.0))
     eventually(lambda: client.available and pids(client) != [before])
     assert "of 18446744073709551615 bytes is announced" in rank.last_failure

@@ -254,9 +254,8 @@ class ProcessIO:
             self._poller.unregister(queue.fd)
             self._poller.unregister(process.pidfd)
             self.tasks.all_ready.clear()
-            is_blamed = rank.blamed
             rank.reap(now)
-            self._note_death(rank, is_blamed=is_blamed)
+            self._note_death(rank, is_blamed=rank.blamed and not rank.shortage)
 
     def _note_death(self, rank: RankSupervisor, *, is_blamed: bool) -> None:
         failure, flights = rank.last_failure, self.tasks.flights
