@@ -6,6 +6,10 @@ from pathlib import Path
 
 from fastdeploy_cache.errors import NotEnoughMemoryError
 
+_V2 = ("sys/fs/cgroup", "", ("memory.max", "memory.current", "inactive_file"))
+_V1_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V1 = ("sys/fs/cgroup/memory", "memory", _V1_NAMES)
+
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
     """Bytes that can be taken before the machine or a cgroup (v2 or v1) runs out.
@@ -14,18 +18,15 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
     Source: kernel documentation, admin-guide/cgroup-v2 and filesystems/proc (MemAvailable).
     """
-    limits = [_mem_available(root), *_cgroup_v2_limits(root), *_cgroup_v1_limits(root)]
-    return min(limits)
+    return min([_mem_available(root), *_cgroup_limits(root, *_V2), *_cgroup_limits(root, *_V1)])
 
 
 def check_available(num_bytes: int, what: str, available_bytes: int | None = None) -> None:
     """Raise `NotEnoughMemoryError` naming both numbers when `num_bytes` is more than is available."""
     available = available_memory_bytes() if available_bytes is None else available_bytes
     if num_bytes > available:
-        raise NotEnoughMemoryError(
-            f"{what} needs {num_bytes} bytes ({num_bytes / 2**30:.2f} GiB) but {available} bytes "
-            f"({available / 2**30:.2f} GiB) are available; use fewer or smaller blocks"
-        )
+        needed, there = (f"{number} bytes ({number / 2**30:.2f} GiB)" for number in (num_bytes, available))
+        raise NotEnoughMemoryError(f"{what} needs {needed} but {there} are available; use fewer or smaller blocks")
 
 
 def _mem_available(root: Path) -> int:
@@ -35,24 +36,13 @@ def _mem_available(root: Path) -> int:
     raise NotEnoughMemoryError("/proc/meminfo has no MemAvailable line; Linux 3.14 or newer is needed")
 
 
-def _cgroup_v2_limits(root: Path) -> list[int]:
-    mount = root / "sys/fs/cgroup"
+def _cgroup_limits(root: Path, mount: str, controller: str, names: tuple[str, str, str]) -> list[int]:
+    """What each enclosing cgroup still allows. `names`: of limit, usage, and page cache that it can drop."""
     limits = []
-    for directory in _cgroup_directories(root, mount, controller=""):
-        limit, usage = _read_int(directory / "memory.max"), _read_int(directory / "memory.current")
+    for directory in _cgroup_directories(root, root / mount, controller):
+        limit, usage = (_read_int(directory / name) for name in names[:2])
         if limit is not None and usage is not None:
-            limits.append(max(0, limit - usage + _stat(directory / "memory.stat", "inactive_file")))
-    return limits
-
-
-def _cgroup_v1_limits(root: Path) -> list[int]:
-    mount = root / "sys/fs/cgroup/memory"
-    limits = []
-    for directory in _cgroup_directories(root, mount, controller="memory"):
-        limit = _read_int(directory / "memory.limit_in_bytes")
-        usage = _read_int(directory / "memory.usage_in_bytes")
-        if limit is not None and usage is not None:
-            limits.append(max(0, limit - usage + _stat(directory / "memory.stat", "total_inactive_file")))
+            limits.append(max(0, limit - usage + _stat(directory / "memory.stat", names[2])))
     return limits
 
 

@@ -56,15 +56,7 @@ class NamedSignal:
                 be made.
             NotEnoughMemoryError: /dev/shm is full.
         """
-        path = _path(name, suffix, num_words)
-        for _ in range(_MAX_TRIES):
-            if (made := cls._try_create(path, num_words)) is not None:
-                return made
-            if (fd := _remove_stale(path)) is not None:
-                os.close(fd)
-                what = f"{path} was made by another program, which may still use it"
-                raise IPCError(f"{what}; choose another suffix, or remove the file")
-        raise IPCError(f"{path} is made again and again by others; choose another suffix")
+        return cls._make(_path(name, suffix, num_words), num_words, may_attach=False)
 
     @classmethod
     def attach(cls, name: str, suffix: int | str, num_words: int) -> Self:
@@ -91,10 +83,17 @@ class NamedSignal:
         Raises:
             IPCError: as `create` and `attach`. NotEnoughMemoryError: /dev/shm is full.
         """
-        path = _path(name, suffix, num_words)
+        return cls._make(_path(name, suffix, num_words), num_words, may_attach=True)
+
+    @classmethod
+    def _make(cls, path: Path, num_words: int, *, may_attach: bool) -> Self:
         for _ in range(_MAX_TRIES):
             found = cls._try_create(path, num_words)
             if found is None and (fd := _remove_stale(path)) is not None:
+                if not may_attach:
+                    os.close(fd)
+                    what = f"{path} was made by another program, which may still use it"
+                    raise IPCError(f"{what}; choose another suffix, or remove the file")
                 found = cls._try_attach(fd, path, num_words)
             if found is not None:
                 return found
@@ -106,11 +105,10 @@ class NamedSignal:
         fd = _new_file(path, num_words * _WORD_BYTES)
         try:
             _publish(fd, path)
-        except FileExistsError:
+        except BaseException as error:
             os.close(fd)
-            return None
-        except BaseException:
-            os.close(fd)
+            if isinstance(error, FileExistsError):
+                return None
             raise
         return cls(path, fd, num_words, is_creator=True)
 
@@ -224,7 +222,7 @@ def _remove_stale(path: Path) -> int | None:
     fd = _open(path)
     if fd is None:
         return None
-    if not _is_made_here(fd):
+    if not os.fstat(fd).st_mode & _MADE_HERE:
         return fd
     try:
         if not _lock(fd, fcntl.LOCK_EX):
@@ -236,10 +234,6 @@ def _remove_stale(path: Path) -> int | None:
     finally:
         os.close(fd)
     return None
-
-
-def _is_made_here(fd: int) -> bool:
-    return bool(os.fstat(fd).st_mode & _MADE_HERE)
 
 
 def _open(path: Path) -> int | None:

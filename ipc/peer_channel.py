@@ -145,12 +145,7 @@ class PeerConnection:
     """An end that has connected to a `PeerListener`. One thread at a time."""
 
     def __init__(
-        self,
-        context: zmq.Context[Any],
-        address: str,
-        keys: CurveKeys | None,
-        public_key: bytes,
-        max_messages: int,
+        self, context: zmq.Context[Any], address: str, keys: CurveKeys | None, public_key: bytes, max_messages: int
     ) -> None:
         """`public_key`: of the listener. Raises `IPCError` where the address is not to be used."""
         check_address(address, keys)

@@ -16,11 +16,20 @@ _MAX_TRIES = 100
 _MAX_BASE_PATH = 80  # a socket address holds 108 bytes, our names take 20
 
 
+def temporary_folder() -> str:
+    """Where temporary files go. Raises `OSError`: a shortage as such, which `tempfile` takes for a missing folder."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        os.close(os.open("/", os.O_RDONLY | os.O_CLOEXEC))  # where there is one, it is met again
+        raise
+
+
 class PrivateDirectory:
     """A new folder of mode 0700 below the temporary one. Making one removes those of processes that were killed."""
 
     def __init__(self) -> None:
-        base = tempfile.gettempdir()
+        base = temporary_folder()
         if len(os.fsencode(base)) >= _MAX_BASE_PATH:
             base = "/tmp"  # noqa: S108 (mkdtemp: private, random name)
         _sweep(Path(base))
@@ -42,44 +51,32 @@ def _new_locked(base: str) -> tuple[Path, int | None]:
     """
     for _ in range(_MAX_TRIES):
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-        lock = _lock(path, fcntl.LOCK_SH)
-        if lock is not None:
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock), path.lstat()):
-                    return path, lock
-            os.close(lock)
-        elif not _has_locks(path):
+        try:
+            lock = _lock(path, fcntl.LOCK_SH)
+        except (FileNotFoundError, BlockingIOError):  # removed, or about to be
+            continue
+        if lock is None:
             return path, None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), path.lstat()):
+                return path, lock
+        os.close(lock)
     raise IPCError(f"{_MAX_TRIES} new folders in {base} were removed at once; find out what removes {_PREFIX}* there")
 
 
-def _has_locks(directory: Path) -> bool:
-    """Whether a lock on the directory could be had if nobody else held one; also where it is gone meanwhile."""
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
 def _lock(directory: Path, kind: int) -> int | None:
-    """A descriptor that holds a lock of this kind on the directory, or None when it cannot be had."""
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return None
+    """A descriptor that holds a lock of this kind on the directory; None where the file system has no locks.
+
+    Raises:
+        OSError: it cannot be opened; `BlockingIOError`: another process holds a lock that excludes this one.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         os.close(fd)
+        if isinstance(error, BlockingIOError):
+            raise
         return None
     return fd
 

@@ -21,13 +21,6 @@ from fastdeploy_cache.ipc.memory_limit import check_available
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; asm-generic/mman-common.h
 
 
-def _take_pages(fd: int, num_bytes: int, name: str) -> None:
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)
-    except OSError as error:
-        raise NotEnoughMemoryError(f"shared segment {name!r} of {num_bytes} bytes: {error.strerror}") from error
-
-
 class SharedArray:
     """A memory segment shared between processes, seen through NumPy views.
 
@@ -78,10 +71,11 @@ class SharedArray:
             return
         try:
             take_huge_pages(self._fd, self._map, self._start, self.num_bytes)
-            _take_pages(self._fd, self.num_bytes, name)
-        except NotEnoughMemoryError:
+            os.posix_fallocate(self._fd, 0, self.num_bytes)
+        except OSError as error:
             self._map.madvise(mmap.MADV_REMOVE, self._start, self.num_bytes)  # the huge pages that there were
-            raise
+            what = f"shared segment {name!r} of {self.num_bytes} bytes"
+            raise NotEnoughMemoryError(f"{what}: {error.strerror}") from error
         self.prefault()
 
     def prefault(self) -> None:

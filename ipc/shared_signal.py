@@ -78,15 +78,9 @@ class SharedSignal:
         return value
 
     def _futex(self, word: int, operation: int, value: int, timeout: _Timespec | None) -> None:
-        result = self._syscall(
-            ctypes.c_long(self._number),
-            ctypes.c_void_p(self._address + 4 * word),
-            ctypes.c_int(operation),
-            ctypes.c_uint32(value),
-            ctypes.byref(timeout) if timeout is not None else None,
-            None,
-            ctypes.c_uint32(0),
-        )
+        at, asked = ctypes.c_void_p(self._address + 4 * word), (ctypes.c_int(operation), ctypes.c_uint32(value))
+        until = ctypes.byref(timeout) if timeout is not None else None
+        result = self._syscall(ctypes.c_long(self._number), at, *asked, until, None, ctypes.c_uint32(0))
         # EAGAIN: the word changed first; EINTR: a signal came; ETIMEDOUT: the caller looks at its deadline
         if result < 0 and (code := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
             raise IPCError(f"futex call failed: {os.strerror(code)}")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import re
 import resource
+from collections.abc import Iterator
 
 from fastdeploy_cache.ipc.event_log import event_log
 
@@ -18,37 +21,44 @@ _LONGEST_REST_SECONDS = 1.0  # who connects waits for it
 _GONE = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN}
 _GONE |= {errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.ENOPROTOOPT, errno.EOPNOTSUPP, errno.ENONET}
 LONGEST_SECONDS = 10.0
+EXIT_SHORT = 5  # of a process that could not start for such a want
+# The last line of a log, where an interpreter or the loader of programs was short before a line of ours ran.
+SHORT_END = re.compile(r"MemoryError|BlockingIOError: |OSError: \[Errno (12|23|24|105)\]|.*: Error (12|23|24)$")
 
 
-def is_shortage(error: BaseException | None) -> bool:
+def is_shortage(error: BaseException) -> bool:
     """Whether that is why it was refused: by the error itself, or by one that it was raised from."""
+    return not _SHORTAGES.isdisjoint(_numbers(error))
+
+
+def _numbers(error: BaseException | None) -> Iterator[int]:
+    """What the system has said. Threads, memory and the loader of libraries say it without a number."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _SHORTAGES:
-            return True
-        error = error.__cause__
-    return False
+        if isinstance(error, ImportError):
+            yield from (number for number in sorted(_SHORTAGES) if os.strerror(number) in str(error))
+        elif isinstance(error, MemoryError):
+            yield errno.ENOMEM
+        elif isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+            yield errno.EAGAIN
+        elif (number := getattr(error, "errno", None)) is not None:  # ZeroMQ's errors are none of the system's
+            yield number
+        error = error.__cause__ if error.__cause__ is not error else None
 
 
-def limit_of(error: BaseException | None) -> str:
+def limit_of(error: BaseException) -> str:
     """Which limit was met, the value seen, and what to do."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__
-    number = error.errno if error is not None else None
+    number = next((number for number in _numbers(error) if number in _SHORTAGES), None)
     if number == errno.ENFILE:
         return "this machine has no more open files (fs.file-max); end what holds them, or raise it"
     if number == errno.EAGAIN:
         processes = _in_words(resource.getrlimit(resource.RLIMIT_NPROC)[0])
-        return (
-            f"this user may have {processes} processes and threads (RLIMIT_NPROC), and a container fewer (pids.max); "
-            "end some, or raise the limit"
-        )
+        limit = f"this user may have {processes} processes and threads (RLIMIT_NPROC), and a container fewer (pids.max)"
+        return f"{limit}; end some, or raise the limit"
     if number in (errno.ENOMEM, errno.ENOBUFS):
         return "this machine, or its container (memory.max), has no memory for it; give it more, or use less"
     soft, hard = map(_in_words, resource.getrlimit(resource.RLIMIT_NOFILE))
-    return (
-        f"this process may have {soft} open files (RLIMIT_NOFILE, the soft limit; the hard one is {hard}); raise it "
-        "with `ulimit -n` before the start, or close some"
-    )
+    limit = f"this process may have {soft} open files (RLIMIT_NOFILE, the soft limit; the hard one is {hard})"
+    return f"{limit}; raise it with `ulimit -n` before the start, or close some"
 
 
 def _in_words(limit: int) -> str:
@@ -65,6 +75,11 @@ class Patience:
         """The pause after one more try that was refused."""
         pause, self._next = self._next, min(2 * self._next, LONGEST_SECONDS)
         return pause
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether there has been a pause."""
+        return self._next > _FIRST_SECONDS
 
     def reset(self) -> None:
         """It has been granted: the next pause is the shortest again."""

@@ -16,31 +16,41 @@ import socket
 import struct
 from collections import deque
 
-from fastdeploy_cache.errors import QueueDisconnectedError, QueueFullError
+from fastdeploy_cache.errors import CodecError, IPCError, QueueDisconnectedError, QueueFullError
 
 _LENGTH = struct.Struct("<Q")  # of a message, in bytes, before it
+# Of a message. The largest: a copy of 2**25 blocks, two numbers of 4 bytes for each, and a look-up of 2**24 blocks of
+# one token, a hash of 32 bytes and a token for each. That is 256 and 576 MiB.
+_MOST_BYTES = 2**30
 _MOST_AT_ONCE = 2**18  # bytes
 _LATER = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM}  # no room now, for the message or for the kernel's note of it
+
+
+def _framed(message: bytes) -> bytes:
+    """The message with its length in front; one that the other end would take for damage is refused here."""
+    if len(message) > _MOST_BYTES:
+        raise IPCError(f"a message of {len(message)} bytes is not sent; {_MOST_BYTES} are the most: move fewer blocks")
+    return _LENGTH.pack(len(message)) + message
 
 
 class _Inbox:
     """Whole messages out of the pieces in which they come."""
 
     def __init__(self) -> None:
-        self._data = bytearray()
-
-    def add(self, piece: bytes) -> None:
-        self._data += piece
+        self.data = bytearray()  # what has come, and is taken out again
 
     def take(self) -> bytes | None:
-        """The next message, or None where it is not whole."""
-        if len(self._data) < _LENGTH.size:
+        """The next message, or None where it is not whole; `CodecError` where none can begin like that."""
+        if len(self.data) < _LENGTH.size:
             return None
-        end = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
-        if len(self._data) < end:
+        (num_bytes,) = _LENGTH.unpack_from(self.data)
+        if num_bytes > _MOST_BYTES:
+            raise CodecError(f"a message of {num_bytes} bytes is announced; {_MOST_BYTES} are the most")
+        end = _LENGTH.size + num_bytes
+        if len(self.data) < end:
             return None
-        message = bytes(memoryview(self._data)[_LENGTH.size : end])
-        del self._data[:end]
+        message = bytes(memoryview(self.data)[_LENGTH.size : end])
+        del self.data[:end]
         return message
 
 
@@ -79,10 +89,14 @@ class _EngineLane:
             if error.errno not in _LATER:
                 raise
             return
-        self.inbox.add(piece)
+        self.inbox.data += piece
         if not piece:
-            self.is_read = self.is_open = False
-            self.unsent.clear()
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Nothing comes or goes by it any more."""
+        self.is_read = self.is_open = False
+        self.unsent.clear()
 
 
 class TaskQueue:
@@ -130,13 +144,14 @@ class TaskQueue:
         Raises:
             QueueFullError: the peer has not read `max_messages` and more of those before.
             QueueDisconnectedError: the peer is gone.
+            IPCError: it is longer than any may be.
         """
         to = self._lanes[lane]
         if len(to.unsent) >= self._max_messages:
             raise QueueFullError("the rank has not read its earlier tasks")
         if to.is_read:
             is_new = not to.unsent
-            to.unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
+            to.unsent.append(memoryview(_framed(message)))
             if is_new:
                 to.send_on()
             self._watch(to)
@@ -144,7 +159,11 @@ class TaskQueue:
             raise QueueDisconnectedError(f"lane {lane} of the rank is closed at its end")
 
     def get(self) -> bytes | None:
-        """The next message, or None when there is none. Meanwhile what waits is sent on."""
+        """The next message, or None when there is none. Meanwhile what waits is sent on.
+
+        Raises:
+            CodecError: a lane brought what is no message, and is closed; end the peer. Raised once.
+        """
         if not self._received:
             for fd, events in self._events.poll(0):
                 self._serve(self._by_fd[fd], events)
@@ -155,9 +174,14 @@ class TaskQueue:
             lane.send_on()
         if events & ~select.EPOLLOUT:
             lane.read()
-            while (message := lane.inbox.take()) is not None:
-                self._received.append(message)
-        self._watch(lane)
+            try:
+                while (message := lane.inbox.take()) is not None:
+                    self._received.append(message)
+            except CodecError:
+                lane.give_up()
+                raise
+            finally:
+                self._watch(lane)
 
     def _watch(self, lane: _EngineLane) -> None:
         if lane.is_open:
@@ -191,26 +215,18 @@ class RankQueue:
 
         Raises:
             QueueDisconnectedError: the engine is gone.
+            CodecError: what came is no message.
         """
-        while (message := self._inbox.take()) is None:
-            self._read(0)
-        return message
+        return self._next(0) or b""
 
     def get_now(self) -> bytes | None:
         """The next message, or None when there is none. Raises as `get`."""
-        message = self._inbox.take()
-        while message is None:
-            try:
-                self._read(socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return None
-            message = self._inbox.take()
-        return message
+        return self._next(socket.MSG_DONTWAIT)
 
     def put(self, message: bytes) -> None:
         """Send a message to the engine, which reads whatever comes. Raises as `get`."""
         try:
-            self._end.sendall(_LENGTH.pack(len(message)) + message, socket.MSG_NOSIGNAL)
+            self._end.sendall(_framed(message), socket.MSG_NOSIGNAL)
         except ConnectionError as error:
             raise QueueDisconnectedError(f"the engine does not read any more: {error}") from error
 
@@ -218,11 +234,15 @@ class RankQueue:
         """Disconnect; what was put is still read."""
         self._end.close()
 
-    def _read(self, flags: int) -> None:
-        try:
-            piece = self._end.recv(_MOST_AT_ONCE, flags)
-        except ConnectionError:
-            piece = b""
-        if not piece:
-            raise QueueDisconnectedError("the engine has closed its end")
-        self._inbox.add(piece)
+    def _next(self, flags: int) -> bytes | None:
+        while (message := self._inbox.take()) is None:
+            try:
+                piece = self._end.recv(_MOST_AT_ONCE, flags)
+            except BlockingIOError:
+                return None
+            except ConnectionError:
+                piece = b""
+            if not piece:
+                raise QueueDisconnectedError("the engine has closed its end")
+            self._inbox.data += piece
+        return message

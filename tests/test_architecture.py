@@ -299,8 +299,9 @@ def test_a_class_has_its_name_alone() -> None:
 
 
 def test_broad_except_only_at_the_boundaries() -> None:
-    """`except Exception` stands where a task's, or a control request's, failure becomes its answer, around callers'
-    callbacks, where another engine's pool is asked, and in the two places that contain what a verb must not fail by."""
+    """`except Exception` stands where a task's, or a control request's, failure becomes its answer, around a process
+    that begins, around callers' callbacks, where another engine's pool is asked, and in the two places that contain
+    what a verb must not fail by."""
     found = {
         name(path)
         for path in files(*PACKAGES)
@@ -309,6 +310,7 @@ def test_broad_except_only_at_the_boundaries() -> None:
     }
     assert found == {
         "transfer_manager/process/lanes.py",
+        "transfer_manager/process/begin.py",
         "transfer_manager/process/callbacks.py",
         "fastdeploy_cache/books/books.py",
         "fastdeploy_cache/books/mishaps.py",

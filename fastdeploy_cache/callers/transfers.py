@@ -41,11 +41,7 @@ class CallerLoad(CallerTransfer):
     __slots__ = ("block_ids", "generation", "pinned")
 
     def __init__(
-        self,
-        transfers: Sequence[Transfer],
-        block_ids: Sequence[int],
-        pinned: PinnedPrefix | None,
-        generation: int,
+        self, transfers: Sequence[Transfer], block_ids: Sequence[int], pinned: PinnedPrefix | None, generation: int
     ) -> None:
         super().__init__(transfers, len(block_ids))
         self.block_ids = list(block_ids)

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import os
+import secrets
 import stat
 import struct
 import zlib
@@ -82,51 +83,60 @@ def _piece(serial: int, records: bytes, marks: bytes, secret: bytes) -> bytes:
     return _PIECE.pack(_TAG, serial, len(records), len(marks), checksum) + records + marks
 
 
-def write_whole(path: Path, parts: Sequence[bytes]) -> None:
+def write_whole(path: Path, parts: Sequence[bytes], folder: int | None = None) -> None:
     """Write a file of mode 0600 under another name, and give it its own when all is there. It replaces a recording.
+
+    `folder`: the path's, open; else it is opened here, once. Whatever is put in its place meanwhile gets nothing. Of
+    several writers of one path the last to end has it.
 
     Raises:
         RecordingError: it cannot be written, or what is there is no recording; nothing is left of it.
     """
-    _check_target(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        try:
-            with open_private(beside) as file:
-                for part in parts:
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                beside.unlink()
-            raise
-    except OSError as error:
-        raise RecordingError(f"cannot write the flight recording {path}: {reason_of(error)}") from error
-
-
-def _check_target(path: Path) -> None:
-    """Nobody loses a file by it, or what a link points to: who asks for a recording may not know what is there."""
     if not path.name or "\0" in str(path):
         raise RecordingError(f"cannot write a flight recording to {str(path)!r}; give the name of a file")
+    with contextlib.ExitStack() as stack:
+        try:
+            if folder is None:
+                folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, folder)
+            _check_target(path, folder)
+            _write_beside(path.name, parts, folder)
+        except OSError as error:
+            raise RecordingError(f"cannot write the flight recording {path}: {reason_of(error)}") from error
+
+
+def _write_beside(name: str, parts: Sequence[bytes], folder: int) -> None:
+    beside = f".{name}.{secrets.token_hex(4)}.part"  # no other writer of this name has it
+    with open_private(beside, folder) as file:
+        try:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(beside, dir_fd=folder)
+            raise
+
+
+def _check_target(path: Path, folder: int) -> None:
+    """Nobody loses a file by it, or what a link points to: who asks for a recording may not know what is there."""
     try:
-        mode = path.lstat().st_mode
+        mode = os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode
     except FileNotFoundError:
         return
-    except OSError as error:
-        raise RecordingError(f"cannot write the flight recording {path}: {reason_of(error)}") from error
-    if not stat.S_ISREG(mode) or not is_recording(path):
+    if not stat.S_ISREG(mode) or not is_recording(path.name, folder):
         raise RecordingError(
             f"cannot write a flight recording to {str(path)!r}: what is there is none, and stays; give the name of "
             "a new file, or of a recording to replace"
         )
 
 
-def open_private(path: Path) -> Any:
-    """A new file of mode 0600 to write bytes to. Raises `OSError`, also where there is one."""
+def open_private(name: str, folder: int) -> Any:
+    """A new file of mode 0600 in an open folder, to write bytes to. Raises `OSError`, also where there is one."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    return os.fdopen(os.open(path, flags, 0o600), "wb")
+    return os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "wb")
 
 
 @dataclass(frozen=True)
@@ -176,10 +186,10 @@ class FlightRecording:
         return (record for record in self.records() if record["kind"] in kinds)
 
 
-def is_recording(path: Path) -> bool:
-    """Whether a file begins as one does; False, too, where it cannot be read."""
+def is_recording(path: Path | str, folder: int | None = None) -> bool:
+    """Whether a file begins as one does; False, too, where it cannot be read. `folder`: an open one that it is in."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder), "rb") as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +19,45 @@ SUFFIX = ".flight"
 
 
 class FlightFolder:
-    """Files of one kind in a folder: only so many, the newest. One thread at a time."""
+    """Files of one kind in a folder: only so many, the newest. Any thread."""
 
     def __init__(self, folder: Path, kind: str, num_kept: int) -> None:
         """`kind`: what names begin with. Others' files in the folder are left alone."""
         self._folder, self._kind, self._num_kept = folder, kind, num_kept
-        self._num_made = 0
+        self._run, self._numbers = secrets.token_hex(4), itertools.count(1)  # another cache may write to it, too
 
-    def next_path(self) -> Path:
-        """A name for a new file; the oldest files go, so that there is one to come. Makes the folder, of mode 0700.
+    @functools.cached_property
+    def _real(self) -> Path:
+        """Where the folder was when it was first written to: a link that comes in its place later is not followed."""
+        return Path(os.path.realpath(self._folder))
+
+    @contextlib.contextmanager
+    def next_path(self) -> Iterator[tuple[Path, int]]:
+        """A path that no other file has had, and its folder, open, to make the file by; the oldest files go, so that
+        there is one to come. Makes the folder, of mode 0700.
 
         Raises:
-            RecordingError: the folder cannot be made or read.
+            RecordingError: the folder cannot be made or read, or a link is in its place.
         """
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = list(self._folder.glob(f"{self._kind}-*{SUFFIX}"))
-        except OSError as error:
-            reason = f"no flight recording can be begun in {self._folder}: {reason_of(error)}"
-            raise RecordingError(f"{reason}; it goes on once that is mended") from error
-        files = sorted(found, key=lambda path: (_changed_at(path), path.name))
+        with contextlib.ExitStack() as stack:
+            try:
+                self._real.mkdir(mode=0o700, parents=True, exist_ok=True)
+                folder = os.open(self._real, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                stack.callback(os.close, folder)
+                self._make_room(folder)
+            except OSError as error:
+                reason = f"no flight recording can be begun in {self._folder}: {reason_of(error)}"
+                raise RecordingError(f"{reason}; it goes on once that is mended") from error
+            when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+            name = f"{self._kind}-{when}-{os.getpid()}-{self._run}-{next(self._numbers):06}{SUFFIX}"
+            yield self._folder / name, folder
+
+    def _make_room(self, folder: int) -> None:
+        found = (name for name in os.listdir(folder) if name.startswith(f"{self._kind}-") and name.endswith(SUFFIX))
+        files = sorted(found, key=lambda name: (_changed_at(name, folder), name))
         for old in files[: max(0, len(files) - self._num_kept + 1)]:
             with contextlib.suppress(OSError):  # somebody else's, or gone
-                old.unlink()
-        self._num_made += 1
-        when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-        return self._folder / f"{self._kind}-{when}-{os.getpid()}-{self._num_made:06}{SUFFIX}"
+                os.unlink(old, dir_fd=folder)
 
 
 class GrowingFile:
@@ -69,18 +85,18 @@ class GrowingFile:
             RecordingError: it cannot be made.
         """
         self.close()
-        path = self._folder.next_path()
-        try:
-            self._file = open_private(path)
-        except OSError as error:
-            raise RecordingError(f"no flight recording can be begun: {reason_of(error)}") from error
-        self._num_bytes = 0
-        try:
-            self.write(self._header())
-        except RecordingError:
-            with contextlib.suppress(OSError):  # a file without a begin is of no use to anybody
-                path.unlink()
-            raise
+        with self._folder.next_path() as (path, folder):
+            try:
+                self._file = open_private(path.name, folder)
+            except OSError as error:
+                raise RecordingError(f"no flight recording can be begun: {reason_of(error)}") from error
+            self._num_bytes = 0
+            try:
+                self.write(self._header())
+            except RecordingError:
+                with contextlib.suppress(OSError):  # a file without a begin is of no use to anybody
+                    os.unlink(path.name, dir_fd=folder)
+                raise
 
     def write(self, data: bytes) -> None:
         """Add these bytes, whole.
@@ -104,8 +120,8 @@ class GrowingFile:
                 file.close()
 
 
-def _changed_at(path: Path) -> float:
+def _changed_at(name: str, folder: int) -> float:
     try:
-        return path.stat().st_mtime
+        return os.stat(name, dir_fd=folder).st_mtime
     except OSError:
         return 0.0

@@ -80,7 +80,7 @@ class FlightKeeper:
         self._alerts: FlightFolder | None = None
         if insight.flight_folder:
             self._alerts = FlightFolder(Path(insight.flight_folder), "flight", insight.num_flight_files)
-        self._naming, self._recording = threading.Lock(), threading.Lock()
+        self._recording = threading.Lock()
         self._pending: str | None = None  # the alert that is to be written
         self._written_at = -_ALERT_SECONDS
         self._record: GrowingFile | None = None
@@ -180,12 +180,15 @@ class FlightKeeper:
     # -- files; not under the lock
 
     def write(self, path: Path, reason: str = "asked") -> None:
-        """Write the ring as it is now.
+        """Write the ring as it is now. Any thread.
 
         Raises:
             RecordingError: the file cannot be written.
             LifeCycleError: a turn of another thread does not end.
         """
+        write_whole(path, self._recorded(reason))
+
+    def _recorded(self, reason: str) -> list[bytes]:
         is_settled = reason != "stuck_turn"
         with self._books if is_settled else contextlib.nullcontext():
             if is_settled:
@@ -194,15 +197,15 @@ class FlightKeeper:
             if is_settled:
                 parts.append(parts[-1]._replace(notes=self.recorder.marked(self._live)))
         header = self._header(reason, num_dropped, parts[0].policy)
-        write_whole(path, [head(header), *[data for part in parts for data in pieces(part, self._secret)]])
+        return [head(header), *[data for part in parts for data in pieces(part, self._secret)]]
 
     def write_to_folder(self, reason: str) -> Path:
         """The same, to a new file in `insight.flight_folder`; returns its path. Raises as `write` does."""
         if self._alerts is None:
             raise RecordingError("no flight recording is written, as insight.flight_folder is not set; name a folder")
-        with self._naming:
-            path = self._alerts.next_path()
-        self.write(path, reason)
+        parts = self._recorded(reason)
+        with self._alerts.next_path() as (path, folder):
+            write_whole(path, parts, folder)
         return path
 
     def _header(self, reason: str, num_dropped: int, policy: str) -> dict[str, Any]:

@@ -66,10 +66,7 @@ class Flag:
 # since the start.
 _PROMPT: Final = ("at", "number", "num_tokens", "num_prompt_tokens", "namespace", "author", "num_known", "num_marks")
 _FIELDS: Final[dict[RecordKind, tuple[str, tuple[str, ...]]]] = {
-    RecordKind.MATCHED: (
-        "dIIIQIIIIIIBB",
-        (*_PROMPT, "num_found", "num_gpu", "num_unloaded", "cause", "flags"),
-    ),
+    RecordKind.MATCHED: ("dIIIQIIIIIIBB", (*_PROMPT, "num_found", "num_gpu", "num_unloaded", "cause", "flags")),
     RecordKind.LOOKED: ("dIIIQIIIIB", (*_PROMPT, "num_found", "flags")),
     RecordKind.ALLOCATED: ("IIB", ("number", "num_blocks", "ahead")),
     RecordKind.REFUSED: ("III", ("number", "num_blocks", "num_missing")),

@@ -189,8 +189,7 @@ class LinkRoad:
         seconds = max((r.seconds for r in result.ranks), default=0.0)
         reason, kind = why[0] if why is not None else None, result.task.kind.value
         self._books.mishaps.contain(
-            "metrics",
-            lambda: self._metrics.record_peer(kind, self._label(peer), num_bytes, seconds, reason),
+            "metrics", lambda: self._metrics.record_peer(kind, self._label(peer), num_bytes, seconds, reason)
         )
 
     def _label(self, name: str) -> str:

@@ -52,12 +52,7 @@ def open_road(
     if peer.link == "storage":
         offers = PeerOffers(_instance_info(config, peer, instance_id), signer)
         return StoreRoad(
-            config,
-            books,
-            offers=offers,
-            mover=movement.mover,
-            storage=storage,
-            prefetches=requests.prefetches,
+            config, books, offers=offers, mover=movement.mover, storage=storage, prefetches=requests.prefetches
         )
     client = client or _new_client(config, peer, instance_id, movement.client)
     offers = PeerOffers(_instance_info(config, peer, instance_id, client), signer)
@@ -91,10 +86,5 @@ def _new_client(config: CacheConfig, peer: PeerConfig, instance_id: bytes, ranks
         except LayoutError:  # its worker has not attached them yet
             handles.append(None)
     return PeerProcesses(
-        peer,
-        config.transfer,
-        instance_id=instance_id,
-        layout=layout,
-        num_gpu_blocks=config.pool_sizes()[0],
-        kv=handles,
+        peer, config.transfer, instance_id=instance_id, layout=layout, num_gpu_blocks=config.pool_sizes()[0], kv=handles
     )

@@ -36,12 +36,7 @@ _FOREVER_SECONDS = 1e9
 class StorageAccess:
     """The store below the CPU tier, if there is one. Any thread, but for what is marked as under the lock."""
 
-    def __init__(
-        self,
-        config: CacheConfig,
-        books: Books,
-        movement: Movement,
-    ) -> None:
+    def __init__(self, config: CacheConfig, books: Books, movement: Movement) -> None:
         self.renaming = RLock()  # one attach, detach or change of weights at a time; the last does both others
         self._config, self._books, self._movement = config, books, movement
         self._tier: StorageTier | NoTier = NoTier()

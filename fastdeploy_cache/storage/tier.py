@@ -33,12 +33,7 @@ class StorageTier:
     """All that the cache has of one attached store. Under the lock, but for the client's calls, which are turns."""
 
     def __init__(
-        self,
-        config: CacheConfig,
-        storage: StorageConfig,
-        books: Books,
-        client: StorageClient,
-        movement: Movement,
+        self, config: CacheConfig, storage: StorageConfig, books: Books, client: StorageClient, movement: Movement
     ) -> None:
         self._config, self._books, self._copy_down = config, books, movement.copy_down
         movement.speeds.forget_storage()

@@ -330,3 +330,22 @@ def test_a_rank_that_talks_nonsense_is_replaced(
     assert "what is no message" in str(result.error)
     eventually(lambda: client.available)
     assert pids(client) != [before]
+
+
+@pytest.mark.parametrize("reader", ["engine", "rank"])
+def test_a_garbled_length_costs_a_process(new_client: NewClient, eventually: Callable[..., None], reader: str) -> None:
+    """Neither end waits for a message of terabytes: the rank is replaced, the failure says what was seen, and tasks go
+    on."""
+    client, answers = new_client(tp_size=1, task_timeout_seconds=1000.0)
+    (before,), (rank,) = pids(client), client._processes.io.ranks
+    lane = rank.queue._lanes[IN.lane]
+    if reader == "rank":
+        lane.end.sendall(b"\xff" * 8)
+    else:
+        lane.inbox.data += b"\xff" * 8  # before the rank's answer
+        client.submit(task(1, IN, [0], [0], timeout_seconds=1000.0))
+    eventually(lambda: client.available and pids(client) != [before])
+    assert "of 18446744073709551615 bytes is announced" in rank.last_failure
+    client.submit(task(2, IN, [0], [0], timeout_seconds=SECONDS))
+    eventually(lambda: answers.now() and answers.now()[-1].task.task_id == 2)
+    assert answers.now()[-1].error is None

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.processes
 SECONDS = 120.0
 
 
-def run(mode: str) -> tuple[dict[str, Any], str]:
+def run(mode: str, *options: str) -> tuple[dict[str, Any], str]:
     """What `short_program` says, and its log; it has ended by itself, and in order."""
-    command = [sys.executable, "-m", "tests.rigs.short_program", mode]
+    command = [sys.executable, "-m", "tests.rigs.short_program", mode, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -36,6 +36,17 @@ def test_children_that_die_without_descriptors_come_back() -> None:
     assert found["blocks"] == 5
     assert found["restarts"] == {"transfer": 1, "storage": 1, "peer": 1}
     assert found["findings_after"] == [] and found["metrics_after"] == [0.0, 0.0, 0.0]
+    assert log.count("event=rank_waits ") == 3 and log.count("event=rank_died") == 3 and "rank_off" not in log
+
+
+def test_children_that_are_short_in_their_start_come_back() -> None:
+    """Rank, storage and peer process are killed, and the new ones find no descriptors once they run: no death but these
+    is counted, however often that is, each says what it lacked, and all are back once they find some."""
+    found, log = run("starting", "7")
+    assert set(found["reasons"]) == {"transfer", "storage", "peer"}
+    for reason in found["reasons"].values():
+        assert "Too many open files" in reason and "may have 7 open files" in reason
+    assert found["restarts"] == {"transfer": 1, "storage": 1, "peer": 1}
     assert log.count("event=rank_waits ") == 3 and log.count("event=rank_died") == 3 and "rank_off" not in log
 
 

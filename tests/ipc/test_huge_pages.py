@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache.errors import NotEnoughMemoryError
-from fastdeploy_cache.ipc import huge_pages, shared_array
+from fastdeploy_cache.ipc import huge_pages
 from fastdeploy_cache.ipc.shared_array import SharedArray
 
 HUGE = 2 << 20
@@ -129,11 +129,15 @@ def test_what_was_released_comes_back_huge_or_not_at_all(monkeypatch: pytest.Mon
     bytes_of(array)[:] = 9
     assert array.release() == ODD_BYTES and os.fstat(array.fd).st_blocks == 0
 
-    def short(*_: object) -> None:
-        raise NotEnoughMemoryError("no room")
+    fallocate = os.posix_fallocate
+
+    def short(fd: int, offset: int, num_bytes: int) -> None:
+        if num_bytes == ODD_BYTES:
+            raise OSError(errno.ENOSPC, "no room")
+        fallocate(fd, offset, num_bytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared_array, "_take_pages", short)
+        patch.setattr(os, "posix_fallocate", short)
         with pytest.raises(NotEnoughMemoryError):
             array.retake()
     assert os.fstat(array.fd).st_blocks == 0 and array.is_released

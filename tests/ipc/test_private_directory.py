@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import socket
 import stat
 import tempfile
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_cache.ipc.private_directory import PrivateDirectory
+from fastdeploy_cache.ipc.private_directory import PrivateDirectory, temporary_folder
 
 
 @pytest.fixture
@@ -53,6 +55,22 @@ def test_a_long_temporary_folder_works(name: str, opened: ExitStack, monkeypatch
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(new_folder(opened) / "queue"))
+
+
+def test_a_shortage_is_no_missing_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no temporary folder can be tried for want of descriptors, the system's own error says that."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first_free = os.dup(0)
+    os.close(first_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, hard))
+    try:
+        with pytest.raises(OSError) as caught:
+            PrivateDirectory()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caught.value.errno == errno.EMFILE
+    assert temporary_folder() == tempfile.gettempdir()
 
 
 def test_what_a_killed_process_left_goes_with_the_next_start(

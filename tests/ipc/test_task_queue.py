@@ -12,7 +12,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from fastdeploy_cache.errors import QueueDisconnectedError, QueueFullError
+from fastdeploy_cache.errors import CodecError, IPCError, QueueDisconnectedError, QueueFullError
+from fastdeploy_cache.ipc import task_queue
 from fastdeploy_cache.ipc.poller import Poller, Wakeup
 from fastdeploy_cache.ipc.task_queue import RankQueue, TaskQueue
 from tests.rigs.leaks import handles
@@ -161,6 +162,50 @@ def test_an_engine_that_is_gone_is_a_disconnect(opened: ExitStack) -> None:
     for verb in (rank.get, rank.get_now, lambda: rank.put(b"done")):
         with pytest.raises(QueueDisconnectedError):
             verb()
+
+
+@pytest.mark.parametrize("num_bytes", [2**30 + 1, 2**40, 2**64 - 1])
+def test_a_garbled_length_from_the_rank_ends_its_lane(opened: ExitStack, num_bytes: int) -> None:
+    """It is told once, with what was seen; what came before it counts, and the other lane goes on."""
+    queue = new_queue(opened, num_lanes=2)
+    first, second = new_ranks(opened, queue)
+    first.put(b"before")
+    first._end.sendall(num_bytes.to_bytes(8, "little") + b"behind")
+    with pytest.raises(CodecError, match=f"of {num_bytes} bytes is announced"):
+        queue.get()
+    assert queue.get() == b"before" and queue.get() is None and is_quiet(queue)
+    with pytest.raises(QueueDisconnectedError):
+        queue.put(b"task", 0)
+    second.put(b"done")
+    assert receive(queue) == b"done"
+    queue.put(b"next", 1)
+    assert second.get() == b"next"
+
+
+def test_a_garbled_length_from_the_engine_is_no_wait(opened: ExitStack) -> None:
+    """The rank reads what came before it, and then hears what was seen; whichever verb it uses."""
+    for verb in (RankQueue.get, RankQueue.get_now):
+        queue = new_queue(opened)
+        rank = new_rank(opened, queue)
+        queue.put(b"task")
+        queue._lanes[0].end.sendall(b"\xff" * 8)
+        queue.close()
+        assert verb(rank) == b"task"
+        with pytest.raises(CodecError, match="of 18446744073709551615 bytes is announced"):
+            verb(rank)
+
+
+def test_what_the_other_end_would_refuse_is_not_sent(opened: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends refuse a message that is too long, name its size, and go on; the longest that may be arrives."""
+    monkeypatch.setattr(task_queue, "_MOST_BYTES", 1000)
+    queue = new_queue(opened)
+    rank = new_rank(opened, queue)
+    for put in (queue.put, rank.put):
+        with pytest.raises(IPCError, match="1001 bytes is not sent"):
+            put(bytes(1001))
+    queue.put(bytes(1000))
+    rank.put(rank.get())
+    assert receive(queue) == bytes(1000)
 
 
 def test_two_queues_never_mix(opened: ExitStack) -> None:

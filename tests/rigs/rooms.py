@@ -93,6 +93,6 @@ ROOMS = {
         "rank": {"task", "config", "client", "process", "kv", "device"},
         "storage": {"task", "config", "settings", "client", "process", "kv", "crew"},
         "peer": {"task", "config", "settings", "client", "process", "kv"},
-        "__main__": {"rank"},
+        "__main__": {"process"},
     },
 }

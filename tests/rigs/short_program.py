@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache import (
@@ -148,6 +149,34 @@ def first(folder: str, *, ends: bool) -> dict[str, Any]:
         return {"error": str(error), "seconds": time.monotonic() - started}
 
 
+def starting(folder: str, num_files: int) -> dict[str, Any]:
+    """Every child is killed, and those in their place have no descriptors to start with, until they have some again."""
+    wrapper, is_short = Path(folder, "python"), Path(folder, "short")
+    wrapper.write_text(f'#!/bin/sh\n[ -e {is_short} ] && ulimit -n {num_files}\nexec {sys.executable} "$@"\n')
+    wrapper.chmod(0o700)
+    sys.executable = str(wrapper)
+    with PrefixCacheManager(new_config(folder, max_restarts=1)) as cache:
+        assert cache.peers.wait_ready(SECONDS)
+        before, statuses = cache.insight.processes(), cache.insight.processes
+        is_short.touch()
+        for (status,) in before.values():
+            assert status.pid is not None
+            os.kill(status.pid, signal.SIGKILL)
+        num_seen = dict.fromkeys(before, 0)
+        while min(num_seen.values()) < 3:  # more than deaths are allowed
+            for kind in num_seen:
+                eventually(lambda kind=kind: statuses()[kind][0].state == "short")  # type: ignore[misc]
+                eventually(lambda kind=kind: statuses()[kind][0].state != "short")  # type: ignore[misc]
+                num_seen[kind] += 1
+        eventually(lambda: {each.state for (each,) in statuses().values()} == {"short"})
+        found: dict[str, Any] = {"reasons": {kind: each.shortage for kind, (each,) in statuses().items()}}
+        is_short.unlink()
+        eventually(lambda: all(each.up for (each,) in statuses().values()))
+        found["restarts"] = {kind: each.num_restarts for kind, (each,) in statuses().items()}
+        cache.check_invariants()
+        return found
+
+
 def off() -> dict[str, Any]:
     """A rank dies of what is mended later: it is off, and comes back when asked."""
     config = CacheConfig(
@@ -201,7 +230,12 @@ def main() -> None:
         found = off()
     else:
         with tempfile.TemporaryDirectory() as folder:
-            found = later(folder) if mode == "later" else first(folder, ends=mode == "first-late")
+            if mode == "starting":
+                found = starting(folder, int(sys.argv[2]))
+            elif mode == "later":
+                found = later(folder)
+            else:
+                found = first(folder, ends=mode == "first-late")
     print(json.dumps(found))
 
 

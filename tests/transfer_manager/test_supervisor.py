@@ -2,113 +2,22 @@
 
 from __future__ import annotations
 
-import errno
-import logging
-import os
-import resource
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import pytest
 
 from fastdeploy_cache.errors import IPCError
-from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.config import TransferConfig
-from fastdeploy_cache.transfer_manager.process.supervisor import Phase, RankSupervisor, RestartPolicy
-from fastdeploy_cache.transfer_manager.process.words import RankSignal, RankState
-from fastdeploy_cache.transfer_manager.task import Lane
-
-CONFIG = TransferConfig(
-    start_timeout_seconds=5.0,
-    heartbeat_seconds=0.25,
-    heartbeat_timeout_seconds=1.0,
-    max_restarts=3,
-    restart_window_seconds=60.0,
-    restart_backoff_seconds=0.1,
-)
-
-
-class FakeProcess:
-    """Dies when the test says so; a kill is only noted."""
-
-    pidfd = -1
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.code, self.num_kills, self.closed = pid, None, 0, False
-
-    def kill(self) -> None:
-        self.num_kills += 1
-
-    def reap(self) -> int | None:
-        return self.code
-
-    def log_tail(self) -> str:
-        return f"the last words of {self.pid}"
-
-    def close(self) -> None:
-        assert self.code is not None and not self.closed
-        self.closed = True
-
-
-class FakeQueue:
-    """Remembers what became of it."""
-
-    def __init__(self, number: int) -> None:
-        self.rank_fds, self.is_handed_over, self.closed = (number, -1), False, False
-
-    def hand_over(self) -> None:
-        self.is_handed_over = True
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def ready(supervisor: RankSupervisor, now: float) -> None:
-    """Every lane says so."""
-    for lane in Lane:
-        supervisor.note_ready(lane, now)
-
-
-@dataclass
-class World:
-    """What a supervisor made."""
-
-    signal: RankSignal
-    queues: list[FakeQueue] = field(default_factory=list)
-    processes: list[FakeProcess] = field(default_factory=list)
-    spawned: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
-    failure: Exception | None = None
-
-    def new_queue(self) -> FakeQueue:
-        self.queues.append(FakeQueue(len(self.queues)))
-        return self.queues[-1]
-
-    def spawn(self, rank: int, incarnation: int, queue_fds: tuple[int, ...]) -> FakeProcess:
-        self.spawned.append((rank, incarnation, queue_fds))
-        if self.failure is not None:
-            raise self.failure
-        self.processes.append(FakeProcess(1000 + incarnation))
-        return self.processes[-1]
-
-    def supervisor(self, config: TransferConfig = CONFIG) -> RankSupervisor:
-        return RankSupervisor(4, config, self.signal, self.new_queue, self.spawn)  # type: ignore[arg-type]
+from fastdeploy_cache.transfer_manager.process.supervisor import Phase, RestartPolicy
+from fastdeploy_cache.transfer_manager.process.words import RankState
+from tests.rigs.supervisor_world import CONFIG, World, dead_supervisor, die, new_world, ready
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
     """Fakes around real signal words."""
-    array = SharedArray.create("signal", RankSignal.NUM_BYTES)
-    made = World(RankSignal(array))
-    yield made
-    made.failure = None  # its traceback holds the frames that it was raised in
-    del made.signal  # pytest still holds the world when the leak fixture looks
-    array.close()
-
-
-def die(supervisor: RankSupervisor, now: float, code: int = -9) -> None:
-    assert isinstance(supervisor.process, FakeProcess)
-    supervisor.process.code = code
-    assert supervisor.reap(now)
+    with new_world() as made:
+        yield made
 
 
 def test_delays_double_inside_the_window_and_start_over_outside() -> None:
@@ -227,16 +136,6 @@ def test_too_many_deaths_switch_it_off(world: World) -> None:
     assert supervisor.process is None and supervisor.queue is None
 
 
-def dead_supervisor(world: World) -> RankSupervisor:
-    """One that is off since 3.0."""
-    supervisor = world.supervisor()
-    for now in (0.0, 1.0, 2.0, 3.0):
-        supervisor.tick(now)
-        die(supervisor, now)
-    assert supervisor.phase is Phase.OFF and supervisor.is_off
-    return supervisor
-
-
 def test_one_that_is_off_has_one_try_in_ten_minutes(world: World) -> None:
     """Where that dies before it is ready, the next is ten minutes later; where it is ready, all is as at the start."""
     supervisor = dead_supervisor(world)
@@ -265,65 +164,6 @@ def test_one_that_is_off_starts_when_asked(world: World) -> None:
     supervisor.restart(7.0)
     supervisor.tick(8.0)
     assert len(world.processes) == 5
-
-
-def short(number: int = errno.EMFILE, *, wrapped: bool = False) -> Exception:
-    """What the system says when there is no more of something; `wrapped` in an error of ours."""
-    error: Exception = OSError(number, os.strerror(number))
-    if wrapped:
-        error, error.__cause__ = IPCError("no luck"), error
-    return error
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN])
-def test_a_shortage_is_no_death(world: World, number: int, wrapped: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """However long it lasts: tried again after pauses that grow to ten seconds, said once, and counted as nothing."""
-    supervisor = world.supervisor()
-    world.failure = short(number, wrapped=wrapped)
-    now, pauses = 0.0, list[float]()
-    for _ in range(100):
-        supervisor.tick(now)
-        assert supervisor.phase is Phase.DOWN and supervisor.shortage == supervisor.last_failure != ""
-        pauses.append(supervisor.next_tick(now))
-        now += pauses[-1]
-    assert pauses[:3] == pytest.approx([0.1, 0.2, 0.4]) and [pauses[-1], max(pauses)] == pytest.approx([10.0, 10.0])
-    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
-    assert all(queue.closed for queue in world.queues)
-    world.failure = None
-    supervisor.tick(now)
-    assert (supervisor.phase, supervisor.incarnation, supervisor.num_restarts) == (Phase.STARTING, 1, 0)
-    assert not supervisor.shortage
-    ready(supervisor, now)
-    die(supervisor, now + 1)
-    assert supervisor.next_tick(now + 1) == pytest.approx(0.1), "the first death"
-    world.failure = short()
-    supervisor.tick(now + 2)
-    assert supervisor.next_tick(now + 2) == pytest.approx(0.1), "the first pause again"
-    world.failure = None
-    supervisor.tick(now + 3)
-    assert (supervisor.incarnation, supervisor.num_restarts) == (2, 1)
-
-
-def test_a_shortage_names_its_limit(world: World) -> None:
-    """Of open files the value that counts for this process, and what to do."""
-    supervisor = world.supervisor()
-    world.failure = short()
-    supervisor.tick(0.0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert f"may have {soft} open files" in supervisor.shortage and f"hard one is {hard}" in supervisor.shortage
-    assert "ulimit -n" in supervisor.shortage
-
-
-def test_one_that_is_off_stays_so_in_a_shortage(world: World) -> None:
-    """Its slow try meets one: it goes on trying, and is off until it has been ready."""
-    supervisor = dead_supervisor(world)
-    world.failure = short()
-    supervisor.tick(603.0)
-    assert supervisor.phase is Phase.OFF and supervisor.is_off and supervisor.next_tick(603.0) == pytest.approx(0.1)
-    world.failure = None
-    supervisor.tick(604.0)
-    assert supervisor.phase is Phase.STARTING and supervisor.is_off
 
 
 @pytest.mark.parametrize("kind", [OSError, IPCError])

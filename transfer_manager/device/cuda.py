@@ -104,11 +104,7 @@ class CudaDevice:
         return len(source_ids) * self._layout.block_bytes
 
     def _swap(
-        self,
-        kind: TaskKind,
-        source_ids: Int32Array,
-        destination_ids: Int32Array,
-        on_layer: Callable[[int], None],
+        self, kind: TaskKind, source_ids: Int32Array, destination_ids: Int32Array, on_layer: Callable[[int], None]
     ) -> None:
         lane = kind.lane
         steps = self._load if kind is TaskKind.SWAP_IN else self._store

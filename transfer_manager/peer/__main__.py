@@ -1,6 +1,6 @@
 """`python -P -m fastdeploy_cache.transfer_manager.peer`: one rank's peer process, started by the engine."""
 
-from fastdeploy_cache.transfer_manager.peer.worker import main
+from fastdeploy_cache.transfer_manager.process.begin import begin
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(begin("fastdeploy_cache.transfer_manager.peer.worker"))

@@ -63,7 +63,6 @@ class PeerOwner:
             queue_fds=queue_fds,
             signal_fd=signal_fd,
             heartbeat_seconds=self._config.heartbeat_seconds,
-            max_tasks_in_flight=self._config.max_tasks_in_flight,
             tp_size=self._config.tp_size,
             layout=self._layout,
             num_gpu_blocks=self._num_gpu_blocks,

@@ -19,6 +19,7 @@ from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.peer_channel import PeerListener, load_keys, new_context
 from fastdeploy_cache.ipc.poller import Poller, Wakeup
 from fastdeploy_cache.ipc.shared_array import SharedArray
+from fastdeploy_cache.ipc.shortage import EXIT_SHORT, is_shortage
 from fastdeploy_cache.ipc.task_queue import RankQueue
 from fastdeploy_cache.transfer_manager.kv.memory import KVMemory
 from fastdeploy_cache.transfer_manager.peer import open_link
@@ -97,8 +98,9 @@ class PeerServer:
             self._listener = PeerListener(self._context, setup.address, keys, _MAX_MESSAGES)
         except (LinkError, IPCError) as error:
             # at the very first start it is the settings; later the library, or the port, may have had a bad moment
-            is_hopeless = setup.incarnation == 1 or (isinstance(error, LinkError) and error.reason == "refused")
-            raise (PeerRefusedError(str(error)) if is_hopeless else error) from error
+            if setup.incarnation == 1 or (isinstance(error, LinkError) and error.reason == "refused"):
+                raise PeerRefusedError(str(error)) from error
+            raise
         self._sender = Sender(setup.instance_id, setup.layout.num_layers, setup.silence_seconds, self._put)
         self._num_in_flight = [0] * NUM_PEER_SLOTS
         for slot in range(NUM_PEER_SLOTS):  # what a killed process was reading is read no more
@@ -129,9 +131,9 @@ class PeerServer:
             self._stop()
         except QueueDisconnectedError:
             os._exit(EXIT_ENGINE_GONE)
-        except BaseException:
+        except BaseException as error:
             logger.exception("event=peer_failed rank=%d", self._setup.rank)
-            os._exit(1)
+            os._exit(EXIT_SHORT if is_shortage(error) else 1)
         os._exit(0)
 
     def _open_lanes(self) -> Poller:

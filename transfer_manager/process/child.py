@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+from fastdeploy_cache.ipc.private_directory import temporary_folder
 from fastdeploy_cache.ipc.shortage import is_shortage
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.process.setup import ProcessSetup, memory_of, say_setup
@@ -126,7 +127,7 @@ def _can_arm(setpriv: str) -> bool:
 
 def _open_log(config: TransferConfig, rank: int, program: str) -> IO[bytes]:
     if config.log_dir is None:
-        return tempfile.TemporaryFile()
+        return tempfile.TemporaryFile(dir=temporary_folder())
     directory = Path(config.log_dir)
     directory.mkdir(parents=True, exist_ok=True)
     kind = program.rpartition(".")[2].removesuffix("_manager")

@@ -170,8 +170,10 @@ class ProcessIO:
     # -- what processes say
 
     def _receive(self, rank: RankSupervisor) -> None:
-        while rank.queue is not None and (data := rank.queue.get()) is not None:
+        while rank.queue is not None:
             try:
+                if (data := rank.queue.get()) is None:
+                    return
                 message: FromProcess = decode(data, FromProcess)
             except CodecError as error:
                 rank.kill(f"it sent what is no message: {error}")
@@ -252,9 +254,8 @@ class ProcessIO:
             self._poller.unregister(queue.fd)
             self._poller.unregister(process.pidfd)
             self.tasks.all_ready.clear()
-            is_blamed = rank.blamed
             rank.reap(now)
-            self._note_death(rank, is_blamed=is_blamed)
+            self._note_death(rank, is_blamed=rank.blamed and not rank.shortage)
 
     def _note_death(self, rank: RankSupervisor, *, is_blamed: bool) -> None:
         failure, flights = rank.last_failure, self.tasks.flights

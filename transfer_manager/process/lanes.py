@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from fastdeploy_cache.errors import QueueDisconnectedError
 from fastdeploy_cache.ipc.codec import decode, encode
+from fastdeploy_cache.ipc.shortage import EXIT_SHORT, is_shortage
 from fastdeploy_cache.ipc.task_queue import RankQueue
 from fastdeploy_cache.transfer_manager.process.setup import ProcessSetup
 from fastdeploy_cache.transfer_manager.process.wire import (
@@ -103,11 +104,11 @@ class LaneServer:
             queue.close()
         except QueueDisconnectedError:
             os._exit(EXIT_ENGINE_GONE)
-        except BaseException:
+        except BaseException as error:
             logger.exception("event=lane_failed lane=%s", lane.name)
             # Not only this thread: with one lane gone the heart would go on beating, and the engine would wait for
             # answers that nobody gives. It sees the death of a process, and starts a new one.
-            os._exit(1)
+            os._exit(EXIT_SHORT if is_shortage(error) else 1)
 
     def _serve(self, message: TaskMessage) -> DoneMessage:
         task, started = message.task, time.monotonic()

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from fastdeploy_cache.errors import IPCError, PeerRefusedError, StorageRefusedError, TransferError
 from fastdeploy_cache.ipc.log_lines import set_up_log
 from fastdeploy_cache.ipc.shared_array import SharedArray
-from fastdeploy_cache.ipc.shortage import raise_open_files
+from fastdeploy_cache.ipc.shortage import is_shortage, raise_open_files
 from fastdeploy_cache.transfer_manager.process.setup import ProcessSetup, read_setup
 from fastdeploy_cache.transfer_manager.process.wire import EXIT_ENGINE_GONE, EXIT_REFUSED
 from fastdeploy_cache.transfer_manager.process.words import RankSignal
@@ -36,7 +36,7 @@ class ProcessServer(Protocol):
 def serve_process(setup_type: type[S], open_server: Callable[[S, RankSignal], ProcessServer]) -> int:
     """A process's main: set-up from standard input, log to standard error; returns the exit status.
 
-    `open_server` gets the set-up and the process's signal words.
+    `open_server` gets the set-up and the process's signal words. What it lacks for a moment only is raised.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides when ranks end
     raise_open_files()
@@ -48,6 +48,8 @@ def serve_process(setup_type: type[S], open_server: Callable[[S, RankSignal], Pr
         signal_words = RankSignal(SharedArray(setup.signal_fd, RankSignal.NUM_BYTES))
         server = open_server(setup, signal_words)
     except (TransferError, IPCError) as error:  # what is missing, for the engine's message: no traceback
+        if is_shortage(error):
+            raise
         logger.error("event=cannot_start rank=%d reason=%s", setup.rank, error)  # `supervisor` looks for this
         return EXIT_REFUSED if isinstance(error, (StorageRefusedError, PeerRefusedError)) else 1
     start_heartbeat(signal_words, setup.heartbeat_seconds)

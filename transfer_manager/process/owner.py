@@ -57,7 +57,8 @@ class ProcessOwner(Protocol):
         ...
 
     def note_death(self, rank: int, failure: str, *, is_blamed: bool) -> None:
-        """It is gone, and its tasks have ended. Not blamed: it was killed because what it worked on has gone."""
+        """It is gone, and its tasks have ended. Not blamed: it was killed because what it worked on has gone, or
+        could not start for want of descriptors, threads or memory, and is tried again."""
         ...
 
     def note_stopped(self) -> None:

@@ -24,7 +24,6 @@ class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
     queue_fds: tuple[int, ...]  # its end of each lane
     signal_fd: int
     heartbeat_seconds: float
-    max_tasks_in_flight: int
     variables: dict[str, str] = {}  # of its environment, beside what it has from the engine
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from fastdeploy_cache.errors import IPCError
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.ipc.shortage import Patience, is_shortage, limit_of
+from fastdeploy_cache.ipc.shortage import EXIT_SHORT, SHORT_END, Patience, is_shortage, limit_of
 from fastdeploy_cache.ipc.task_queue import TaskQueue
 from fastdeploy_cache.transfer_manager.client import ProcessHealth
 from fastdeploy_cache.transfer_manager.config import TransferConfig
@@ -37,7 +37,8 @@ class Phase(Enum):
                               |                       |
                               +--too many deaths-------> OFF --much later, or asked--> STARTING
 
-    A process that cannot be spawned for want of descriptors, threads or memory has not died: it is DOWN until it can.
+    A process that cannot be spawned, or ends while it starts, for want of descriptors, threads or memory has not died:
+    it is DOWN until it can.
     """
 
     STARTING = "starting"
@@ -93,10 +94,7 @@ class RankSupervisor:
         *,
         process_name: str = "transfer",
     ) -> None:
-        """`spawn(rank, incarnation, its ends of the queue)` starts a process; `new_queue` makes the queue for one.
-
-        `process_name` tells a rank's processes apart in the log.
-        """
+        """`spawn(rank, incarnation, its ends of the queue)` starts a process, which the log calls by `process_name`."""
         self.rank = rank
         self._name = process_name
         self.phase = Phase.DOWN
@@ -107,7 +105,7 @@ class RankSupervisor:
         self.exit_code: int | None = None  # of the last process
         self.num_restarts = 0
         self.blamed = True  # for its death, if it dies now: it counts against it
-        self.shortage = ""  # what it cannot be spawned for the want of, now
+        self.shortage = ""  # what it cannot be started for the want of, now
         self.is_off = False  # it has died too often
         self.parked = False  # what it works on is not there: not started (again) until it is
         # Each lane is ready by itself. Taken for the whole, the first one would let tasks of the other lane be sent to
@@ -154,20 +152,16 @@ class RankSupervisor:
                 self._put_off(now, f"{failure}; {limit_of(error)}")
                 return
             self._died(now, failure)
-        self.num_restarts += self.incarnation > 1
-        if self.shortage:
-            logger.warning("event=rank_waits_no_more process=%s rank=%d", self._name, self.rank)
-            self.shortage = ""
-            self._patience.reset()
+        self.num_restarts, self.shortage = self.incarnation - 1, ""
 
     def _put_off(self, now: float, failure: str) -> None:
-        """It has not been there, so nothing has died, and its number is free for the next try."""
+        """It has never been ready, so nothing has died, and its number is free for the next try."""
         self.incarnation -= 1
-        self._drop_queue()
+        self._drop()
         self.phase = Phase.OFF if self.is_off else Phase.DOWN
+        level = logging.DEBUG if self._patience.is_tried else logging.WARNING  # said once
         pause = self._patience.pause_seconds()
         self._restart_at = now + pause
-        level = logging.DEBUG if self.shortage else logging.WARNING  # said once
         self.last_failure = self.shortage = failure
         text = "event=rank_waits process=%s rank=%d first_pause_seconds=%.1f reason=%r"
         logger.log(level, text, self._name, self.rank, pause, failure)
@@ -178,19 +172,16 @@ class RankSupervisor:
         if self.phase is Phase.STARTING and len(self._ready_lanes) == len(Lane):
             self.phase, self.is_off = Phase.READY, False
             self._last_beat = now  # its first beat comes after this message, however long the start took
+            if self._patience.is_tried:
+                logger.warning("event=rank_waits_no_more process=%s rank=%d", self._name, self.rank)
+                self._patience.reset()
             logger.info("event=rank_ready process=%s rank=%d incarnation=%d", self._name, self.rank, self.incarnation)
 
     def kill(self, reason: str, blamed: bool = True, level: int = logging.WARNING) -> None:
         """SIGKILL it; its death is noticed like any other."""
         if self.process is not None and not self._killed_for:
-            logger.log(
-                level,
-                "event=rank_killed process=%s rank=%d incarnation=%d reason=%r",
-                self._name,
-                self.rank,
-                self.incarnation,
-                reason,
-            )
+            text = "event=rank_killed process=%s rank=%d incarnation=%d reason=%r"
+            logger.log(level, text, self._name, self.rank, self.incarnation, reason)
             # Only the first reason: a rank that is killed for a stuck task falls silent, too, and would then be said to
             # have died of the silence that the kill has caused.
             self._killed_for = reason
@@ -227,9 +218,13 @@ class RankSupervisor:
         if self._killed_for:
             reason += f", killed because {self._killed_for}"
         tail = self.process.log_tail()
-        refusal = _refusal(tail, self.rank) if code == EXIT_REFUSED else ""
-        whole = f"{reason}; end of its log:\n{tail or '(empty)'}"
-        self._died(now, f"rank {self.rank}: {refusal}" if refusal else whole)
+        refusal = _refusal(tail, self.rank) if code in (EXIT_REFUSED, EXIT_SHORT) else ""
+        failure = f"rank {self.rank}: {refusal}" if refusal else f"{reason}; end of its log:\n{tail or '(empty)'}"
+        is_short = code == EXIT_SHORT or (code in (1, 127) and SHORT_END.match(tail.rpartition("\n")[2]))
+        if is_short and self.phase is Phase.STARTING:
+            self._put_off(now, failure)
+        else:
+            self._died(now, failure)
         return True
 
     def tick(self, now: float) -> None:
@@ -272,10 +267,8 @@ class RankSupervisor:
         self.last_failure = failure
         was_stopping = self.phase is Phase.STOPPING
         self.phase = Phase.OFF if was_stopping else Phase.DOWN
-        self._drop_queue()
-        if self.process is not None:
-            self.process.close()
-            self.process = None
+        self._drop()
+        self._patience.reset()
         if was_stopping:
             return
         if self.parked or not self.blamed:  # killed for want of what it works on: no fault of its own
@@ -284,29 +277,23 @@ class RankSupervisor:
         delay = self._policy.delay_seconds(now)
         if delay is None or self.is_off:  # one that is off has one try at a time, until it has been ready
             self.phase, self.is_off = Phase.OFF, True
-            self._restart_at = now + self._config.off_retry_seconds
-            logger.error(
-                "event=rank_off process=%s rank=%d tiers_below_gpu=off next_try_in_seconds=%.0f failure=%r",
-                self._name,
-                self.rank,
-                self._config.off_retry_seconds,
-                failure,
-            )
+            pause = self._config.off_retry_seconds
+            self._restart_at = now + pause
+            text = "event=rank_off process=%s rank=%d tiers_below_gpu=off next_try_in_seconds=%.0f failure=%r"
+            logger.error(text, self._name, self.rank, pause, failure)
         else:
             self._restart_at = now + delay
             # What the first process of an optional kind refuses ends the start with an error, which says it.
             is_told = self.exit_code == EXIT_REFUSED and self.incarnation == 1
-            logger.log(
-                logging.INFO if is_told else logging.WARNING,
-                "event=rank_died process=%s rank=%d restart_in_seconds=%.2f failure=%r",
-                self._name,
-                self.rank,
-                delay,
-                failure,
-            )
+            level = logging.INFO if is_told else logging.WARNING
+            text = "event=rank_died process=%s rank=%d restart_in_seconds=%.2f failure=%r"
+            logger.log(level, text, self._name, self.rank, delay, failure)
 
-    def _drop_queue(self) -> None:
-        """Close it with its process: a task in it that the process had not read must reach no other one."""
+    def _drop(self) -> None:
+        """Close the process and its queue: a task in it that the process had not read must reach no other one."""
+        if self.process is not None:
+            self.process.close()
+            self.process = None
         if self.queue is not None:
             self.queue.close()
             self.queue = None

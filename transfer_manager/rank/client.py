@@ -80,10 +80,7 @@ class RankClient:
         return self._owner.kv[rank].for_worker()
 
     def attach_kv(self, rank: int, kv: KVArrays) -> None:
-        if self._config.owner_of_kv != "worker":
-            raise LayoutError(
-                f"transfer.kv_owner is {self._config.owner_of_kv!r}; only a worker's KV arrays are attached"
-            )
+        self._check_owner("are attached")
         if not isinstance(kv, KVHandle):
             raise LayoutError("a rank process needs a KVHandle: make the arrays over a KVMemory, or on a GPU export_kv")
         supervisor, mine = self._supervisor(rank), self._owner.kv[rank]
@@ -100,15 +97,17 @@ class RankClient:
         in_time = waiting.done.wait(self._config.start_timeout_seconds + self._config.stop_timeout_seconds)
         if not in_time or waiting.error is not None:
             self.kv_lost(rank)
-            raise RankStartError(f"rank {rank} cannot attach its KV arrays: {waiting.error or 'it was too late'}")
+            why = waiting.error or supervisor.shortage or "it was too late"
+            raise RankStartError(f"rank {rank} cannot attach its KV arrays: {why}")
 
     def kv_lost(self, rank: int) -> None:
-        if self._config.owner_of_kv != "worker":
-            raise LayoutError(
-                f"transfer.kv_owner is {self._config.owner_of_kv!r}; only a worker's KV arrays can be lost"
-            )
+        self._check_owner("can be lost")
         self._owner.kv[rank].drop()
         self._processes.note_change(rank)
+
+    def _check_owner(self, what: str) -> None:
+        if (owner := self._config.owner_of_kv) != "worker":
+            raise LayoutError(f"transfer.kv_owner is {owner!r}; only a worker's KV arrays {what}")
 
     def _supervisor(self, rank: int) -> RankSupervisor:
         if self._processes.io is None:

@@ -28,12 +28,7 @@ class InlineClient:
     """
 
     def __init__(
-        self,
-        layout: RankLayout | None,
-        num_gpu_blocks: int,
-        num_cpu_blocks: int,
-        tp_size: int = 1,
-        own_kv: bool = True,
+        self, layout: RankLayout | None, num_gpu_blocks: int, num_cpu_blocks: int, tp_size: int = 1, own_kv: bool = True
     ) -> None:
         self._layout, self._num_gpu_blocks, self._tp_size = layout, num_gpu_blocks, tp_size
         memory = create_rank_memory(tp_size, layout, num_gpu_blocks, num_cpu_blocks, own_kv) if layout else []

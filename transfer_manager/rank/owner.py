@@ -47,7 +47,6 @@ class RankOwner:
             queue_fds=queue_fds,
             signal_fd=memory.signal.array.fd,
             heartbeat_seconds=config.heartbeat_seconds,
-            max_tasks_in_flight=config.max_tasks_in_flight,
             variables=streaming_variables(os.environ) if config.device == "cpu" else {},
             cpu_fd=memory.cpu.fd,
             device=DeviceSetup(

@@ -28,15 +28,7 @@ class Commits:
     """Commits of one open store. `commit` and `commit_removals` raise OSError and `StorageGoneError`."""
 
     def __init__(
-        self,
-        disk: Disk,
-        *,
-        lock_path: Path,
-        lock_fd: int,
-        journal: Journal,
-        slabs: Slabs,
-        index: Index,
-        full: FullDisk,
+        self, disk: Disk, *, lock_path: Path, lock_fd: int, journal: Journal, slabs: Slabs, index: Index, full: FullDisk
     ) -> None:
         self._disk = disk
         self._lock_path = lock_path

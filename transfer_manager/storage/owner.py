@@ -44,7 +44,6 @@ class StorageOwner:
             cpu_fd=segment.fd,
             signal_fd=signal_fd,
             heartbeat_seconds=self._config.heartbeat_seconds,
-            max_tasks_in_flight=self._config.max_tasks_in_flight,
             kind=self._storage.kind,
             options=self._storage.store_options(space.tp_size),
             space=space,

@@ -125,12 +125,7 @@ class StoredPages:
         return time.monotonic() + self._timeout_seconds
 
     def _move(
-        self,
-        kind: TaskKind,
-        hashes: Sequence[bytes],
-        addresses: Sequence[int],
-        desk: Desk,
-        deadline: float | None,
+        self, kind: TaskKind, hashes: Sequence[bytes], addresses: Sequence[int], desk: Desk, deadline: float | None
     ) -> int:
         deadline = self.new_deadline() if deadline is None else deadline
         if not self._can(kind) or not desk.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):

@@ -112,7 +112,8 @@ def test_only_so_many_files_are_kept(tmp_path: Path) -> None:
     folder = FlightFolder(tmp_path / "new" / "folder", "flight", 3)
     (tmp_path / "new").mkdir()
     for number in range(6):
-        folder.next_path().write_text(str(number))
+        with folder.next_path() as (path, _):
+            path.write_text(str(number))
         (tmp_path / "new" / "folder" / "notes.txt").write_text("mine")
     found = sorted(path.read_text() for path in (tmp_path / "new" / "folder").iterdir())
     assert found == ["3", "4", "5", "mine"]
@@ -159,8 +160,8 @@ def test_a_disk_that_is_full_ends_the_recording_with_one_line(
 ) -> None:
     """The cache serves on; there is one line of the log, and no file is begun."""
 
-    def full(path: Path) -> Any:
-        raise OSError(28, "No space left on device", str(path))
+    def full(name: str, _: int) -> Any:
+        raise OSError(28, "No space left on device", name)
 
     monkeypatch.setattr("fastdeploy_cache.insight.flight_files.open_private", full)
     with caplog.at_level(logging.WARNING):
