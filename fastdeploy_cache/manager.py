@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 class PrefixCacheManager:
     """Keeps computed KV blocks findable by prefix, on the GPU and in the CPU tier below it.
 
-    Every verb either happens or leaves no trace, and may be called from any thread; calls for one request come one at a
-    time. Nothing but `__init__`, `close` and what is called wait waits for more than the lock, which is held for
-    bookkeeping only.
+    Every verb either happens or leaves no trace (but for an interrupt in its midst), and may be called from any thread;
+    calls for one request come one at a time. Nothing but `__init__`, `close` and what is called wait waits for more
+    than the lock, which is held for bookkeeping only.
 
     Attributes:
         storage: the store below the CPU tier: attach, detach, flush.

@@ -20,6 +20,7 @@ _MAX_BYTES_IN_FLIGHT = 256 * 2**20  # of a rank
 MAX_LOOKED = 256  # leaves that one look at the cold end goes over, under the lock: about a millisecond
 _PIECE_TOKENS = 16384  # of a copy that a look starts, or `MIN_STORE_BLOCKS` blocks where that is more
 _MAX_STARTED = 64  # copies that one look starts
+_MAX_YOUNG = 4096  # runs
 
 
 class CopyDown:
@@ -53,8 +54,8 @@ class CopyDown:
         self._num_looked = 0  # blocks that had moved when the cold zone was last looked at
         self._has_more = False
         self._num_started = 0  # blocks that were on their way after the last look
-        self._young: dict[Run, None] = {}  # committed or released, and not given to the ranks yet
-        self._num_young = 0  # blocks of these that had no copy
+        self._young: dict[Run, int] = {}  # blocks that are to be copied at once, and are not given to the ranks yet
+        self._num_young = 0  # all of these
         self._tells_losses = config.layout is not None  # without one there are no bytes, as in a simulation
         self._losses = BurstLosses(self._tree.residency, self._pool)
         books.listen(TaskEnded, self._on_task_ended)
@@ -86,7 +87,7 @@ class CopyDown:
         if self._through or self._selective:
             return self.store(path)
         if self._back and self._pool.num_free:
-            self._note_young(path)
+            self._note_young(path, sum([run.num_blocks for run in path]))
         return 0
 
     @contained("copy_down", None)
@@ -145,19 +146,31 @@ class CopyDown:
     # -- write back
 
     @contained("copy_down", None)
-    def _note_young(self, path: Sequence[Run]) -> None:
-        """Copy what has no copy into free blocks, together with what was released before, once that is worth a task."""
+    def _note_young(self, path: Sequence[Run], num_released: int = 0) -> None:
+        """Copy what has no copy into free blocks, together with what was noted before, once that is worth a task: a
+        batch, or the rest of a released prompt of so many blocks, most of which was copied when it was committed."""
+        has_rest = False
         for run in path:
             num_uncopied = _num_uncopied(run) and sum([length for _, _, length in _uncopied(run, 0)])
-            if num_uncopied and run not in self._young:
-                self._young[run] = None
-                self._num_young += num_uncopied
-        if self._num_young < self._young_batch:
-            return
+            if num_uncopied:
+                self._num_young += num_uncopied - self._young.get(run, 0)
+                self._young[run], has_rest = num_uncopied, num_released >= self._young_batch
+        if has_rest or self._num_young >= self._young_batch:
+            self._copy_young()
+
+    @contained("copy_down", None)
+    def _copy_young(self) -> None:
+        if not self._mover.can(TaskKind.SWAP_OUT) and len(self._young) <= _MAX_YOUNG:
+            return  # later; but not all that comes and goes while nothing can be copied is kept in mind
         young, self._young, self._num_young = self._young, {}, 0
         # What was cut since has given its front to a run above it; what was evicted has no path.
         whole = dict.fromkeys(run for released in young for run in released.path())
         self.store([run for run in whole if run.epoch == self._tree.epoch], into_free=True)
+
+    def go_on(self) -> None:
+        """Copies may be started again."""
+        self._copy_young()
+        self.look_ahead()
 
     @contained("copy_down", None)
     def look_ahead(self) -> None:

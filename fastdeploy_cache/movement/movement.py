@@ -31,4 +31,4 @@ class Movement:
         """Start nothing from now on, or go on, first of all with what should be copied down."""
         self.mover.be_quiet(quiet)
         if not quiet:
-            self.copy_down.look_ahead()
+            self.copy_down.go_on()

@@ -192,8 +192,8 @@ class Accounts:
         elif active.has_failed_load:
             cause, detail = Cause.RANK, "its load failed"
         else:
-            seconds = at - active.matched_at
-            cause, detail = Cause.LATE, f"blocks were taken {seconds:.3f} s after the match, before its load had come"
+            then = f"{'blocks were taken' if active.is_admitted else 'it is'} {at - active.matched_at:.3f} s"
+            cause, detail = Cause.LATE, f"{then} after the match, before its load had come"
         if end - num_cut > first:
             parts.append((cause, end - num_cut - first, None, 0.0, detail))
             first = end - num_cut

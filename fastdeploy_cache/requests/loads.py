@@ -76,7 +76,10 @@ class MatchLoads:
                 fetching = self._requests.matcher.is_fetching(self._active)
                 transfers, prefetch, room = self._transfers(), self._active.prefetch, self._active.room
             if room is not None:
-                room.done.wait(deadline - now)
+                room.done.wait(min(deadline, room.deadline) - now)
+                with self._requests.books:
+                    if self._active.room is room and time.monotonic() >= room.deadline:  # and nothing else happens
+                        self._requests.matcher.stop_waiting_for_room(self._active)
                 continue
             if not fetching or prefetch is None:
                 wait_done(transfers, deadline - now)

@@ -188,5 +188,7 @@ class RoomQueue:
                 taking.give_back()
             raise
         with self._books:
+            if wait in self._waiting:  # its time is over: from now on it does not wait, and takes what can be had
+                taking.serve()
             self.leave(wait)
         return taking.result()

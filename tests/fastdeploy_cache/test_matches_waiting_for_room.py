@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from fastdeploy_cache import Request
 from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.errors import OutOfBlocksError, UnknownRequestError
+from fastdeploy_cache.requests import room_queue
+from fastdeploy_cache.requests.room_queue import Taking
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.cache_model import CacheModel, LiveRequest
 from tests.rigs.process_ends import SECONDS
@@ -112,6 +115,35 @@ def test_room_goes_to_who_came_first() -> None:
     model.client.land_all()
     assert model.look(first).num_tokens == 10 and model.look(last).num_tokens == 3
     model.check()
+    model.finish()
+
+
+def test_who_has_waited_takes_what_can_be_had() -> None:
+    """An allocation whose time is over stands behind nobody any more: what came meanwhile is its own."""
+    model = with_copies_in_flight()
+    waiting(model, A[:11])
+    answers: Iterator[list[int]] = iter([[], [], [7]])  # nothing can be had at first, nor when its wait begins
+
+    def take() -> list[int]:
+        if not (ids := next(answers)):
+            raise OutOfBlocksError(1, 1)
+        return ids
+
+    taking = Taking(0, model.cache._books.residency, take, lambda _: None)
+    assert model.cache._requests.room.when_room(taking, 0.0, lambda: None) == [7]
+    assert shown(model, "waiting_for_room") == 1
+    model.client.land_all()
+    model.finish()
+
+
+def test_a_match_waits_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing happens meanwhile: its caller's wait ends with its own, and the cause is room."""
+    monkeypatch.setattr(room_queue, "_MATCH_SECONDS", 0.01)
+    model = with_copies_in_flight()
+    live = waiting(model)
+    live.match.wait(SECONDS)
+    assert missed(model, live) == {Cause.ROOM: 19} and shown(model, "waiting_for_room") == 0
+    model.client.land_all()
     model.finish()
 
 

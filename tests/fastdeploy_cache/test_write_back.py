@@ -93,6 +93,54 @@ def test_what_is_on_its_way_is_not_gathered_again() -> None:
     model.finish()
 
 
+@pytest.mark.parametrize("piece", [3, 4, 8, 9, 10, 16, 57])
+def test_prefill_in_pieces_is_copied_whole(piece: int) -> None:
+    """A prompt of 57 blocks over batches of ten: what is committed in pieces is counted as it grows, and the rest, less
+    than a batch, is copied when the request goes."""
+    model = write_back(num_gpu=160)
+    live = model.must_match(A[:57])
+    assert model.allocate(live, 57)
+    for end in (*range(piece, 57, piece), 57):
+        model.compute(live, end)
+        model.client.land_all()
+    assert piece < 4 or len(copied(model)) > 57 - 10 - piece
+    model.release(live)
+    model.client.land_all()
+    assert copied(model) == {(A[0], block) for block in range(57)}
+    model.finish()
+
+
+@pytest.mark.parametrize("how", ["paused", "a rank is down"])
+def test_what_could_not_be_copied_is_copied_later(how: str) -> None:
+    """Prompts that are released meanwhile are copied as soon as copies may be started again."""
+    model = write_back(num_gpu=160)
+    mover = model.cache._movement
+    with model.cache._books:
+        mover.be_quiet(how == "paused")
+    model.client.up = how == "paused"
+    model.serve(A[:20], stays=False, patient=True)
+    assert not model.client.tasks
+    with model.cache._books:
+        mover.be_quiet(False)
+    model.client.up = True
+    model.serve(B[:1], stays=False, patient=True)
+    model.client.land_all()
+    assert {(A[0], block) for block in range(20)} <= copied(model)
+    model.finish()
+
+
+def test_what_can_never_be_copied_is_not_kept_in_mind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is down for long: released prompts that have gone again cost no memory."""
+    monkeypatch.setattr(copy_down, "_MAX_YOUNG", 5)
+    model = write_back(num_gpu=160)
+    model.client.up = False
+    for start in range(0, 8000, 400):
+        model.serve([start + i for i in range(20)], stays=False, patient=True)
+        assert len(model.cache._movement.copy_down._young) <= 5
+    model.client.up = True
+    model.finish()
+
+
 def test_a_full_tier_is_not_copied_into_at_release() -> None:
     """Nothing is evicted for a copy at release: what the tier holds may be worth more than what is released."""
     model = write_back(num_cpu=20)
