@@ -7,6 +7,7 @@ from array import array
 from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import RUN, TASK
+from fastdeploy_cache.books.growing import adopt, extend
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU, GPU, Run, Usage
 from fastdeploy_cache.books.transfer import Segment
@@ -37,7 +38,7 @@ def insert_copies(
     elif end < above.num_blocks:
         above = tree.split(above, end)
     run = Run(above, tree.epoch, Usage())
-    tree.extend(run, keys, num_found, joined, CPU)
+    extend(tree, run, keys, num_found, joined, tier=CPU)
     run.hashes = hashes[max(0, num_found - first) * HASH_BYTES :]
     run.num_stored = run.num_offered = run.num_blocks if stored else 0
     tree.policy.touch(run.path())  # or it would be the coldest
@@ -72,7 +73,7 @@ def land(tree: PrefixTree, segment: Segment, succeeded: bool) -> int:
 def _join(tree: PrefixTree, segment: Segment, ids: array[int]) -> None:
     run, residency = segment.run, tree.residency
     if segment.transfer.tier is GPU:
-        tree.adopt(run, ids, TASK)
+        adopt(tree, run, ids, TASK)
         return
     if run.cpu and run.cpu_start == segment.end:
         residency.add_copies_below(run, ids)

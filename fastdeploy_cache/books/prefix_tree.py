@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES, root_hash
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_names import BlockNames
-from fastdeploy_cache.books.block_pool import REQUEST, RUN, BlockPool, Owner
+from fastdeploy_cache.books.block_pool import BlockPool
 from fastdeploy_cache.books.comparing import num_common
 from fastdeploy_cache.books.generations import Generations, Reason
 from fastdeploy_cache.books.graves import AT_ONCE, Roots
 from fastdeploy_cache.books.large_dict import piece_of, put
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.residency import Residency
-from fastdeploy_cache.books.run import GPU, TIERS, Pin, Run, Tier, Usage
+from fastdeploy_cache.books.run import TIERS, Pin, Run, Usage
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.transfer import Segment, split_pins
 from fastdeploy_cache.policies.eviction import EvictionPolicy
@@ -25,16 +23,6 @@ from fastdeploy_cache.policies.guarded import GuardedPolicy
 _SWEEP_EVERY = 64  # namespaces that come
 _MAX_MOVED = 1024  # children that a merge hangs elsewhere: some hundred microseconds
 Pools = tuple[BlockPool, BlockPool]  # by Tier
-_NONE = array("i")  # never changed
-
-
-class Insertion(NamedTuple):
-    """What `insert` did: the place where the inserted blocks end, and the ids that the tree did not want."""
-
-    run: Run
-    end: int
-    duplicates: array[int]
-    num_blocks: int
 
 
 class PrefixTree:
@@ -53,7 +41,8 @@ class PrefixTree:
         self.graves = self.residency.graves
         self.names = BlockNames(block_size)
         self.policy.clear(self.residency.is_leaf, self.split)
-        self._num_roots_made = self._num_appended = 0
+        self._num_roots_made = 0
+        self.num_grown = 0  # how often runs have got new blocks
 
     def __del__(self) -> None:
         """The collector does not see runs, so their circles of parents and children are opened here."""
@@ -172,120 +161,6 @@ class PrefixTree:
             num_beyond -= run.num_blocks
         return None, 0
 
-    # -- growing
-
-    def insert(
-        self, at: tuple[Run, int], keys: BlockKeys, first: int, ids: array[int], duplicates: array[int] = _NONE
-    ) -> Insertion:
-        """Put blocks [first, first + len(ids)) of `keys`, which the caller computed into GPU blocks `ids`, behind `at`.
-
-        `at` is the pinned place where the blocks before `first` end; the caller pins the place that is returned, and
-        only then can it be evicted when it is let go. Where the tree has a GPU copy already, the
-        caller's ids stay its own: they come behind those in `duplicates`. Where a block is in the CPU tier only, or
-        still loading, the caller's id is adopted as its GPU copy. Where memory runs out between two runs, fewer blocks
-        are inserted.
-        """
-        (run, offset), position, end = at, 0, len(ids)
-        done = Insertion(run, offset, duplicates, 0)
-        try:
-            while position < end:
-                if offset == run.num_blocks:
-                    child = run.children.get(self.key(keys, first + position)) if run.children else None
-                    if child is None:
-                        run = self._append(run, keys, first + position, ids[position:] if position else ids)
-                        return Insertion(run, run.num_blocks, duplicates, end)
-                    run, offset = child, 0
-                num_known = num_common(run, offset, keys, slice(first + position, first + end), self.block_bytes)
-                if not num_known:  # the prompts part here
-                    run = self.split(run, offset)
-                    continue
-                num_there = min(num_known, max(0, run.num_gpu - offset))
-                known = duplicates + ids[position : position + num_there]
-                if num_there < num_known:
-                    self.adopt(run, ids[position + num_there : position + num_known], REQUEST)
-                position, offset, duplicates = position + num_known, offset + num_known, known
-                done = Insertion(run, offset, duplicates, position)
-        except MemoryError:
-            if not done.num_blocks:
-                raise
-        return done
-
-    def _append(self, at: Run, keys: BlockKeys, first: int, ids: array[int]) -> Run:
-        """New blocks behind `at`: in place where it has no children, else as a new run."""
-        run = at
-        if at.children or at.parent is None or at.usage.is_shared:
-            at.usage.is_shared = at.parent is not None
-            run = Run(at, self.epoch, Usage())
-        self.pools[0].hand_over(ids, REQUEST, RUN)
-        try:
-            self.extend(run, keys, first, ids)
-            if run is not at:
-                key = self.key(keys, first)
-                if key == run.tokens:  # a run of one block has these bytes once
-                    run.tokens = key
-                at.add_child(key, run)
-        except BaseException:
-            self.pools[0].take_back(ids, REQUEST)
-            raise
-        self.residency.added_ids(run, GPU, len(ids), is_offered=False)
-        return run
-
-    def extend(self, run: Run, keys: BlockKeys, first: int, ids: array[int], tier: Tier = GPU) -> None:
-        """Add blocks' tokens, extra keys and ids in a tier to the end of a run, which may be new: all of it
-        or, on `MemoryError`, nothing. What follows from the ids is the caller's to count."""
-        assert run.parent is not None
-        size, num_blocks, before = self.block_bytes, len(ids), run.num_blocks
-        extras = run.extras
-        if keys.extras is not None:
-            shift = before - first
-            new = {b + shift: extra for b, extra in keys.extras.items() if first <= b < first + num_blocks}
-            extras = {**(extras or {}), **new} or None
-        tokens = run.tokens
-        try:
-            run.add_tokens(keys, first * size, (first + num_blocks) * size)
-            run.add_ids(tier, ids)
-        except BaseException:
-            run.tokens = tokens
-            if type(tokens) is bytearray:
-                del tokens[before * size :]
-            raise
-        run.extras = extras
-        run.num_blocks += num_blocks
-        self._num_appended += 1
-        run.usage.inserted = self._num_appended
-        if self.policy.hears_growth:
-            self.policy.grow(run, before)
-
-    def grow(self, pin: Pin, keys: BlockKeys, first: int, ids: array[int]) -> bool:
-        """Do what `insert` and `move_pin` would, where blocks are added behind a leaf that `pin` holds whole.
-
-        That is each step of a decoding request, and cheap because nothing but the end of the run changes. False where
-        it is not so; then nothing is done.
-        """
-        run = pin.run
-        if pin.end != run.num_blocks or run.children or run.usage.is_shared:
-            return False
-        self.pools[0].hand_over(ids, REQUEST, RUN)
-        try:
-            self.extend(run, keys, first, ids)
-        except BaseException:
-            self.pools[0].take_back(ids, REQUEST)
-            raise
-        for came in self.residency.taps.came:
-            came(run, GPU, pin.end, len(ids))
-        pin.end = run.num_held = run.num_blocks
-        self.residency.num_protected[0] += len(ids)
-        return True
-
-    def adopt(self, run: Run, ids: array[int], giver: Owner) -> None:
-        """These are the next blocks of a run on the GPU, as copies of what it has below."""
-        self.pools[0].hand_over(ids, giver, RUN)
-        try:
-            self.residency.add_ids(run, GPU, ids)
-        except BaseException:
-            self.pools[0].take_back(ids, giver)
-            raise
-
     def reset(self, lost_by: Loss = Loss.RESET) -> None:
         """Forget everything. What is pinned stays owned, out of reach, until it is unpinned."""
         old, self.roots = self.roots, {}  # first of all: whatever comes, nothing of the old is found any more
@@ -331,19 +206,7 @@ class PrefixTree:
     def _merge(self, upper: Run, lower: Run) -> None:
         """The reverse of `split`: the upper run takes in the lower one, its pins and its children."""
         num_above, had_blocks = upper.num_blocks, (bool(upper.gpu), bool(upper.cpu))
-        tokens = bytearray(upper.tokens) + lower.tokens
-        hashes, marks = upper.names_with(lower)
-        gpu, cpu = upper.gpu + lower.gpu, upper.cpu + lower.cpu
-        if lower.extras is not None:
-            upper.extras = {**(upper.extras or {}), **{b + num_above: x for b, x in lower.extras.items()}}
-        upper.tokens, upper.hashes, upper.block_marks = tokens, hashes, marks
-        if upper.sample is not None and lower.sample is not None:  # see `EvictionPolicy.alike`
-            upper.sample = upper.sample.joined(lower.sample)
-        upper.join_marks(lower)
-        upper.num_blocks += lower.num_blocks
-        if not upper.cpu:
-            upper.cpu_start = lower.cpu_start + num_above
-        upper.gpu, upper.cpu = gpu, cpu
+        upper.take_in(lower)
         for pin in lower.pins:
             pin.run, pin.end = upper, pin.end + num_above
             upper.pins = (*upper.pins, pin)

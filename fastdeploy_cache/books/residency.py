@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 
 from fastdeploy_cache.books.ages import Ages
-from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_pool import CALLER, RUN, BlockPool
 from fastdeploy_cache.books.graves import Graves
 from fastdeploy_cache.books.lost_blocks import LostBlocks
@@ -244,15 +243,21 @@ class Residency:
 
         Returns how many of them are free now: blocks that storage is reading are free when it has read them.
         """
-        num_free = self.pools[tier].num_free
-        if tier == 0:
-            taken = len(run.gpu) // ID_BYTES - run.num_held
-            if taken > at_most:  # noqa: PLR1730 (min() would be a tenth of a one-block call)
-                taken = at_most
-            self._evict_gpu_tail(run, taken)
+        num_free, num_gpu = self.pools[tier].num_free, len(run.gpu) // ID_BYTES
+        taken = run.cpu_end - max(run.num_held, run.cpu_start) if tier else num_gpu - run.num_held
+        if taken > at_most:  # noqa: PLR1730 (min() would be a tenth of a one-block call)
+            taken = at_most
+        if tier:
+            end = max(num_gpu, run.cpu_end - taken)
+            on_gpu_alone = num_gpu == run.num_blocks
+            self._free_tail(run, CPU, len(run.cpu) // ID_BYTES - taken, Loss.CPU)
+            if not on_gpu_alone:
+                self.truncate(run, end, Loss.CPU)
         else:
-            taken = min(at_most, run.cpu_end - max(run.num_held, run.cpu_start))
-            self._evict_cpu_tail(run, taken)
+            num_left = num_gpu - taken
+            end = self._end_without(run, num_left) if run.cpu else num_left
+            self._free_tail(run, GPU, num_left, Loss.GPU)
+            self.truncate(run, end, Loss.GPU)
         num_freed = self.pools[tier].num_free - num_free
         return num_freed if num_freed < taken else taken  # noqa: FURB136 (as above)
 
@@ -281,24 +286,6 @@ class Residency:
         """Where a run ends that has only so many blocks left on the GPU: where copies go on behind them, they stay."""
         return run.cpu_end if run.cpu_start <= num_gpu < run.cpu_end else num_gpu
 
-    def _evict_gpu_tail(self, run: Run, num_blocks: int) -> None:
-        num_gpu = len(run.gpu) // ID_BYTES - num_blocks
-        end = self._end_without(run, num_gpu) if run.cpu else num_gpu
-        gone = run.cut_ids(GPU, num_gpu)
-        for left in self.taps.left:
-            left(run, GPU, num_gpu, num_blocks, Loss.GPU)
-        self.pools[0].free(gone, RUN)
-        if not num_gpu:
-            self.count_child(run, GPU, -1)
-        self.truncate(run, end, Loss.GPU)
-
-    def _evict_cpu_tail(self, run: Run, num_blocks: int) -> None:
-        cpu_end = run.cpu_end - num_blocks
-        on_gpu_alone = run.num_gpu == run.num_blocks
-        self._free_tail(run, CPU, cpu_end - run.cpu_start, Loss.CPU)
-        if not on_gpu_alone:
-            self.truncate(run, max(run.num_gpu, cpu_end), Loss.CPU)
-
     def truncate(self, run: Run, num_blocks: int, why: Loss) -> None:
         """End a run after `num_blocks` blocks, of which none behind is held, and drop everything beneath it."""
         if num_blocks == run.num_blocks:
@@ -315,13 +302,7 @@ class Residency:
             return
         self._free_tail(run, GPU, num_blocks, why)
         self._drop_copies(run, num_blocks, why)
-        run.cut_tail(num_blocks * self._block_bytes, num_blocks * HASH_BYTES)
-        if run.extras is not None:
-            run.extras = {block: extra for block, extra in run.extras.items() if block < num_blocks} or None
-        if run.sample is not None:
-            run.sample.cut(num_blocks)
-        run.num_blocks = num_blocks
-        run.num_stored, run.num_offered = min(run.num_stored, num_blocks), min(run.num_offered, num_blocks)
+        run.cut(num_blocks, self._block_bytes)
 
     def _forget(self, run: Run, num_blocks: int) -> None:
         """The same of a run of an older epoch."""

@@ -190,35 +190,25 @@ class Run(msgspec.Struct, gc=False, eq=False):
             tokens = bytearray(tokens) + keys.part(start, end) if tokens else keys.part(start, end)
         self.tokens = tokens
 
-    def cut_tail(self, num_bytes: int, num_hash_bytes: int) -> None:
-        """Keep so much of the tokens and of the hashes from the front."""
-        if type(self.tokens) is bytes:  # from now on the end goes without a copy of the rest
-            self.tokens = bytearray(self.tokens)
-        del self.tokens[num_bytes:]  # type: ignore[union-attr]
-        if self.hashes:
-            self.hashes = self.hashes[:num_hash_bytes]
-        if self.block_marks:
-            self.block_marks = self.block_marks[: num_hash_bytes // HASH_BYTES * MARK_BYTES]
+    # What a run has is taken apart, put together and cut in these four, and nowhere else.
 
     def front(self, num_blocks: int, block_bytes: int) -> Run:
         """A run beside this one with what its first blocks have; this one is as before, until `cut_front`."""
         upper = Run(self.parent, self.epoch, copy.copy(self.usage))
         upper.num_blocks = num_blocks
         upper.tokens = self.tokens[: num_blocks * block_bytes]
-        upper.hashes, upper.block_marks = (
-            self.hashes[: num_blocks * HASH_BYTES],
-            self.block_marks[: num_blocks * MARK_BYTES],
-        )
+        upper.hashes = self.hashes[: num_blocks * HASH_BYTES]
+        upper.block_marks = self.block_marks[: num_blocks * MARK_BYTES]
         if self.extras is not None:
             upper.extras = {block: extra for block, extra in self.extras.items() if block < num_blocks} or None
         upper.gpu = self.gpu[: num_blocks * ID_BYTES]
         if self.cpu:
             upper.cpu = self.cpu[: max(0, num_blocks - self.cpu_start) * ID_BYTES]
         upper.cpu_start = self.cpu_start
-        upper.num_stored, upper.num_offered = min(self.num_stored, num_blocks), min(self.num_offered, num_blocks)
-        upper.offered_use, upper.store_priority = self.offered_use, self.store_priority
         if self.sample is not None:
             upper.sample = self.sample.front(num_blocks)
+        upper.num_stored, upper.num_offered = min(self.num_stored, num_blocks), min(self.num_offered, num_blocks)
+        upper.offered_use, upper.store_priority = self.offered_use, self.store_priority
         upper.author = self.author
         return upper
 
@@ -237,23 +227,44 @@ class Run(msgspec.Struct, gc=False, eq=False):
         self.cpu_start = max(0, self.cpu_start - cut)
         self.num_stored, self.num_offered = max(0, self.num_stored - cut), max(0, self.num_offered - cut)
 
-    def names_with(self, lower: Run) -> tuple[bytes | bytearray, bytes]:
-        """Hashes and marks of both as one run, as far as they are known from the front on."""
-        hashes, marks = self.hashes, self.block_marks
-        if len(hashes) == self.num_blocks * HASH_BYTES:
+    def take_in(self, lower: Run) -> None:
+        """The reverse: have what the run behind it has, too; all of it or, on `MemoryError`, nothing."""
+        above, extras, hashes, marks = self.num_blocks, self.extras, self.hashes, self.block_marks
+        tokens, gpu, cpu = bytearray(self.tokens) + lower.tokens, self.gpu + lower.gpu, self.cpu + lower.cpu
+        if len(hashes) == above * HASH_BYTES:  # else the last of its own blocks have no names yet
             hashes = hashes + lower.hashes
-        if len(marks) == self.num_blocks * MARK_BYTES:
+        if len(marks) == above * MARK_BYTES:
             marks = marks + lower.block_marks
-        return hashes, marks
-
-    def join_marks(self, lower: Run) -> None:
-        """Storage's marks of both as one run, before `num_blocks` has grown."""
-        if self.num_stored == self.num_blocks:
+        if lower.extras is not None:
+            extras = {**(extras or {}), **{b + above: x for b, x in lower.extras.items()}}
+        if self.sample is not None and lower.sample is not None:  # see `EvictionPolicy.alike`
+            self.sample = self.sample.joined(lower.sample)
+        if not self.cpu:
+            self.cpu_start = lower.cpu_start + above
+        self.tokens, self.gpu, self.cpu, self.extras = tokens, gpu, cpu, extras
+        self.hashes, self.block_marks = hashes, marks
+        if self.num_stored == above:
             self.num_stored += lower.num_stored
-        if self.num_offered == self.num_blocks:
+        if self.num_offered == above:
             self.num_offered += lower.num_offered
-        self.offered_use, self.store_priority = lower.offered_use, lower.store_priority
-        self.author = lower.author
+        self.offered_use, self.store_priority, self.author = lower.offered_use, lower.store_priority, lower.author
+        self.num_blocks += lower.num_blocks
+
+    def cut(self, num_blocks: int, block_bytes: int) -> None:
+        """Keep its first blocks alone; no tier has those behind them any more."""
+        if type(self.tokens) is bytes:  # from now on the end goes without a copy of the rest
+            self.tokens = bytearray(self.tokens)
+        del self.tokens[num_blocks * block_bytes :]  # type: ignore[union-attr]
+        if self.hashes:
+            self.hashes = self.hashes[: num_blocks * HASH_BYTES]
+        if self.block_marks:
+            self.block_marks = self.block_marks[: num_blocks * MARK_BYTES]
+        if self.extras is not None:
+            self.extras = {block: extra for block, extra in self.extras.items() if block < num_blocks} or None
+        if self.sample is not None:
+            self.sample.cut(num_blocks)
+        self.num_blocks = num_blocks
+        self.num_stored, self.num_offered = min(self.num_stored, num_blocks), min(self.num_offered, num_blocks)
 
     def cut_off(self) -> None:
         """Let go of all others, so that nothing refers to itself in a circle."""

@@ -13,9 +13,9 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import CALLER, REQUEST
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Used
+from fastdeploy_cache.books.growing import Insertion, insert
 from fastdeploy_cache.books.path import gpu_ids
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
-from fastdeploy_cache.books.prefix_tree import Insertion
 from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.callers.copies import BlockCopies
@@ -274,7 +274,7 @@ class CallerBlocks:
         pool = self._books.pools[GPU]
         pool.hand_over(ids, CALLER, REQUEST)
         try:
-            done = self._tree.insert(at, keys, first_block, ids)
+            done = insert(self._tree, at, keys, first_block, ids)
         except BaseException:
             pool.hand_over(ids, REQUEST, CALLER)
             raise

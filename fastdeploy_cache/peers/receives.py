@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import REQUEST, TASK
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.growing import insert
 from fastdeploy_cache.books.path import coming_and_cold, coming_ids, gpu_ids
 from fastdeploy_cache.books.run import GPU, Pin
 from fastdeploy_cache.books.transfer import Transfer
@@ -154,7 +155,7 @@ class PeerReceives:
         at = (pin.run, pin.end) if pin is not None else (tree.root(mine.namespace), 0)
         tree.pools[0].hand_over(mine.ids, TASK, REQUEST)
         try:
-            done = tree.insert(at, mine.keys, mine.first, mine.ids)
+            done = insert(tree, at, mine.keys, mine.first, mine.ids)
         except BaseException:
             tree.pools[0].free(mine.ids, REQUEST)
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Used
+from fastdeploy_cache.books.growing import grow, insert
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.movement.movement import Movement
@@ -68,9 +69,9 @@ class Publisher:
         """Put the blocks up to `num_blocks` into the tree, and copy down when there is enough to copy."""
         tree, start, pin = self._tree, active.num_committed_blocks, active.pin
         ids = active.block_ids[start:num_blocks]
-        if pin is None or not tree.grow(pin, active.keys, start, ids):
+        if pin is None or not grow(tree, pin, active.keys, start, ids):
             at = (pin.run, pin.end) if pin is not None else (tree.root(active.request.namespace), 0)
-            done = tree.insert(at, active.keys, start, ids, active.duplicates)
+            done = insert(tree, at, active.keys, start, ids, duplicates=active.duplicates)
             active.pin = pin = tree.move_pin(pin, done.run, done.end)
             active.duplicates = done.duplicates
             num_blocks = start + done.num_blocks

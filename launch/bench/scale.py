@@ -11,6 +11,7 @@ import numpy as np
 
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import BlockPool, Owner
+from fastdeploy_cache.books.growing import insert
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import Tier
 from fastdeploy_cache.launch.bench.control import medians
@@ -86,10 +87,9 @@ def eviction_cost(num_blocks: int, per_call: int, policy: str = "lru", num_calls
     rng = np.random.default_rng(6)
     length = Scale.num_sequence_blocks
     for _ in range(num_blocks // length):
-        keys = BlockKeys(
-            rng.integers(0, 50_000, length * Scale.block_size, dtype=np.int32).tobytes(), bytearray(), None
-        )
-        done = tree.insert((tree.root(""), 0), keys, 0, pool.allocate(length, Owner.REQUEST))
+        tokens = rng.integers(0, 50_000, length * Scale.block_size, dtype=np.int32).tobytes()
+        keys = BlockKeys(tokens, bytearray(), None)
+        done = insert(tree, (tree.root(""), 0), keys, 0, pool.allocate(length, Owner.REQUEST))
         tree.move_pin(tree.move_pin(None, done.run, done.end), None, 0)
     spent: dict[str, list[int]] = {"evict": [], "push": []}
     for _ in range(num_calls):

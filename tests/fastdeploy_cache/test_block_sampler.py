@@ -8,6 +8,7 @@ import pytest
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import REQUEST, BlockPool
 from fastdeploy_cache.books.block_sample import BlockSample
+from fastdeploy_cache.books.growing import insert
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import GPU, Pin, Run
 from fastdeploy_cache.policies.block_sampler import BlockSampler
@@ -33,7 +34,7 @@ class _Tree:
         pin = Pin(at or root, end)
         self.tree.pin(pin)
         ids = self.pools[GPU].allocate(num_blocks - num_found, REQUEST)
-        done = self.tree.insert((at or root, end), keys, num_found, ids)
+        done = insert(self.tree, (at or root, end), keys, num_found, ids)
         self.tree.unpin(pin)
         return done.run.path()
 

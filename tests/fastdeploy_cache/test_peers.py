@@ -10,6 +10,7 @@ import pytest
 
 from fastdeploy_cache import KVLayout, PeerConfig, Request, StorageConfig, TransferConfig
 from fastdeploy_cache.errors import ConfigError, PeerRefusedError, PromptTooLongError, RequestError
+from fastdeploy_cache.peers import receives
 from fastdeploy_cache.peers.receives import PeerReceives
 from fastdeploy_cache.transfer_manager.peer.offer import Offer, prompt_digest
 from fastdeploy_cache.transfer_manager.peer.signature import OfferSigner, make_secret
@@ -108,7 +109,7 @@ def test_a_receive_that_cannot_land_is_told_and_holds_nothing(pair: Pair, monkey
         raise MemoryError("no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(b.cache._books.tree, "insert", insert)
+        patched.setattr(receives, "insert", insert)
         for _ in range(3):
             pair.go_on()
     assert receive.done and receive.reason == "failed"
