@@ -11,6 +11,10 @@ from rich.tree import Tree
 from fastdeploy_cache.errors import counted, duration
 from fastdeploy_cache.launch.findings import table_of
 
+WHAT_IF_NOT_KNOWN = (
+    "not known yet: it takes 10 requests, which are counted from the first metrics endpoint or the first such look on, "
+    "so perhaps from now on; with insight.what_if off it is never known"
+)
 _WORDS = ("prefix", "request", "phase", "state", "matched", "namespace")
 
 

@@ -104,7 +104,8 @@ def test_a_flight_is_written_and_replayed(path: Path, tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_other_sizes_are_shown_once_they_are_known(path: Path) -> None:
     """Before there are 10 requests that is said; the document is a list all the same."""
-    assert found(path, "what-if") == [] and "10 requests" in run(path, "what-if").stdout
+    assert found(path, "what-if") == [] and "10 requests" in (said := run(path, "what-if").stdout)
+    assert "from now on" in said and "insight.what_if off" in said  # however many there were
 
 
 @pytest.mark.processes

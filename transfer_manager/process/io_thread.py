@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from fastdeploy_cache.errors import CodecError, IPCError, QueueDisconnectedError, counted
+from fastdeploy_cache.errors import CodecError, IPCError, QueueDisconnectedError, counted, named
 from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.poller import Poller, Wakeup
 from fastdeploy_cache.ipc.task_queue import TaskQueue
@@ -211,8 +211,9 @@ class ProcessIO:
             if not self.tasks.all_ready.is_set():
                 usable = [rank for rank in ranks if rank.is_usable]
                 if not usable or task.kind.needs_all_ranks:
-                    down = ", ".join(str(rank.rank) for rank in ranks if not rank.is_usable)
-                    self.tasks.refuse(task, f"rank {down} is down" if down else "the ranks are not ready")
+                    down = [rank.rank for rank in ranks if not rank.is_usable]
+                    who = f"{named('rank', down, 'is', 'are')} down" if down else "the ranks are not ready"
+                    self.tasks.refuse(task, who)
                     continue
                 ranks = usable
             flight = self.tasks.flights.add(task, [rank.rank for rank in ranks])
