@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -38,8 +39,9 @@ class ProcessIO:
 
     def __init__(self, config: TransferConfig, kind: ProcessKind, owner: ProcessOwner, callbacks: Callbacks) -> None:
         self._config, self._kind, self._owner, self.callbacks = config, kind, owner, callbacks
+        new_queue = functools.partial(TaskQueue, len(Lane), config.max_tasks_in_flight)
         self.ranks = [
-            RankSupervisor(rank, config, signal, self._new_queue, owner.spawn, process_name=kind.name)
+            RankSupervisor(rank, config, signal, new_queue, owner.spawn, process_name=kind.name)
             for rank, signal in enumerate(owner.signals)
         ]
         self.tasks = TaskFlow(owner.signals, callbacks, config.max_tasks_in_flight, in_order=kind.in_order)
@@ -57,9 +59,6 @@ class ProcessIO:
             rank.parked = not owner.may_run(rank.rank)
         if any(rank.parked for rank in self.ranks):  # who brings what they lack comes later: nobody waits for it here
             self.started.set()
-
-    def _new_queue(self) -> TaskQueue:
-        return TaskQueue(len(Lane), self._config.max_tasks_in_flight)
 
     def run(self) -> None:
         """The thread: until `stopping` is set; then processes end and every task is answered."""
@@ -223,7 +222,7 @@ class ProcessIO:
                     rank.queue.put(encode(TaskMessage(rank.incarnation, task)), task.kind.lane)
                 except IPCError as error:
                     if isinstance(error, QueueDisconnectedError):  # alive or not, it can never be reached again
-                        rank.kill("its queue is disconnected")
+                        rank.cut_off(time.monotonic())
                     self._fail(flight, rank, str(error))
 
     def _fail(self, flight: Flight, rank: RankSupervisor, error: str, *, was_tried: bool = False) -> None:
