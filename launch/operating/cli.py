@@ -47,7 +47,7 @@ def _print(shown: Any) -> None:
     else:
         from fastdeploy_cache.launch.findings import console_beside, print_table
 
-        print_table(console_beside(None, 100), shown)
+        print_table(console_beside(None, 0), shown)
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache status --watch")
@@ -71,7 +71,7 @@ def status(
         from fastdeploy_cache.launch.findings import console_beside
         from fastdeploy_cache.launch.operating.watch import watch as run
 
-        problem, code = run(cache.status, every, console_beside(None, 100))
+        problem, code = run(cache.status, every, console_beside(None, 0))
         typer.echo(f"fastdeploy-cache: {problem}", err=True)
         raise typer.Exit(code)
     document, code = cache.status()

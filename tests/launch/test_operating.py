@@ -288,7 +288,7 @@ def document(evicted: int = 0, missed: int = 0, **fields: Any) -> dict[str, Any]
 def viewed(now: dict[str, Any], before: dict[str, Any]) -> str:
     """The live view, two seconds after that before."""
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(view_of(now, before, 2.0))
+    console.print(view_of(console, now, before, 2.0))
     console.file.close()
     return console.export_text()
 
