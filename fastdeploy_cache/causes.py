@@ -32,6 +32,8 @@ class Cause(StrEnum):
 
 # The detail of `ROOM` where it is the CPU tier that had none.
 NO_ROOM_TO_FETCH: Final = "storage has it, and the CPU tier had no room for it"
+# The detail of `RESET` where there was a reason for it.
+OTHER_WEIGHTS: Final = "the weights had changed"
 
 # What follows "so many tokens were missed:"; `{when}` and `{where}` are of what was lost.
 TEXTS: Final = {

@@ -67,6 +67,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}s" if ending is None else f"{number} {noun[:-1]}{ending}"
 
 
+def named(noun: str, names: list[str] | list[int], one: str, more: str) -> str:
+    """What is so of some, such as `rank 0 is` and `ranks 0, 1 and 2 are`: with `one` or `more` behind them."""
+    *front, last = map(str, names)
+    return f"{noun}s {', '.join(front)} and {last} {more}" if front else f"{noun} {last} {one}"
+
+
 def duration(seconds: float) -> str:
     """A time in words: in the unit in which it is at least 2, of hours, minutes and seconds; below that in
     milliseconds, at least 1."""

@@ -14,6 +14,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import StatusChanged, TierLost
 from fastdeploy_cache.books.generations import Reason
 from fastdeploy_cache.books.run import CPU, GPU, Tier
+from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.tier_loss import drop_cpu, drop_gpu
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.config import CacheConfig
@@ -173,7 +174,7 @@ class LifeCycle:
             before = self._resting
             self._wait_until_quiet(deadline)
             try:
-                self.reset(weights_id=weights_id if is_named else None)
+                self.reset(weights_id=weights_id if is_named else None, why=Loss.WEIGHTS)
             finally:
                 self._set_status(before)
 
@@ -259,12 +260,12 @@ class LifeCycle:
 
     # -- forgetting
 
-    def reset(self, *, weights_id: str | None = None) -> None:
+    def reset(self, *, weights_id: str | None = None, why: Loss = Loss.RESET) -> None:
         """See `PrefixCacheManager.reset`."""
         if weights_id is None:
             with self._books:
                 self._books.check_open()
-                self._books.forget(None)
+                self._books.forget(None, why)
             return
         # Two at once could detach, forget and attach in turns: the peers would name the one's weights and the store the
         # other's, and blocks of one model would be read as the other's.

@@ -361,12 +361,7 @@ class PrefixCacheManager:
             check_all(self._books, self._movement, self._requests, self.storage, peers=self.peers, blocks=self.blocks)
 
     def serve_metrics(
-        self,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        *,
-        also: Sequence[Collector] = (),
-        allow_hosts: Sequence[str] = (),
+        self, host: str = "127.0.0.1", port: int = 0, *, also: Sequence[Collector] = (), allow_hosts: Sequence[str] = ()
     ) -> str:
         """Start the Prometheus endpoint of this cache, and its page at `/`; returns the endpoint's URL. Port 0 takes a
         free one.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fastdeploy_cache.books.block_pool import CALLER, REQUEST, RUN, TASK, BlockPool
 from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import Tier
-from fastdeploy_cache.metrics.picture import EVICTION_KINDS, StorageCounts
+from fastdeploy_cache.metrics.picture import EVICTION_KINDS, STORAGE_FATES, STORAGE_LOSSES, StorageCounts
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.transfer_manager.client import ProcessHealth, RankStatus
 
@@ -68,7 +69,7 @@ class TierStats:
 
 @dataclass(frozen=True, kw_only=True)
 class StorageTierStats:
-    """The store below the CPU tier, as this engine sees it. Counts of blocks are since it was attached."""
+    """The store below the CPU tier, as this engine sees it. Counts are since it was attached."""
 
     is_available: bool  # the processes of every rank have it open
     reading: BreakerState
@@ -77,7 +78,7 @@ class StorageTierStats:
     num_unasked_blocks: int  # not asked for, as computing them is faster
     num_written_blocks: int
     num_skipped_blocks: int  # not written: declined, failed, or gone before
-    num_evicted_objects: int  # by the stores themselves, of all ranks; these three since a rank's process began
+    num_evicted_objects: int  # by the stores themselves, of all ranks
     num_declined_objects: int  # kept out by admission, or for want of room
     num_damaged_objects: int  # whose bytes were not those that were written: never served, and removed
     num_full_disks: int  # ranks whose store writes less than it should now, as its disk has no room
@@ -87,6 +88,13 @@ class StorageTierStats:
     num_unasked_requests: int = 0  # that were admitted while nobody has ever called `prefetch`
     num_long_unasked_requests: int = 0  # of these, long enough for a prefetch
     admission: str | None = None  # of a file store
+
+    @property
+    def sums(self) -> Counter[str]:
+        """What only rises, by the names that metrics give it."""
+        fates = self.num_fetched_blocks, self.num_unasked_blocks, self.num_written_blocks, self.num_skipped_blocks
+        losses = self.num_evicted_objects, self.num_declined_objects, self.num_damaged_objects
+        return Counter(dict(zip((*STORAGE_FATES, *STORAGE_LOSSES), (*fates, *losses), strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +108,7 @@ class CacheStats:
     gpu: TierStats
     cpu: TierStats
     storage: StorageTierStats | None
+    storage_sums: Mapping[str, int]  # since the start, of all stores that were attached: see `StorageTierStats.sums`
     num_requests: int
     num_transfers_in_flight: int
     num_open_sends: int
@@ -143,25 +152,11 @@ class CacheStats:
         return [(kind, each.rank, numbers[each.state]) for kind, all_ in self.processes.items() for each in all_]
 
     def storage_counts(self) -> StorageCounts:
-        """What became of blocks and objects of the attached store; zeros without one."""
-        tier = self.storage
+        """What became of blocks and objects, of the attached store and of those before it, and how it is."""
+        tier, sums = self.storage, self.storage_sums
+        blocks, objects = ({name: sums.get(name, 0) for name in names} for names in (STORAGE_FATES, STORAGE_LOSSES))
+        counts = StorageCounts(blocks=blocks, objects=objects)
         if tier is None:
-            return StorageCounts()
-        fates = {
-            "fetched": tier.num_fetched_blocks,
-            "unasked": tier.num_unasked_blocks,
-            "written": tier.num_written_blocks,
-            "skipped": tier.num_skipped_blocks,
-        }
-        losses = {
-            "evicted": tier.num_evicted_objects,
-            "declined": tier.num_declined_objects,
-            "damaged": tier.num_damaged_objects,
-        }
-        return StorageCounts(
-            is_up=tier.is_available,
-            breakers={"read": int(tier.reading), "write": int(tier.writing)},
-            blocks=fates,
-            objects=losses,
-            num_full_disks=tier.num_full_disks,
-        )
+            return counts
+        breakers = {"read": int(tier.reading), "write": int(tier.writing)}
+        return counts._replace(is_up=tier.is_available, breakers=breakers, num_full_disks=tier.num_full_disks)

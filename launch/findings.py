@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 from rich.tree import Tree
 
 from fastdeploy_cache.errors import LaunchError, reason_of
@@ -36,17 +37,43 @@ def check_target(file: Path | None) -> None:
 
 
 def console_beside(file: Path | None, width: int) -> Console:
-    """Standard output, or standard error where the JSON goes to standard output; wide enough to cut no figure."""
+    """Standard output, or standard error where the JSON goes to standard output; of this width at least."""
     console = Console(highlight=False, stderr=file == STANDARD_OUTPUT)
     console.width = max(console.width, width)
     return console
 
 
 def print_table(console: Console, table: Table | Tree) -> None:
-    """Print a table, or a tree, as wide as it is: a name that is cut by lines can neither be read nor copied."""
-    measured = Measurement.get(console, console.options.update(max_width=_MAX_WIDTH), table)
-    console.width = max(console.width, measured.maximum)
+    """Print a table as it fits, or a tree as wide as it is: a name that is cut by lines can neither be read nor
+    copied."""
+    if isinstance(table, Table):
+        console.print(fitted(console, table), soft_wrap=True)
+        return
+    console.width = max(console.width, _width(console, table))
     console.print(table)
+
+
+def fitted(console: Console, table: Table) -> Table | Text:
+    """The table, if the console has room for it; without lines between its columns, if that is enough; else a block of
+    lines for each row. Nothing is cut in any of them."""
+    if _width(console, table) <= console.width:
+        return table
+    headings = [str(column.header).replace("\n", " ") for column in table.columns]
+    rows = list(zip(*(list(column.cells) for column in table.columns), strict=True))
+    _make_narrow(table)
+    if _width(console, table) <= console.width:
+        return table
+    size = max(map(len, headings))
+    texts = ["\n".join(f"{name:<{size}}  {cell}" for name, cell in zip(headings, row, strict=True)) for row in rows]
+    return Text("\n\n".join(texts if table.caption is None else [*texts, str(table.caption)]))
+
+
+def _width(console: Console, shown: Table | Tree) -> int:
+    return Measurement.get(console, console.options.update(max_width=_MAX_WIDTH), shown).maximum
+
+
+def _make_narrow(table: Table) -> None:
+    table.box, table.pad_edge, table.padding = box.SIMPLE, False, (0, 0)
 
 
 def table_of(columns: Sequence[str], *, words: Collection[str] = (), is_narrow: bool = False) -> Table:
@@ -54,7 +81,9 @@ def table_of(columns: Sequence[str], *, words: Collection[str] = (), is_narrow: 
 
     A narrow one has no lines between its columns.
     """
-    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 0)) if is_narrow else Table()
+    table = Table()
+    if is_narrow:
+        _make_narrow(table)
     for column in columns:
         if column in words:
             table.add_column(column, overflow="fold")

@@ -19,6 +19,7 @@ from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.references import References, User
 from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
+from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.errors import ClosedError, LifeCycleError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.policies.eviction import Asked
@@ -267,9 +268,9 @@ class Books:
 
     # -- whose KV it is
 
-    def forget(self, weights_id: str | None) -> None:
+    def forget(self, weights_id: str | None, why: Loss = Loss.WEIGHTS) -> None:
         """Nothing that is cached counts any more. `weights_id`: what is cached from now on is of these weights."""
-        self.tree.reset()
+        self.tree.reset(why)
         self.weights_id = weights_id or self.weights_id
         self.note(Forgotten(weights_id=weights_id))
         logger.info("event=reset epoch=%d", self.tree.epoch)

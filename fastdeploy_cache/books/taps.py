@@ -11,16 +11,17 @@ from fastdeploy_cache.books.run import Run, Tier
 
 class Loss(IntEnum):
     """Why blocks leave a tier: to make room on the GPU or in the CPU tier, where what continues them goes with them;
-    forgotten by a reset or a caller; with a rank's or a tier's memory; as a spare copy of what the GPU has; and where
-    another run has them now. And `OUTPUT`: computed, and never cached, as `cache_outputs` is off."""
+    forgotten by a reset or a caller; with a rank's or a tier's memory; for other weights; as a spare copy of what the
+    GPU has; and where another run has them now. And `OUTPUT`: computed, and never cached, as `cache_outputs` is off."""
 
     GPU = 0
     CPU = 1
     RESET = 2
     RANK = 3
     OUTPUT = 4
-    SPARE = 5
-    MOVED = 6
+    WEIGHTS = 5
+    SPARE = 6
+    MOVED = 7
 
 
 Came = Callable[[Run, Tier, int, int], object]

@@ -182,31 +182,16 @@ class CacheLife:
 
     def __init__(self, life: LifeCycle) -> None:
         self._life = life
+        self.pause, self.resume, self.wake, self.clear = life.pause, life.resume, life.wake, life.clear
 
     @property
     def status(self) -> str:
         """See `LifeCycle.status`."""
         return self._life.status.value
 
-    def pause(self, timeout_seconds: float) -> None:
-        """See `LifeCycle.pause`, and so on."""
-        self._life.pause(timeout_seconds)
-
-    def resume(self, timeout_seconds: float) -> None:
-        """The reverse."""
-        self._life.resume(timeout_seconds)
-
     def sleep(self, timeout_seconds: float, tiers: Collection[TierName]) -> None:
         """Give back the memory of these tiers."""
         self._life.sleep(timeout_seconds, tiers=tiers)
-
-    def wake(self, timeout_seconds: float) -> None:
-        """The reverse."""
-        self._life.wake(timeout_seconds)
-
-    def clear(self, timeout_seconds: float) -> None:
-        """Forget what is cached."""
-        self._life.clear(timeout_seconds)
 
     def update_weights(self, timeout_seconds: float, weights_id: str | None) -> None:
         """Forget what other weights have computed."""

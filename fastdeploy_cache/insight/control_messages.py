@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, get_args
 
 import msgspec
 
@@ -248,21 +248,6 @@ def _explained(explanation: Explanation) -> dict[str, Any]:
     return {**explanation.as_dict(), "text": str(explanation)}
 
 
-_ACTIONS = (
-    _Pause,
-    _Resume,
-    _Sleep,
-    _Wake,
-    _Clear,
-    _UpdateWeights,
-    _Pin,
-    _Unpin,
-    _SetPolicy,
-    _RestartRank,
-    _Verify,
-    _WriteFlight,
-)
-_LOOKS = (_Status, _Top, _Tree, _Requests, _Ranks, _Pins, _Policy, _Explain, _ExplainLast, _Examine, _WhatIf)
 Verb = (
     _Pause | _Resume | _Sleep | _Wake | _Clear | _UpdateWeights | _Pin | _Unpin | _SetPolicy
     | _RestartRank | _Verify | _WriteFlight | _Status | _Top | _Tree | _Requests | _Ranks | _Pins | _Policy | _Explain
@@ -284,7 +269,7 @@ def is_look(verb: Verb) -> bool:
 def known_verbs() -> str:
     """The verbs with their fields, in words."""
     names = []
-    for verb in (*_ACTIONS, *_LOOKS):
+    for verb in get_args(Verb):
         fields = [field for field in verb.__struct_fields__ if field != "timeout_seconds"]
         tag = str(verb.__struct_config__.tag)
         names.append(f"{tag} (with {', '.join(fields)})" if fields else tag)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 
-from fastdeploy_cache.causes import NO_ROOM_TO_FETCH, Cause
-from fastdeploy_cache.errors import counted, duration
+from fastdeploy_cache.causes import NO_ROOM_TO_FETCH, OTHER_WEIGHTS, Cause
+from fastdeploy_cache.errors import counted, duration, named
 from fastdeploy_cache.explanation import Miss
 from fastdeploy_cache.insight.evidence import Evidence
 from fastdeploy_cache.insight.finding import MIN_REQUESTS, MIN_SHARE, Finding
@@ -37,15 +37,15 @@ def _processes(case: Evidence) -> Iterator[Finding]:
     if ranks := [str(each.rank) for each in down["transfer"] if each.state == "starting"]:
         yield Finding(
             name="rank_down",
-            evidence=f"Rank {', '.join(ranks)} is down, so nothing is loaded or copied.",
+            evidence=f"{named('Rank', ranks, 'is', 'are')} down, so nothing is loaded or copied.",
             advice="See its log (transfer.log_dir); it is started again by itself, up to transfer.max_restarts times.",
         )
     if ranks := [str(each.rank) for each in down["transfer"] if each.state == "off"]:
         yield Finding(
             name="rank_off",
-            evidence=f"Rank {', '.join(ranks)} has died too often and is off, so nothing is loaded or copied.",
+            evidence=f"{named('Rank', ranks, 'has', 'have')} died too often, so nothing is loaded or copied.",
             advice=(
-                "See its log (transfer.log_dir) and mend what it died of, then call `fastdeploy-cache control "
+                "It is off: see its log (transfer.log_dir), mend what it died of, and call `fastdeploy-cache control "
                 "restart-rank`; by itself it is tried again every transfer.off_retry_seconds only."
             ),
         )
@@ -53,7 +53,7 @@ def _processes(case: Evidence) -> Iterator[Finding]:
         if ranks := [str(each.rank) for each in down[kind] if each.state == "starting"]:
             yield Finding(
                 name=f"{kind}_process_down",
-                evidence=f"The {kind} process of rank {', '.join(ranks)} is down, so nothing is {what}.",
+                evidence=f"{named('Rank', ranks, 'has', 'have')} no {kind} process now, so nothing is {what}.",
                 advice="See its log (transfer.log_dir); it is started again by itself, as often as it takes.",
             )
     if waiting := [each for each in case.troubles if each.state == "short"]:
@@ -252,7 +252,13 @@ _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     ),
     _simple("rank_failed", Cause.RANK, "a rank was down, or lost its memory", "See the ranks' log (transfer.log_dir)."),
     _simple("setting_forbids", Cause.LIMIT, "a setting does not allow them to be used", "Change that setting."),
-    _simple("resets", Cause.RESET, "they were forgotten by a reset", "Reset only when the weights have changed."),
+    _simple(
+        "resets",
+        Cause.RESET,
+        "they were forgotten by a reset",
+        "Reset only when the weights have changed.",
+        chosen=lambda miss: miss.detail != OTHER_WEIGHTS,
+    ),
     _simple(
         "other_images",
         Cause.IMAGE,

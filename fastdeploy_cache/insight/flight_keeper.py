@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -152,7 +153,7 @@ class FlightKeeper:
                 if has_died and not self._books.is_closed:
                     self._alert("rank_down")
             self._ranks[status.rank] = now
-        stats = self._storage.stats()
+        stats, _ = self._storage.stats()
         states = [stats.reading, stats.writing] if stats is not None else [BreakerState.CLOSED] * 2
         for side, state in enumerate(states):
             if state is not self._breakers[side]:
@@ -199,12 +200,16 @@ class FlightKeeper:
         header = self._header(reason, num_dropped, parts[0].policy)
         return [head(header), *[data for part in parts for data in pieces(part, self._secret)]]
 
-    def write_to_folder(self, reason: str) -> Path:
-        """The same, to a new file in `insight.flight_folder`; returns its path. Raises as `write` does."""
-        if self._alerts is None:
-            raise RecordingError("no flight recording is written, as insight.flight_folder is not set; name a folder")
+    def write_to_folder(self, reason: str, folder_path: Path | None = None) -> Path:
+        """The same, to a new file in this folder, or in `insight.flight_folder`; returns its path. Raises as `write`
+        does. Only in the latter the oldest files go."""
+        files = FlightFolder(folder_path, "flight", sys.maxsize) if folder_path is not None else self._alerts
+        if files is None:
+            raise RecordingError(
+                "no flight recording is written, as insight.flight_folder is not set; name a folder, or a new file"
+            )
         parts = self._recorded(reason)
-        with self._alerts.next_path() as (path, folder):
+        with files.next_path() as (path, folder):
             write_whole(path, parts, folder)
         return path
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -233,10 +234,12 @@ class Insight:
 
         books, mover, road = self._books, self._movement.mover, self._peers.road
         gpu, cpu = (TierStats.of(books.pools[tier], books.residency, tier) for tier in Tier)
+        storage, storage_sums = self._storage.stats()
         return CacheStats(
             gpu=gpu,
             cpu=cpu,
-            storage=self._storage.stats(),
+            storage=storage,
+            storage_sums=storage_sums,
             num_requests=len(self._requests),
             num_transfers_in_flight=sum(not t.done.is_set() for t in mover.in_flight.values()),
             num_open_sends=len(road.sends),
@@ -319,7 +322,7 @@ class Insight:
     def write_flight(self, path: str | Path | None = None) -> Path:
         """Write what the flight recorder has kept to a file of mode 0600; a recording of that name is replaced.
 
-        Without a path it goes to `insight.flight_folder`, under a new name. Returns the path.
+        In a folder, which is `insight.flight_folder` without a path, it gets a new name. Returns the file's path.
 
         Raises:
             RecordingError: the file cannot be written, or is there and no recording, or
@@ -330,8 +333,8 @@ class Insight:
             raise RecordingError(
                 "there is no flight recording, as insight.flight_recorder_bytes is 0; give it some room, such as 4MiB"
             )
-        if path is None:
-            return self._flight.write_to_folder("asked")
+        if path is None or os.path.isdir(path):  # noqa: PTH112 (no error where it may not be looked at)
+            return self._flight.write_to_folder("asked", None if path is None else Path(path))
         self._flight.write(Path(path))
         return Path(path)
 

@@ -57,7 +57,7 @@ class CopyDown:
         self._young: dict[Run, int] = {}  # blocks that are to be copied at once, and are not given to the ranks yet
         self._num_young = 0  # all of these
         self._tells_losses = config.layout is not None  # without one there are no bytes, as in a simulation
-        self._losses = BurstLosses(self._tree.residency, self._pool)
+        self._losses = BurstLosses(self._tree.residency, self._pool, mover)
         books.listen(TaskEnded, self._on_task_ended)
         if self._back:
             books.listen_to_moves(self._moved)

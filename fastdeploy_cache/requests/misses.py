@@ -12,7 +12,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.books.taps import Loss
-from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.causes import OTHER_WEIGHTS, Cause
 from fastdeploy_cache.requests.active_request import ActiveRequest, MissedBlocks
 from fastdeploy_cache.requests.computing import Computing
 
@@ -20,8 +20,9 @@ _MAX_PARTS = 64  # that one prompt's missed blocks are looked up in: some tens o
 _AT_ONCE_SECONDS = 1.0  # blocks in a row that were lost within this time are told of together
 _MAX_BACK = 4  # blocks in front of one, among what is lost, from which on it may have been lost
 _MAX_LOOKED = 64  # other namespaces, and continuations that may be an image's, that are looked at
-_BY_LOSS = (Cause.EVICTED, Cause.EVICTED, Cause.RESET, Cause.RANK, Cause.LIMIT)
+_BY_LOSS = (Cause.EVICTED, Cause.EVICTED, Cause.RESET, Cause.RANK, Cause.LIMIT, Cause.RESET)
 _KEPT_OUT = "cache_outputs is off, and an earlier request has computed it as its output"
+_DETAILS: dict[Loss | None, str] = {Loss.OUTPUT: _KEPT_OUT, Loss.WEIGHTS: OTHER_WEIGHTS}
 _NEW, _FORGOTTEN = Cause.NEW, Cause.NEW_OR_FORGOTTEN
 
 
@@ -203,4 +204,4 @@ def _add(parts: list[MissedBlocks], cause: Cause, num_blocks: int, kind: Loss | 
     """What was lost together with the part in front belongs to that."""
     if parts and parts[-1][:3:2] == (cause, kind) and abs(parts[-1][3] - at) < _AT_ONCE_SECONDS:
         num_blocks += parts.pop()[1]
-    parts.append((cause, num_blocks, kind, at, _KEPT_OUT if kind is Loss.OUTPUT else ""))
+    parts.append((cause, num_blocks, kind, at, _DETAILS.get(kind, "")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ class StorageAccess:
         self._config, self._books, self._movement = config, books, movement
         self._tier: StorageTier | NoTier = NoTier()
         self._detached: list[StorageTier] = []  # whose last answers are still to come
+        self._sums = Counter[str]()  # of those whose last answers have come
         self._given: StorageConfig | None = None  # the settings of a store whose processes we start
         self._is_attaching = self._has_warned = False
         self.is_attached = False  # whether there is a store, whether or not it works now
@@ -128,6 +130,7 @@ class StorageAccess:
         tier.link.client.stop()
         with self._books:  # the last answers are in: hand over what they led to
             self._detached.remove(tier)
+            self._sums.update(tier.stats().sums)
         tier.close()
 
     def flush(self, timeout_seconds: float) -> bool:
@@ -186,9 +189,10 @@ class StorageAccess:
         """Start nothing more, and answer who waits; or go on."""
         self._tier.be_quiet(quiet)
 
-    def stats(self) -> StorageTierStats | None:
-        """How it goes; None where no store is attached."""
-        return self._tier.stats()
+    def stats(self) -> tuple[StorageTierStats | None, Counter[str]]:
+        """How it goes, None where no store is attached; and what only rises, of this store and of those before it."""
+        *before, now = [tier.stats() for tier in (*self._detached, self._tier)]
+        return now, sum([each.sums for each in (*before, now) if each is not None], self._sums)
 
     def statuses(self) -> list[RankStatus]:
         """One entry for each process that has the store open."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,7 @@ from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult, Tra
 logger = event_log(__name__)
 
 _NUM_PROBE_BLOCKS = 8  # at most: one alone would show the latency and nothing else
+_RISING = ("num_evicted", "num_declined", "num_damaged")  # of what a store says of itself, since its process began
 _NO_IDS = np.empty(0, np.int32)
 
 
@@ -49,6 +51,7 @@ class StorageLink:
         self.outbox = Outbox(client, on_result, books.mishaps, self.tasks)
         books.add_outlet(self.outbox)
         self.counts: dict[int, dict[str, int]] = {}  # by rank: what its store says of itself
+        self.ended_counts = Counter[str]()  # of these, what the processes before them had counted
         self.is_quiet = False  # nothing is to be started
         self._next_task_id = 1
         self._probes: dict[int, array[int]] = {}
@@ -146,7 +149,11 @@ class StorageLink:
                 logger.warning("event=storage_breaker side=%s state=%s error=%r", side, state, result.error)
 
     def _note_counts(self, result: TransferResult) -> None:
-        self.counts.update({r.rank: r.counts for r in result.ranks if r.counts is not None})
+        for rank, counts in [(each.rank, each.counts) for each in result.ranks if each.counts is not None]:
+            before = self.counts.get(rank, {})
+            if any(counts.get(name, 0) < before.get(name, 0) for name in _RISING):  # another process, from 0 on
+                self.ended_counts.update({name: before.get(name, 0) for name in _RISING})
+            self.counts[rank] = counts
 
     def note_read(self, result: TransferResult) -> None:
         """How long the slowest rank took for how many bytes."""

@@ -194,7 +194,7 @@ class StorageTier:
         counts = self.link.counts.values()
 
         def total(name: str) -> int:
-            return sum(each.get(name, 0) for each in counts)
+            return sum([each.get(name, 0) for each in counts], self.link.ended_counts[name])
 
         return StorageTierStats(
             is_available=self.link.client.available,

@@ -12,13 +12,7 @@ from dataclasses import dataclass, field
 
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.ipc.private_directory import PrivateDirectory
-from fastdeploy_cache.launch.background.group_plan import (
-    ROUTER,
-    GroupPlan,
-    at_known_ports,
-    discovery_file,
-    secret_file,
-)
+from fastdeploy_cache.launch.background.group_plan import ROUTER, GroupPlan, at_known_ports, discovery_file, secret_file
 from fastdeploy_cache.launch.background.own_files import write_own
 from fastdeploy_cache.launch.background.program import END_SECONDS, START_SECONDS, EndSignals, Program, wait_ends
 from fastdeploy_cache.launch.background.run_folder import RunFolder, Slot

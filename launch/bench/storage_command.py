@@ -69,9 +69,7 @@ def _check_room(folder: Path, wanted: StorageBench) -> None:
 def _stores(wanted: StorageBench, folder: Path) -> list[StorageConfig]:
     room = 2 * (wanted.repeats + 2) * wanted.memory_bytes
     common: dict[str, Any] = {"weights_id": "bench", "start_timeout_seconds": 3.0, "task_timeout_seconds": 60.0}
-    stores = [
-        StorageConfig(folder=str(folder / "store"), admission="all", capacity_bytes=room + 2**28, **common),
-    ]
+    stores = [StorageConfig(folder=str(folder / "store"), admission="all", capacity_bytes=room + 2**28, **common)]
     if wanted.server_url is not None:
         stores.append(StorageConfig(kind="valkey", server_url=wanted.server_url, **common))
     if wanted.master_address is not None:

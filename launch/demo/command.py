@@ -103,10 +103,5 @@ def _config(files: ModelFiles, num_ranks: int, num_gpu_blocks: int, log_dir: Pat
         num_cpu_blocks=_NUM_CPU_BLOCKS,
         min_prefetch_tokens=_MIN_PREFETCH_TOKENS,
         transfer=TransferConfig(tp_size=num_ranks, log_dir=str(log_dir) if log_dir else None),
-        storage=StorageConfig(
-            folder=folder,
-            weights_id=files.digest,
-            admission="all",
-            capacity_bytes=_STORAGE_BYTES,
-        ),
+        storage=StorageConfig(folder=folder, weights_id=files.digest, admission="all", capacity_bytes=_STORAGE_BYTES),
     )

@@ -8,12 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fastdeploy_cache.launch.engines.made_up_model import (
-    SMALL,
-    write_adapter,
-    write_made_up_model,
-    write_mla_model,
-)
+from fastdeploy_cache.launch.engines.made_up_model import SMALL, write_adapter, write_made_up_model, write_mla_model
 from fastdeploy_cache.launch.engines.report import CaseResult
 from fastdeploy_cache.launch.engines.results import Passed, StageResult, answers
 from fastdeploy_cache.launch.engines.vllm_plan import Pass, Visit, pass_over

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fastdeploy_cache.config_sources import RUN_FOLDER_VARIABLE
-from fastdeploy_cache.errors import counted, duration
+from fastdeploy_cache.errors import counted, duration, named
 from fastdeploy_cache.launch.background.run_folder import folder_to_look_in
 from fastdeploy_cache.launch.operating.asking import SOMETHING_IS_WRONG, RunningCache, show_json
 
@@ -29,7 +29,6 @@ Socket = Annotated[
     ),
 ]
 _RESTART = "restart-rank"
-_NOT_KNOWN = "not known yet: it takes 10 requests, and insight.what_if"
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
@@ -48,7 +47,7 @@ def _print(shown: Any) -> None:
     else:
         from fastdeploy_cache.launch.findings import console_beside, print_table
 
-        print_table(console_beside(None, 100), shown)
+        print_table(console_beside(None, 0), shown)
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache status --watch")
@@ -72,7 +71,7 @@ def status(
         from fastdeploy_cache.launch.findings import console_beside
         from fastdeploy_cache.launch.operating.watch import watch as run
 
-        problem, code = run(cache.status, every, console_beside(None, 100))
+        problem, code = run(cache.status, every, console_beside(None, 0))
         typer.echo(f"fastdeploy-cache: {problem}", err=True)
         raise typer.Exit(code)
     document, code = cache.status()
@@ -226,18 +225,19 @@ def policy(
 def what_if(run_dir: RunDir, socket: Socket = None, json: AsJson = False) -> None:
     """Show what the last hour would have hit with other sizes of each tier: whether more memory would pay.
 
-    It is known after 10 requests. Exit status 0: shown; 1: it cannot be asked; 3: nobody listens there.
+    It is known after 10 requests, counted from the first metrics endpoint or the first such look on.
+    Exit status 0: shown; 1: it cannot be asked; 3: nobody listens there.
     """
-    from fastdeploy_cache.launch.operating.text import what_if_table
+    from fastdeploy_cache.launch.operating.text import WHAT_IF_NOT_KNOWN, what_if_table
 
     found = RunningCache(socket, run_dir).look("what-if")
-    _show(found, json, lambda: what_if_table(found) if found else _NOT_KNOWN)
+    _show(found, json, lambda: what_if_table(found) if found else WHAT_IF_NOT_KNOWN)
 
 
 @operating_app.command(epilog="Example: fastdeploy-cache flight last.flight")
 def flight(
     run_dir: RunDir,
-    file: Annotated[Path | None, typer.Argument(help="Where to; else insight.flight_folder, under a new name.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="Where to, or a folder; else insight.flight_folder.")] = None,
     socket: Socket = None,
     json: AsJson = False,
 ) -> None:
@@ -370,7 +370,7 @@ def control_cache(
 def _restarted(ranks: list[int]) -> str:
     if not ranks:
         return "nothing to restart: every rank has its process"
-    return f"rank {', '.join(map(str, ranks))} is being started; `fastdeploy-cache ranks` shows whether it comes up"
+    return f"{named('rank', ranks, 'is', 'are')} being started; `fastdeploy-cache ranks` shows whether that helps"
 
 
 def _done(verb: str, weights_id: str | None, tiers: list[str]) -> str:

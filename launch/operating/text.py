@@ -11,6 +11,10 @@ from rich.tree import Tree
 from fastdeploy_cache.errors import counted, duration
 from fastdeploy_cache.launch.findings import table_of
 
+WHAT_IF_NOT_KNOWN = (
+    "not known yet: it takes 10 requests, which are counted from the first metrics endpoint or the first such look on, "
+    "so perhaps from now on; with insight.what_if off it is never known"
+)
 _WORDS = ("prefix", "request", "phase", "state", "matched", "namespace")
 
 
@@ -99,7 +103,7 @@ def _worth(document: Mapping[str, Any]) -> list[str]:
 
 def top_table(prefixes: Sequence[Mapping[str, Any]]) -> Table:
     """Prefixes, a row for each."""
-    columns = ("prefix", "namespace", "tokens", "uses", "GPU blocks", "CPU blocks", "used before", "goes on", "pinned")
+    columns = ("prefix", "namespace", "tokens", "uses", "GPU\nblocks", "CPU\nblocks", "used\nbefore", "goes\non", "pin")
     table = table_of(columns, words=_WORDS)
     for each in prefixes:
         table.add_row(
@@ -109,7 +113,7 @@ def top_table(prefixes: Sequence[Mapping[str, Any]]) -> Table:
             str(each["num_uses"]),
             str(each["num_gpu_blocks"]),
             str(each["num_cpu_blocks"]),
-            seconds_ago(each["idle_seconds"]),
+            seconds_ago(each["idle_seconds"]).replace("under ", "<"),
             str(each["num_children"]),
             "yes" if each["is_pinned"] else "",
         )
@@ -179,7 +183,7 @@ def ranks_table(found: Mapping[str, Any]) -> Table:
 
 def pins_table(pins: Sequence[Mapping[str, Any]]) -> Table:
     """Pins, a row for each, the next to end first."""
-    table = table_of(("prefix", "tokens", "blocks", "of them on the GPU", "ends in"), words=_WORDS)
+    table = table_of(("prefix", "tokens", "blocks", "of them\non the GPU", "ends in"), words=_WORDS)
     for each in pins:
         blocks = str(each["num_blocks"]), str(each["num_gpu_blocks"])
         table.add_row(each["name"], str(each["num_tokens"]), *blocks, seconds_ago(each["seconds_left"]))

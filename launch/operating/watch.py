@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fastdeploy_cache.errors import counted
-from fastdeploy_cache.launch.findings import table_of
+from fastdeploy_cache.launch.findings import fitted, table_of
 from fastdeploy_cache.launch.operating.text import hit_rates_line, ranks_table, state_word
 
 _NUM_CAUSES = 6
@@ -32,7 +32,7 @@ def watch(status: Callable[[], tuple[dict[str, Any], int]], every_seconds: float
             if code:
                 return str(document["problem"]), code
             now = time.monotonic()
-            view = view_of(document, before, now - seen_at)
+            view = view_of(console, document, before, now - seen_at)
             if console.is_terminal:
                 live.update(view, refresh=True)
             else:
@@ -41,7 +41,7 @@ def watch(status: Callable[[], tuple[dict[str, Any], int]], every_seconds: float
             waiting.wait(every_seconds)
 
 
-def view_of(document: Mapping[str, Any], before: Mapping[str, Any], seconds: float) -> Group:
+def view_of(console: Console, document: Mapping[str, Any], before: Mapping[str, Any], seconds: float) -> Group:
     """Tiers, rates, ranks, queues and causes; `before` is the document of `seconds` earlier, or empty."""
     head = (
         f"pid {document['pid']}, {document['life_cycle']}, {counted(document['requests'], 'request')}, eviction policy "
@@ -49,23 +49,23 @@ def view_of(document: Mapping[str, Any], before: Mapping[str, Any], seconds: flo
     )
     parts: list[RenderableType] = [
         Text(head),
-        _tiers(document, before, seconds),
+        fitted(console, _tiers(document, before, seconds)),
         Text(hit_rates_line(document)),
         _queues(document),
     ]
     if document["ranks"]:
-        parts.append(ranks_table(document))
+        parts.append(fitted(console, ranks_table(document)))
     missed = sorted(document["missed_tokens"].items(), key=lambda item: -item[1])[:_NUM_CAUSES]
     causes = table_of(("cause", "tokens missed", "since the last view"), words=("cause",))
     for cause, count in missed:
         if count:
             causes.add_row(cause, str(count), _change(count, before.get("missed_tokens", {}).get(cause)))
-    return Group(*parts, causes if causes.rows else Text("no token was missed yet"))
+    return Group(*parts, fitted(console, causes) if causes.rows else Text("no token was missed yet"))
 
 
 def _tiers(document: Mapping[str, Any], before: Mapping[str, Any], seconds: float) -> Table:
     states = list(document["tiers"]["gpu"])
-    table = table_of(("tier", *map(state_word, states), "evicted", "evicted/s", "copied in/s"), words=("tier",))
+    table = table_of(("tier", *map(state_word, states), "evicted", "evicted/s", "in/s"), words=("tier",))
     copied = {"gpu": "swapped_in_blocks", "cpu": "swapped_out_blocks"}
     for tier, counts in document["tiers"].items():
         gone, came = document["evicted_blocks"][tier], document[copied[tier]]

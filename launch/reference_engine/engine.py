@@ -85,10 +85,7 @@ class Engine:
         self._transfers = OpenTransfers(self._line.ring)
         self._sends = Sends(cache, self._transfers)
         self._receives = Receives(
-            cache,
-            self._transfers,
-            max_open=settings.max_running,
-            can_recompute=settings.recompute_not_received,
+            cache, self._transfers, max_open=settings.max_running, can_recompute=settings.recompute_not_received
         )
 
     def step(self) -> bool:

@@ -60,12 +60,7 @@ class Intake:
         return self._enqueue(Generation(request, max_new_tokens, sampling or Sampling(), offer=offer))
 
     def submit_prefill(
-        self,
-        prompt_token_ids: np.ndarray[Any, Any],
-        max_new_tokens: int = 0,
-        *,
-        namespace: str = "",
-        name: str = _NAME,
+        self, prompt_token_ids: np.ndarray[Any, Any], max_new_tokens: int = 0, *, namespace: str = "", name: str = _NAME
     ) -> Generation:
         """Queue a prompt whose full blocks are computed for another instance; see `Generation.wait_send`.
 

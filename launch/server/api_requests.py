@@ -8,12 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from fastdeploy_cache.launch.reference_engine.sampling import Sampling
-from fastdeploy_cache.launch.server.api_fields import (
-    MAX_PROMPTS,
-    RefusedFieldError,
-    asked_fields,
-    refusal_of,
-)
+from fastdeploy_cache.launch.server.api_fields import MAX_PROMPTS, RefusedFieldError, asked_fields, refusal_of
 
 DEFAULT_NEW_TOKENS = 64  # of a chat
 _Count = Annotated[int, msgspec.Meta(ge=1)]

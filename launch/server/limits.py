@@ -109,11 +109,7 @@ class Connection(web.RequestHandler):
             self.transport.close()
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Answer what cannot be read, and what failed, as everything is answered; the connection ends."""
         if isinstance(exc, ClientGoneError):

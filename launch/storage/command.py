@@ -20,7 +20,6 @@ from fastdeploy_cache.launch.storage.place import Place, open_place
 from fastdeploy_cache.launch.storage.report import Facts
 from fastdeploy_cache.transfer_manager.storage.admin import Checked, Cleared, StorageAdmin
 
-_WIDTH = 100
 _NUM_NAMED = 5  # of the weights that are there, in a message
 _NUM_SHOWN = 20  # of a space's damaged objects
 Names = Mapping[str, str]
@@ -190,7 +189,7 @@ def _console(json_file: Path | None) -> Console:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a store may hold names that a terminal cannot show
-    return console_beside(json_file, _WIDTH)
+    return console_beside(json_file, 0)
 
 
 def _say(console: Console, text: str) -> None:

@@ -110,6 +110,14 @@ def test_a_later_source_may_give_a_size_in_another_way(tmp_path: Path) -> None:
     assert config.pool_sizes() == (4, 7)
 
 
+def test_only_load_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration that a program builds by itself is what it says, as control.md and configuration.md tell."""
+    monkeypatch.setenv("FASTDEPLOY_CACHE_INSIGHT__CONTROL_SOCKET", "/run/of/others.sock")
+    given = {"block_size": 16, "num_gpu_blocks": 4, "transfer_client": "inline"}
+    assert CacheConfig(**given).insight.control_socket is None  # type: ignore[arg-type]
+    assert CacheConfig.load(None, **given).insight.control_socket == "/run/of/others.sock"
+
+
 def test_sizes_may_have_units(tmp_path: Path) -> None:
     """In a file, in the environment and as arguments, in tables and outside; what is no size is named with its key."""
     path = tmp_path / "cache.toml"

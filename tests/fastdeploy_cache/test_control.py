@@ -330,7 +330,7 @@ def test_exit_statuses_of_the_command(stub: Stub, path: Path) -> None:
     assert control(path, "sleep").stdout == "after sleep\n"
     assert stub.calls[:2] == [("sleep", 4.0, ("gpu",)), ("update-weights", 30.0, "v3")]
     restarted = control(path, "restart-rank").stdout
-    assert restarted == "rank 0, 2 is being started; `fastdeploy-cache ranks` shows whether it comes up\n"
+    assert restarted == "ranks 0 and 2 are being started; `fastdeploy-cache ranks` shows whether that helps\n"
     assert json.loads(control(path, "restart-rank", "3", "--json").stdout) == {"ranks": [3]}
     assert stub.calls[-2:] == [("restart-rank", None), ("restart-rank", 3)]
     stub.before = lambda: 1 / 0

@@ -11,6 +11,8 @@ from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.explanation import Miss
 from fastdeploy_cache.insight.doctor import examine
 from fastdeploy_cache.insight.evidence import evidence_of
+from fastdeploy_cache.insight.process_troubles import ProcessTrouble
+from fastdeploy_cache.transfer_manager.client import ProcessHealth
 from tests.rigs.asker import Asker
 from tests.rigs.sick_caches import NUM_PROMPTS, SICK, prompt, rounds
 from tests.rigs.sick_stores import SICK_STORES, StoreAsker
@@ -121,3 +123,34 @@ def test_a_small_cpu_tier_is_told_to_grow() -> None:
         )
         (finding,) = examine(sick)
         assert finding.name == "evicted_before_copied" and words in finding.advice
+
+
+def test_what_new_weights_made_worthless_is_no_fault() -> None:
+    """What was computed with others is missed after every change of weights, with a store (which goes by their name)
+    and without; the explanation says so, and the doctor advises nothing. `SICK` has resets without a reason."""
+    asker = Asker(num_gpu=100)
+    asker.client.auto = True
+    for _ in range(30):
+        asker.serve(prompt(0))
+        asker.cache.life.update_weights()
+    (miss, *_) = next(iter(asker.cache.explain_last(1))).misses
+    assert miss.cause is Cause.RESET and "the weights had changed" in str(miss) and names(asker) == []
+    asker.cache._books.follow_weights("a")
+    asker.serve(prompt(0))
+    asker.cache._books.follow_weights("b")
+    asker.serve(prompt(0))
+    assert "the weights had changed" in str(next(iter(asker.cache.explain_last(1))).misses[0])
+
+
+def test_several_ranks_are_spoken_of_as_several() -> None:
+    """One is down, and two or more are; likewise of those that are off, and of processes of storage."""
+    case = evidence_of(Asker().config, Asker().cache.stats(), [], Asker().cache._books)
+    for state, kind, one, more in (
+        (ProcessHealth.STARTING, "transfer", "Rank 0 is down", "Ranks 0, 1 and 2 are down"),
+        (ProcessHealth.OFF, "transfer", "Rank 0 has died too often", "Ranks 0, 1 and 2 have died too often"),
+        (ProcessHealth.STARTING, "storage", "Rank 0 has no storage process", "Ranks 0, 1 and 2 have no storage proc"),
+    ):
+        for num_ranks, words in ((1, one), (3, more)):
+            troubles = [ProcessTrouble(kind, rank, state) for rank in range(num_ranks)]
+            (finding,) = examine(dataclasses.replace(case, troubles=troubles))
+            assert finding.evidence.startswith(words)

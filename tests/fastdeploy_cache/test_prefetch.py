@@ -220,7 +220,7 @@ def test_a_queue_larger_than_the_cpu_tier_hits_all_of_it() -> None:
     found = [served(rig, request) for request in requests]
     assert [in_the_end for _, in_the_end in found] == [40] * 8
     assert [at_once for at_once, _ in found[:3]] == [40] * 3
-    assert rig.model.cache.storage.stats().num_fetched_blocks == 80, "something was read twice"
+    assert rig.model.cache.stats().storage.num_fetched_blocks == 80, "something was read twice"
     rig.finish()
 
 

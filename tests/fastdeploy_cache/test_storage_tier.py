@@ -7,7 +7,9 @@ import pytest
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.transfer_manager.task import TaskKind
+from tests.rigs.simulated_storage import SimulatedStorage
 from tests.rigs.storage_rig import STORE, A, Rig, stored
+from tests.rigs.storage_trouble import metric
 
 
 def test_what_one_engine_wrote_another_finds() -> None:
@@ -219,4 +221,33 @@ def test_a_store_that_is_away_for_long_costs_no_memory() -> None:
     rig.store.come_back()
     rig.land_all()
     assert 0 < len(rig.store.objects) <= 32
+    rig.finish()
+
+
+def test_what_was_counted_of_storage_goes_on_over_stores_and_their_processes() -> None:
+    """A counter of metrics never falls: not when another store comes (as for new weights), not while there is none, and
+    not when a store's process is started again, which counts what it has lost from nothing."""
+    rig = Rig()
+    cache = rig.model.cache
+    rig.store.counts = {"num_evicted": 5, "num_declined": 1}
+    rig.model.serve_and_copy(A)
+    rig.land_all()
+
+    def counted() -> tuple[int, ...]:
+        blocks = metric(cache, "storage_blocks_total", fate="written")
+        lost = [metric(cache, "storage_lost_objects_total", reason=reason) for reason in ("evicted", "declined")]
+        return blocks, *lost
+
+    assert counted() == (10, 5, 1)
+    rig.store.counts = {"num_evicted": 2, "num_declined": 1}  # of a process that has taken the place of the other
+    rig.model.serve_and_copy([900, *A])
+    rig.land_all()
+    assert counted() == (20, 7, 2)
+    cache.storage.detach()
+    assert counted() == (20, 7, 2) and metric(cache, "storage_up") == 0
+    rig.store = SimulatedStorage(rig.model.client)
+    cache.storage.attach(STORE, client=rig.store)
+    rig.model.serve_and_copy([800, *A])
+    rig.land_all()
+    assert counted() == (30, 7, 2) and cache.stats().storage.num_written_blocks == 10  # type: ignore[union-attr]
     rig.finish()

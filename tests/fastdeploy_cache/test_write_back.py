@@ -150,9 +150,10 @@ def test_a_full_tier_is_not_copied_into_at_release() -> None:
     model.finish()
 
 
-def told_losses(caplog: pytest.LogCaptureFixture, **settings: object) -> list[str]:
+def told_losses(caplog: pytest.LogCaptureFixture, *, is_up: bool = True, **settings: object) -> list[str]:
     """What the log says while twenty blocks after twenty are lost."""
     model = write_back(**settings)  # type: ignore[arg-type]
+    model.client.up = is_up
     with no_copies(model):
         for start in range(0, 4000, 100):
             model.serve([start + i for i in range(20)], stays=False, patient=True)
@@ -170,6 +171,16 @@ def test_what_has_no_room_is_told_to_need_room(caplog: pytest.LogCaptureFixture)
     lines = told_losses(caplog, layout=LAYOUT, num_cpu=10)
     assert lines and not any("cpu_write_policy" in line for line in lines)
     assert all("reason=cpu_tier_full" in line and "num_cpu_blocks or" in line for line in lines)
+
+
+@pytest.mark.parametrize("num_cpu", [10, 4000])
+def test_what_is_lost_while_a_rank_is_down_is_told_to_need_the_ranks(
+    caplog: pytest.LogCaptureFixture, num_cpu: int
+) -> None:
+    """Nothing can be copied then, however large the CPU tier is, and however early it is tried: neither is advised."""
+    lines = told_losses(caplog, is_up=False, layout=LAYOUT, num_cpu=num_cpu)
+    assert lines and all("reason=ranks_not_up" in line and "rank" in line.partition("remedy")[2] for line in lines)
+    assert not any("num_cpu_blocks or" in line or "cpu_write" in line for line in lines)
 
 
 def test_a_simulation_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:

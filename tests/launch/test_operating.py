@@ -104,7 +104,8 @@ def test_a_flight_is_written_and_replayed(path: Path, tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_other_sizes_are_shown_once_they_are_known(path: Path) -> None:
     """Before there are 10 requests that is said; the document is a list all the same."""
-    assert found(path, "what-if") == [] and "10 requests" in run(path, "what-if").stdout
+    assert found(path, "what-if") == [] and "10 requests" in (said := run(path, "what-if").stdout)
+    assert "from now on" in said and "insight.what_if off" in said  # however many there were
 
 
 @pytest.mark.processes
@@ -287,7 +288,7 @@ def document(evicted: int = 0, missed: int = 0, **fields: Any) -> dict[str, Any]
 def viewed(now: dict[str, Any], before: dict[str, Any]) -> str:
     """The live view, two seconds after that before."""
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(view_of(now, before, 2.0))
+    console.print(view_of(console, now, before, 2.0))
     console.file.close()
     return console.export_text()
 

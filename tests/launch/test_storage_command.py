@@ -47,8 +47,9 @@ def fill(folder: Path) -> None:
             rig.write(1, 2, 3, 4)
 
 
-def test_ls(tmp_path: Path) -> None:
+def test_ls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line for each weights; names that would play tricks on a terminal are quoted."""
+    monkeypatch.setenv("COLUMNS", "120")
     fill(tmp_path)
     result = run("ls", "--folder", str(tmp_path))
     assert result.returncode == 0 and result.stderr == ""

@@ -267,8 +267,8 @@ def test_a_long_id_is_on_one_line(tmp_path: Path, columns: str) -> None:
     with Rig(tmp_path, space=space_of(weights_id), num_slots=1000) as rig:
         rig.write(1)
     for command in ("ls", "verify"):
-        lines = [line for line in run(tmp_path, command, COLUMNS=columns).text.splitlines() if line.startswith("│")]
-        assert len(lines) == 1 and f"│ {weights_id} │" in lines[0] and lines[0].endswith("│")
+        lines = [line for line in run(tmp_path, command, COLUMNS=columns).text.splitlines() if weights_id in line]
+        assert len(lines) == 1 and weights_id in lines[0].split()
 
 
 def test_stat_says_what_the_numbers_of_a_shape_are(tmp_path: Path) -> None:

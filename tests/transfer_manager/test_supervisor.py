@@ -210,3 +210,42 @@ def test_a_killed_rank_that_lingers_is_not_looked_at_all_the_time(world: World) 
     supervisor.tick(6.0)
     assert world.processes[0].num_kills == 1
     assert supervisor.next_tick(6.1) > 0
+
+
+def test_what_has_ended_by_itself_was_not_killed(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """It is to be killed, for whatever reason, when it is gone already: no line says that we did, and its failure says
+    how it ended; and no task is given to it meanwhile."""
+    supervisor = world.supervisor()
+    supervisor.tick(0.0)
+    ready(supervisor, 0.0)
+    world.processes[0].code = -11
+    supervisor.kill("task 7 passed its deadline")
+    assert not supervisor.is_usable and supervisor.dying and world.processes[0].num_kills == 0
+    assert supervisor.reap(0.1)
+    assert "rank_killed" not in caplog.text and "killed because" not in supervisor.last_failure
+    assert "exited with code -11" in supervisor.last_failure
+
+
+def test_one_whose_queue_is_disconnected_may_end_by_itself(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """A process that dies closes its queue before anybody can be told of its death: it is not killed for that at once,
+    and gets no task. One that lives on without a queue is killed a moment later, once, and nobody spins."""
+    supervisor = world.supervisor()
+    supervisor.tick(0.0)
+    ready(supervisor, 0.0)
+    supervisor.cut_off(0.0)
+    assert not supervisor.is_usable and 0 < supervisor.next_tick(0.0) <= 1
+    supervisor.tick(0.1)
+    die(supervisor, 0.2)
+    assert "rank_killed" not in caplog.text and "killed because" not in supervisor.last_failure
+    supervisor.tick(1.0)
+    ready(supervisor, 1.0)
+    assert supervisor.is_usable
+    supervisor.cut_off(1.0)
+    supervisor.tick(1.5)
+    assert world.processes[1].num_kills == 0
+    for now in (2.1, 2.2):
+        supervisor.cut_off(now)
+        supervisor.tick(now)
+        assert world.processes[1].num_kills == 1 and supervisor.next_tick(now) > 0
+    die(supervisor, 2.3)
+    assert "killed because its queue is disconnected" in supervisor.last_failure

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 
-from fastdeploy_cache.errors import CodecError, IPCError, QueueDisconnectedError, counted
+from fastdeploy_cache.errors import CodecError, IPCError, QueueDisconnectedError, counted, named
 from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.poller import Poller, Wakeup
 from fastdeploy_cache.ipc.task_queue import TaskQueue
@@ -38,8 +39,9 @@ class ProcessIO:
 
     def __init__(self, config: TransferConfig, kind: ProcessKind, owner: ProcessOwner, callbacks: Callbacks) -> None:
         self._config, self._kind, self._owner, self.callbacks = config, kind, owner, callbacks
+        new_queue = functools.partial(TaskQueue, len(Lane), config.max_tasks_in_flight)
         self.ranks = [
-            RankSupervisor(rank, config, signal, self._new_queue, owner.spawn, process_name=kind.name)
+            RankSupervisor(rank, config, signal, new_queue, owner.spawn, process_name=kind.name)
             for rank, signal in enumerate(owner.signals)
         ]
         self.tasks = TaskFlow(owner.signals, callbacks, config.max_tasks_in_flight, in_order=kind.in_order)
@@ -57,9 +59,6 @@ class ProcessIO:
             rank.parked = not owner.may_run(rank.rank)
         if any(rank.parked for rank in self.ranks):  # who brings what they lack comes later: nobody waits for it here
             self.started.set()
-
-    def _new_queue(self) -> TaskQueue:
-        return TaskQueue(len(Lane), self._config.max_tasks_in_flight)
 
     def run(self) -> None:
         """The thread: until `stopping` is set; then processes end and every task is answered."""
@@ -211,8 +210,9 @@ class ProcessIO:
             if not self.tasks.all_ready.is_set():
                 usable = [rank for rank in ranks if rank.is_usable]
                 if not usable or task.kind.needs_all_ranks:
-                    down = ", ".join(str(rank.rank) for rank in ranks if not rank.is_usable)
-                    self.tasks.refuse(task, f"rank {down} is down" if down else "the ranks are not ready")
+                    down = [rank.rank for rank in ranks if not rank.is_usable]
+                    who = f"{named('rank', down, 'is', 'are')} down" if down else "the ranks are not ready"
+                    self.tasks.refuse(task, who)
                     continue
                 ranks = usable
             flight = self.tasks.flights.add(task, [rank.rank for rank in ranks])
@@ -222,7 +222,7 @@ class ProcessIO:
                     rank.queue.put(encode(TaskMessage(rank.incarnation, task)), task.kind.lane)
                 except IPCError as error:
                     if isinstance(error, QueueDisconnectedError):  # alive or not, it can never be reached again
-                        rank.kill("its queue is disconnected")
+                        rank.cut_off(time.monotonic())
                     self._fail(flight, rank, str(error))
 
     def _fail(self, flight: Flight, rank: RankSupervisor, error: str, *, was_tried: bool = False) -> None:

@@ -23,6 +23,7 @@ from fastdeploy_cache.transfer_manager.task import Lane
 
 logger = event_log(__name__)
 
+_END_SECONDS = 1.0  # for a process whose queue is disconnected to end by itself
 _MAX_DOUBLINGS = 30  # of the pause before a restart; more would overflow after a thousand deaths
 
 
@@ -121,6 +122,7 @@ class RankSupervisor:
         self._ready_before = 0.0
         self._restart_at = 0.0
         self._killed_for = ""
+        self._is_ending, self._end_before = False, math.inf
 
     @property
     def num_busy_lanes(self) -> int:
@@ -141,6 +143,7 @@ class RankSupervisor:
         self._ready_lanes.clear()
         self._ready_before = now + self._config.start_timeout_seconds
         self._killed_for = ""
+        self._is_ending, self._end_before = False, math.inf
         self.blamed = True
         try:
             self.queue = self._new_queue()
@@ -178,20 +181,28 @@ class RankSupervisor:
             logger.info("event=rank_ready process=%s rank=%d incarnation=%d", self._name, self.rank, self.incarnation)
 
     def kill(self, reason: str, blamed: bool = True, level: int = logging.WARNING) -> None:
-        """SIGKILL it; its death is noticed like any other."""
-        if self.process is not None and not self._killed_for:
+        """SIGKILL it; its death is noticed like any other. One that has ended by itself says how, and not this."""
+        if self.process is None or self._killed_for:
+            return
+        self._is_ending, self._end_before, self.blamed = True, math.inf, blamed
+        if self.process.reap() is None:
             text = "event=rank_killed process=%s rank=%d incarnation=%d reason=%r"
             logger.log(level, text, self._name, self.rank, self.incarnation, reason)
             # Only the first reason: a rank that is killed for a stuck task falls silent, too, and would then be said to
             # have died of the silence that the kill has caused.
             self._killed_for = reason
-            self.blamed = blamed
             self.process.kill()
+
+    def cut_off(self, now: float) -> None:
+        """Its queue is disconnected: it can never be reached again. Nearly always it is ending, which closes the queue
+        before anybody can be told how it ends; where it does not end by itself, it is killed a moment later."""
+        if not self._is_ending:
+            self._is_ending, self._end_before = True, now + _END_SECONDS
 
     @property
     def dying(self) -> bool:
-        """Killed but not reaped: its pid descriptor tells when it is gone, no deadline matters until then."""
-        return self.process is not None and bool(self._killed_for)
+        """Killed or ended, but not reaped: its pid descriptor tells when it is gone, no deadline matters until then."""
+        return self.process is not None and self._is_ending
 
     @property
     def state(self) -> ProcessHealth:
@@ -232,6 +243,8 @@ class RankSupervisor:
         if self.phase in (Phase.DOWN, Phase.OFF) and self.process is None:
             if now >= self._restart_at and not self.parked:
                 self.launch(now)
+        elif now > self._end_before:
+            self.kill("its queue is disconnected")
         elif self.phase is Phase.STARTING and now > self._ready_before:
             self.kill(f"it was not ready within {self._config.start_timeout_seconds} s")
         elif self.phase is Phase.READY:
@@ -249,7 +262,7 @@ class RankSupervisor:
             return max(0.0, self._restart_at - now)
         if self.phase is Phase.STARTING and not self.dying:
             return max(0.0, self._ready_before - now)
-        return self._config.heartbeat_timeout_seconds / 4
+        return max(0.0, min(self._config.heartbeat_timeout_seconds / 4, self._end_before - now))
 
     def restart(self, now: float) -> None:
         """Start it now, however often it has died; nothing where it runs, or has nothing to work on."""

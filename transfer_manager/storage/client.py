@@ -8,7 +8,7 @@ from typing import Protocol
 from fastdeploy_cache.errors import StorageRefusedError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.shared_array import SharedArray
-from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus, TaskClient
+from fastdeploy_cache.transfer_manager.client import OnResult, TaskClient
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.process.callbacks import Callbacks
 from fastdeploy_cache.transfer_manager.process.client import Processes, config_beside
@@ -17,7 +17,6 @@ from fastdeploy_cache.transfer_manager.storage.config import StorageConfig
 from fastdeploy_cache.transfer_manager.storage.file_place import check_place
 from fastdeploy_cache.transfer_manager.storage.keys import KeySpace
 from fastdeploy_cache.transfer_manager.storage.owner import StorageOwner
-from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
 logger = event_log(__name__)
 
@@ -65,7 +64,9 @@ class StorageProcesses:
         )
         self._storage = config
         self._owner = StorageOwner(config, beside, spaces=spaces, segments=segments)
-        self._processes = Processes(beside, ProcessKind(name="storage", is_optional=True), self._owner)
+        self._processes = own = Processes(beside, ProcessKind(name="storage", is_optional=True), self._owner)
+        self.submit, self.cancel, self.has_room = own.submit, own.cancel, own.has_room
+        self.wait_ready, self.statuses, self.stop = own.wait_ready, own.statuses, own.stop
 
     def start(self, on_result: OnResult, on_ready: Callable[[], None]) -> None:
         try:
@@ -85,24 +86,6 @@ class StorageProcesses:
     def needs_token_ids(self) -> bool:
         return self._owner.needs_token_ids
 
-    def submit(self, task: TransferTask) -> None:
-        self._processes.submit(task)
-
-    def cancel(self, task_id: int) -> None:
-        self._processes.cancel(task_id)
-
-    def has_room(self, kind: TaskKind) -> bool:
-        return self._processes.has_room(kind)
-
     @property
     def available(self) -> bool:
         return self._processes.available
-
-    def wait_ready(self, timeout_seconds: float) -> bool:
-        return self._processes.wait_ready(timeout_seconds)
-
-    def statuses(self) -> list[RankStatus]:
-        return self._processes.statuses()
-
-    def stop(self) -> None:
-        self._processes.stop()

@@ -65,16 +65,10 @@ class PrefixCacheManager:
             ConfigError: an impossible setting.
         """
         current = CurrentCache(
-            config,
-            tp_size=tensor_parallel_size,
-            splitwise_role=splitwise_role,
-            data_parallel_id=local_data_parallel_id,
+            config, tp_size=tensor_parallel_size, splitwise_role=splitwise_role, data_parallel_id=local_data_parallel_id
         )
         self.parts = Parts.of(
-            current,
-            tensor_parallel_size,
-            load_timeout_seconds=load_timeout_seconds,
-            schedules_ahead=schedules_ahead,
+            current, tensor_parallel_size, load_timeout_seconds=load_timeout_seconds, schedules_ahead=schedules_ahead
         )
 
     cache = Shown(lambda parts: parts.current.cache)  # the native one; another after a launch, or with a new size

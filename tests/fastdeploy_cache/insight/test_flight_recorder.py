@@ -186,15 +186,13 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, monkeypatch
     assert [each.name for each in tmp_path.iterdir()] == ["a.flight"] and path.read_bytes() == old
 
 
-@pytest.mark.parametrize("kind", ["text", "empty", "folder", "link", "dangling", "link to a recording", "fifo"])
+@pytest.mark.parametrize("kind", ["text", "empty", "link", "dangling", "link to a recording", "fifo"])
 def test_nothing_but_a_recording_is_replaced(tmp_path: Path, kind: str) -> None:
     """Whatever else is there stays as it is, and so does what a link points to; the verb of the socket is this call."""
     path, other = tmp_path / "a.flight", tmp_path / "other"
     other.write_text("precious")
     with new_cache() as cache:
-        if kind == "folder":
-            path.mkdir()
-        elif kind == "fifo":
+        if kind == "fifo":
             os.mkfifo(path)
         elif "link" in kind or kind == "dangling":
             if kind == "link to a recording":
@@ -210,6 +208,25 @@ def test_nothing_but_a_recording_is_replaced(tmp_path: Path, kind: str) -> None:
     assert (after.st_ino, after.st_mode, after.st_mtime_ns) == (before.st_ino, before.st_mode, before.st_mtime_ns)
     assert other.read_bytes() == data
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.flight", "other"]
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_folder_gets_a_new_file_each_time(tmp_path: Path, is_link: bool) -> None:
+    """Nothing that is there goes for it, however many recordings; without a path and a setting, that is said."""
+    folder = tmp_path / "some"
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"flight-{number}.flight").write_text("precious")
+    if is_link:
+        folder = tmp_path / "link"
+        folder.symlink_to("some")
+    with new_cache() as cache:
+        files = {cache.insight.write_flight(folder) for _ in range(2)}
+        with pytest.raises(RecordingError, match="is not set; name a folder, or a new file"):
+            cache.insight.write_flight()
+    assert len(files) == 2 and len(list(folder.iterdir())) == 22
+    for file in files:
+        assert file.parent == folder and read_recording(file) and file.stat().st_mode & 0o777 == 0o600
 
 
 def test_without_a_ring_nothing_is_noted(tmp_path: Path) -> None:
