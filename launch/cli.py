@@ -267,7 +267,7 @@ def control(
     trace_block_size: Annotated[int, typer.Option(min=1, help="Tokens that one hash id of it stands for.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="How often each workload is served; medians count.")] = 5,
     scale_blocks: Annotated[
-        str, typer.Option(help="Pool sizes, of full pools and worst calls; try 10000000, too.")
+        str, typer.Option(help="Pool sizes of at least 640, of full pools and worst calls; of two, also the ratio.")
     ] = "10000,100000,1000000",
     max_runs: Annotated[
         int, typer.Option(min=1, help="Pools of more cached prompts are left out of the worst calls: they take long.")

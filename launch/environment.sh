@@ -44,6 +44,15 @@ EOF
     [ $status != 2 ] || exit 2
 }
 
+# apt_command NAMES...: what a person is to type who has to install these; a fresh system has no lists of packages yet
+apt_command() {
+    local as=""
+    if [ "$(id -u)" != 0 ]; then
+        if command -v sudo >/dev/null 2>&1; then as="sudo "; else printf 'as root, '; fi
+    fi
+    printf '%s\n' "${as}apt-get update && ${as}apt-get install $*"
+}
+
 find_python() {
     local candidate
     for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
@@ -53,7 +62,7 @@ find_python() {
             return
         fi
     done
-    die "Python 3.11 or newer is missing; on Debian or Ubuntu: apt-get install python3 python3-venv"
+    die "Python 3.11 or newer is missing; on Debian or Ubuntu: $(apt_command python3 python3-venv)"
 }
 
 # need_packages NAMES...: system packages that pip cannot bring: installed where we may (root with apt-get), else named
@@ -64,7 +73,7 @@ need_packages() {
         { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@"; } >/dev/null ||
             die "apt-get install $* failed; install by hand what it names"
     else
-        die "missing system packages: $*; on Debian or Ubuntu: sudo apt-get install $*"
+        die "missing system packages: $*; on Debian or Ubuntu: $(apt_command "$@")"
     fi
 }
 

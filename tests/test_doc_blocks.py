@@ -57,6 +57,8 @@ NOT_RUN = {  # how a command begins: why it is not run here
     "./launch/gpu.sh": "needs a GPU",
     "runuser": "needs root, and a service of systemd",
     "pip": "fetches packages",
+    "python3 -m venv": "makes an environment: launch/environment.sh does, for tests/launch/test_scripts.py",
+    ". .venv/bin/activate": "changes the shell",
     "python3 -m pip": "fetches packages",
     "python3.12 -m pip": "fetches packages",
     "unzip": "needs what pip has fetched",

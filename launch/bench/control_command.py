@@ -94,7 +94,8 @@ def bench_control(options: ControlOptions, json_file: Path | None) -> bool:
             _run_full_pools(report, scale_blocks, vllm)
         _run_edges(report)
         _run_eviction(report, scale_blocks[-1])
-        _run_scale(report, scale_blocks)
+        if len(scale_blocks) > 1:  # the ratio is of two
+            _run_scale(report, scale_blocks)
         run_pauses(report, scale_blocks, options.max_runs)
         report.note("Smaller is better throughout, but for hits.")
         return report.end()
@@ -105,8 +106,8 @@ def _scale_blocks(sizes: str) -> list[int]:
         blocks = [int(size) for size in sizes.split(",")]
     except ValueError:
         blocks = []
-    if len(blocks) < 2 or min(blocks) < Scale.MIN_BLOCKS:
-        raise LaunchError(f"--scale-blocks is {sizes!r}; give two or more sizes of at least {Scale.MIN_BLOCKS} blocks")
+    if min(blocks, default=0) < Scale.MIN_BLOCKS:
+        raise LaunchError(f"--scale-blocks is {sizes!r}; give sizes of at least {Scale.MIN_BLOCKS} blocks")
     return blocks
 
 

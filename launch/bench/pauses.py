@@ -55,8 +55,8 @@ class Pool(NamedTuple):
 def pools_of(sizes: Sequence[int], max_runs: int) -> tuple[list[Pool], list[Pool]]:
     """The pools to measure, and those left out because they have more runs than that: they take long."""
     wanted = [Pool(size, length) for length in (64, 4, 1) for size in sizes]
-    wanted += [Pool(sizes[-1], 64, 2.0), Pool(sizes[-2], 4, 2.0)]
-    wanted += [Pool(sizes[-1], 64, policy="reuse"), Pool(sizes[-2], 4, policy="reuse")]
+    wanted += [Pool(sizes[-1], 64, 2.0), Pool(sizes[-2:][0], 4, 2.0)]
+    wanted += [Pool(sizes[-1], 64, policy="reuse"), Pool(sizes[-2:][0], 4, policy="reuse")]
     return [pool for pool in wanted if pool.num_runs <= max_runs], [p for p in wanted if p.num_runs > max_runs]
 
 

@@ -63,11 +63,12 @@ def _run(
     with progress_on(console) as progress:
 
         def bar(title: str, num_turns: int) -> Callable[[], None]:
+            if not console.is_terminal:  # where no bar is seen until all is over
+                console.print(f"Playing {title.strip()} ...")
             task = progress.add_task(title, total=len(CONVERSATIONS) * num_turns)
             return lambda: progress.advance(task)
 
         def run(title: str, chosen: CacheConfig, kill_rank: int | None) -> Played:
-            shown = bar(title, num_turns)
             return play(
                 files,
                 tokenizer,
@@ -75,7 +76,7 @@ def _run(
                 CONVERSATIONS,
                 max_new_tokens=max_new_tokens,
                 kill_rank=kill_rank,
-                on_answer=shown,
+                on_answer=bar(title, num_turns),
             )
 
         cached = run("with the cache     ", config, kill_rank)

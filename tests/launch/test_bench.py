@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.bench import control_command
 from fastdeploy_cache.launch.bench.control import chain_floor, match_over_edges
 from fastdeploy_cache.launch.bench.control_command import ControlOptions, bench_control
@@ -105,7 +106,7 @@ def test_the_program_writes_every_promised_figure(tmp_path: Path) -> None:
     reach = {entry["name"]: entry for entry in found["reach"]}
     assert len(reach) == len(found["reach"])
     for words in (
-        *("chat", "long", "trace", "edges", "eviction", "scale", "with CPU tier", "reuse / lru", "bytes per block"),
+        *("chat", "long", "trace", "edges", "eviction", "scale", "with CPU tier", "reuse / lru"),
         *("chat, block 16: from a list / vLLM", "decode step", "full pool of 640 blocks: whole / vLLM"),
         *(
             "64 blocks, 6400: any verb",
@@ -115,6 +116,7 @@ def test_the_program_writes_every_promised_figure(tmp_path: Path) -> None:
         ),
     ):
         assert any(words in name for name in reach), words
+    assert not any("bytes per block" in name for name in reach), "of such small pools none are promised"
     assert all(entry["ok"] == (entry["value"] <= entry["limit"]) for entry in found["reach"])
     assert are_kept == all(entry["ok"] for entry in found["reach"])
     assert found["machine"]["num_cores"] >= 1
@@ -144,3 +146,17 @@ def test_the_command_passes_its_options_on(is_kept: bool, tmp_path: Path, monkey
     assert CliRunner().invoke(app, ["bench", "control"]).exit_code == (0 if is_kept else 1)
     expected = ControlOptions(Path("t"), 16, 2, "640,1280", 9, "vllm=there")
     assert asked == [(expected, tmp_path / "j"), (ControlOptions(), None)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"), [("640", [640]), ("640,6400", [640, 6400]), ("", None), ("639,6400", None)]
+)
+def test_one_size_of_a_pool_is_enough(sizes: str, wanted: list[int] | None) -> None:
+    """Without a second one there is no ratio; what is too small is refused, and the help says how small."""
+    if wanted is None:
+        with pytest.raises(LaunchError, match="give sizes of at least 640 blocks"):
+            control_command._scale_blocks(sizes)
+    else:
+        assert control_command._scale_blocks(sizes) == wanted
+    shown = CliRunner().invoke(app, ["bench", "control", "--help"], env={"COLUMNS": "300"}).stdout
+    assert "at least 640" in shown

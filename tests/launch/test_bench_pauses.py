@@ -96,6 +96,22 @@ def test_a_pool_that_misses_is_filled_once_more(tmp_path: Path, monkeypatch: pyt
     assert reach["64 blocks with a CPU tier, 1280: lock held, ms"] == 1.0
 
 
+@pytest.mark.parametrize(("sizes", "judged"), [([640], None), ([640, 99_999], None), ([10_000, 100_000], 100_000)])
+def test_bytes_are_judged_of_large_pools_alone(
+    sizes: list[int], judged: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a small one what every process has counts for more than its blocks; the name of a promise has the size. One
+    size alone will do."""
+    times = {verb: dict.fromkeys(STATISTICS, 1.0) for verb in (*VERBS, RESET, LOCK)}
+    monkeypatch.setattr(pause_tables, "pauses_apart", lambda _: PoolFigures(times, 1000.0))
+    report = Report(tmp_path / "j")
+    pause_tables.run_pauses(report, sizes, 250_000)
+    assert report.end() is (judged is None)
+    found = json.loads((tmp_path / "j").read_text())
+    missed = [entry["name"] for entry in found["reach"] if not entry["ok"]]
+    assert missed == [f"bytes per block, runs of {n}, pool of {judged}" for n in (64, 4, 1) if judged is not None]
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("pool", [Pool(640, 4), Pool(1280, 64, 2.0), Pool(1280, 64, policy="reuse")])
 def test_all_is_found_of_a_small_pool(pool: Pool) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
 from rich.console import Console
 
+from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.cli import app
+from fastdeploy_cache.launch.demo import command
 from fastdeploy_cache.launch.demo.next_steps import next_steps
 from fastdeploy_cache.launch.demo.report import KINDS, show
 
@@ -63,3 +67,20 @@ def test_a_busy_machine_is_told_beside_the_times(monkeypatch: pytest.MonkeyPatch
     printed = StringIO()
     show(Console(file=printed, width=200), found)
     assert ("This machine was BUSY (load 9.0 on 2 cores): these figures mean little." in printed.getvalue()) == is_busy
+
+
+def test_each_stage_is_told_when_it_begins_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe shows no bars that grow: without these lines nothing would come out of it for a minute."""
+    console, told = Console(file=StringIO(), width=80), list[str]()
+
+    def play(*_: object, on_answer: Callable[[], None], **__: object) -> SimpleNamespace:
+        told.append(console.file.getvalue().rstrip().splitlines()[-1])  # type: ignore[attr-defined]
+        on_answer()
+        return SimpleNamespace(last_prompts=())
+
+    for name, put in {"play": play, "play_again": play, "warm_up": str, "prompt_of": str, "ChatTokenizer": str}.items():
+        monkeypatch.setattr(command, name, put if put is play else lambda *_: "")
+    config: Any = CacheConfig(block_size=16, num_gpu_blocks=4, transfer_client="inline")
+    nothing: Any = None
+    command._run(console, nothing, config, 1, None)
+    assert told == [f"Playing {stage} ..." for stage in ("with the cache", "after a restart", "with the cache off")]
