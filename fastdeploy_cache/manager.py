@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from fastdeploy_cache.books.block_pool import REQUEST
+from fastdeploy_cache.books.leaves.policy import EvictionPolicy
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.callers.blocks import CallerBlocks
@@ -23,7 +24,6 @@ from fastdeploy_cache.match import Match, Prefetch
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.movement.new_client import new_books, new_client
 from fastdeploy_cache.peers.peers import Peers
-from fastdeploy_cache.policies.eviction import EvictionPolicy
 from fastdeploy_cache.ranks import RankAccess
 from fastdeploy_cache.recorder import Recorder
 from fastdeploy_cache.request import Request, whole_number

@@ -314,7 +314,7 @@ def test_broad_except_only_at_the_boundaries() -> None:
         "transfer_manager/process/callbacks.py",
         "fastdeploy_cache/books/books.py",
         "fastdeploy_cache/books/mishaps.py",
-        "fastdeploy_cache/policies/guarded.py",
+        "fastdeploy_cache/books/leaves/guarded.py",
         "fastdeploy_cache/adapters/sglang/hicache_storage.py",
         "fastdeploy_cache/adapters/fastdeploy/kv_arrivals.py",
         "fastdeploy_cache/insight/control_server.py",

@@ -15,7 +15,7 @@ PERMITTED_BASES = {
     "fastdeploy_cache/callers/transfers.py: CallerTransfer",
     "fastdeploy_cache/peers/transfers.py: PeerTransfer",
     "transfer_manager/peer/link.py: Peer",  # each link adds what its library needs
-    "fastdeploy_cache/policies/eviction.py: LeastRecentlyUsed",  # a policy differs from it in how it ranks
+    "fastdeploy_cache/books/leaves/policy.py: LeastRecentlyUsed",  # a policy differs from it in how it ranks
     "fastdeploy_cache/policies/eviction.py: _ForATime",
 }
 # Objects of other rooms, or of others than us, whose fields are theirs to be set.

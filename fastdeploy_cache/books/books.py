@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from fastdeploy_cache.books.block_pool import Owner
 from fastdeploy_cache.books.changes import Change, Forgotten, RoomCame
 from fastdeploy_cache.books.graves import A_TURN
+from fastdeploy_cache.books.leaves.policy import Asked
 from fastdeploy_cache.books.path import gpu_ids
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.prefix_tree import PrefixTree
@@ -22,7 +23,6 @@ from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.errors import ClosedError, LifeCycleError
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.policies.eviction import Asked
 
 logger = event_log(__name__)
 

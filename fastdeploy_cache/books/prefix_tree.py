@@ -12,13 +12,13 @@ from fastdeploy_cache.books.comparing import num_common
 from fastdeploy_cache.books.generations import Generations, Reason
 from fastdeploy_cache.books.graves import AT_ONCE, Roots
 from fastdeploy_cache.books.large_dict import piece_of, put
+from fastdeploy_cache.books.leaves.guarded import GuardedPolicy
+from fastdeploy_cache.books.leaves.policy import EvictionPolicy
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import TIERS, Pin, Run, Usage
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.transfer import Segment, split_pins
-from fastdeploy_cache.policies.eviction import EvictionPolicy
-from fastdeploy_cache.policies.guarded import GuardedPolicy
 
 _SWEEP_EVERY = 64  # namespaces that come
 _MAX_MOVED = 1024  # children that a merge hangs elsewhere: some hundred microseconds

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fastdeploy_cache.books.block_marks import MARK_BYTES, block_marks, with_extras
+from fastdeploy_cache.books.leaves.policy import Hints
 from fastdeploy_cache.books.run import Run
-from fastdeploy_cache.policies.eviction import Hints
 
 # bytes of the record; seconds; namespace; prompt tokens; blocks asked for; priority and seconds to keep; flags
 HEADER = struct.Struct("<IdQIIffB")

@@ -7,11 +7,11 @@ from array import array
 from fastdeploy_cache.books.ages import Ages
 from fastdeploy_cache.books.block_pool import CALLER, RUN, BlockPool
 from fastdeploy_cache.books.graves import Graves
+from fastdeploy_cache.books.leaves.guarded import GuardedPolicy
 from fastdeploy_cache.books.lost_blocks import LostBlocks
 from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, TIERS, Run, Tier, Usage
 from fastdeploy_cache.books.taps import Left, Loss, Taps
 from fastdeploy_cache.books.transfer import Segment
-from fastdeploy_cache.policies.guarded import GuardedPolicy
 
 
 class Residency:

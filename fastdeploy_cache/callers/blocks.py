@@ -14,6 +14,7 @@ from fastdeploy_cache.books.block_pool import CALLER, REQUEST
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Used
 from fastdeploy_cache.books.growing import Insertion, insert
+from fastdeploy_cache.books.leaves.policy import Asked
 from fastdeploy_cache.books.path import gpu_ids
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
@@ -25,7 +26,6 @@ from fastdeploy_cache.callers.view import BlockView
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.errors import OutOfBlocksError, RequestError
 from fastdeploy_cache.movement.movement import Movement
-from fastdeploy_cache.policies.eviction import Asked
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.requests import Requests
 

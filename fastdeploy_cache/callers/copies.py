@@ -12,7 +12,6 @@ from fastdeploy_cache.books.block_pool import CALLER, TASK
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Copied
 from fastdeploy_cache.books.path import Part, coming_and_cold, coming_ids, gpu_ids
-from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.callers.finder import Finder
@@ -169,7 +168,8 @@ class BlockCopies:
             came = load.succeeded and self._tree.generations.last_gpu_loss <= load.generation
             pinned = load.pinned
             if pinned is not None:  # others may have computed the same meanwhile: then theirs are the cached ones
-                ids = self._pinned_ids(pinned)  # before anything ends: it may need memory, and is then called again
+                path = pinned.pin.run.path() if pinned.pin is not None else []
+                ids = gpu_ids(path, pinned.num_blocks if path else 0).tolist()  # first: it may need memory
                 came = came and ids[len(ids) - len(load.block_ids) :] == load.block_ids
             transfers = load.end()
             for transfer in transfers:
@@ -192,10 +192,6 @@ class BlockCopies:
         except BaseException:
             cargo.give(False)
             raise
-
-    def _pinned_ids(self, pinned: PinnedPrefix) -> list[int]:
-        pin = pinned.pin
-        return gpu_ids(pin.run.path(), pinned.num_blocks).tolist() if pin is not None else []
 
     def _start_load(self, path: list[Run], num_found: int, parts: list[Part]) -> bool:
         pin = self._tree.move_pin(None, *self._tree.place(path, num_found))  # or the eviction might take its beginning

@@ -203,7 +203,8 @@ class CopyDown:
                 self._losses.num_declined += length
                 break
             # the end is evicted first, so it is copied first, but for what goes on where copies end
-            is_next = _continues(run, first)
+            ends = [segment.end for segment in segments_of(run, CPU)] + ([run.cpu_end] if run.cpu else [])
+            is_next = first in ends
             self._mover.store([(run, first if is_next else first + length - num_blocks, num_blocks)])
             first, length = first + num_blocks * is_next, length - num_blocks
             num_started += 1
@@ -269,12 +270,6 @@ def _pieces(parts: Sequence[Part], num_blocks: int) -> list[Part]:
             chosen.append((run, first + length - taken if joins_behind else first, taken))
             num_blocks -= taken
     return chosen
-
-
-def _continues(run: Run, block: int) -> bool:
-    """Whether the run's copies, or what is on its way, end where this block begins."""
-    ends_here = bool(run.cpu) and run.cpu_end == block
-    return ends_here or any(segment.end == block for segment in segments_of(run, CPU))
 
 
 def _uncopied(run: Run, first: int) -> list[Part]:

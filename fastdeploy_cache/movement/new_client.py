@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.block_pool import BlockPool
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.leaves.policy import EvictionPolicy
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.config import CacheConfig
 from fastdeploy_cache.policies import new_policy
-from fastdeploy_cache.policies.eviction import EvictionPolicy
 
 if TYPE_CHECKING:
     from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient

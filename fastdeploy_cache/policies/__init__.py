@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fastdeploy_cache.policies.eviction import RANKING_POLICIES, Clock, LeastRecentlyUsed
+from fastdeploy_cache.books.leaves.policy import Clock, LeastRecentlyUsed
+from fastdeploy_cache.policies.eviction import RANKING_POLICIES
 
 EVICTION_POLICIES = (*RANKING_POLICIES, "reuse")
 DEFAULT_HISTORY_BYTES, MIN_HISTORY_BYTES = 16 * 2**20, 2**20

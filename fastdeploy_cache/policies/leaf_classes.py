@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Callable, Generator
 from itertools import islice
 
+from fastdeploy_cache.books.leaves.leaf_order import LeafOrder
 from fastdeploy_cache.books.run import Run
-from fastdeploy_cache.policies.leaf_order import LeafOrder
 
 _USE_BITS = 48
 _NUM_ALL = 64  # so few leaves are all scored

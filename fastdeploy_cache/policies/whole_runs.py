@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fastdeploy_cache.books.leaves.policy import Clock, EvictionPolicy
 from fastdeploy_cache.errors import ConfigError
-from fastdeploy_cache.policies.eviction import RANKING_POLICIES, Clock, EvictionPolicy
+from fastdeploy_cache.policies.eviction import RANKING_POLICIES
 
 
 def whole_runs(name: str, clock: Clock) -> EvictionPolicy:

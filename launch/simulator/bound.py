@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from fastdeploy_cache.books.leaves.policy import Asked, Hints, LeastRecentlyUsed
 from fastdeploy_cache.books.run import Run, Tier
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceRequest
-from fastdeploy_cache.policies.eviction import Asked, Hints, LeastRecentlyUsed
 
 _NEVER = np.iinfo(np.int64).max
 

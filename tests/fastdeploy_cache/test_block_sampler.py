@@ -9,10 +9,10 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import REQUEST, BlockPool
 from fastdeploy_cache.books.block_sample import BlockSample
 from fastdeploy_cache.books.growing import insert
+from fastdeploy_cache.books.leaves.policy import LeastRecentlyUsed
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import GPU, Pin, Run
 from fastdeploy_cache.policies.block_sampler import BlockSampler
-from fastdeploy_cache.policies.eviction import LeastRecentlyUsed
 
 SIZE = 4  # tokens in a block
 

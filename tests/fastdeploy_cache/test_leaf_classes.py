@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from fastdeploy_cache.books.leaves.leaf_order import LeafOrder
 from fastdeploy_cache.books.run import GPU, Run, Tier, Usage
 from fastdeploy_cache.policies.leaf_classes import LeafClasses, rank_of
-from fastdeploy_cache.policies.leaf_order import LeafOrder
 
 
 class _Leaves:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from fastdeploy_cache.books.leaves.leaf_order import PIECE, LeafOrder
 from fastdeploy_cache.books.run import GPU, Run, Tier, Usage
-from fastdeploy_cache.policies.leaf_order import PIECE, LeafOrder
 
 
 class Leaves:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
+from fastdeploy_cache.books.leaves.policy import LeastRecentlyUsed
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import Run, Tier
 from fastdeploy_cache.books.transfer import Segment
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.metrics.picture import STEPS
 from fastdeploy_cache.movement import cargo
-from fastdeploy_cache.policies.eviction import LeastRecentlyUsed
 from fastdeploy_cache.transfer_manager.task import TransferTask
 from tests.rigs.cache_model import CacheModel
 from tests.rigs.simulated_client import SimulatedClient

@@ -6,9 +6,9 @@ from collections.abc import Generator
 from typing import Any
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.books.leaves.policy import LeastRecentlyUsed
 from fastdeploy_cache.books.run import Run, Tier
 from fastdeploy_cache.movement.copy_down import MAX_LOOKED
-from fastdeploy_cache.policies.eviction import LeastRecentlyUsed
 
 
 def test_the_first_eviction_of_a_full_pool_puts_few_entries_right() -> None:

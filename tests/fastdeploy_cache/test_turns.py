@@ -12,9 +12,9 @@ import pytest
 from fastdeploy_cache.books.block_pool import BlockPool
 from fastdeploy_cache.books.books import MAX_ROUNDS, Books
 from fastdeploy_cache.books.changes import Change, Copied
+from fastdeploy_cache.books.leaves.policy import LeastRecentlyUsed
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU
-from fastdeploy_cache.policies.eviction import LeastRecentlyUsed
 from fastdeploy_cache.storage.tier import StorageTier
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.storage_rig import A, Rig, stored

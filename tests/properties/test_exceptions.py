@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import PrefixCacheManager
+from fastdeploy_cache.books.leaves.policy import EvictionPolicy, LeastRecentlyUsed
 from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.callers.copies import BlockCopies
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
-from fastdeploy_cache.policies.eviction import EvictionPolicy, LeastRecentlyUsed, Priority
+from fastdeploy_cache.policies.eviction import Priority
 from fastdeploy_cache.policies.reuse import Reuse
 from fastdeploy_cache.ranks import RankAccess
 from fastdeploy_cache.requests.loads import MatchLoads

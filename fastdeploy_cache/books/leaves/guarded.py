@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
+from fastdeploy_cache.books.leaves.leaf_order import IsLeaf
+from fastdeploy_cache.books.leaves.moving_leaves import MovingLeaves
+from fastdeploy_cache.books.leaves.policy import EvictionPolicy, LeastRecentlyUsed, Split
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.run import TIERS, Run, Tier
-from fastdeploy_cache.policies.eviction import EvictionPolicy, LeastRecentlyUsed, Split
-from fastdeploy_cache.policies.leaf_order import IsLeaf
-from fastdeploy_cache.policies.moving_leaves import MovingLeaves
 
 _TOLD = ("use", "touch", "grow", "shrink", "push", "pull")  # and asked for nothing
 _PASSED_ON = (*_TOLD, "is_colder", "alike", "clear", "coldest")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from fastdeploy_cache.books.leaves.leaf_order import IsLeaf, LeafOrder, Piece
 from fastdeploy_cache.books.run import CPU, GPU, TIERS, Run, Tier
-from fastdeploy_cache.policies.leaf_order import IsLeaf, LeafOrder, Piece
 
 _A_TIME = 16  # leaves: some tens of microseconds
 
