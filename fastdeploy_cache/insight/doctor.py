@@ -256,7 +256,7 @@ _BY_REQUESTS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
         "resets",
         Cause.RESET,
         "they were forgotten by a reset",
-        "Reset only when the weights have changed.",
+        "Reset only when the weights have changed; if they had, nothing is wrong.",
         chosen=lambda miss: miss.detail != OTHER_WEIGHTS,
     ),
     _simple(
