@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fastdeploy_cache.books.run import Tier
-    from fastdeploy_cache.config import CacheConfig
+    from fastdeploy_cache.config.cache import CacheConfig
     from fastdeploy_cache.manager import PrefixCacheManager
-    from fastdeploy_cache.match import Match, Prefetch
     from fastdeploy_cache.peers.transfers import Receive, Send
     from fastdeploy_cache.request import Request
+    from fastdeploy_cache.requests.match import Match, Prefetch
     from fastdeploy_cache.stats import CacheStats, TierStats
     from fastdeploy_cache.transfer_manager.config import TransferConfig
     from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
@@ -52,15 +52,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CacheConfig": "config",
+    "CacheConfig": "config.cache",
     "CacheStats": "stats",
     "KVHandle": "transfer_manager.kv.memory",
     "KVLayout": "transfer_manager.kv.layout",
     "KVMemory": "transfer_manager.kv.memory",
     "LayerProgress": "transfer_manager.rank.layer_progress",
-    "Match": "match",
+    "Match": "requests.match",
     "PeerConfig": "transfer_manager.peer.config",
-    "Prefetch": "match",
+    "Prefetch": "requests.match",
     "PrefixCacheManager": "manager",
     "Receive": "peers.transfers",
     "Request": "request",

@@ -17,7 +17,7 @@ from fastdeploy_cache.books.run import CPU, GPU, Tier
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.tier_loss import drop_cpu, drop_gpu
 from fastdeploy_cache.books.transfer import wait_done
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError, LifeCycleError, NotEnoughMemoryError, counted
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.movement import Movement

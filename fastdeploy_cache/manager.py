@@ -11,29 +11,29 @@ from typing import TYPE_CHECKING, Self
 from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.leaves.policy import EvictionPolicy
 from fastdeploy_cache.books.run import GPU
+from fastdeploy_cache.books.tokens import TokenIds
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.callers.blocks import CallerBlocks
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import CacheError, RequestError
-from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.insight.control import Control
 from fastdeploy_cache.insight.insight import Insight
+from fastdeploy_cache.insight.recorder import Recorder
 from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.life_cycle import LifeCycle
-from fastdeploy_cache.match import Match, Prefetch
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.movement.new_client import new_books, new_client
 from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.ranks import RankAccess
-from fastdeploy_cache.recorder import Recorder
 from fastdeploy_cache.request import Request, whole_number
 from fastdeploy_cache.requests.accounts import Accounts
 from fastdeploy_cache.requests.active_request import WAITING
+from fastdeploy_cache.requests.explanation import Explanation
 from fastdeploy_cache.requests.loads import MatchLoads
+from fastdeploy_cache.requests.match import Match, Prefetch
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.requests.steps import Steps
 from fastdeploy_cache.storage.access import StorageAccess
-from fastdeploy_cache.tokens import TokenIds
 
 if TYPE_CHECKING:
     from fastdeploy_cache.insight.finding import Finding
@@ -355,7 +355,7 @@ class PrefixCacheManager:
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the books do not add up. Walks the whole tree: for tests and for doubt."""
-        from fastdeploy_cache.self_check import check_all
+        from fastdeploy_cache.insight.self_check import check_all
 
         with self.insight.alerting("invariants"):
             check_all(self._books, self._movement, self._requests, self.storage, peers=self.peers, blocks=self.blocks)

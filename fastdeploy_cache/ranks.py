@@ -12,7 +12,7 @@ from fastdeploy_cache.books.changes import GpuForgotten, TierLost
 from fastdeploy_cache.books.mishaps import call_user
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.books.tier_loss import drop_gpu
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.waits import seconds_to_wait

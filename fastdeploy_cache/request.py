@@ -12,8 +12,8 @@ import numpy as np
 
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.books.block_keys import BlockKeys
+from fastdeploy_cache.books.tokens import PackedTokens, TokenIds, pack
 from fastdeploy_cache.errors import RequestError
-from fastdeploy_cache.tokens import PackedTokens, TokenIds, pack
 
 
 def no_request(given: object) -> RequestError:

@@ -67,7 +67,7 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        from fastdeploy_cache.tokens import IS_NATIVE
+        from fastdeploy_cache.books.tokens import IS_NATIVE
 
         typer.echo(f"fastdeploy-cache {version('fastdeploy-cache')}")
         typer.echo(f"native packing: {'yes' if IS_NATIVE else 'no'}")

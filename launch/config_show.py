@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastdeploy_cache import CacheConfig
-from fastdeploy_cache.config import CONFIG_KINDS
-from fastdeploy_cache.config_sources import Sources, from_environment, from_file
+from fastdeploy_cache.config.cache import CONFIG_KINDS
+from fastdeploy_cache.config.sources import Sources, from_environment, from_file
 
 _WIDTH = 110
 _FOLLOWS = "follows from"

@@ -70,7 +70,12 @@ def test_numbers_and_times_are_told_as_they_are_said() -> None:
 
 
 PLURALS = r"(ranks|blocks|tokens|copies|pins|requests|seconds|minutes|hours|prefixes|objects|processes|loads)\b"
-COUNTED = ("launch/operating", "launch/demo", "fastdeploy_cache/explanation.py", "fastdeploy_cache/insight/doctor.py")
+COUNTED = (
+    "launch/operating",
+    "launch/demo",
+    "fastdeploy_cache/requests/explanation.py",
+    "fastdeploy_cache/insight/doctor.py",
+)
 ALWAYS_MORE = {"len(CONVERSATIONS)", "_NUM_CPU_BLOCKS", "BLOCK_TOKENS", "MAX_SECONDS", "num_gpu_blocks"}
 
 

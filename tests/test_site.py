@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 import fastdeploy_cache
-from fastdeploy_cache.config import CONFIG_KINDS
+from fastdeploy_cache.config.cache import CONFIG_KINDS
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 
 ROOT = Path(__file__).parent.parent

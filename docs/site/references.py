@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
-from fastdeploy_cache.config import CONFIG_KINDS
+from fastdeploy_cache.config.cache import CONFIG_KINDS
 from fastdeploy_cache.launch.config_show import meanings
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from fastdeploy_cache.tokens import IS_NATIVE, PackedTokens, TokenIds, pack_list
+from fastdeploy_cache.books.tokens import IS_NATIVE, PackedTokens, TokenIds, pack_list
 
 _FEWEST = 4096 if IS_NATIVE else 256  # tokens; fewer are packed in no time
 _NUM_TIMES = 3  # most lists come once or twice: no copy is made of these

@@ -23,7 +23,7 @@ from fastdeploy_cache.callers.copies import BlockCopies
 from fastdeploy_cache.callers.finder import Finder
 from fastdeploy_cache.callers.own_blocks import OwnBlocks, as_first, as_ids
 from fastdeploy_cache.callers.view import BlockView
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import OutOfBlocksError, RequestError
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request

@@ -17,7 +17,7 @@ from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.callers.finder import Finder
 from fastdeploy_cache.callers.own_blocks import OwnBlocks, as_first, as_ids
 from fastdeploy_cache.callers.transfers import CallerLoad, CallerTransfer
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.movement.cargo import CallersBlocks

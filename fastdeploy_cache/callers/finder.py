@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import GPU, Run
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.request import Request
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.books.tokens import TokenIds
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ControlError
 from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.life_cycle import LifeCycle, TierName
-from fastdeploy_cache.tokens import TokenIds
 
 if TYPE_CHECKING:
     from fastdeploy_cache.insight.control_messages import LifeVerbs, Subject

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Protocol, get_args
 import msgspec
 
 from fastdeploy_cache.errors import ControlError
-from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.insight.finding import Finding
 from fastdeploy_cache.insight.live_views import RanksView, RequestsView
 from fastdeploy_cache.insight.pins import MAX_PIN_SECONDS, PinView
@@ -20,6 +19,7 @@ from fastdeploy_cache.insight.policy_change import PolicyView
 from fastdeploy_cache.insight.prefix_views import PrefixView, TreeView
 from fastdeploy_cache.insight.verified import Verified
 from fastdeploy_cache.insight.what_if import WhatIfRate
+from fastdeploy_cache.requests.explanation import Explanation
 
 LIFE_VERBS = ("pause", "resume", "sleep", "wake", "clear", "update-weights")
 MAX_SECONDS = 600.0  # that a verb may take

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.causes import Cause
-from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.explanation import Explanation, Miss
+from fastdeploy_cache.books.causes import Cause
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.insight.parted_prompts import parted_prompts
 from fastdeploy_cache.insight.process_troubles import ProcessTrouble, troubles_of
 from fastdeploy_cache.insight.what_if import WhatIfRate
 from fastdeploy_cache.policies.breaker import BreakerState
+from fastdeploy_cache.requests.explanation import Explanation, Miss
 from fastdeploy_cache.stats import CacheStats, StorageTierStats
 
 _COPIED_BYTES, _NUM_COPIES = 32 * 2**20, 3

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import Any, Final
 
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 
 # Settings that decide what is found, loaded, copied down and evicted. No folder, address, name or secret is one.
 _DECIDING: Final = (

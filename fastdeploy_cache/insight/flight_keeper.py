@@ -16,7 +16,7 @@ from typing import Any
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Forgotten, GpuForgotten, PolicyChanged, StatusChanged
 from fastdeploy_cache.books.run import CPU, GPU
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import LifeCycleError, RecordingError, reason_of
 from fastdeploy_cache.insight.flight_file import head, pieces, write_whole
 from fastdeploy_cache.insight.flight_files import FlightFolder, GrowingFile

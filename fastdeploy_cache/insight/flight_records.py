@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any, Final
 
-from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.errors import RecordingError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.requests import listener

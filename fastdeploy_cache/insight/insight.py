@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import CPU, GPU, Tier
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError, RecordingError
-from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.metrics.picture import Durations, Picture
 from fastdeploy_cache.metrics.what_if_metrics import WhatIfCounts
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
+from fastdeploy_cache.requests.explanation import Explanation
 from fastdeploy_cache.requests.listener import RequestListener
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.access import StorageAccess

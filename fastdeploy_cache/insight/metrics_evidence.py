@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.errors import MetricsError
-from fastdeploy_cache.explanation import Miss
 from fastdeploy_cache.insight.evidence import Evidence
 from fastdeploy_cache.insight.process_troubles import ProcessTrouble
 from fastdeploy_cache.insight.what_if import WhatIfRate
 from fastdeploy_cache.metrics.page_samples import Sample, samples_of
 from fastdeploy_cache.policies.breaker import BreakerState
+from fastdeploy_cache.requests.explanation import Miss
 from fastdeploy_cache.transfer_manager.client import ProcessHealth
 
 _PREFIX = "fastdeploy_cache_"

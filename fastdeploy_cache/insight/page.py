@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.explanation import Explanation
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.insight.history import History, Moment
 from fastdeploy_cache.insight.live_views import RanksView, RequestsView
 from fastdeploy_cache.insight.prefix_views import TreeView
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.metrics.request_counts import TIERS
 from fastdeploy_cache.requests.accounts import Accounts
+from fastdeploy_cache.requests.explanation import Explanation
 from fastdeploy_cache.stats import CacheStats
 
 if TYPE_CHECKING:

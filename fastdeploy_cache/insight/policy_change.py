@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import PolicyChanged
 from fastdeploy_cache.books.leaves.policy import Clock, LeastRecentlyUsed
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ControlError
 from fastdeploy_cache.insight.pieces import run_in_turns
 from fastdeploy_cache.ipc.event_log import event_log

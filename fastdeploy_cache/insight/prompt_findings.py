@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.insight.evidence import Evidence
 from fastdeploy_cache.insight.finding import MIN_REQUESTS, MIN_SHARE, Finding
 

@@ -16,7 +16,7 @@ from fastdeploy_cache.books.block_pool import RUN
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Forgotten
 from fastdeploy_cache.books.references import References
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.insight.what_if_setup import Plan, ResultBoard, WhatIfResult, plans_for, setup_for
 from fastdeploy_cache.ipc.codec import encode
 from fastdeploy_cache.ipc.event_log import event_log

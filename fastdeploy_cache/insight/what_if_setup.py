@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.ipc.shared_array import SharedArray
 
 FACTORS = (0.5, 1.0, 2.0, 4.0)  # of a tier's size

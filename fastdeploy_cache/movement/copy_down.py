@@ -10,7 +10,7 @@ from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.path import Part
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
 from fastdeploy_cache.books.transfer import segments_of
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
 from fastdeploy_cache.movement.burst_losses import BurstLosses
 from fastdeploy_cache.transfer_manager.task import TaskKind

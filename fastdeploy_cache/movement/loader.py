@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.books.path import Part
 from fastdeploy_cache.books.run import GPU
-from fastdeploy_cache.causes import Cause
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.transfer_manager.task import TaskKind

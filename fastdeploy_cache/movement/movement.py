@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.block_mover import BlockMover
 from fastdeploy_cache.movement.copy_down import CopyDown
 from fastdeploy_cache.movement.loader import Loader

@@ -9,7 +9,7 @@ from fastdeploy_cache.books.block_pool import BlockPool
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.leaves.policy import EvictionPolicy
 from fastdeploy_cache.books.prefix_tree import PrefixTree
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.policies import new_policy
 
 if TYPE_CHECKING:

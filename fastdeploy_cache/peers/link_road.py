@@ -16,7 +16,7 @@ import numpy as np
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Matched
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import PeerError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import LayoutError
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Forgotten
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import PeerError, PeerRefusedError, RequestError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.waits import seconds_to_wait

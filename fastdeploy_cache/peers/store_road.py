@@ -16,7 +16,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Matched
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.books.transfer import Transfer
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import PeerError
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
 from fastdeploy_cache.peers.offers import PeerOffers

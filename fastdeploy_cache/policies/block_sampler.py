@@ -56,7 +56,8 @@ class BlockSampler:
         while run.parent is not None and not _is_whole(run.sample, run):
             missing.append(run)
             run = run.parent
-        end = _end_of_root(run) if run.parent is None else _end_of(run)
+        # a root's is different for each namespace
+        end = int.from_bytes(run.hashes[:8], "little") if run.parent is None else _end_of(run)
         for each in reversed(missing):
             known = each.sample
             if known is None or known.end is None:
@@ -108,8 +109,3 @@ def _is_whole(sample: BlockSample | None, run: Run) -> bool:
 def _end_of(run: Run) -> int:
     assert run.sample is not None and run.sample.end is not None
     return run.sample.end
-
-
-def _end_of_root(root: Run) -> int:
-    """Different for each namespace."""
-    return int.from_bytes(root.hashes[:8], "little")

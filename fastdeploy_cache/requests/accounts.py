@@ -10,15 +10,15 @@ from itertools import islice
 import msgspec
 
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.causes import NO_ROOM_TO_FETCH, Cause
 from fastdeploy_cache.books.taps import Loss
-from fastdeploy_cache.causes import NO_ROOM_TO_FETCH, Cause
-from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.explanation import Explanation, Hit, Hop, Miss
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.metrics.histogram import CALL_SECONDS, Histogram
 from fastdeploy_cache.metrics.request_counts import TIERS
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
 from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest, MissedBlocks
+from fastdeploy_cache.requests.explanation import Explanation, Hit, Hop, Miss
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 
 _LOST_FROM = {Loss.GPU: "gpu", Loss.CPU: "cpu"}

@@ -9,11 +9,11 @@ from enum import Enum
 from typing import NoReturn
 
 from fastdeploy_cache.books.block_keys import BlockKeys
+from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.books.changes import Change
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.transfer import Transfer
-from fastdeploy_cache.causes import Cause
 from fastdeploy_cache.errors import CommitError
 from fastdeploy_cache.movement.cargo import OneBlock
 from fastdeploy_cache.request import Request

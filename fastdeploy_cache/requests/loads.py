@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from fastdeploy_cache.books.mishaps import call_user
 from fastdeploy_cache.books.transfer import Transfer, wait_done
-from fastdeploy_cache.explanation import Explanation
-from fastdeploy_cache.match import Match
 from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.explanation import Explanation
+from fastdeploy_cache.requests.match import Match
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 
@@ -18,7 +18,7 @@ _TIMER_SECONDS = 3600.0
 
 
 class MatchLoads:
-    """See `fastdeploy_cache.match.MatchHandle`. Any thread; each call is a turn of its own."""
+    """See `fastdeploy_cache.requests.match.MatchHandle`. Any thread; each call is a turn of its own."""
 
     __slots__ = ("_active", "_requests", "timeout_seconds")
 

@@ -10,16 +10,16 @@ from functools import partial
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.books.path import coming_and_cold, coming_ids, gpu_ids
 from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.books.transfer import Transfer, segments_of
-from fastdeploy_cache.causes import Cause
-from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.match import Prefetch
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import SETTLED, WAITING, ActiveRequest
 from fastdeploy_cache.requests.listener import SETTLED_LATE, RequestListener
+from fastdeploy_cache.requests.match import Prefetch
 from fastdeploy_cache.requests.misses import Misses
 from fastdeploy_cache.requests.room_queue import RoomQueue, RoomWait
 from fastdeploy_cache.storage.access import StorageAccess

@@ -9,10 +9,10 @@ from fastdeploy_cache.books.block_hash import root_hash
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_marks import MARK_BYTES, WINDOW_BYTES, block_marks, num_equal, place_key, with_extras
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.causes import OTHER_WEIGHTS, Cause
 from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.books.taps import Loss
-from fastdeploy_cache.causes import OTHER_WEIGHTS, Cause
 from fastdeploy_cache.requests.active_request import ActiveRequest, MissedBlocks
 from fastdeploy_cache.requests.computing import Computing
 

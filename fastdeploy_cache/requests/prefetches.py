@@ -7,10 +7,10 @@ from collections.abc import Container
 
 from fastdeploy_cache.books.block_hash import root_hash
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.config import CacheConfig
-from fastdeploy_cache.match import Prefetch
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.request import Request, no_request
 from fastdeploy_cache.requests.listener import RequestListener
+from fastdeploy_cache.requests.match import Prefetch
 from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.storage.access import StorageAccess
 

@@ -7,7 +7,7 @@ from fastdeploy_cache.books.changes import Used
 from fastdeploy_cache.books.growing import grow, insert
 from fastdeploy_cache.books.leaves.policy import Asked
 from fastdeploy_cache.books.run import Pin
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.policies.load_or_compute import MIN_SAMPLE_TOKENS
 from fastdeploy_cache.requests.active_request import SETTLED, ActiveRequest

@@ -10,13 +10,13 @@ from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Matched
 from fastdeploy_cache.books.run import GPU
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import OutOfBlocksError, PromptTooLongError, RequestError, UnknownRequestError
-from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request, no_request
 from fastdeploy_cache.requests.accounts import Accounts
 from fastdeploy_cache.requests.active_request import AHEAD, WAITING, ActiveRequest, Committed
+from fastdeploy_cache.requests.explanation import Explanation
 from fastdeploy_cache.requests.listener import ALLOCATED, COMMITTED, MOST_NOTED, REFUSED, RequestListener
 from fastdeploy_cache.requests.matcher import Matcher
 from fastdeploy_cache.requests.misses import Misses

@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterable, Sequence
 
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES
+from fastdeploy_cache.books.tokens import TokenIds, pack
 from fastdeploy_cache.errors import CacheError, CommitError, RequestError, counted
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import VOID, WAITING, ActiveRequest
 from fastdeploy_cache.requests.requests import Requests
-from fastdeploy_cache.tokens import TokenIds, pack
 
 Packed = tuple[Request, bytes, int]
 

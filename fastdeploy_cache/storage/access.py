@@ -12,7 +12,7 @@ from fastdeploy_cache.books.block_hash import TOKEN_BYTES, BlockHasher
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import Run
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.waits import seconds_to_wait

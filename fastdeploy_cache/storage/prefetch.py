@@ -10,7 +10,7 @@ from fastdeploy_cache.books.block_hash import HASH_BYTES
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.changes import Change
 from fastdeploy_cache.books.transfer import Transfer
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.transfer_manager.task import TransferResult
 
 _CHUNK_BYTES, _MAX_CHUNK_BYTES = 32 * 2**20, 128 * 2**20  # of a task; the more the faster the store reads

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Copied, RoomCame, Used
 from fastdeploy_cache.books.run import CPU, Run
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.block_mover import TaskEnded
 from fastdeploy_cache.movement.movement import Movement

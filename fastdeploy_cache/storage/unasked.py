@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.ipc.event_log import event_log
 
 logger = event_log(__name__)

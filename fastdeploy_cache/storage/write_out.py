@@ -11,7 +11,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Copied, Used
 from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.run import CPU, Run
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.copy_down import MAX_LOOKED, CopyDown
 from fastdeploy_cache.storage.writes import StorageWrites
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from fastdeploy_cache.books.references import HAS_KEEP_SECONDS, HAS_PRIORITY, SESSION_ENDED, TOOL_CALL_PENDING
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
+from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import PromptTooLongError
 from fastdeploy_cache.insight.what_if_setup import Plan, WhatIfSetup
-from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.policies import new_policy
 from fastdeploy_cache.request import Request

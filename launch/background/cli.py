@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from fastdeploy_cache.config_sources import RUN_FOLDER_VARIABLE
+from fastdeploy_cache.config.sources import RUN_FOLDER_VARIABLE
 from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE, set_up_log
 from fastdeploy_cache.launch.background.run_folder import RunFolder, default_run_folder
 

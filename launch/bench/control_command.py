@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from fastdeploy_cache.books.tokens import IS_NATIVE
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.bench.control import by_token, floors, match_over_edges, medians
 from fastdeploy_cache.launch.bench.pause_tables import run_pauses
@@ -16,7 +17,6 @@ from fastdeploy_cache.launch.bench.serving import PHASES, new_server, serve_work
 from fastdeploy_cache.launch.bench.steps import NUM_RUNNING, our_step, step_cost
 from fastdeploy_cache.launch.bench.vllm_process import VllmProcess, vllm_process
 from fastdeploy_cache.launch.bench.workloads import Recipe, Scale
-from fastdeploy_cache.tokens import IS_NATIVE
 
 
 class _Variant(NamedTuple):

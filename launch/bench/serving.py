@@ -11,7 +11,7 @@ from time import thread_time_ns
 from typing import Protocol, TypeVar
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
-from fastdeploy_cache.insight_config import InsightConfig
+from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.launch.bench.workloads import Tokens, Work, Workload
 
 PHASES = ("request", "match", "allocate", "commit", "decode", "release")

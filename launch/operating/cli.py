@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastdeploy_cache.config_sources import RUN_FOLDER_VARIABLE
+from fastdeploy_cache.config.sources import RUN_FOLDER_VARIABLE
 from fastdeploy_cache.errors import counted, duration, named
 from fastdeploy_cache.launch.background.run_folder import folder_to_look_in
 from fastdeploy_cache.launch.operating.asking import SOMETHING_IS_WRONG, RunningCache, show_json

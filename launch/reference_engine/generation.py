@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from fastdeploy_cache import Match, Request
 from fastdeploy_cache.errors import CacheError
-from fastdeploy_cache.explanation import Explanation
 from fastdeploy_cache.launch.reference_engine.sampling import Sampling
 from fastdeploy_cache.peers.transfers import Receive, Send
+from fastdeploy_cache.requests.explanation import Explanation
 
 
 class GenerationError(CacheError):

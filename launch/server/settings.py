@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache import CacheConfig, KVLayout
-from fastdeploy_cache.config_sources import Sources, from_file
+from fastdeploy_cache.config.sources import Sources, from_file
 from fastdeploy_cache.errors import ConfigError, LaunchError, counted
 from fastdeploy_cache.launch.reference_engine.serving import layout_of
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles

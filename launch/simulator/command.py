@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fastdeploy_cache.config import WRITE_POLICIES, CacheConfig
+from fastdeploy_cache.config.cache import WRITE_POLICIES, CacheConfig
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.insight.flight_file import is_recording
 from fastdeploy_cache.launch.findings import check_target, console_beside, progress_on, write_json

@@ -10,8 +10,8 @@ import numpy as np
 
 from fastdeploy_cache import CacheConfig, Match, PrefixCacheManager, Request, StorageConfig
 from fastdeploy_cache.books.leaves.policy import EvictionPolicy
+from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import PromptTooLongError
-from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.launch.simulator.store import SimulatedStore
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceRequest
 from fastdeploy_cache.policies import new_policy

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, StorageConfig, TransferConfig
-from fastdeploy_cache.config import check_keys
-from fastdeploy_cache.config_sources import ENVIRONMENT_PREFIX, from_environment
+from fastdeploy_cache.config.cache import check_keys
+from fastdeploy_cache.config.insight import InsightConfig
+from fastdeploy_cache.config.sources import ENVIRONMENT_PREFIX, from_environment
 from fastdeploy_cache.errors import ConfigError, NotEnoughMemoryError
-from fastdeploy_cache.insight_config import InsightConfig
 
 ROOT = Path(__file__).parent.parent.parent
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, dtype="float16")
@@ -144,7 +144,7 @@ def test_every_variable_of_ours_is_a_setting_or_is_left_out() -> None:
     """What programs and pages of ours name can be in the environment of any engine: no configuration refuses it."""
     files = [
         file
-        for place in ("launch", "docs", "examples", "README.md", "SECURITY.md", "fastdeploy_cache/config_sources.py")
+        for place in ("launch", "docs", "examples", "README.md", "SECURITY.md", "fastdeploy_cache/config/sources.py")
         for file in ([ROOT / place] if (ROOT / place).is_file() else (ROOT / place).rglob("*"))
         if file.suffix in (".py", ".sh", ".md", ".toml", ".yml", ".service")
     ]

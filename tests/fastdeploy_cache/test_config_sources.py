@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import CacheConfig, KVLayout, PeerConfig, StorageConfig, TransferConfig
-from fastdeploy_cache.config_sources import from_file
+from fastdeploy_cache.config.sources import from_file
 from fastdeploy_cache.errors import ConfigError
 
 FILE = """\

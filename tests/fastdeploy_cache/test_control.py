@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.errors import ControlError, IPCError, LifeCycleError
-from fastdeploy_cache.explanation import Explanation, Miss
 from fastdeploy_cache.insight import control_server as control_module
 from fastdeploy_cache.insight.control_client import ask, look
 from fastdeploy_cache.insight.control_messages import Subject
 from fastdeploy_cache.insight.control_server import ControlServer
 from fastdeploy_cache.insight.finding import Finding
 from fastdeploy_cache.ipc.private_socket import connected
+from fastdeploy_cache.requests.explanation import Explanation, Miss
 from tests.rigs.command_line import CLI
 
 if TYPE_CHECKING:

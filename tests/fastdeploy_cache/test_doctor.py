@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from fastdeploy_cache import Request
-from fastdeploy_cache.causes import Cause
-from fastdeploy_cache.explanation import Miss
+from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.insight.doctor import examine
 from fastdeploy_cache.insight.evidence import evidence_of
 from fastdeploy_cache.insight.process_troubles import ProcessTrouble
+from fastdeploy_cache.requests.explanation import Miss
 from fastdeploy_cache.transfer_manager.client import ProcessHealth
 from tests.rigs.asker import Asker
 from tests.rigs.sick_caches import NUM_PROMPTS, SICK, prompt, rounds

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from fastdeploy_cache import Request
-from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.errors import OutOfBlocksError, UnknownRequestError
 from fastdeploy_cache.requests import room_queue
 from fastdeploy_cache.requests.room_queue import Taking

@@ -10,11 +10,11 @@ import pytest
 
 from fastdeploy_cache import Request
 from fastdeploy_cache.books import lost_blocks
-from fastdeploy_cache.causes import TEXTS, Cause
+from fastdeploy_cache.books.causes import TEXTS, Cause
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, UnknownRequestError
-from fastdeploy_cache.explanation import Hop
 from fastdeploy_cache.metrics.picture import CAUSES
 from fastdeploy_cache.requests.accounts import Account
+from fastdeploy_cache.requests.explanation import Hop
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.asker import Asker
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.books.causes import Cause
 from tests.rigs.sick_caches import prompt
 from tests.rigs.sick_stores import StoreAsker
 

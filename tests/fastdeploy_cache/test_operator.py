@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import ClosedError, ConfigError, ControlError, IPCError, RequestError
 from fastdeploy_cache.insight import pieces
 from fastdeploy_cache.insight.control_client import ask, look
-from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.policies.whole_runs import whole_runs
 from tests.rigs.asker import Asker

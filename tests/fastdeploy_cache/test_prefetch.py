@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fastdeploy_cache import Prefetch, Request
-from fastdeploy_cache.config import WRITE_POLICIES
+from fastdeploy_cache.config.cache import WRITE_POLICIES
 from fastdeploy_cache.errors import ClosedError
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.request import Image

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Request
-from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.books.causes import Cause
 from tests.rigs.cache_model import CacheModel
 
 TOKENS = list(range(1, 17))

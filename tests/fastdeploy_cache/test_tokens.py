@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastdeploy_cache.books.tokens import IS_NATIVE, PackedTokens, PackList, pack, pack_list, pack_list_in_python
 from fastdeploy_cache.errors import RequestError
-from fastdeploy_cache.tokens import IS_NATIVE, PackedTokens, PackList, pack, pack_list, pack_list_in_python
 
 WANTED = np.array([5, 0, 2**31 - 1], dtype="<i4").tobytes()
 LENGTHS = (1, 2, 16, 17, 2048, 2049, 5000)  # around what is packed in another way

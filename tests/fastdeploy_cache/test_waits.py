@@ -16,8 +16,8 @@ from fastdeploy_cache import Request
 from fastdeploy_cache.callers.transfers import CallerLoad, CallerTransfer
 from fastdeploy_cache.errors import OutOfBlocksError, RequestError
 from fastdeploy_cache.ipc.waits import LONGEST_SECONDS, seconds_to_wait
-from fastdeploy_cache.match import Match, Prefetch
 from fastdeploy_cache.peers.transfers import PeerTransfer
+from fastdeploy_cache.requests.match import Match, Prefetch
 from tests.rigs.cache_model import CacheModel
 from tests.rigs.process_ends import SECONDS
 

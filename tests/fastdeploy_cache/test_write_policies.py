@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fastdeploy_cache.books.run import CPU
-from fastdeploy_cache.config import WRITE_POLICIES
+from fastdeploy_cache.config.cache import WRITE_POLICIES
 from fastdeploy_cache.errors import OutOfBlocksError
 from fastdeploy_cache.movement.copy_down import MIN_STORE_BLOCKS
 from fastdeploy_cache.policies import EVICTION_POLICIES

@@ -14,7 +14,7 @@ from fastdeploy_cache import CacheConfig, PrefixCacheManager
 from fastdeploy_cache.adapters.fastdeploy import manager as fastdeploy
 from fastdeploy_cache.adapters.mini_sglang import radix_cache as mini_sglang
 from fastdeploy_cache.adapters.sglang import radix_cache as sglang
-from fastdeploy_cache.config import WRITE_POLICIES
+from fastdeploy_cache.config.cache import WRITE_POLICIES
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout
 from tests.rigs.chaos_block_tables import BlockPool, FastDeployV0, FastDeployV1
 from tests.rigs.chaos_config import IMPATIENT_STORE, NUM_CPU, NUM_GPU, PATIENT, SEEDS, TP_SIZE, chaos_config

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_cache.books.tokens import IS_NATIVE
 from fastdeploy_cache.ipc.peer_channel import load_keys
-from fastdeploy_cache.tokens import IS_NATIVE
 from fastdeploy_cache.transfer_manager.peer.signature import load_secret
 from tests.rigs.command_line import CLI
 from tests.rigs.reference_model import needs_model

@@ -19,7 +19,7 @@ import typer
 from typer.testing import CliRunner
 
 from fastdeploy_cache import CacheConfig
-from fastdeploy_cache.config import CONFIG_KINDS
+from fastdeploy_cache.config.cache import CONFIG_KINDS
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.launch.bench import machine
 from fastdeploy_cache.launch.cli import app

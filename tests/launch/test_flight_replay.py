@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import RecordingError
 from fastdeploy_cache.insight.flight_file import MAGIC, read_recording
 from fastdeploy_cache.insight.flight_records import RecordKind
-from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.launch.cli import app, main
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 from fastdeploy_cache.launch.simulator.recorded_trace import read_recorded_trace

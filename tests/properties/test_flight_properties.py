@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastdeploy_cache.config import WRITE_POLICIES
+from fastdeploy_cache.config.cache import WRITE_POLICIES
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from tests.rigs.flight_walk import FlightWalk
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fastdeploy_cache.books.taps import Loss
-from fastdeploy_cache.config import WRITE_POLICIES
+from fastdeploy_cache.config.cache import WRITE_POLICIES
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.request import Image
 from tests.rigs.cache_model import CacheModel, LiveRequest

@@ -9,7 +9,7 @@ import pytest
 from fastdeploy_cache import StorageConfig
 from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import Tier
-from fastdeploy_cache.config import WRITE_POLICIES
+from fastdeploy_cache.config.cache import WRITE_POLICIES
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from tests.rigs.cache_model import CacheModel
 from tests.rigs.simulated_storage import SimulatedStorage

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastdeploy_cache import CacheConfig, Match, PrefixCacheManager, Request
-from fastdeploy_cache.causes import Cause
+from fastdeploy_cache.books.causes import Cause
 from tests.rigs.simulated_client import SimulatedClient
 
 

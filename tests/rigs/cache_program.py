@@ -11,7 +11,7 @@ from pathlib import Path
 PROGRAM = """
 import sys
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Request
-from fastdeploy_cache.insight_config import InsightConfig
+from fastdeploy_cache.config.insight import InsightConfig
 
 config = CacheConfig(
     block_size=4,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache import CacheConfig
-from fastdeploy_cache.config import WRITE_POLICIES
+from fastdeploy_cache.config.cache import WRITE_POLICIES
 from tests.rigs.faulty_engine import new_config
 from tests.rigs.storage_engine import file_storage
 

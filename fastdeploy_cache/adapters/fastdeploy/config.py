@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from fastdeploy_cache.adapters.fastdeploy.peer_config import peer_config
-from fastdeploy_cache.config import CONFIG_KINDS, ROLES, WRITE_POLICIES, CacheConfig, check_keys
-from fastdeploy_cache.config_sources import Sources
+from fastdeploy_cache.config.cache import CONFIG_KINDS, ROLES, WRITE_POLICIES, CacheConfig, check_keys
+from fastdeploy_cache.config.sources import Sources
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastdeploy_cache.adapters.fastdeploy.config import cache_config, num_gpu_blocks, pool_size
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import RankStartError
 from fastdeploy_cache.manager import PrefixCacheManager as NativeManager
 from fastdeploy_cache.transfer_manager.client import RankStatus

@@ -8,7 +8,7 @@ from contextlib import suppress
 from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache
 from fastdeploy_cache.adapters.fastdeploy.task import HeldTask, Task, UnknownTaskError
 from fastdeploy_cache.errors import ConfigError, RequestError, UnknownRequestError
-from fastdeploy_cache.match import Match
+from fastdeploy_cache.requests.match import Match
 
 
 class HeldTasks:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fastdeploy_cache.config import check_keys
+from fastdeploy_cache.config.cache import check_keys
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.peer.config import PeerConfig
 

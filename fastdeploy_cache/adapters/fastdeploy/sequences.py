@@ -11,7 +11,7 @@ from fastdeploy_cache.adapters.fastdeploy.held_tasks import HeldTasks
 from fastdeploy_cache.adapters.fastdeploy.task import HeldTask, NotEnoughBlocksError, Task, new_request
 from fastdeploy_cache.adapters.repeated_lists import RepeatedLists
 from fastdeploy_cache.errors import CacheError, ConfigError, OutOfBlocksError, RequestError
-from fastdeploy_cache.match import Match
+from fastdeploy_cache.requests.match import Match
 
 
 class CallSequences:

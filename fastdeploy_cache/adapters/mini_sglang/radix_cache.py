@@ -21,12 +21,12 @@ from fastdeploy_cache.adapters.slots.pages import (
     slots_of,
 )
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.books.tokens import PackedTokens, pack_list
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.policies.whole_runs import whole_runs
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.tokens import PackedTokens, pack_list
 
 
 class SizeInfo(NamedTuple):

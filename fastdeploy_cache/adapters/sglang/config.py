@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Any
 
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.policies.whole_runs import whole_runs

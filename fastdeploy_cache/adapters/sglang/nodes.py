@@ -9,9 +9,9 @@ import numpy as np
 
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.books.run_view import RunView
+from fastdeploy_cache.books.tokens import PackedTokens, pack
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.tokens import PackedTokens, pack
 
 _EXTRA_KEY = "extra_key:"
 _NAME = "a key"  # in errors

@@ -20,11 +20,11 @@ from fastdeploy_cache.adapters.slots.pages import Integers, Slots, as_array, as_
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.run import CPU
+from fastdeploy_cache.books.tokens import PackedTokens, pack
 from fastdeploy_cache.errors import ConfigError, RequestError
 from fastdeploy_cache.manager import PrefixCacheManager
-from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.tokens import PackedTokens, pack
+from fastdeploy_cache.requests.match import Prefetch
 
 __all__ = ["HiRadixCache", "MatchResult", "RadixKey", "ReqToTokenPool", "new_config", "new_manager"]
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from fastdeploy_cache.adapters.slots.copies import Array, ArraySlots, CopiesSlots
 from fastdeploy_cache.adapters.slots.index import Claim, SlotIndex
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES
+from fastdeploy_cache.books.tokens import TokenIds, pack
 from fastdeploy_cache.errors import BlockOwnerError, ConfigError, RequestError
-from fastdeploy_cache.tokens import TokenIds, pack
 
 
 class SlotMatch(NamedTuple):

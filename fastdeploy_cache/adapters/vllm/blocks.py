@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES, BlockHasher, root_hash
+from fastdeploy_cache.books.tokens import TokenIds
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.tokens import TokenIds
 
 
 class BlockHashType(NamedTuple):

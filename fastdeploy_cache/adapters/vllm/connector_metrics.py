@@ -15,7 +15,7 @@ except ImportError:  # before 0.32, which does not ask for sources
 
 from fastdeploy_cache.adapters.vllm.counters import MEANINGS
 from fastdeploy_cache.adapters.vllm.sequences import ExternalHit
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

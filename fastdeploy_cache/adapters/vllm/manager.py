@@ -20,8 +20,8 @@ from fastdeploy_cache.adapters.vllm.pool import BlockPool, KVCacheBlocks, Pooled
 from fastdeploy_cache.adapters.vllm.requests import EngineRequest, append_new_tokens, namespace_of, native_request
 from fastdeploy_cache.errors import OutOfBlocksError, RequestError
 from fastdeploy_cache.manager import PrefixCacheManager
-from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.request import Request
+from fastdeploy_cache.requests.match import Prefetch
 
 __all__ = [
     "BlockHashType", "BlockPool", "EngineRequest", "FreeKVCacheBlockQueue", "KVCacheBlock", "KVCacheBlocks",

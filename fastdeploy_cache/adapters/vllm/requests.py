@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
+from fastdeploy_cache.books.tokens import PackedTokens, TokenIds
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.tokens import PackedTokens, TokenIds
 
 
 class EngineRequest(Protocol):

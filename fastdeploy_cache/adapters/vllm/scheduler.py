@@ -17,7 +17,7 @@ from fastdeploy_cache.adapters.vllm.sequences import ExternalHit, Namer, Sequenc
 from fastdeploy_cache.adapters.vllm.step import LayerwiseLoad, StepPlan, WorkerKV
 from fastdeploy_cache.adapters.vllm.storing import Storing
 from fastdeploy_cache.callers.transfers import CallerTransfer
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle

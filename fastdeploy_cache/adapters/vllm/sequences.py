@@ -10,8 +10,8 @@ from typing import Any
 
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.errors import RequestError
-from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.request import Request
+from fastdeploy_cache.requests.match import Prefetch
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from fastdeploy_cache.adapters.vllm.metrics_address import MetricsAddress
 from fastdeploy_cache.adapters.vllm.needs import check_needs
 from fastdeploy_cache.adapters.vllm.sequences import kv_format_of
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.transfer_manager.kv.layout import STORAGE_DTYPES, KVLayout
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastdeploy_cache.adapters.vllm.step import LayerwiseLoad, StepPlan, WorkerKV
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError, LayoutError
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory

@@ -13,8 +13,8 @@ import pytest
 from fastdeploy_cache.adapters.fastdeploy.manager import PrefixCacheManager
 from fastdeploy_cache.adapters.repeated_lists import RepeatedLists
 from fastdeploy_cache.adapters.sglang.radix_cache import HiRadixCache, RadixKey, new_config, new_manager
+from fastdeploy_cache.books.tokens import pack
 from fastdeploy_cache.errors import RequestError
-from fastdeploy_cache.tokens import pack
 from tests.rigs.fastdeploy_engine import Task, serve_v1
 from tests.rigs.fastdeploy_engine import new_config as fastdeploy_config
 

@@ -15,8 +15,8 @@ from fastdeploy_cache.adapters.vllm.log import show_log
 from fastdeploy_cache.adapters.vllm.metrics_address import MetricsAddress
 from fastdeploy_cache.adapters.vllm.sequences import ExternalHit, Sequence
 from fastdeploy_cache.errors import ConfigError
-from fastdeploy_cache.match import Prefetch
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
+from fastdeploy_cache.requests.match import Prefetch
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
+from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import RecordingError
 from fastdeploy_cache.insight.flight_file import MAGIC, is_recording, read_recording
 from fastdeploy_cache.insight.flight_files import FlightFolder
 from fastdeploy_cache.insight.flight_records import RecordKind
-from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 from fastdeploy_cache.transfer_manager.client import RankStatus
 from tests.rigs.cache_model import CacheModel

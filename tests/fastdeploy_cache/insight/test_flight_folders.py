@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import RecordingError
 from fastdeploy_cache.insight import flight_file, flight_files
 from fastdeploy_cache.insight.flight_file import MAGIC, write_whole
 from fastdeploy_cache.insight.flight_files import FlightFolder, GrowingFile
-from fastdeploy_cache.insight_config import InsightConfig
 from tests.rigs.cache_model import CacheModel
 
 SECONDS = 20.0

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RecordingError
 from fastdeploy_cache.insight.flight_file import mixed, read_recording
 from fastdeploy_cache.insight.flight_records import RecordKind, pack
-from fastdeploy_cache.insight_config import InsightConfig
 
 SIZE = 16
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
+from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.insight.history import History, Moment
-from fastdeploy_cache.insight_config import InsightConfig
 from tests.rigs.browser import Browser, browser, missing
 from tests.rigs.page_looks import poor_contrasts, tab_stops
 from tests.rigs.sick_caches import rank_down

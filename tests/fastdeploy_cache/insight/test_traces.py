@@ -12,8 +12,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
+from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import ConfigError
-from fastdeploy_cache.insight_config import InsightConfig
 from tests.rigs.storage_rig import A, Rig, stored
 
 ON = InsightConfig(traces=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
-from fastdeploy_cache.insight_config import InsightConfig
+from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.request import Image
 from tests.rigs.leaks import child_pids
 

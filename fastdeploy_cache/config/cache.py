@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import ConfigError, LayoutError, counted
-from fastdeploy_cache.insight_config import InsightConfig
 from fastdeploy_cache.policies import DEFAULT_HISTORY_BYTES, EVICTION_POLICIES, MIN_HISTORY_BYTES
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import KVLayout, RankLayout
@@ -315,7 +315,7 @@ class CacheConfig:
     ) -> tuple[CacheConfig, Mapping[str, str]]:
         """Build as `load` does, and say where each setting that is no default comes from (`transfer.tp_size`)."""
         # late: an engine may make its configuration itself
-        from fastdeploy_cache.config_sources import Sources, check_types, from_arguments, from_environment, from_file
+        from fastdeploy_cache.config.sources import Sources, check_types, from_arguments, from_environment, from_file
         from fastdeploy_cache.transfer_manager.sizes import with_sizes
 
         sources = from_file(path) if path is not None else Sources()

@@ -15,7 +15,7 @@ from fastdeploy_cache.ipc.waits import seconds_to_wait
 if TYPE_CHECKING:
     import asyncio
 
-    from fastdeploy_cache.explanation import Explanation
+    from fastdeploy_cache.requests.explanation import Explanation
 
 
 class MatchHandle(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fastdeploy_cache.causes import TEXTS, Cause
+from fastdeploy_cache.books.causes import TEXTS, Cause
 from fastdeploy_cache.errors import counted, duration
 
 _TIER_TEXTS = {"gpu": "the GPU", "cpu": "the CPU tier", "storage": "storage"}

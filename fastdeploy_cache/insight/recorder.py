@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.config import CacheConfig
+from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.ipc.shortage import share_of_files
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics

@@ -1,0 +1,1 @@
+"""What users set: the settings, and where they come from."""
