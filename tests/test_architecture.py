@@ -39,6 +39,7 @@ HOMES = {
         "fastdeploy_cache/books/run.py",
         "fastdeploy_cache/policies/reuse_history.py",
         "fastdeploy_cache/requests/accounts.py",
+        "fastdeploy_cache/requests/trail.py",
         "fastdeploy_cache/insight/what_if_setup.py",
         "fastdeploy_cache/requests/match.py",
         "fastdeploy_cache/books/tokens.py",

@@ -59,7 +59,7 @@ def _processes(case: Evidence) -> Iterator[Finding]:
     if waiting := [each for each in case.troubles if each.state == "short"]:
         yield Finding(
             name="process_waits",
-            evidence=f"{_sentence(waiting[0])}{_and_more(len(waiting) - 1)}",
+            evidence=_sentence(waiting[0]) + (f" So do {len(waiting) - 1} more." if waiting[1:] else ""),
             advice=(
                 "Raise the limit (of open files, `ulimit -n` before the start), or use less of it; the process is "
                 "tried again every ten seconds."
@@ -70,10 +70,6 @@ def _processes(case: Evidence) -> Iterator[Finding]:
 def _sentence(trouble: ProcessTrouble) -> str:
     text = str(trouble)
     return f"{text[0].upper()}{text[1:]}."
-
-
-def _and_more(num_more: int) -> str:
-    return f" So do {num_more} more." if num_more else ""
 
 
 def _store(case: Evidence) -> Iterator[Finding]:

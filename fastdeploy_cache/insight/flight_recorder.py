@@ -111,7 +111,7 @@ class FlightRecorder:
                 active.num_found_blocks,
                 active.num_gpu_blocks,
                 active.num_unloaded_blocks,
-                active.refused_for,
+                active.trail.refused_for,
                 rest,
             )
         )
@@ -253,9 +253,9 @@ class FlightRecorder:
     @staticmethod
     def _end_of(active: ActiveRequest) -> tuple[object, ...]:
         """What came of few requests, and hints."""
-        request, num_gpu = active.request, active.num_gpu_blocks
+        request, num_gpu, trail = active.request, active.num_gpu_blocks, active.trail
         num_storage = active.num_storage_blocks(num_gpu, active.num_matched_blocks)
-        loads = num_storage, active.num_copied_tokens, active.load_seconds, active.is_void, active.has_failed_load
+        loads = num_storage, active.num_copied_tokens, trail.load_seconds, active.is_void, trail.has_failed_load
         return *loads, request.session_ended, request.tool_call_pending
 
     @staticmethod

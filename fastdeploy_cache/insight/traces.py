@@ -74,7 +74,7 @@ class Traces:
         """See `RequestListener`."""
         if self._before is not None:
             self._before.matched(active)
-        parent, seconds = self._current(), time.monotonic() - active.matched_at
+        parent, seconds = self._current(), time.monotonic() - active.trail.matched_at
         for transfer in active.loads:
             _remember(self._of_tasks, transfer.task_id, parent)
         attributes = {

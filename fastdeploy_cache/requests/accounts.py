@@ -17,8 +17,9 @@ from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.metrics.histogram import CALL_SECONDS, Histogram
 from fastdeploy_cache.metrics.request_counts import TIERS
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
-from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest, MissedBlocks
+from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest
 from fastdeploy_cache.requests.explanation import Explanation, Hit, Hop, Miss
+from fastdeploy_cache.requests.trail import MissedBlocks, Trail
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 
 _LOST_FROM = {Loss.GPU: "gpu", Loss.CPU: "cpu"}
@@ -27,19 +28,18 @@ _LAST_PLACE, _PARTIAL_PLACE = Cause.LAST.place, Cause.PARTIAL.place
 
 
 class Account(msgspec.Struct, gc=False, frozen=True):
-    """What is kept of one request: tokens by tier, seconds of loads from the CPU tier and of reads from storage, and
-    what it missed of the blocks that it asked for."""
+    """What is kept of one request: tokens by tier, seconds of reads from storage, its trail, and what it missed of the
+    blocks that it asked for."""
 
     request_id: str
     num_tokens: int
     at: float
     is_final: bool
     hit_tokens: tuple[int, int, int]
-    load_seconds: float
+    trail: Trail
     read_seconds: float
     prefill_tokens_per_second: float | None
     misses: Sequence[MissedBlocks]
-    room_seconds: float = 0.0  # that its match waited for GPU blocks
 
 
 class Accounts:
@@ -68,30 +68,20 @@ class Accounts:
     def admit(self, active: ActiveRequest, now: float) -> None:
         """Count a request once, when it is first admitted: not while it waits, nor when it returns from preemption."""
         active.is_admitted = True
-        self.match_times.add(active.match_seconds)
+        self.match_times.add(active.trail.match_seconds)
         if active.request.counted:
             return
-        if active.idle_since and active.num_matched_blocks:
-            self._ages.reuse_gaps.add(active.matched_at - active.idle_since)
+        if active.trail.idle_since and active.num_matched_blocks:
+            self._ages.reuse_gaps.add(active.trail.matched_at - active.trail.idle_since)
         active.request.counted = True
-        active.owes_load_seconds = active.is_ahead
+        active.trail.owes_load_seconds = active.is_ahead
         num_blocks = active.num_matched_blocks
         self._mishaps.ask("metrics", lambda: self._count(self._account(active, num_blocks, now, is_final=True)), None)
 
     def loaded(self, active: ActiveRequest) -> None:
         """The loads that a request ran ahead of have ended: how long they took is known only now."""
-        seconds, active.owes_load_seconds = active.load_seconds if active.owes_load_seconds else 0.0, False
-        if seconds:
-            self._mishaps.ask("metrics", lambda: self._add_load(active, seconds), None)
-
-    def _add_load(self, active: ActiveRequest, seconds: float) -> None:
-        self.move_seconds[1] += seconds
-        name = active.request.request_id
-        for place in range(len(self._recent) - 1, -1, -1):
-            account = self._recent[place]
-            if account.request_id == name:
-                self._recent[place] = msgspec.structs.replace(account, load_seconds=seconds)
-                return
+        self.move_seconds[1] += active.trail.load_seconds if active.trail.owes_load_seconds else 0.0
+        active.trail.owes_load_seconds = False
 
     def count_other(self, active: ActiveRequest, hit_tokens: tuple[int, int, int]) -> None:
         """Count a request that somebody else has matched, with the blocks that it has missed."""
@@ -99,7 +89,7 @@ class Accounts:
         name, num_tokens = request.request_id, request.num_prompt_tokens
         now = time.monotonic()
         misses = self._missed(active, -(-sum(hit_tokens) // self._size), now)
-        account = Account(name, num_tokens, now, True, hit_tokens, 0.0, 0.0, speed, misses)
+        account = Account(name, num_tokens, now, True, hit_tokens, active.trail, 0.0, speed, misses)
         self._mishaps.ask("metrics", lambda: self._count(account), None)
 
     def _count(self, account: Account) -> None:
@@ -108,7 +98,7 @@ class Accounts:
         num_behind = num_tokens
         if hit_tokens != _NOTHING:
             speed, saved, moved = account.prefill_tokens_per_second, self.saved_seconds, self.move_seconds
-            moved[1] += account.load_seconds
+            moved[1] += account.trail.load_seconds
             moved[2] += account.read_seconds
             for tier in (0, 1, 2):
                 num_behind -= hit_tokens[tier]
@@ -132,8 +122,8 @@ class Accounts:
             hit_tokens = (num_blocks * size + active.num_copied_tokens, 0, 0)
         else:
             hit_tokens = _NOTHING
-        misses, num_found, prefetch = active.misses, active.num_found_blocks, active.prefetch
-        is_all_found = num_blocks == num_found == active.num_searched_blocks and active.num_asked_blocks
+        misses, num_found, prefetch = active.trail.misses, active.num_found_blocks, active.prefetch
+        is_all_found = num_blocks == num_found == active.trail.num_searched_blocks and active.num_asked_blocks
         if prefetch is not None or not is_all_found:
             misses = self._missed(active, num_blocks, at)
         return Account(
@@ -142,30 +132,32 @@ class Accounts:
             at,
             is_final,
             hit_tokens,
-            active.load_seconds,
+            active.trail,
             prefetch.read_seconds if prefetch is not None and hit_tokens[2] else 0.0,
             self._prefill.per_second,
             misses,
-            active.room_seconds,
         )
 
     def _missed(self, active: ActiveRequest, num_hit_blocks: int, at: float) -> Sequence[MissedBlocks]:
         """The full blocks that the match has asked for, behind those that it hit. `at`: when it was admitted."""
         if not active.num_asked_blocks:
             num_blocks = (active.request.num_tokens - 1) // self._size
-            return (
-                [(Cause.LIMIT, num_blocks, None, 0.0, "enable_prefix_caching is off, or the tier is asleep")]
-                if num_blocks
-                else []
+            off: MissedBlocks = (
+                Cause.LIMIT,
+                num_blocks,
+                None,
+                0.0,
+                "enable_prefix_caching is off, or the tier is asleep",
             )
+            return (off,) if num_blocks else ()
         num_found = active.num_found_blocks
         parts = self._unused(active, num_hit_blocks, num_found, at) if num_found > num_hit_blocks else []
-        block, prefetch = active.num_searched_blocks, active.prefetch
+        block, prefetch = active.trail.num_searched_blocks, active.prefetch
         end_late = min(prefetch.first + prefetch.num_found, active.num_asked_blocks) if prefetch is not None else 0
         if prefetch is not None and end_late > num_found:
             parts += self._not_fetched(prefetch, num_found, end_late, at)
         skip = max(num_hit_blocks, num_found, end_late)
-        for cause, num_blocks, kind, lost_at, detail in active.misses:
+        for cause, num_blocks, kind, lost_at, detail in active.trail.misses:
             num_left = block + num_blocks - max(block, skip)
             block += num_blocks
             if num_left > 0:
@@ -186,13 +178,13 @@ class Accounts:
     def _unused(active: ActiveRequest, first: int, end: int, at: float) -> list[MissedBlocks]:
         """Blocks [first, end), which a tier has and the request does not use."""
         parts: list[MissedBlocks] = []
-        num_cut = end - active.num_whole_blocks
-        if active.num_unloaded_blocks and active.refused_for is not None:
-            cause, detail = active.refused_for
-        elif active.has_failed_load:
+        num_cut = end - active.trail.num_whole_blocks
+        if active.num_unloaded_blocks and active.trail.refused_for is not None:
+            cause, detail = active.trail.refused_for
+        elif active.trail.has_failed_load:
             cause, detail = Cause.RANK, "its load failed"
         else:
-            then = f"{'blocks were taken' if active.is_admitted else 'it is'} {at - active.matched_at:.3f} s"
+            then = f"{'blocks were taken' if active.is_admitted else 'it is'} {at - active.trail.matched_at:.3f} s"
             cause, detail = Cause.LATE, f"{then} after the match, before its load had come"
         if end - num_cut > first:
             parts.append((cause, end - num_cut - first, None, 0.0, detail))
@@ -258,7 +250,7 @@ class Accounts:
             request_id=account.request_id,
             num_tokens=account.num_tokens,
             is_final=account.is_final,
-            room_seconds=account.room_seconds,
+            room_seconds=account.trail.room_seconds,
             hits=tuple(hits),
             misses=tuple(misses),
         )
@@ -266,7 +258,7 @@ class Accounts:
     @staticmethod
     def _hops(account: Account, tier: str, num_bytes: int) -> tuple[Hop, ...]:
         """How so many bytes of a hit came to the GPU."""
-        load = Hop(source="cpu", target="gpu", num_bytes=num_bytes, seconds=account.load_seconds)
+        load = Hop(source="cpu", target="gpu", num_bytes=num_bytes, seconds=account.trail.load_seconds)
         read = Hop(source="storage", target="cpu", num_bytes=num_bytes, seconds=account.read_seconds)
         return {"gpu": (), "cpu": (load,), "storage": (read, load)}[tier]
 

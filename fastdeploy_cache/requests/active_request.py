@@ -9,15 +9,14 @@ from enum import Enum
 from typing import NoReturn
 
 from fastdeploy_cache.books.block_keys import BlockKeys
-from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.books.changes import Change
 from fastdeploy_cache.books.run import Pin
-from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.errors import CommitError
 from fastdeploy_cache.movement.cargo import OneBlock
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.room_queue import RoomWait
+from fastdeploy_cache.requests.trail import Trail
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 
 
@@ -50,15 +49,10 @@ _NEXT: dict[RequestPhase, tuple[RequestPhase, ...]] = {
 
 _NONE = array("i")  # never changed
 _USUAL_FIELDS = (
-    *("request", "keys", "generation", "block_ids", "matched_at", "num_asked_blocks", "num_found_blocks"),
-    *("num_searched_blocks", "num_whole_blocks", "misses", "computing_key", "idle_since", "pin", "num_pinned_blocks"),
-    *("num_gpu_blocks", "loads", "phase", "num_matched_blocks", "num_committed_blocks", "copy", "match_seconds"),
+    *("request", "keys", "generation", "trail", "block_ids", "num_asked_blocks", "num_found_blocks", "pin"),
+    *("num_pinned_blocks", "num_gpu_blocks", "loads", "phase", "num_matched_blocks", "num_committed_blocks", "copy"),
     *("stepped_at", "is_admitted", "num_computed_tokens", "duplicates", "step", "number"),
 )
-
-
-# Blocks in a row that were missed for one cause: how many, where they were lost how and when, and further evidence.
-MissedBlocks = tuple[Cause, int, Loss | None, float, str]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -81,29 +75,18 @@ class ActiveRequest:
     request: Request
     keys: BlockKeys
     generation: int  # of the cache, when it was matched
+    trail: Trail
     phase: RequestPhase = WAITING
     is_admitted: bool = False  # it got blocks, or committed some: else its release is no use
     is_offered: bool = False  # to another instance
     is_detached: bool = False  # its blocks continue nothing that is cached: it publishes nothing
     # -- the match
-    matched_at: float = 0.0  # when `match` was called, by the monotonic clock
-    match_seconds: float = 0.0  # that it took
-    idle_since: float = 0.0  # when the last run that it found had been used last; 0: never, or nothing was found
     pin: Pin | None = None
     num_pinned_blocks: int = 0
     num_asked_blocks: int = 0  # that the match looked for
     num_found_blocks: int = 0  # of these, cached in any tier
-    num_searched_blocks: int = 0  # that the match itself found: behind these are its `misses`
-    num_whole_blocks: int = 0  # of the found ones, those that end in no image's midst
     num_gpu_blocks: int = 0  # found on the GPU by the match
-    misses: Sequence[MissedBlocks] = ()  # what no tier had
     room: RoomWait | None = None  # for a load, which lacks blocks that copies in flight will give back
-    room_seconds: float = 0.0  # that it has waited so
-    refused_for: tuple[Cause, str] | None = None  # why what the CPU tier has was not loaded
-    has_failed_load: bool = False
-    load_seconds: float = 0.0  # of the loads that it waited for and that came
-    owes_load_seconds: bool = False  # it was counted while it ran ahead of them
-    computing_key: int | None = None  # see `Computing`
     num_unloaded_blocks: int = 0  # in the CPU tier, not loaded for want of room
     loads: Sequence[Transfer] = ()  # that it waits for
     prefetch: StoragePrefetch | None = None  # from storage: what may still come, and what came
@@ -125,7 +108,7 @@ class ActiveRequest:
 
     def __init__(self, request: Request, keys: BlockKeys, generation: int) -> None:
         """All else is as above, on the class, until it is set: most requests set little of it."""
-        self.request, self.keys, self.generation = request, keys, generation
+        self.request, self.keys, self.generation, self.trail = request, keys, generation, Trail()
         self.block_ids = array("i")
 
     @classmethod

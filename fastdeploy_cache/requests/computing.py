@@ -19,13 +19,13 @@ class Computing:
 
     def begin(self, active: ActiveRequest, key: int) -> None:
         """The block at the place of this key is the first that the request computes."""
-        active.computing_key = key
+        active.trail.computing_key = key
         self.by_key[key] = active
 
     def end(self, active: ActiveRequest) -> None:
         """It has committed something, or has gone."""
-        key = active.computing_key
-        active.computing_key = None
+        key = active.trail.computing_key
+        active.trail.computing_key = None
         if key is not None and self.by_key.get(key) is active:
             del self.by_key[key]
 

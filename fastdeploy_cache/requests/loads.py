@@ -50,8 +50,8 @@ class MatchLoads:
             load_ids=tuple([transfer.task_id for transfer in transfers]),
             _loads=self,
         )
-        if not active.match_seconds:
-            active.match_seconds = time.monotonic() - active.matched_at
+        if not active.trail.match_seconds:
+            active.trail.match_seconds = time.monotonic() - active.trail.matched_at
         return match
 
     def explain(self) -> Explanation:

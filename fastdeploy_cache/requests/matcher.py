@@ -65,15 +65,15 @@ class Matcher:
         max_blocks = (request.num_tokens - 1) // tree.block_size  # one token is left to compute
         path, num_found = tree.find(request.namespace, active.keys, max_blocks)
         active.num_asked_blocks = max_blocks
-        active.num_found_blocks = active.num_searched_blocks = active.num_whole_blocks = num_found
+        active.num_found_blocks = active.trail.num_searched_blocks = active.trail.num_whole_blocks = num_found
         if num_found < max_blocks and not request.counted:
             self._misses.find(active, path, num_found)
         elif max_blocks and request.num_tokens == (max_blocks + 1) * tree.block_size:
             self._misses.pass_over(active)
         if request.images:
-            active.num_whole_blocks = num_found = request.whole_images(num_found, tree.block_size)
+            active.trail.num_whole_blocks = num_found = request.whole_images(num_found, tree.block_size)
         if num_found:
-            active.idle_since = path[-1].usage.used_last
+            active.trail.idle_since = path[-1].usage.used_last
             self._pin(active, path, num_found)
         ids = gpu_ids(path, num_found)
         active.num_gpu_blocks = len(ids)
@@ -97,7 +97,7 @@ class Matcher:
             num_sure = active.num_pinned_blocks if active.room is None else 0  # what it waits for may never be loaded
             self._load_cold(active, path, num_found, num_sure, is_fetched=True)
             active.num_found_blocks = max(active.num_found_blocks, num_found)
-            active.num_whole_blocks = max(active.num_whole_blocks, num_found)
+            active.trail.num_whole_blocks = max(active.trail.num_whole_blocks, num_found)
 
     def _load_cold(
         self, active: ActiveRequest, path: list[Run], num_found: int, num_sure: int, *, is_fetched: bool
@@ -136,7 +136,7 @@ class Matcher:
     ) -> None:
         """Nothing behind `num_near` blocks is loaded: what storage has lies behind that, too."""
         num_near = active.request.whole_images(num_near, self._tree.block_size)  # others have computed or load these
-        active.refused_for, active.num_unloaded_blocks = why, active.num_pinned_blocks - num_near
+        active.trail.refused_for, active.num_unloaded_blocks = why, active.num_pinned_blocks - num_near
         self._pin(active, path, max(num_sure, num_near))
         self.end_prefetch(active)
 
@@ -178,7 +178,7 @@ class Matcher:
 
     def _end_room_wait(self, active: ActiveRequest) -> None:
         if active.room is not None:
-            active.room_seconds += time.monotonic() - active.room.began_at
+            active.trail.room_seconds += time.monotonic() - active.room.began_at
             self._room.leave(active.room)
             active.room = None
 
@@ -345,9 +345,9 @@ class Matcher:
         for transfer in active.loads:
             transfer.num_waiting -= 1
             if transfer.succeeded:
-                active.load_seconds += transfer.seconds
+                active.trail.load_seconds += transfer.seconds
             elif transfer.done.is_set():
-                active.has_failed_load = True
+                active.trail.has_failed_load = True
         active.loads = []
         if active.prefetch is not None:
             active.prefetch.loads = active.loads

@@ -13,8 +13,9 @@ from fastdeploy_cache.books.causes import OTHER_WEIGHTS, Cause
 from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.books.taps import Loss
-from fastdeploy_cache.requests.active_request import ActiveRequest, MissedBlocks
+from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.computing import Computing
+from fastdeploy_cache.requests.trail import MissedBlocks
 
 _MAX_PARTS = 64  # that one prompt's missed blocks are looked up in: some tens of microseconds
 _AT_ONCE_SECONDS = 1.0  # blocks in a row that were lost within this time are told of together
@@ -50,7 +51,7 @@ class Misses:
                 if lost.has_forks and not is_known:
                     is_known = bool(lost.forked(name, num_found, self._mark_before(active, num_found)))
                 if is_known or len(roots) != (root is not None) or keys.extras is not None:
-                    active.misses = self._parts(active, path, num_found, name)
+                    active.trail.misses = self._parts(active, path, num_found, name)
                     computing.begin(active, key)
                     return
                 computing.begin(active, key)  # most are new
@@ -58,7 +59,7 @@ class Misses:
                     cause = _NEW
         except MemoryError:
             self.mishaps.note("metrics")
-        active.misses = ((cause, num_missed, None, 0.0, ""),)
+        active.trail.misses = ((cause, num_missed, None, 0.0, ""),)
 
     @contained("metrics", None)
     def committed(self, active: ActiveRequest) -> None:

@@ -76,7 +76,7 @@ class Publisher:
             active.duplicates = done.duplicates
             num_blocks = start + done.num_blocks
         active.num_pinned_blocks = active.num_committed_blocks = num_blocks
-        if num_blocks < active.num_asked_blocks and active.computing_key is not None:
+        if num_blocks < active.num_asked_blocks and active.trail.computing_key is not None:
             self._misses.committed(active)
         assert pin is not None
         if active.request.priority is not None:

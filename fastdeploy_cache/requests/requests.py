@@ -125,7 +125,7 @@ class Requests:
         self.check_new(request)
         keys = request.keys(self._config.block_size)
         active = ActiveRequest(request, keys, self.books.tree.generation)
-        active.matched_at = called_at
+        active.trail.matched_at = called_at
         self._requests[request.request_id] = active
         try:
             if self._config.enable_prefix_caching and GPU not in self.books.asleep:
@@ -213,7 +213,7 @@ class Requests:
         active = ActiveRequest(request, request.keys(size), tree.generation)
         active.num_asked_blocks = (request.num_prompt_tokens - 1) // size
         path, num_found = tree.find(request.namespace, active.keys, active.num_asked_blocks)
-        active.num_found_blocks = active.num_searched_blocks = active.num_whole_blocks = num_found
+        active.num_found_blocks = active.trail.num_searched_blocks = active.trail.num_whole_blocks = num_found
         if num_found < active.num_asked_blocks:
             self._misses.find(active, path, num_found)
             self._misses.computing.end(active)
@@ -249,7 +249,7 @@ class Requests:
         if active.ahead:
             self.ahead.leave(active)
         private_ids = active.private_ids()
-        if active.computing_key is not None:
+        if active.trail.computing_key is not None:
             self._misses.computing.end(active)
         if self.listener is not None:
             self.listener.released(active)

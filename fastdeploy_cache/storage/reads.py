@@ -256,17 +256,14 @@ class StorageReads:
             self._end_piece(piece, result)
         self._link.judge(result)
         if piece is not None:
-            self._note_read(result)
+            if result.error is None and result.num_blocks:
+                self._link.note_read(result)
         elif result.error is None:
             self._link.speeds.lookup.note(1, max(r.seconds for r in result.ranks))
             num_present = min(result.num_blocks, prefetch.num_wanted)
             if num_present >= self._limits.min_blocks and prefetch.epoch == self._tree.epoch:
                 prefetch.num_present = prefetch.num_found = num_present
         self._answered.append(prefetch)
-
-    def _note_read(self, result: TransferResult) -> None:
-        if result.error is None and result.num_blocks:
-            self._link.note_read(result)
 
     def _insert(self, piece: _Piece, ids: array[int]) -> int:
         prefetch = piece.prefetch

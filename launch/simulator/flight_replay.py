@@ -48,7 +48,7 @@ class _Heard:
 
     def matched(self, active: ActiveRequest) -> None:
         self.active, num_unloaded = active, active.num_unloaded_blocks
-        refused = active.refused_for if num_unloaded else None
+        refused = active.trail.refused_for if num_unloaded else None
         cause = refused[0].place if refused is not None else NO_CAUSE
         self.found = active.num_found_blocks, active.num_gpu_blocks, num_unloaded, cause
 

@@ -15,6 +15,7 @@ from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, UnknownReques
 from fastdeploy_cache.metrics.picture import CAUSES
 from fastdeploy_cache.requests.accounts import Account
 from fastdeploy_cache.requests.explanation import Hop
+from fastdeploy_cache.requests.trail import Trail
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.asker import Asker
 
@@ -322,7 +323,7 @@ def test_hits_have_a_worth() -> None:
 
 def test_what_came_from_storage_took_two_hops() -> None:
     """Each with its own time; together they are what the request waited for."""
-    account = Account("a", 9, 0.0, True, (0, 4, 4), 0.25, 0.5, None, ())
+    account = Account("a", 9, 0.0, True, (0, 4, 4), Trail(load_seconds=0.25), 0.5, None, ())
     explanation = Asker().cache._requests.accounts.explained([account])[0]
     cpu, storage = explanation.hits
     assert [(hop.source, hop.target, hop.seconds) for hop in storage.hops] == [
