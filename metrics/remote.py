@@ -51,12 +51,12 @@ class RemoteMetrics:
 
     def page(self) -> bytes:
         """What is there, within the time in all and the size: a slow or endless page must not hold up this one."""
-        place, seconds = urllib.parse.urlsplit(self._url).netloc, self._timeout_seconds
-        with contextlib.closing(http.client.HTTPConnection(place, timeout=seconds)) as connection:
-            connection.connect()
-            connection.sock = BoundedSocket(connection.sock.detach(), seconds, _MAX_BYTES, seconds)
-            connection.request("GET", self._url.partition(place)[2] or "/")
-            with connection.getresponse() as answer:
+        place, seconds, began = urllib.parse.urlsplit(self._url).netloc, self._timeout_seconds, time.monotonic()
+        with contextlib.closing(http.client.HTTPConnection(place, timeout=seconds)) as peer:
+            peer.connect()
+            peer.sock = BoundedSocket(peer.sock.detach(), seconds - time.monotonic() + began, _MAX_BYTES, seconds)
+            peer.request("GET", self._url.partition(place)[2] or "/")
+            with peer.getresponse() as answer:
                 if answer.status != 200:
                     raise OSError(f"its answer has status {answer.status}, and not 200")
                 return answer.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -46,33 +47,36 @@ class Ages:
                 num_kept = max(0, min(run.num_gpu, first + num_blocks) - first)
         elif run.cpu and run.cpu_start <= first:
             num_kept = max(0, min(run.cpu_end, first + num_blocks) - first)
-        evicted = self.num_evicted[tier]
-        evicted[0] += num_kept
-        evicted[1] += num_blocks - num_kept
-        usage = run.usage
+        usage, evicted = run.usage, self.num_evicted[tier]
         if usage is self._going and tier is self._going_from:
             self._num_gone += num_blocks
-            return
-        self.count_evicted()
-        now, since = self._clock(), usage.cpu_since if tier else usage.gpu_since
-        self._going, self._going_from, self._num_gone = usage, tier, num_blocks
-        self._age, self._idle = now - since, now - (usage.used_last or since)
+        else:
+            try:
+                self.count_evicted()
+                now, since = self._clock(), usage.cpu_since if tier else usage.gpu_since
+            except MemoryError:  # these are not counted, and whatever they are part of goes on
+                return
+            self._going, self._going_from, self._num_gone = usage, tier, num_blocks
+            self._age, self._idle = now - since, now - (usage.used_last or since)
+        evicted[0] += num_kept
+        evicted[1] += num_blocks - num_kept
 
     def evicted_together(self, gone: Sequence[tuple[Usage, int]]) -> None:
         """The same for runs that leave the GPU whole, each with its blocks, in one eviction."""
         now, residency, idle = self._clock(), self.residency[GPU], self.idle[GPU]
-        for usage, num_blocks in gone:
-            self.num_evicted[GPU][1] += num_blocks
-            since = usage.gpu_since
-            residency.add(now - since, num_blocks)
-            idle.add(now - (usage.used_last or since), num_blocks)
+        with contextlib.suppress(MemoryError):  # as above
+            for usage, num_blocks in gone:
+                since = usage.gpu_since
+                residency.add(now - since, num_blocks)
+                idle.add(now - (usage.used_last or since), num_blocks)
+                self.num_evicted[GPU][1] += num_blocks
 
     def count_evicted(self) -> None:
         """Count what has gone of the run that was evicted from last; before anybody reads."""
         if self._going is not None:
+            self._going = None
             self.residency[self._going_from].add(self._age, self._num_gone)
             self.idle[self._going_from].add(self._idle, self._num_gone)
-            self._going = None
 
     def used(self, path: Sequence[Run]) -> None:
         """A request ends that used these runs."""

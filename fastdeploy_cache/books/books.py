@@ -91,13 +91,15 @@ class Books:
         if self._changes or self._waiters or self._graves.open:
             is_at_rest, calls = self._settle_and_leave()
         else:
-            if self._hear_moved is not None and self.num_moved != self._num_told:
-                self._tell_moved()
             is_at_rest, calls = True, ()
-            if self._calls:  # an empty list stays: taken along, it would show us the calls of the turns behind ours
-                calls, self._calls = self._calls, []
-            self._thread = None
-            self._lock.release()
+            try:
+                if self._hear_moved is not None and self.num_moved != self._num_told:
+                    self._tell_moved()  # an interrupt in its midst costs what it was about, and not the lock
+                if self._calls:  # an empty list stays: taken along, it would show us the calls of the turns behind ours
+                    calls, self._calls = self._calls, []
+            finally:
+                self._thread = None
+                self._lock.release()
         for outlet in self._outlets:
             if outlet.queued:
                 outlet.hand_over()

@@ -94,9 +94,9 @@ class Residency:
         self.num_protected[1] -= run.num_in(CPU, run.num_held)
         packed, first = run.cpu, run.cpu_start
         run.cpu, run.cpu_start = b"", 0
+        self.count_child(run, CPU, -1)
         for left in self.taps.left:
             left(run, CPU, first, len(packed) // ID_BYTES, why)
-        self.count_child(run, CPU, -1)
         return packed
 
     def drop_spare_copies(self, run: Run) -> None:
@@ -112,12 +112,11 @@ class Residency:
         """Give the run's ids in a tier behind the first `num_left` back; none of them is held."""
         num_gone = len(run.cpu if tier else run.gpu) // ID_BYTES - num_left
         if num_gone > 0:
-            gone = run.cut_ids(tier, num_left)
-            for left in self.taps.left:
-                left(run, tier, run.cpu_start * tier + num_left, num_gone, why)
-            self.pools[tier].free(gone, RUN)
+            self.pools[tier].free(run.cut_ids(tier, num_left), RUN)
             if not num_left:
                 self.count_child(run, tier, -1)
+            for left in self.taps.left:
+                left(run, tier, run.cpu_start * tier + num_left, num_gone, why)
 
     def count_child(self, run: Run, tier: Tier, change: int) -> None:
         """`run` began (1) or ceased (-1) to have blocks in a tier."""
@@ -275,10 +274,10 @@ class Residency:
             mine = set(unread)
             pool.free(array("i", [block_id for block_id in gone if block_id not in mine]), RUN)
         run.gpu = kept
-        for left in self.taps.left:
-            left(run, GPU, num_held, len(gone), Loss.GPU)
         if not kept:
             self.count_child(run, GPU, -1)
+        for left in self.taps.left:
+            left(run, GPU, num_held, len(gone), Loss.GPU)
         self.truncate(run, self._end_without(run, num_held), Loss.GPU)
 
     @staticmethod

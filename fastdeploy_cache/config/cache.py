@@ -281,7 +281,9 @@ class CacheConfig:
             layout = self.rank_layout()
             assert layout is not None
             gpu = layout.num_gpu_blocks_in(self.gpu_memory_bytes)
-        return gpu, self._num_cpu_blocks(gpu) or self._num_staging_blocks()
+        if (num_cpu := self._num_cpu_blocks(gpu)) or self.storage is None:
+            return gpu, num_cpu
+        return gpu, max(8, self.storage.staging_bytes // self.block_bytes())  # what storage goes through then
 
     def _num_cpu_blocks(self, num_gpu_blocks: int) -> int:
         if self.num_cpu_blocks is not None:
@@ -289,10 +291,6 @@ class CacheConfig:
         if self.cpu_memory_bytes is not None:
             return self.cpu_memory_bytes // self.block_bytes()
         return int(num_gpu_blocks * (self.cpu_to_gpu_ratio or 0.0))
-
-    def _num_staging_blocks(self) -> int:
-        """What storage goes through where there is no CPU tier: a small one."""
-        return 0 if self.storage is None else max(8, self.storage.staging_bytes // self.block_bytes())
 
     @classmethod
     def load(

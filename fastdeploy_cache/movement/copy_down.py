@@ -160,8 +160,10 @@ class CopyDown:
 
     @contained("copy_down", None)
     def _copy_young(self) -> None:
-        if not self._mover.can(TaskKind.SWAP_OUT) and len(self._young) <= _MAX_YOUNG:
-            return  # later; but not all that comes and goes while nothing can be copied is kept in mind
+        if not self._mover.can(TaskKind.SWAP_OUT):  # later; but not all that comes and goes till then is kept in mind
+            if len(self._young) > _MAX_YOUNG:
+                self._young, self._num_young = {}, 0
+            return
         young, self._young, self._num_young = self._young, {}, 0
         # What was cut since has given its front to a run above it; what was evicted has no path.
         whole = dict.fromkeys(run for released in young for run in released.path())

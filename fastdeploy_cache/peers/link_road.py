@@ -188,13 +188,11 @@ class LinkRoad:
         num_bytes = sum(r.num_bytes for r in result.ranks)
         seconds = max((r.seconds for r in result.ranks), default=0.0)
         reason, kind = why[0] if why is not None else None, result.task.kind.value
+        slot = self._slot(peer)
+        name = self._names[slot] if slot < len(self._names) else OTHERS
         self._books.mishaps.contain(
-            "metrics", lambda: self._metrics.record_peer(kind, self._label(peer), num_bytes, seconds, reason)
+            "metrics", lambda: self._metrics.record_peer(kind, name, num_bytes, seconds, reason)
         )
-
-    def _label(self, name: str) -> str:
-        slot = self._slot(name)
-        return self._names[slot] if slot < len(self._names) else OTHERS
 
     def _slot(self, name: str) -> int:
         """The first few peers have one each, all others the last."""

@@ -91,11 +91,10 @@ class PeerReceives:
         if short > 0:
             tree.move_pin(pin, None, 0)
             raise OutOfBlocksError(short, num_coming)
-        # before the load: its start may start copies down, which hold blocks that could be evicted now
-        ids = self._books.take(offer.num_blocks - num_found, GPU, TASK)
         if num_cold and not self._loader.start(parts, num_cold):
             num_found -= num_cold  # what cannot be loaded is received
-            pin, ids = tree.move_pin(pin, *tree.place(path, num_found)), self._books.take(num_cold, GPU, TASK) + ids
+            pin = tree.move_pin(pin, *tree.place(path, num_found))
+        ids = self._books.take(offer.num_blocks - num_found, GPU, TASK)
         receive = Receive(request.request_id, number, len(ids))
         name = offer.source.name
         mine = OpenReceive(receive, request.namespace, keys, num_found, tree.generation, name, pin=pin, ids=ids)

@@ -152,13 +152,11 @@ class RoomQueue:
             return
         while self._waiting:
             first = next(iter(self._waiting))
-            is_over = time.monotonic() >= first.deadline
+            is_over = time.monotonic() >= first.deadline  # even so it takes what has come just now
             try:
-                if not is_over and not first.serve():
-                    if self.may_come(first.num_blocks):
+                if not first.serve():
+                    if not is_over and self.may_come(first.num_blocks):
                         return
-                    is_over = True
-                if is_over:
                     first.give_up()
             except BaseException:  # who is behind it is not to wait for what fails again and again
                 first.give_up()

@@ -192,7 +192,7 @@ class StorageAccess:
     def stats(self) -> tuple[StorageTierStats | None, Counter[str]]:
         """How it goes, None where no store is attached; and what only rises, of this store and of those before it."""
         *before, now = [tier.stats() for tier in (*self._detached, self._tier)]
-        return now, sum([each.sums for each in (*before, now) if each is not None], self._sums)
+        return now, sum([each.sums for each in (*before, now) if each is not None], Counter(self._sums))
 
     def statuses(self) -> list[RankStatus]:
         """One entry for each process that has the store open."""

@@ -151,9 +151,12 @@ class StorageLink:
     def _note_counts(self, result: TransferResult) -> None:
         for rank, counts in [(each.rank, each.counts) for each in result.ranks if each.counts is not None]:
             before = self.counts.get(rank, {})
-            if any(counts.get(name, 0) < before.get(name, 0) for name in _RISING):  # another process, from 0 on
+            opened, known = counts.get("opened_ns", 0), before.get("opened_ns", 0)
+            if opened > known:  # another process, which counts from 0 on
                 self.ended_counts.update({name: before.get(name, 0) for name in _RISING})
-            self.counts[rank] = counts
+                self.counts[rank] = counts
+            elif opened == known:  # answers overtake each other
+                self.counts[rank] = counts | {name: max(counts.get(name, 0), before.get(name, 0)) for name in _RISING}
 
     def note_read(self, result: TransferResult) -> None:
         """How long the slowest rank took for how many bytes."""

@@ -29,7 +29,7 @@ class Limits(NamedTuple):
 
     head_seconds: float = 30.0  # for the head of a request; also the longest pause between two of them
     body_seconds: float = 30.0
-    write_seconds: float = 30.0  # for the client to take a piece of an answer
+    write_seconds: float = 30.0  # for the client to take all that waits for it
     ended_seconds: float = 1.0  # for an answer to begin after the client has ended its side
     max_body_bytes: int = 4 * 2**20
     max_connections_per_client: int = 512

@@ -17,7 +17,7 @@ _RESET = struct.pack("ii", 1, 0)  # linger for no time: socket(7)
 class StreamedAnswer:
     """Chunks, or for a client of HTTP/1.0 all until the connection's end: aiohttp knows. One task uses it.
 
-    `begin` and `write` raise `ClientGoneError`. Where a client does not take a piece in time, the task is cancelled.
+    `begin` and `write` raise `ClientGoneError`. The task of a client that takes too long for what waits is cancelled.
     """
 
     def __init__(

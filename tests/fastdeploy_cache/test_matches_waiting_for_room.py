@@ -136,6 +136,25 @@ def test_who_has_waited_takes_what_can_be_had() -> None:
     model.finish()
 
 
+def test_room_that_comes_as_the_time_ends_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turn that frees it comes between the end of the time and its caller's next step: the blocks are its own."""
+    model = with_copies_in_flight()
+    live = model.must_match(C[:8])
+
+    def wait(_: threading.Event, timeout: float | None = None) -> bool:
+        for each in model.cache._requests.room._waiting:
+            each.deadline = 0.0
+        model.client.land_all()  # the time has ended, and only then room comes
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Event, "wait", wait)
+        ids = model.cache.allocate(live.request, 8, wait_seconds=SECONDS)
+    assert len(ids) == 8
+    live.table = [*live.match.block_ids, *ids]
+    model.finish()
+
+
 def test_a_match_waits_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nothing happens meanwhile: its caller's wait ends with its own, and the cause is room."""
     monkeypatch.setattr(room_queue, "_MATCH_SECONDS", 0.01)

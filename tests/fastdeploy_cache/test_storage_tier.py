@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.policies.breaker import BreakerState
-from fastdeploy_cache.transfer_manager.task import TaskKind
+from fastdeploy_cache.transfer_manager.task import RankResult, TaskKind, TransferResult, TransferTask
 from tests.rigs.simulated_storage import SimulatedStorage
 from tests.rigs.storage_rig import STORE, A, Rig, stored
 from tests.rigs.storage_trouble import metric
@@ -224,6 +225,21 @@ def test_a_store_that_is_away_for_long_costs_no_memory() -> None:
     rig.finish()
 
 
+def test_what_a_store_counts_is_counted_once_in_whatever_order_its_answers_come() -> None:
+    """Reads and writes are answered beside each other: a count from before is not taken for another process's, and
+    one of a process that has ended changes nothing."""
+    rig = Rig()
+    link = rig.model.cache.storage._tier.link
+    none = np.empty(0, np.int32)
+    task = TransferTask(task_id=1, kind=TaskKind.LOOKUP, source_ids=none, destination_ids=none, deadline=0.0)
+    for opened_ns, num_evicted in ((7, 100), (7, 150), (7, 140), (7, 160), (9, 4), (7, 165), (9, 3), (9, 10)):
+        counts = {"num_evicted": num_evicted, "opened_ns": opened_ns}
+        link.judge(TransferResult(task=task, ranks=(RankResult(rank=0, counts=counts),)))
+    stats = rig.model.cache.stats().storage
+    assert stats is not None and stats.num_evicted_objects == 160 + 10
+    rig.finish()
+
+
 def test_what_was_counted_of_storage_goes_on_over_stores_and_their_processes() -> None:
     """A counter of metrics never falls: not when another store comes (as for new weights), not while there is none, and
     not when a store's process is started again, which counts what it has lost from nothing."""
@@ -239,7 +255,7 @@ def test_what_was_counted_of_storage_goes_on_over_stores_and_their_processes() -
         return blocks, *lost
 
     assert counted() == (10, 5, 1)
-    rig.store.counts = {"num_evicted": 2, "num_declined": 1}  # of a process that has taken the place of the other
+    rig.store.counts = {"num_evicted": 2, "num_declined": 1, "opened_ns": 1}  # of a process in the place of the other
     rig.model.serve_and_copy([900, *A])
     rig.land_all()
     assert counted() == (20, 7, 2)

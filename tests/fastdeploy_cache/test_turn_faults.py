@@ -12,11 +12,12 @@ from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.books.changes import RoomCame, Used
 from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.errors import ClosedError
+from fastdeploy_cache.metrics.histogram import Histogram
 from fastdeploy_cache.storage.tier import StorageTier
 from tests.rigs.cache_model import CacheModel
 from tests.rigs.simulated_storage import SimulatedStorage
 from tests.rigs.storage_rig import STORE, A, Rig
-from tests.rigs.write_policies import no_copies
+from tests.rigs.write_policies import B, C, no_copies, write_back
 
 TEXT = list(range(41))
 
@@ -78,6 +79,57 @@ def test_a_release_makes_room_for_copies_down_with_a_store_as_without(has_store:
         rig.model.release(live)
     assert told == [num_moved + 10]
     rig.finish()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupt_at_the_end_of_a_turn_leaves_no_lock(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at the cold end is interrupted, or lacks memory even to say so: the verb raises or not, the lock is free,
+    and its request can be released."""
+    model = write_back()
+    model.serve(A[:20], stays=False, patient=True)
+    model.client.land_all()
+    live = model.must_match(B[:20])
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model.cache._movement.copy_down, "look_ahead", fail)
+        patched.setattr(model.cache._books.mishaps, "note", fail)
+        with pytest.raises(error):
+            model.cache.allocate(live.request, 20)
+    model.cache.release(live.request)
+    model.live.remove(live)
+    model.serve(C[:20], stays=False, patient=True)
+    model.steps_may_fail = True
+    model.finish()
+
+
+def test_ages_that_lack_memory_lose_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are evicted just then are free, and the books add up."""
+    model = CacheModel(4, 8, 0)
+    model.serve(TEXT[:20], stays=False, patient=True)
+
+    ages, counted = model.cache._books.residency.ages, Histogram.add
+
+    def add(self: Histogram, value: float, weight: int = 1) -> None:
+        if self in (*ages.residency, *ages.idle):
+            raise MemoryError
+        counted(self, value, weight)
+
+    for start in (100, 200, 300):
+        with monkeypatch.context() as patched:
+            patched.setattr(Histogram, "add", add)
+            live = model.must_match(list(range(start, start + 29)))
+            assert model.allocate(live, 8)
+        model.compute(live, 29)
+        model.release(live)
+        model.mirror.check()
+    stats = model.cache.stats().gpu
+    assert stats.num_free + stats.num_cached == 8
+    model.cache.close()
 
 
 def test_an_interrupt_while_rooms_settle_loses_no_pin() -> None:

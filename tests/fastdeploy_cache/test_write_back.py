@@ -122,6 +122,7 @@ def test_what_could_not_be_copied_is_copied_later(how: str) -> None:
     assert not model.client.tasks
     with model.cache._books:
         mover.be_quiet(False)
+    assert bool(model.client.tasks) == (how == "paused")
     model.client.up = True
     model.serve(B[:1], stays=False, patient=True)
     model.client.land_all()

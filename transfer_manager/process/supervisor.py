@@ -233,7 +233,7 @@ class RankSupervisor:
         failure = f"rank {self.rank}: {refusal}" if refusal else f"{reason}; end of its log:\n{tail or '(empty)'}"
         is_short = code == EXIT_SHORT or (code in (1, 127) and SHORT_END.match(tail.rpartition("\n")[2]))
         if is_short and self.phase is Phase.STARTING:
-            self._put_off(now, failure)
+            self._put_off(now, failure if refusal else f"{reason}: {tail.rpartition(chr(10))[2]}")
         else:
             self._died(now, failure)
         return True

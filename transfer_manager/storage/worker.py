@@ -47,7 +47,7 @@ class StorageExecutor:
         sys.path += [path for path in setup.import_paths if path not in sys.path]  # behind: it replaces nothing of ours
         self._store = open_storage(setup.kind, setup.options, setup.space, self._segment)
         self.report = encode(StoreReport(self._store.needs_token_ids))
-        self.is_lost = False
+        self.is_lost, self._opened_ns = False, time.monotonic_ns()  # a later process is one that counts from 0 on
         self._one_writer = threading.Lock()  # probes write, too, and come on the lane of reads
 
     def bind_thread(self) -> None:
@@ -79,7 +79,7 @@ class StorageExecutor:
         else:
             raise StorageError(f"a storage process does not {kind.value}")
         counts = {name: value for name, value in dataclasses.asdict(store.stats()).items() if value is not None}
-        return moved._replace(counts=counts)
+        return moved._replace(counts=counts | {"opened_ns": self._opened_ns})
 
     def _blocks(self, task: TransferTask, ids: Int32Array | None = None) -> Blocks:
         hashes = [task.hashes[i : i + _HASH_BYTES] for i in range(0, len(task.hashes), _HASH_BYTES)]

@@ -101,7 +101,7 @@ class Launcher:
         self.signals = {name: words.signal(name) for name in _SIGNALS}
         cache = self._current.cache
         words.set_ready(with_swap_space=cache.blocks.view.tier_stats(CPU).num_blocks > 0)
-        ranks = [RankProcess(self._rank_statuses, status.rank) for status in cache.stats().ranks]
+        ranks = [RankProcess(lambda: self._current.cache.stats().ranks, each.rank) for each in cache.stats().ranks]
         return self._peer_processes() + ranks
 
     def launch_cache_messager(
@@ -133,9 +133,6 @@ class Launcher:
 
     def _attach_kv(self, rank: int, handle: KVHandle) -> None:
         self._current.cache.ranks.attach_kv(rank, handle)  # of the cache that there is then
-
-    def _rank_statuses(self) -> Sequence[RankStatus]:
-        return self._current.cache.stats().ranks
 
     def _peer_processes(self) -> list[RankProcess]:
         statuses = self._current.peer_statuses  # of the cache that there is then
