@@ -27,7 +27,7 @@ from fastdeploy_cache.peers.peers import Peers
 from fastdeploy_cache.ranks import RankAccess
 from fastdeploy_cache.request import Request, whole_number
 from fastdeploy_cache.requests.accounts import Accounts
-from fastdeploy_cache.requests.active_request import WAITING
+from fastdeploy_cache.requests.active_request import SETTLED, VOID, WAITING
 from fastdeploy_cache.requests.explanation import Explanation
 from fastdeploy_cache.requests.loads import MatchLoads
 from fastdeploy_cache.requests.match import Match, Prefetch
@@ -124,13 +124,14 @@ class PrefixCacheManager:
         """
         requests, called_at = self._requests, time.monotonic()
         with self._books:
-            self._books.check_open()
+            if self._books.is_closed:
+                self._books.check_open()
             active = requests.begin(request, called_at)
         # A settled match is nobody's to change but its caller's: it is described without the lock. Any other is
         # described in a turn of its own, after the loads that were decided on have been handed over.
         loads = MatchLoads(active, requests, self.config.transfer.task_timeout_seconds)
         try:
-            if active.is_settled:
+            if active.phase is SETTLED:
                 return loads.describe()
             with self._books:
                 return loads.describe()
@@ -198,7 +199,7 @@ class PrefixCacheManager:
             self._requests.active(request)
             if active.is_ahead:
                 self._requests.ahead.end(active, arrived)
-            return not active.is_void and not self._requests.matcher.is_lost(active)
+            return active.phase is not VOID and not self._requests.matcher.is_lost(active)
 
     def commit(self, request: Request, num_computed_tokens: int) -> None:
         """The first `num_computed_tokens` tokens are computed and accepted: their full blocks become findable.

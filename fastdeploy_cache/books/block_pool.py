@@ -51,17 +51,13 @@ class BlockPool:
         self._numbers = array("i")  # 0, 1, 2, ...: a row is equal to a slice of these
         self._numbers.frombytes(np.arange(num_blocks, dtype=np.int32).tobytes())
         self._counts = [num_blocks, *(0 for owner in Owner if owner)]
+        self.num_free = num_blocks  # that `allocate` can give: of the counts, the one that every verb looks at
         # Each free id is in one of two heaps: by itself, or in a row whose first id and end are packed in one integer.
         self._singles: list[int] = []
         self._rows = [num_blocks] if num_blocks else []
         self._num_readers: dict[int, int] = {}  # blocks that something reads which does not keep them from being freed
         self._num_read_of = [0 for _ in Owner]  # how many of these each owner has
         self._deferred: set[int] = set()  # of these, freed meanwhile: a task's until the last reader has gone
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that `allocate` can give."""
-        return self._counts[FREE]
 
     def count(self, owner: Owner) -> int:
         """Blocks of this owner."""
@@ -102,7 +98,7 @@ class BlockPool:
         except BaseException:  # no memory: what has been taken off the heaps already would be lost
             self._heap_free_ids()
             raise
-        self._counts[FREE] -= num_blocks
+        self.num_free = self._counts[FREE] = self.num_free - num_blocks
         self._counts[owner] += num_blocks
         return ids
 
@@ -279,6 +275,7 @@ class BlockPool:
         if self._num_readers and not self._num_readers.keys().isdisjoint(ids):
             ids, giver = self._defer(ids, giver), TASK
         self.hand_over(ids, giver, FREE)
+        self.num_free = self._counts[FREE]
         num_blocks, singles = len(ids), self._singles
         try:
             if num_blocks >= _MIN_ROW and self._is_row(ids):

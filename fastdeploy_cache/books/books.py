@@ -68,7 +68,7 @@ class Books:
         self._lock = threading.Lock()
         self._thread: int | None = None  # whose turn it is
         self._changes: deque[Change] = deque()
-        self._listeners: dict[type[Change], list[Callable[[Any], object]]] = {}
+        self.listeners: dict[type[Change], list[Callable[[Any], object]]] = {}
         self._outlets: tuple[Outlet, ...] = ()
         self._calls: list[Callable[[], object]] = []  # of this turn
         self._waiters: dict[Tier, set[object]] = {}  # for blocks of a tier that somebody waits for
@@ -142,7 +142,7 @@ class Books:
     def _tell(self, change: Change) -> None:
         """Everybody hears of it, then its run is let go: also where a listener is interrupted."""
         try:
-            for hear in self._listeners.get(type(change), ()):
+            for hear in self.listeners.get(type(change), ()):
                 try:
                     hear(change)
                 except Exception:  # a room's fault costs that room's work, and not the verb
@@ -192,27 +192,23 @@ class Books:
 
     def listen(self, change: type[C], hear: Callable[[C], object]) -> None:
         """Have `hear` called with each such change, under the lock, at the end of the turn in which it happened."""
-        self._listeners.setdefault(change, []).append(hear)
+        self.listeners.setdefault(change, []).append(hear)
 
     def ignore(self, change: type[C], hear: Callable[[C], object]) -> None:
         """The reverse of `listen`."""
-        listeners = [each for each in self._listeners.get(change, ()) if each != hear]
+        listeners = [each for each in self.listeners.get(change, ()) if each != hear]
         if listeners:
-            self._listeners[change] = listeners
+            self.listeners[change] = listeners
         else:
-            self._listeners.pop(change, None)
+            self.listeners.pop(change, None)
 
     def listen_to_moves(self, hear: Callable[[int], object]) -> None:
         """Have `hear` called with `num_moved` at the end of each turn that has raised it; it must not raise."""
         self._hear_moved = hear
 
-    def hears(self, change: type[Change]) -> bool:
-        """Whether any room listens to such changes: else nobody needs to note them."""
-        return change in self._listeners
-
     def note(self, change: Change) -> None:
         """A change has happened. Where nobody listens to its kind it is forgotten."""
-        if type(change) in self._listeners:
+        if type(change) in self.listeners:
             if change.pin is not None:
                 self.tree.pin(change.pin)
             self._changes.append(change)

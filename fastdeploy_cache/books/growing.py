@@ -36,7 +36,7 @@ def insert(
     are inserted.
     """
     (run, offset), position, end = at, 0, len(ids)
-    done = Insertion(run, offset, duplicates, 0)
+    done = run, offset, duplicates, 0  # not an `Insertion` yet, which is a call of Python
     try:
         while position < end:
             if offset == run.num_blocks:
@@ -54,11 +54,11 @@ def insert(
             if num_there < num_known:
                 adopt(tree, run, ids[position + num_there : position + num_known], REQUEST)
             position, offset, duplicates = position + num_known, offset + num_known, known
-            done = Insertion(run, offset, duplicates, position)
+            done = run, offset, duplicates, position
     except MemoryError:
-        if not done.num_blocks:
+        if not done[-1]:
             raise
-    return done
+    return Insertion(*done)
 
 
 def _append(tree: PrefixTree, at: Run, keys: BlockKeys, first: int, ids: array[int]) -> Run:

@@ -153,12 +153,11 @@ class PrefixTree:
     @staticmethod
     def place(path: list[Run], num_blocks: int) -> tuple[Run | None, int]:
         """The run and offset at which the first `num_blocks` of a path end; no run for no blocks."""
-        num_beyond = sum([run.num_blocks for run in path]) - num_blocks
-        assert num_beyond >= 0, "the path is shorter than asked for"
-        for run in reversed(path):
-            if num_beyond < run.num_blocks:
-                return run, run.num_blocks - num_beyond
-            num_beyond -= run.num_blocks
+        for run in path:
+            if num_blocks <= run.num_blocks:
+                return (run, num_blocks) if num_blocks else (None, 0)
+            num_blocks -= run.num_blocks
+        assert not num_blocks, "the path is shorter than asked for"
         return None, 0
 
     def reset(self, lost_by: Loss = Loss.RESET) -> None:

@@ -183,8 +183,9 @@ class Residency:
             if not run.children and not self.graves.is_open(run):  # else it goes behind what is below it
                 self._forget(run, run.num_held)
         else:
-            for tier in TIERS:
-                self.offer(run, tier)
+            self.offer(run, GPU)
+            if run.cpu:
+                self.offer(run, CPU)
 
     # -- eviction
 

@@ -302,7 +302,7 @@ class CallerBlocks:
             path = run.path()
             self._copy_down.committed(run, 0)
             num_skipped = self._copy_down.released(path)
-            if self._books.hears(Used):
+            if Used in self._books.listeners:
                 self._books.note(Used(Pin(run, run.num_blocks), has_uncopied=num_skipped > 0))
         finally:
             tree.move_pin(holding, None, 0)

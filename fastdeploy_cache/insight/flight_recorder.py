@@ -14,7 +14,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import Pin, Run
 from fastdeploy_cache.insight.flight_records import RecordKind
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.active_request import VOID, ActiveRequest
 
 _NUM_PARTS: Final = 2  # of a full ring
 _NOTE_BYTES, _REQUEST_BYTES = 128, 384  # that a small tuple takes in memory with its numbers, and a large one more
@@ -255,7 +255,7 @@ class FlightRecorder:
         """What came of few requests, and hints."""
         request, num_gpu, trail = active.request, active.num_gpu_blocks, active.trail
         num_storage = active.num_storage_blocks(num_gpu, active.num_matched_blocks)
-        loads = num_storage, active.num_copied_tokens, trail.load_seconds, active.is_void, trail.has_failed_load
+        loads = num_storage, active.num_copied_tokens, trail.load_seconds, active.phase is VOID, trail.has_failed_load
         return *loads, request.session_ended, request.tool_call_pending
 
     @staticmethod

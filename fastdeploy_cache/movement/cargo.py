@@ -54,7 +54,7 @@ class Landings:
             if num_left:
                 self._send_home(segment.ids[:num_left])
             transfer.num_lost += num_left
-            if num_joined and transfer.tier is CPU and books.hears(Copied):
+            if num_joined and transfer.tier is CPU and Copied in books.listeners:
                 books.note(Copied(Pin(segment.run, segment.run.cpu_end), num_blocks=num_joined))
 
     def _send_home(self, ids: array[int]) -> None:

@@ -11,7 +11,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.errors import RequestError
 from fastdeploy_cache.peers.transfers import Send
-from fastdeploy_cache.requests.active_request import ActiveRequest
+from fastdeploy_cache.requests.active_request import VOID, ActiveRequest
 from fastdeploy_cache.transfer_manager.peer.messages import Detail, Reason, SendDetail, Why
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
@@ -94,7 +94,7 @@ class PeerSends:
     def committed(self, active: ActiveRequest) -> None:
         """The request's step is complete."""
         mine = self._by_request.get(active.request.request_id)
-        if mine is None or active.is_ahead or active.is_void or mine.why is not None:
+        if mine is None or active.is_ahead or active.phase is VOID or mine.why is not None:
             return
         if mine.step is not None:
             self._done_step, mine.step = max(self._done_step, mine.step), None
@@ -138,7 +138,7 @@ class PeerSends:
         if mine is None:
             return array("i")
         mine.active = None
-        if mine.num_complete < mine.send.num_blocks or active.is_void:
+        if mine.num_complete < mine.send.num_blocks or active.phase is VOID:
             text = f"the request was released with {mine.num_complete} of {mine.send.num_blocks} blocks computed"
             self.fail(mine, "failed", text)
         told = set(active.block_ids[: mine.num_told])

@@ -17,7 +17,7 @@ from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.metrics.histogram import CALL_SECONDS, Histogram
 from fastdeploy_cache.metrics.request_counts import TIERS
 from fastdeploy_cache.policies.load_or_compute import LoadOrCompute
-from fastdeploy_cache.requests.active_request import WAITING, ActiveRequest
+from fastdeploy_cache.requests.active_request import AHEAD, WAITING, ActiveRequest
 from fastdeploy_cache.requests.explanation import Explanation, Hit, Hop, Miss
 from fastdeploy_cache.requests.trail import MissedBlocks, Trail
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
@@ -74,7 +74,7 @@ class Accounts:
         if active.trail.idle_since and active.num_matched_blocks:
             self._ages.reuse_gaps.add(active.trail.matched_at - active.trail.idle_since)
         active.request.counted = True
-        active.trail.owes_load_seconds = active.is_ahead
+        active.trail.owes_load_seconds = active.phase is AHEAD
         num_blocks = active.num_matched_blocks
         self._mishaps.ask("metrics", lambda: self._count(self._account(active, num_blocks, now, is_final=True)), None)
 

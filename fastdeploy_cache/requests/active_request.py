@@ -37,6 +37,7 @@ class RequestPhase(Enum):
     AHEAD = "ahead"
     SETTLED = "settled"
     VOID = "void"
+    __hash__ = object.__hash__  # by identity: the enumeration's own is a call of Python
 
 
 WAITING, AHEAD, SETTLED, VOID = RequestPhase  # looking a member up in its class costs as much as a dictionary
@@ -134,11 +135,6 @@ class ActiveRequest:
     def is_ahead(self) -> bool:
         """Whether it runs on blocks that are not confirmed."""
         return self.phase is AHEAD
-
-    @property
-    def is_void(self) -> bool:
-        """Whether what it computed is worth nothing."""
-        return self.phase is VOID
 
     def num_storage_blocks(self, num_gpu_blocks: int, num_blocks: int) -> int:
         """How many of the matched blocks [num_gpu_blocks, num_blocks) its prefetch has brought from storage."""

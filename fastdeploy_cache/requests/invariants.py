@@ -95,6 +95,7 @@ def _check_owners(
     owned[TASK] += pool.deferred_ids
     everything = sorted(i for ids in owned.values() for i in ids)
     assert everything == list(range(pool.num_blocks)), f"{pool.tier}: some block has no owner or two"
+    assert pool.num_free == len(owned[FREE])
     for owner, ids in owned.items():
         assert pool.count(owner) == len(ids), f"{pool.tier}: {pool.count(owner)} {owner.name} counted, {len(ids)} found"
         assert sorted(ids) == pool.ids_of(owner), f"{pool.tier}: owner {owner.name} is noted otherwise"

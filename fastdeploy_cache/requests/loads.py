@@ -36,7 +36,7 @@ class MatchLoads:
         num_copying = size - 1 if active.copy is not None else 0
         num_blocks = len(ids) - (num_copied > 0)
         num_gpu = min(active.num_gpu_blocks, num_blocks)
-        num_storage = active.num_storage_blocks(num_gpu, num_blocks)
+        num_storage = active.num_storage_blocks(num_gpu, num_blocks) if active.prefetch is not None else 0
         coming, transfers = matcher.coming(active) if num_coming else ((), ())
         match = Match(
             block_ids=ids.tolist(),
@@ -47,7 +47,7 @@ class MatchLoads:
             num_coming_tokens=num_coming * size + num_copying,
             num_unloaded_tokens=active.num_unloaded_blocks * size,
             coming_block_ids=tuple(coming),
-            load_ids=tuple([transfer.task_id for transfer in transfers]),
+            load_ids=tuple([transfer.task_id for transfer in transfers]) if transfers else (),
             _loads=self,
         )
         if not active.trail.match_seconds:

@@ -17,7 +17,7 @@ from fastdeploy_cache.books.transfer import Transfer, segments_of
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
-from fastdeploy_cache.requests.active_request import SETTLED, WAITING, ActiveRequest
+from fastdeploy_cache.requests.active_request import SETTLED, VOID, WAITING, ActiveRequest
 from fastdeploy_cache.requests.listener import SETTLED_LATE, RequestListener
 from fastdeploy_cache.requests.match import Prefetch
 from fastdeploy_cache.requests.misses import Misses
@@ -53,11 +53,10 @@ class Matcher:
 
     # -- finding
 
-    def find_with_storage(self, active: ActiveRequest) -> None:
-        """`find`, with what a prefetch of the request has brought, or still brings."""
-        if self._storage.is_attached and (prefetch := self._storage.reads.take(active.request.request_id)) is not None:
+    def take_prefetch(self, active: ActiveRequest) -> None:
+        """What a prefetch of the request has brought, or still brings, will be part of its match."""
+        if (prefetch := self._storage.reads.take(active.request.request_id)) is not None:
             self.follow(active, prefetch)
-        self.find(active)
 
     def find(self, active: ActiveRequest) -> None:
         """Pin the longest cached prefix of a request and start loading its CPU part."""
@@ -79,7 +78,9 @@ class Matcher:
         active.num_gpu_blocks = len(ids)
         if len(ids) < num_found:
             self._load_cold(active, path, num_found, 0, is_fetched=False)
-        elif not self._copy_last(active, num_found) and not self.is_fetching(active):
+        elif not (self._recompute_last_token and self._copy_last(active, num_found)) and (
+            active.prefetch is None or not self.is_fetching(active)
+        ):
             self._settle_at(active, ids)
 
     def grow(self, active: ActiveRequest) -> None:
@@ -204,7 +205,7 @@ class Matcher:
         """Copy the last block of a prompt that is cached whole, to compute its last token into the copy."""
         request, size, residency = active.request, self._tree.block_size, self._books.residency
         num_blocks = num_found + 1
-        if not self._recompute_last_token or size == 1 or num_blocks * size != request.num_tokens:
+        if size == 1 or num_blocks * size != request.num_tokens:
             return False
         if request.ends_inside_image(request.num_tokens - 1):
             return False
@@ -257,7 +258,7 @@ class Matcher:
 
         The match settles here when nothing is coming any more, or where `is_final`.
         """
-        is_fetching = self.is_fetching(active)
+        is_fetching = active.prefetch is not None and self.is_fetching(active)
         if active.phase is WAITING:
             active.num_shown_blocks = 0 if self.is_lost(active) else len(self.arrived(active)[0])
             active.shows_copy = active.copy is not None and active.copy.has_landed
@@ -266,7 +267,7 @@ class Matcher:
                 self.settle(active)
                 if self._listener is not None:
                     self._listener.note((SETTLED_LATE, active.number))
-        if active.is_settled:
+        if active.phase is SETTLED or active.phase is VOID:
             return active.block_ids[: active.num_matched_blocks + bool(active.num_copied_tokens)], 0
         if active.is_ahead:  # also where somebody else has computed a block meanwhile, it reads the one that is loading
             ids = active.block_ids[: active.num_readable_blocks]
@@ -326,7 +327,8 @@ class Matcher:
         self._settle_at(active, ids)
 
     def _settle_at(self, active: ActiveRequest, ids: array[int]) -> None:
-        self.stop_waiting(active)
+        if active.loads or active.prefetch is not None:
+            self.stop_waiting(active)
         active.enter(SETTLED)
         active.block_ids = ids
         active.num_matched_blocks = active.num_committed_blocks = len(ids)

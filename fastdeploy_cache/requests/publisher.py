@@ -6,7 +6,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Used
 from fastdeploy_cache.books.growing import grow, insert
 from fastdeploy_cache.books.leaves.policy import Asked
-from fastdeploy_cache.books.run import Pin
+from fastdeploy_cache.books.run import CPU, Pin
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.policies.load_or_compute import MIN_SAMPLE_TOKENS
@@ -26,6 +26,7 @@ class Publisher:
         self._enabled = config.enable_prefix_caching
         self._books, self._tree = books, books.tree
         self._matcher, self._copy_down, self._speeds = matcher, movement.copy_down, movement.speeds
+        self._has_copies = books.pools[CPU].num_blocks > 0
         self._listener: RequestListener | None = None
         self.num_unpublished = 0  # requests that have gone without a commit, and without a hit
 
@@ -84,7 +85,8 @@ class Publisher:
         if (listener := self._listener) is not None:
             note = listener.note
             note((COMMITTED, active.number, active.num_computed_tokens, len(active.block_ids)))
-        self._copy_down.committed(pin.run, num_blocks - start)
+        if self._has_copies:
+            self._copy_down.committed(pin.run, num_blocks - start)
 
     def release(self, active: ActiveRequest) -> int:
         """Note the use, copy the rest down, take the pin back; returns how many blocks could not be copied."""
@@ -97,7 +99,8 @@ class Publisher:
             self.num_unpublished += active.is_admitted and active.num_asked_blocks > 0
             return 0
         try:
-            if active.is_admitted and not active.is_detached and not self._matcher.is_stale(active):
+            is_current = active.generation >= self._tree.generations.last_reset
+            if is_current and active.is_admitted and not active.is_detached:
                 num_skipped = self._note_use(active, pin)
         except MemoryError:  # it is not counted, and the request goes all the same
             self._books.mishaps.note("policy")
@@ -119,7 +122,7 @@ class Publisher:
         if request.priority is not None:
             for run in path:
                 run.store_priority = request.priority
-        num_skipped = self._copy_down.released(path)
-        if self._books.hears(Used):
+        num_skipped = self._copy_down.released(path) if self._has_copies else 0
+        if Used in self._books.listeners:
             self._books.note(Used(Pin(pin.run, pin.end), has_uncopied=num_skipped > 0))
         return num_skipped

@@ -124,13 +124,15 @@ class Requests:
         caller asked for it, by the monotonic clock."""
         self.check_new(request)
         keys = request.keys(self._config.block_size)
-        active = ActiveRequest(request, keys, self.books.tree.generation)
+        active = ActiveRequest(request, keys, self.books.tree.generations.current)
         active.trail.matched_at = called_at
         self._requests[request.request_id] = active
         try:
             if self._config.enable_prefix_caching and GPU not in self.books.asleep:
-                self.matcher.find_with_storage(active)
-            if self.books.hears(Matched):
+                if self._storage.is_attached:
+                    self.matcher.take_prefetch(active)
+                self.matcher.find(active)
+            if Matched in self.books.listeners:
                 self.books.note(Matched(request_id=request.request_id))
             if self.listener is not None:
                 self.listener.matched(active)
@@ -236,7 +238,7 @@ class Requests:
 
     def _admit(self, active: ActiveRequest, now: float) -> None:
         """It has its first blocks: it is counted, once."""
-        if not active.request.counted:
+        if self._storage.is_attached and not active.request.counted:
             self._storage.note_admitted(active.request.num_tokens)
         self.accounts.admit(active, now)
 

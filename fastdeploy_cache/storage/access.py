@@ -200,8 +200,7 @@ class StorageAccess:
 
     def note_admitted(self, num_tokens: int) -> None:
         """A request with so many tokens has its first blocks; once for each."""
-        if self.is_attached:
-            self._tier.note_admitted(num_tokens)
+        self._tier.note_admitted(num_tokens)
 
     # -- for the other rooms, not under the lock
 
