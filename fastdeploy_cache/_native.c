@@ -1,4 +1,4 @@
-/* The fast halves of fastdeploy_cache/tokens.py, a list of token ids as packed little-endian int32, and of
+/* The fast halves of fastdeploy_cache/books/tokens.py, a list of token ids as packed little-endian int32, and of
  * fastdeploy_cache/books/block_marks.py, short marks of packed blocks.
  *
  * Never needed: where it was not built, Python does the same. Packing takes lists and tuples of plain integers only,

@@ -51,11 +51,8 @@ class Ages:
         if usage is self._going and tier is self._going_from:
             self._num_gone += num_blocks
         else:
-            try:
-                self.count_evicted()
-                now, since = self._clock(), usage.cpu_since if tier else usage.gpu_since
-            except MemoryError:  # these are not counted, and whatever they are part of goes on
-                return
+            self.count_evicted()
+            now, since = self._clock(), usage.cpu_since if tier else usage.gpu_since
             self._going, self._going_from, self._num_gone = usage, tier, num_blocks
             self._age, self._idle = now - since, now - (usage.used_last or since)
         evicted[0] += num_kept
@@ -75,8 +72,11 @@ class Ages:
         """Count what has gone of the run that was evicted from last; before anybody reads."""
         if self._going is not None:
             self._going = None
-            self.residency[self._going_from].add(self._age, self._num_gone)
-            self.idle[self._going_from].add(self._idle, self._num_gone)
+            try:
+                self.residency[self._going_from].add(self._age, self._num_gone)
+                self.idle[self._going_from].add(self._idle, self._num_gone)
+            except MemoryError:  # these are not counted, and whatever they are part of goes on
+                self.num_evicted[self._going_from][1] -= self._num_gone
 
     def used(self, path: Sequence[Run]) -> None:
         """A request ends that used these runs."""

@@ -98,7 +98,8 @@ class BlockPool:
         except BaseException:  # no memory: what has been taken off the heaps already would be lost
             self._heap_free_ids()
             raise
-        self.num_free = self._counts[FREE] = self.num_free - num_blocks
+        self._counts[FREE] -= num_blocks
+        self.num_free = self._counts[FREE]
         self._counts[owner] += num_blocks
         return ids
 

@@ -92,11 +92,13 @@ class Books:
             is_at_rest, calls = self._settle_and_leave()
         else:
             is_at_rest, calls = True, ()
+            if self._calls:  # an empty list stays: taken along, it would show us the calls of the turns behind ours
+                calls, self._calls = self._calls, []
             try:
                 if self._hear_moved is not None and self.num_moved != self._num_told:
                     self._tell_moved()  # an interrupt in its midst costs what it was about, and not the lock
-                if self._calls:  # an empty list stays: taken along, it would show us the calls of the turns behind ours
-                    calls, self._calls = self._calls, []
+            except Exception:  # no memory: the verb has happened all the same
+                self.mishaps.note("settling")
             finally:
                 self._thread = None
                 self._lock.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -54,7 +55,8 @@ class Mishaps:
             num_failures = self.counts[step]
         if num_failures & (num_failures - 1) == 0:
             what = "event=step_failed step=%s num_failures=%d reason=%r"
-            logger.error(what, step, num_failures, reason, exc_info=sys.exception())
+            with contextlib.suppress(MemoryError):
+                logger.error(what, step, num_failures, reason, exc_info=sys.exception())
 
     def ask(self, step: str, call: Callable[[], T], otherwise: T) -> T:
         """What a call returns; where it raises, that is noted as `step` and the answer is `otherwise`."""
@@ -66,12 +68,7 @@ class Mishaps:
 
     def contain(self, step: str, call: Callable[[], object]) -> bool:
         """Make a call for what it does; False where it has raised, which is noted as `step`."""
-        try:
-            call()
-        except Exception:  # as above
-            self.note(step)
-            return False
-        return True
+        return self.ask(step, lambda: (call(), True)[1], otherwise=False)
 
 
 class _Room(Protocol):

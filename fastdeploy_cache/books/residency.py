@@ -197,7 +197,8 @@ class Residency:
         """
         if self.graves.open:  # what a reset has forgotten goes first
             num_blocks -= self.graves.free(tier, num_blocks)
-        pool, victim, gone, whole = self.pools[tier], self.policy.victim, array("i"), list[tuple[Usage, int]]()
+        pool, victim, whole = self.pools[tier], self.policy.victim, list[tuple[Usage, int]]()
+        gone, num_gone = array("i"), 0  # of the first ones no run knows any more, also after an interrupt
         in_parts, others = tier != 0 or pool.num_read > 0, self.taps.left[1:]  # `Ages`, the first, hears of all at once
         try:
             while num_blocks > 0:
@@ -207,12 +208,12 @@ class Residency:
                     num_blocks -= self.evict_tail(run, tier, at_most)
                 else:  # where they are small they are many: their ids are freed all at once
                     gone.frombytes(run.gpu)
-                    num_blocks -= num_gpu
                     whole.append((run.usage, num_gpu))
                     self._remove_leaf(run, others)
+                    num_blocks, num_gone = num_blocks - num_gpu, num_gone + num_gpu
         finally:
-            if gone:
-                pool.free(gone, RUN)
+            if num_gone:
+                pool.free(gone[:num_gone], RUN)
                 self.ages.evicted_together(whole)
 
     def _remove_leaf(self, run: Run, others: tuple[Left, ...]) -> None:
@@ -227,9 +228,8 @@ class Residency:
             self.policy.shrink(run, 0)
         if not self.policy.has_marks:
             self.policy.pull(run, GPU)
-        run.gpu = b""
-        num_left = parent.num_gpu_children = parent.num_gpu_children - 1
-        if not num_left:
+        run.gpu, parent.num_gpu_children = b"", parent.num_gpu_children - 1
+        if not parent.num_gpu_children:
             self.offer(parent, GPU)
         self._unlink(run, parent)
 

@@ -14,7 +14,7 @@ import pytest
 
 from fastdeploy_cache import PrefixCacheManager, Request, StorageConfig
 from fastdeploy_cache.errors import ConfigError, LifeCycleError, NotEnoughMemoryError, OutOfBlocksError
-from fastdeploy_cache.ipc import shared_array
+from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.life_cycle import LifeCycleStatus
 from tests.rigs.faulty_engine import BLOCK_SIZE, Engine, new_config
 
@@ -282,15 +282,15 @@ def test_a_wake_without_memory_sleeps_on_and_holds_nothing(monkeypatch: pytest.M
     with PrefixCacheManager(new_config(1, num_gpu=8, num_cpu=8, kind="inline")) as cache:
         cache.life.sleep()
         segments = iter(range(100))
-        take = shared_array._take_pages
+        back = SharedArray._back
 
-        def short(fd: int, num_bytes: int, name: str) -> None:
+        def short(array: SharedArray, name: str) -> None:
             if next(segments):
                 raise NotEnoughMemoryError("no room")
-            take(fd, num_bytes, name)
+            back(array, name)
 
         with monkeypatch.context() as patch:
-            patch.setattr(shared_array, "_take_pages", short)
+            patch.setattr(SharedArray, "_back", short)
             with pytest.raises(NotEnoughMemoryError):
                 cache.life.wake()
         assert cache.life.status is LifeCycleStatus.ASLEEP and _backed_bytes(cache, 0) == (0, 0)

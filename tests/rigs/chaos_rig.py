@@ -333,11 +333,14 @@ class Story:
             assert stats.num_free + stats.num_cached + num_kept == stats.num_blocks
 
     def _admit_alone(self, prompt: Prompt) -> None:
-        """There is room for it. New arrays of a rank may be noted only now, and void it: once more."""
-        generation = self.driver.cache.blocks.generation
+        """There is room for it, once what the last one has left is copied down. New arrays of a rank may be noted only
+        now, and void it: once more. On old ones nobody computes who has heard of their loss."""
+        self._drop_what_is_void()
+        generation = -1
         while not self.driver.admit(prompt):
-            assert self.driver.cache.blocks.generation != generation, "no room, although nothing runs"
+            assert self.driver.cache.blocks.generation != generation, "no room, although nothing runs or moves"
             generation = self.driver.cache.blocks.generation
+            _wait_for_copies(self.driver.cache)
             self._drop_what_is_void()
 
     def _read_everything(self) -> None:
