@@ -56,6 +56,7 @@ class CopyDown:
         self._num_started = 0  # blocks that were on their way after the last look
         self._young: dict[Run, int] = {}  # blocks that are to be copied at once, and are not given to the ranks yet
         self._num_young = 0  # all of these
+        self._begun = set[Run]()  # of requests that run
         self._tells_losses = config.layout is not None  # without one there are no bytes, as in a simulation
         self._losses = BurstLosses(self._tree.residency, self._pool, mover)
         books.listen(TaskEnded, self._on_task_ended)
@@ -79,6 +80,8 @@ class CopyDown:
             self.store((run,), MIN_STORE_BLOCKS)
         elif self._back and 4 * num_blocks >= self._young_batch and self._pool.num_free:
             self._note_young((run,))
+            if run not in self._young and len(self._begun) < _MAX_YOUNG:  # its beginning is on its way
+                self._begun.add(run)
 
     def released(self, path: Sequence[Run]) -> int:
         """A path was used and is still pinned. Returns how many blocks should have been copied and could not be."""
@@ -87,7 +90,9 @@ class CopyDown:
         if self._through or self._selective:
             return self.store(path)
         if self._back and self._pool.num_free:
-            self._note_young(path, sum([run.num_blocks for run in path]))
+            is_begun = not self._begun.isdisjoint(path)
+            self._begun.difference_update(path)
+            self._note_young(path, is_begun=is_begun)
         return 0
 
     @contained("copy_down", None)
@@ -146,15 +151,15 @@ class CopyDown:
     # -- write back
 
     @contained("copy_down", None)
-    def _note_young(self, path: Sequence[Run], num_released: int = 0) -> None:
+    def _note_young(self, path: Sequence[Run], *, is_begun: bool = False) -> None:
         """Copy what has no copy into free blocks, together with what was noted before, once that is worth a task: a
-        batch, or the rest of a released prompt of so many blocks, most of which was copied when it was committed."""
+        batch, or the rest of a released prompt of which a part was copied when it was committed (`is_begun`)."""
         has_rest = False
         for run in path:
             num_uncopied = _num_uncopied(run) and sum([length for _, _, length in _uncopied(run, 0)])
             if num_uncopied:
                 self._num_young += num_uncopied - self._young.get(run, 0)
-                self._young[run], has_rest = num_uncopied, num_released >= self._young_batch
+                self._young[run], has_rest = num_uncopied, is_begun
         if has_rest or self._num_young >= self._young_batch:
             self._copy_young()
 
