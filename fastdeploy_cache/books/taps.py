@@ -40,7 +40,7 @@ class Taps:
     Attributes:
         began: a run has its first blocks in a tier: (run, tier, first, num_blocks).
         came: a run has `num_blocks` more blocks in a tier, from its block `first` on. After `began`.
-        left: a run has lost these in that tier, and has its tokens yet: (run, tier, first, num_blocks, why).
+        left: a run loses these in that tier, and has its tokens yet: (run, tier, first, num_blocks, why).
         ended: a run is about to lose its blocks from `first` on in all tiers, and their tokens: (run, first, why).
         parted: the first blocks of a run are those of a new one above it now: (upper, lower).
         joined: what a run had is at the end of the one above it now, and the lower one is about to go: (upper, lower).

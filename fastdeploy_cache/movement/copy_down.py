@@ -80,8 +80,8 @@ class CopyDown:
             self.store((run,), MIN_STORE_BLOCKS)
         elif self._back and 4 * num_blocks >= self._young_batch and self._pool.num_free:
             self._note_young((run,))
-            if run not in self._young and len(self._begun) < _MAX_YOUNG:  # its beginning is on its way
-                self._begun.add(run)
+            if run not in self._young:  # its beginning is on its way
+                self._begun = {run, *self._begun} if len(self._begun) < _MAX_YOUNG else {run}
 
     def released(self, path: Sequence[Run]) -> int:
         """A path was used and is still pinned. Returns how many blocks should have been copied and could not be."""

@@ -142,3 +142,16 @@ def test_a_refusal_is_exact_while_stores_are_in_flight(policy: str, seed: int) -
     else:
         assert model.allocate(live, 40)
     model.finish()
+
+
+def test_a_turn_that_goes_on_a_long_prompt_is_gathered() -> None:
+    """Only the rest of what was copied at its own commit is a task by itself: three blocks behind thirty of an earlier
+    request wait for a batch of ten, however long the prompt is in all."""
+    model = write_back(num_gpu=160)
+    model.serve_and_copy(A[:30])
+    live = model.must_match(A[:33])
+    assert model.allocate(live, 33 - len(live.match.block_ids))
+    model.compute(live, 33)
+    model.release(live)
+    assert not model.client.tasks
+    model.finish()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import socket
 import stat
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_cache.ipc.private_directory import PrivateDirectory, temporary_folder
+from tests.rigs.descriptors import descriptors_left
 
 
 @pytest.fixture
@@ -60,15 +60,8 @@ def test_a_long_temporary_folder_works(name: str, opened: ExitStack, monkeypatch
 def test_a_shortage_is_no_missing_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no temporary folder can be tried for want of descriptors, the system's own error says that."""
     monkeypatch.setattr(tempfile, "tempdir", None)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    first_free = os.dup(0)
-    os.close(first_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, hard))
-    try:
-        with pytest.raises(OSError) as caught:
-            PrivateDirectory()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with descriptors_left(0), pytest.raises(OSError) as caught:
+        PrivateDirectory()
     assert caught.value.errno == errno.EMFILE
     assert temporary_folder() == tempfile.gettempdir()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from fastdeploy_cache.errors import CodecError, IPCError, QueueDisconnectedError
 from fastdeploy_cache.ipc import task_queue
 from fastdeploy_cache.ipc.poller import Poller, Wakeup
 from fastdeploy_cache.ipc.task_queue import RankQueue, TaskQueue
+from tests.rigs.descriptors import descriptors_left
 from tests.rigs.leaks import handles
 
 SECONDS = 20.0
@@ -237,17 +237,11 @@ def test_it_has_no_name(opened: ExitStack) -> None:
 
 def test_a_queue_that_cannot_be_made_is_an_error_and_leaves_nothing() -> None:
     """However many descriptors are missing: an error of the system that says so."""
-    before, (soft, hard) = handles(), resource.getrlimit(resource.RLIMIT_NOFILE)
-    first_free = os.dup(0)
-    os.close(first_free)
-    try:
-        for num_free in range(5):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + num_free, hard))
-            with pytest.raises(OSError) as caught:
-                TaskQueue(2, 10)
-            assert caught.value.errno == errno.EMFILE
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    before = handles()
+    for num_free in range(5):
+        with descriptors_left(num_free), pytest.raises(OSError) as caught:
+            TaskQueue(2, 10)
+        assert caught.value.errno == errno.EMFILE
     assert handles() == before
 
 

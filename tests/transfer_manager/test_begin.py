@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import resource
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from fastdeploy_cache.transfer_manager.process import child, lanes
 from fastdeploy_cache.transfer_manager.process.begin import begin
 from fastdeploy_cache.transfer_manager.process.lanes import LaneServer
 from fastdeploy_cache.transfer_manager.task import Lane
+from tests.rigs.descriptors import descriptors_left
 
 
 @pytest.fixture
@@ -69,15 +69,8 @@ def test_a_shortage_is_said_in_one_line(
 def test_a_log_for_which_there_is_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first process of all has `tempfile` look for a folder. That says that there is none, and we say why."""
     monkeypatch.setattr(tempfile, "tempdir", None)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    first_free = os.dup(0)
-    os.close(first_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, hard))
-    try:
-        with pytest.raises(OSError) as caught:
-            child._open_log(TransferConfig(), 0, "any")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with descriptors_left(0), pytest.raises(OSError) as caught:
+        child._open_log(TransferConfig(), 0, "any")
     assert is_shortage(caught.value)
 
 
