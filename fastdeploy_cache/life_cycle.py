@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -187,7 +186,7 @@ class LifeCycle:
         """One change from one of the `allowed` states; gives its deadline. What fails leaves the state as it was."""
         if not isinstance(timeout_seconds, int | float) or not 0 <= timeout_seconds <= _MAX_SECONDS:
             raise ConfigError(f"{verb}: timeout_seconds is {timeout_seconds!r}; use 0 to {_MAX_SECONDS:.0f}")
-        deadline = time.monotonic() + timeout_seconds
+        deadline = self._books.clock.now() + timeout_seconds
         if not self._changing.acquire(timeout=max(0.0, timeout_seconds)):
             raise LifeCycleError(f"{verb}: the cache is still {self._status.value} after {timeout_seconds} s")
         try:
@@ -223,12 +222,13 @@ class LifeCycle:
         """Nothing starts any more: wait for what has."""
         with self._books:
             transfers = list(self._movement.mover.in_flight.values())
-        num_left = sum(not wait_done((transfer,), max(0.0, deadline - time.monotonic())) for transfer in transfers)
+        clock = self._books.clock
+        num_left = sum(not wait_done((transfer,), clock.seconds_to(deadline), clock) for transfer in transfers)
         if num_left:
             raise LifeCycleError(f"not ended in time: {counted(num_left, 'copy')}; try again, or look at the ranks")
-        if not self._storage.wait_settled(max(0.0, deadline - time.monotonic())):
+        if not self._storage.wait_settled(clock.seconds_to(deadline)):
             raise LifeCycleError("a task of storage has not ended in time; try again, or detach the store first")
-        if not self._peers.road.wait_settled(max(0.0, deadline - time.monotonic())):
+        if not self._peers.road.wait_settled(clock.seconds_to(deadline)):
             raise LifeCycleError("a send to another instance, or a receive, has not ended in time; try again")
         self._acknowledge(deadline)
 
@@ -238,7 +238,8 @@ class LifeCycle:
             return
         with self._books:
             barriers = [self._movement.mover.barrier(kind) for kind in (TaskKind.SWAP_IN, TaskKind.SWAP_OUT)]
-        if not wait_done(barriers, max(0.0, deadline - time.monotonic())):
+        clock = self._books.clock
+        if not wait_done(barriers, clock.seconds_to(deadline), clock):
             ranks = ", ".join(
                 f"rank {s.rank} {'is ready' if s.up else 'is down'}" for s in self._movement.client.statuses()
             )

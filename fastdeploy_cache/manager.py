@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
@@ -19,7 +18,7 @@ from fastdeploy_cache.errors import CacheError, RequestError
 from fastdeploy_cache.insight.control import Control
 from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.insight.recorder import Recorder
-from fastdeploy_cache.ipc.waits import seconds_to_wait
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock, seconds_to_wait
 from fastdeploy_cache.life_cycle import LifeCycle
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.movement.new_client import new_books, new_client
@@ -66,30 +65,30 @@ class PrefixCacheManager:
         client: TransferClient | None = None,
         peer_client: PeerClient | None = None,
         policy: EvictionPolicy | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock | Callable[[], float] = SYSTEM_CLOCK,
         on_kv_lost: Callable[[int], None] | None = None,
     ) -> None:
         """Make the pools and start the ranks.
 
-        `client`, `peer_client` and `policy` replace the configured ones (tests, simulation). `clock`, which raises
-        nothing, gives the seconds that eviction policies and hit-rate windows go by. `on_kv_lost` is called with a rank
-        that has died with the KV arrays that it owned (`kv_owner = "transfer"`), and again when it has made new ones:
-        each time the GPU has been forgotten. It runs on the I/O thread and must not block; `close` does not call it.
+        `client`, `peer_client` and `policy` replace the configured ones (tests, simulation). `clock` gives
+        the seconds that policies and hit-rate windows go by, and raises nothing; a `Clock` also waits. `on_kv_lost` is
+        called with a rank that has died with the KV arrays that it owned (`kv_owner = "transfer"`), and again when it
+        has new ones: the GPU has been forgotten. It runs on the I/O thread and must not block; `close` calls it never.
 
         Raises:
             RankStartError, DeviceError: a rank did not start within its deadline, or its device cannot be here.
-            StorageRefusedError, PeerRefusedError: the storage's, or the link's, settings are wrong.
-            NotEnoughMemoryError: the pools do not fit; nothing was taken.
+            StorageRefusedError, PeerRefusedError: settings are wrong. NotEnoughMemoryError: the pools do not fit.
         """
         self.config = config
-        client = client if client is not None else new_client(config)  # first: it refuses what does not fit
-        self._recorder = Recorder(config, clock)
+        clock = clock if isinstance(clock, Clock) else Clock(clock)
+        client = client if client is not None else new_client(config, clock)  # first: it refuses what does not fit
+        self._recorder = Recorder(config, clock.age)
         self.metrics = self._recorder.metrics
         self._books = books = new_books(config, policy, clock)
         # each room listens to changes from here on, in this order
         self._movement = movement = Movement(config, books, client)
         self.storage = storage = StorageAccess(config, books, movement)
-        self._requests = requests = Requests(config, books, movement, storage, Accounts(config, self.metrics))
+        self._requests = requests = Requests(config, books, movement, storage, Accounts(config, self.metrics, clock))
         self._steps = Steps(requests, config.block_size)
         self.blocks = CallerBlocks(config, books, movement, requests)
         self._recorder.follow(books)
@@ -104,7 +103,7 @@ class PrefixCacheManager:
                 storage.attach(config.storage)
             self.peers.open(movement, storage, peer_client)
             self.control.open_configured()
-            self.insight.start(clock)
+            self.insight.start()
         except BaseException:
             self.close()
             raise
@@ -122,7 +121,7 @@ class PrefixCacheManager:
             RequestError: the request is matched already (release it first), or is no `Request`.
             PromptTooLongError: it can never fit.
         """
-        requests, called_at = self._requests, time.monotonic()
+        requests, called_at = self._requests, self._books.clock.now()
         with self._books:
             if self._books.is_closed:
                 self._books.check_open()
@@ -194,7 +193,7 @@ class PrefixCacheManager:
         with self._books:
             active = self._requests.active(request)
         if active.is_ahead and arrived:
-            wait_done(active.ahead, seconds)
+            wait_done(active.ahead, seconds, self._books.clock)
         with self._books:
             self._requests.active(request)
             if active.is_ahead:
@@ -220,7 +219,7 @@ class PrefixCacheManager:
             num_held = len(active.block_ids) * self.config.block_size
             if not active.num_computed_tokens <= num_computed_tokens <= min(request.num_tokens, num_held):
                 active.refuse_commit(num_computed_tokens, num_held)
-            requests.commit(active, num_computed_tokens, time.monotonic())
+            requests.commit(active, num_computed_tokens, self._books.clock.now())
 
     def step(self, steps: Iterable[tuple[Request, TokenIds, int]]) -> list[list[int] | CacheError | MemoryError]:
         """What one step of the engine means for its requests, in one turn: `append_output`, `allocate` and `commit`.
@@ -318,7 +317,7 @@ class PrefixCacheManager:
         """Wait until the copies that are in flight now have ended; False when the time is over first."""
         with self._books:
             transfers = list(self._movement.mover.in_flight.values())
-        return wait_done(transfers, seconds_to_wait("wait_for_transfers", timeout_seconds))
+        return wait_done(transfers, seconds_to_wait("wait_for_transfers", timeout_seconds), self._books.clock)
 
     def close(self) -> None:
         """End the ranks and give the memory up; views that the engine holds stay valid. Safe to call twice."""

@@ -14,8 +14,8 @@ from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.books.tier_loss import drop_gpu
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.ipc.clock import seconds_to_wait
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.peers import Peers
 

@@ -14,16 +14,15 @@ import contextlib
 import fcntl
 import os
 import stat
-import time
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from fastdeploy_cache.errors import IPCError, NotEnoughMemoryError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, seconds_to_wait
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.ipc.shared_signal import SharedSignal
-from fastdeploy_cache.ipc.waits import seconds_to_wait
 
 _FOLDER = Path("/dev/shm")  # noqa: S108 (where shared memory has its names)
 _WORD_BYTES = 4
@@ -140,9 +139,9 @@ class NamedSignal:
 
         `set` ends the sleep at once. Other programs store without waking anybody, so it looks again every 100 ms.
         """
-        deadline = time.monotonic() + seconds_to_wait("wait_change", timeout_seconds)
+        deadline = SYSTEM_CLOCK.now() + seconds_to_wait("wait_change", timeout_seconds)
         unsigned = seen % 2**32
-        while (value := int(self._words[index])) == seen and (left := deadline - time.monotonic()) > 0:
+        while (value := int(self._words[index])) == seen and (left := deadline - SYSTEM_CLOCK.now()) > 0:
             self._signal.wait(index, lambda now: now != unsigned, min(left, _LOOK_SECONDS))
         return value
 

@@ -6,7 +6,6 @@ beforehand. Messages are lost where an end is gone or does not read, so users of
 
 from __future__ import annotations
 
-import os
 import stat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from fastdeploy_cache.errors import IPCError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 
 _OWN = "own"
 _TRUSTED = "trusted"
@@ -150,7 +150,7 @@ class PeerConnection:
         """`public_key`: of the listener. Raises `IPCError` where the address is not to be used."""
         check_address(address, keys)
         self.socket = _new_socket(context, zmq.DEALER, address, max_messages)
-        self.socket.set(zmq.ROUTING_ID, b"c" + os.urandom(12))  # a first byte of zero is ZeroMQ's own
+        self.socket.set(zmq.ROUTING_ID, b"c" + SYSTEM_CLOCK.random_bytes(12))  # a first byte of zero is ZeroMQ's own
         if keys is not None and address.startswith("tcp://"):
             if public_key not in keys.trusted:
                 self.socket.close()

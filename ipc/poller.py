@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import zmq
 
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
+
 
 class Wakeup:
     """Lets other threads end a `Poller.wait`. Any thread may call `set`; the poller's owner calls `clear`."""
@@ -48,8 +50,8 @@ class HasSocket(Protocol):
 class Poller:
     """Waits for ZeroMQ's sockets and plain descriptors together. One thread at a time."""
 
-    def __init__(self) -> None:
-        self._poller = zmq.Poller()
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._poller, self._poll = zmq.Poller(), clock.poll
         self._keys: dict[Any, Hashable] = {}
 
     def register(self, source: HasSocket | int, key: Hashable) -> None:
@@ -66,5 +68,4 @@ class Poller:
 
     def wait(self, timeout_seconds: float) -> list[Hashable]:
         """The keys of what is ready; empty when the time is over first."""
-        ready = self._poller.poll(max(0, int(timeout_seconds * 1000 + 0.999)))
-        return [self._keys[handle] for handle, _ in ready]
+        return [self._keys[handle] for handle, _ in self._poll(self._poller, timeout_seconds)]

@@ -8,12 +8,11 @@ import os
 import socket
 import stat
 import struct
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from fastdeploy_cache.errors import IPCError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.shortage import AcceptRests
 
 _BACKLOG = 8
@@ -33,7 +32,7 @@ class PrivateListener:
         Raises:
             IPCError: a server listens there, others may enter the folder, or something else is in the way.
         """
-        self._name, self._ended, self._rests = path.name, threading.Event(), AcceptRests(str(path))
+        self._name, self._ended, self._rests = path.name, SYSTEM_CLOCK.event(), AcceptRests(str(path))
         self._folder = _open_private_folder(path.parent)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(None)  # whatever the program's default is: it waits for who connects
@@ -138,9 +137,9 @@ def receive_line(connection: socket.socket, timeout_seconds: float, max_bytes: i
         TimeoutError: not whole within the time.
         IPCError: too long, more than one, or without an end.
     """
-    deadline, data = time.monotonic() + timeout_seconds, bytearray()
+    deadline, data = SYSTEM_CLOCK.now() + timeout_seconds, bytearray()
     while not data.endswith(b"\n"):
-        connection.settimeout(max(1e-6, deadline - time.monotonic()))
+        connection.settimeout(max(1e-6, deadline - SYSTEM_CLOCK.now()))
         try:
             more = connection.recv(min(max_bytes, _MOST_AT_ONCE))
         except TimeoutError:

@@ -9,12 +9,12 @@ import ctypes
 import errno
 import os
 import platform
-import time
 from collections.abc import Callable
 
 import numpy as np
 
 from fastdeploy_cache.errors import IPCError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.shared_array import SharedArray
 
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}
@@ -64,12 +64,12 @@ class SharedSignal:
 
     def wait(self, word: int, until: Callable[[int], bool], timeout_seconds: float) -> int | None:
         """Sleep until `until(value)` holds; the value, or None when the time is over first."""
-        deadline = time.monotonic() + timeout_seconds
+        deadline = SYSTEM_CLOCK.now() + timeout_seconds
         # Each sleep is on the value that was looked at. Set between the look and the sleep, the word holds another one,
         # and the kernel, which compares under its own lock, lets nobody sleep: no wake-up falls into that gap. A wake
         # may also come for nothing (a signal, or a value that decides nothing), so the look is repeated after each.
         while not until(value := self.get(word)):
-            remaining = deadline - time.monotonic()
+            remaining = deadline - SYSTEM_CLOCK.now()
             if remaining <= 0:
                 return None
             seconds = int(remaining)

@@ -5,11 +5,11 @@ The cache adds to plain numbers, once for each request or task; Prometheus objec
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.metrics.families import Families
 from fastdeploy_cache.metrics.peer_counts import PeerCounts
 from fastdeploy_cache.metrics.picture import Picture, picture_families
@@ -32,7 +32,7 @@ class CacheMetrics:
         tp_size: int = 1,
         data_parallel_id: int = 0,
         window_seconds: float = 300.0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = SYSTEM_CLOCK.now,
     ) -> None:
         self._num_ranks, self._dp, self._clock = tp_size, data_parallel_id, clock
         self._families = Families(data_parallel_id)

@@ -18,6 +18,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from fastdeploy_cache.errors import MetricsError, PortInUseError, reason_of
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.metrics.allowed_hosts import AllowedHosts
 from fastdeploy_cache.metrics.remote import BoundedSocket
 
@@ -125,7 +126,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def __init__(self, family: int, address: tuple[str, int], site: _Application, max_connections: int) -> None:
         self.address_family, self._places = family, threading.BoundedSemaphore(max_connections)
-        self.closed, self._is_short = threading.Event(), False
+        self.closed, self._is_short = SYSTEM_CLOCK.event(), False
         self.set_app(site)  # before anybody can connect
         super().__init__(address, _Handler)
 

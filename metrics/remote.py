@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import logging
 import socket
-import time
 import urllib.parse
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastdeploy_cache.errors import MetricsError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 
 _MAX_BYTES = 16 * 2**20
 
@@ -51,10 +51,10 @@ class RemoteMetrics:
 
     def page(self) -> bytes:
         """What is there, within the time in all and the size: a slow or endless page must not hold up this one."""
-        place, seconds, began = urllib.parse.urlsplit(self._url).netloc, self._timeout_seconds, time.monotonic()
+        place, seconds, began = urllib.parse.urlsplit(self._url).netloc, self._timeout_seconds, SYSTEM_CLOCK.now()
         with contextlib.closing(http.client.HTTPConnection(place, timeout=seconds)) as peer:
             peer.connect()
-            peer.sock = BoundedSocket(peer.sock.detach(), seconds - time.monotonic() + began, _MAX_BYTES, seconds)
+            peer.sock = BoundedSocket(peer.sock.detach(), seconds - SYSTEM_CLOCK.now() + began, _MAX_BYTES, seconds)
             peer.request("GET", self._url.partition(place)[2] or "/")
             with peer.getresponse() as answer:
                 if answer.status != 200:
@@ -67,14 +67,14 @@ class BoundedSocket(socket.socket):
 
     def __init__(self, descriptor: int, seconds: float, max_bytes: int, send_seconds: float) -> None:
         super().__init__(fileno=descriptor)
-        self._deadline, self._num_left, self._send_seconds = time.monotonic() + seconds, max_bytes, send_seconds
+        self._deadline, self._num_left, self._send_seconds = SYSTEM_CLOCK.now() + seconds, max_bytes, send_seconds
 
     def recv_into(self, *args: Any) -> int:
         """Some bytes."""
-        self.settimeout(max(1e-6, self._deadline - time.monotonic()))
+        self.settimeout(max(1e-6, self._deadline - SYSTEM_CLOCK.now()))
         num_bytes = super().recv_into(*args)
         self._num_left -= num_bytes
-        if self._num_left < 0 or time.monotonic() > self._deadline:  # of a fast drip there always is a byte
+        if self._num_left < 0 or SYSTEM_CLOCK.now() > self._deadline:  # of a fast drip there always is a byte
             raise http.client.HTTPException("what is sent is too long, or too slow")
         return num_bytes
 

@@ -17,7 +17,7 @@ PACKAGES = (*LINKED, "fastdeploy_cache")
 LEAF = "fastdeploy_cache.errors"  # what every package may import
 ALLOWED = {
     "ipc": set(),
-    "metrics": set(),
+    "metrics": {"ipc"},
     "transfer_manager": {"ipc"},
     "fastdeploy_cache": {"transfer_manager", "ipc", "metrics"},
     "launch": {"fastdeploy_cache", "transfer_manager", "metrics", "ipc"},

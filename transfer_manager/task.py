@@ -75,7 +75,7 @@ class TransferTask:
     store asks for them the prompt's tokens up to there (int32, little-endian), and the ids of one tier only. What else
     a peer process has to know is in `detail` (`fastdeploy_cache.transfer_manager.peer.messages`).
 
-    `deadline` is on the clock of `time.monotonic()`, which all processes of a machine share.
+    `deadline` is on the clock of `SYSTEM_CLOCK.now()`, which all processes of a machine share.
     """
 
     task_id: int

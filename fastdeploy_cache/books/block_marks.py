@@ -6,6 +6,7 @@ understands them.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -14,6 +15,14 @@ MARK_BYTES: Final = 4
 WINDOW_BYTES: Final = 64  # as in `_native.c`
 BlockMarks = Callable[[bytes | bytearray, int, int, int], bytes]
 PlaceKey = Callable[[bytes | bytearray, int, bytes | bytearray, int, int], int]
+
+
+def word_of(*parts: bytes | bytearray | int) -> int:
+    """64 bits of them, the same in every process: what a hash of Python's own gives depends on the environment."""
+    mixed = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        mixed.update(part.to_bytes(8, "little") if isinstance(part, int) else part)
+    return int.from_bytes(mixed.digest(), "little")
 
 
 def block_marks_in_python(tokens: bytes | bytearray, start: int, num_blocks: int, block_bytes: int, /) -> bytes:
@@ -40,7 +49,7 @@ def place_key_in_python(
     Raises `ValueError` where it lies outside of the tokens.
     """
     mark = block_marks_in_python(tokens, start, 1, block_bytes)
-    return hash((bytes(root), block, bytes(tokens[max(0, start - WINDOW_BYTES) : start]), mark))
+    return word_of(root, block, tokens[max(0, start - WINDOW_BYTES) : start], mark)
 
 
 _block_marks: BlockMarks
@@ -63,7 +72,7 @@ def with_extras(marks: bytes, extras: Mapping[int, bytes], first: int) -> bytes:
     for block, extra in extras.items():
         if first <= block < end:
             at = (block - first) * MARK_BYTES
-            mark = int.from_bytes(mixed[at : at + MARK_BYTES], "little") ^ (hash(extra) & 0xFFFFFFFF)
+            mark = int.from_bytes(mixed[at : at + MARK_BYTES], "little") ^ zlib.crc32(extra)
             mixed[at : at + MARK_BYTES] = mark.to_bytes(MARK_BYTES, "little")
     return bytes(mixed)
 

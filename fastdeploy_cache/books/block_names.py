@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from time import perf_counter
-
 from fastdeploy_cache.books.block_hash import HASH_BYTES, BlockHasher
 from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.ipc.clock import Clock
 
 
 class BlockNames:
@@ -19,7 +18,8 @@ class BlockNames:
         seconds: what that took.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, clock: Clock) -> None:
+        self._now = clock.now
         self._hasher = BlockHasher(block_size)
         self.num_hashed = 0
         self.seconds = 0.0
@@ -66,7 +66,7 @@ class BlockNames:
     def _hash(self, run: Run, end: int) -> None:
         """Hash what is missing of a run's first `end` blocks, and of what is above it, as each hash needs the one
         before."""
-        started, missing = perf_counter(), [(run, end)]
+        started, missing = self._now(), [(run, end)]
         while not run.hashes:
             assert run.parent is not None
             run = run.parent
@@ -79,4 +79,4 @@ class BlockNames:
             parent = bytes((each.hashes or above.hashes)[-HASH_BYTES:])
             each.hashes += self._hasher.extend(parent, each.tokens, known, last - known, each.extras)
             self.num_hashed += last - known
-        self.seconds += perf_counter() - started
+        self.seconds += self._now() - started

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from fastdeploy_cache.books.references import References, User
 from fastdeploy_cache.books.run import GPU, Pin, Run, Tier
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.errors import ClosedError, LifeCycleError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.ipc.event_log import event_log
 
 logger = event_log(__name__)
@@ -56,8 +56,7 @@ class Books:
     fails the verb. Threads wait, and callers are called, between turns only.
     """
 
-    def __init__(self, tree: PrefixTree, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives the seconds that policies and whoever learns from uses go by."""
+    def __init__(self, tree: PrefixTree, clock: Clock = SYSTEM_CLOCK) -> None:
         self.tree, self._graves, self.clock = tree, tree.graves, clock
         self.pools, self.residency, self.mishaps = tree.pools, tree.residency, tree.mishaps
         self.pinned: dict[Pin, PinnedPrefix] = {}  # by callers that have no request

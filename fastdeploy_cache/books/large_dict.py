@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar, cast
+from zlib import crc32
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -13,14 +14,19 @@ _LOAD = 320  # entries of a piece: from half as many to twice as many
 
 
 class LargeDict(Generic[K, V]):
-    """Pieces by the last bits of the keys' hashes. When a key comes, at most one piece is split (linear hashing): the
+    """Pieces by the last bits of the keys' places. When a key comes, at most one piece is split (linear hashing): the
     first of those that have not been since their number was a power of two. Keys are in no order."""
 
-    __slots__ = ("_mask", "_num", "_num_pieces", "_pieces")
+    __slots__ = ("_mask", "_num", "_num_pieces", "_pieces", "_place")
 
-    def __init__(self, entries: dict[K, V]) -> None:
-        """Takes over a plain dict."""
-        self._pieces = [entries]  # by the last bits of a hash: a power of two; those not split yet are there twice
+    def __init__(self, entries: dict[K, V], place: Callable[[K], int]) -> None:
+        """Takes over a plain dict. `place` gives a number for a key that spreads well.
+
+        Whoever walks over the entries gives one that is the same in every process, as their order follows from it.
+        Python's own hash of bytes is another one in each.
+        """
+        self._place = place
+        self._pieces = [entries]  # by the last bits of a place: a power of two; those not split yet are there twice
         self._mask = 0  # these bits
         self._num_pieces = 1  # each once: they are the first ones
         self._num = len(entries)
@@ -29,10 +35,10 @@ class LargeDict(Generic[K, V]):
         return self._num
 
     def __getitem__(self, key: K) -> V:
-        return self._pieces[hash(key) & self._mask][key]
+        return self._pieces[self._place(key) & self._mask][key]
 
     def __setitem__(self, key: K, value: V) -> None:
-        piece = self._pieces[hash(key) & self._mask]
+        piece = self._pieces[self._place(key) & self._mask]
         num_before = len(piece)
         piece[key] = value
         self._num += len(piece) - num_before
@@ -42,11 +48,11 @@ class LargeDict(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         """What stands under a key; None stands for nothing."""
-        return self._pieces[hash(key) & self._mask].get(key)
+        return self._pieces[self._place(key) & self._mask].get(key)
 
     def pop(self, key: K, default: V | None = None) -> V | None:
         """Take an entry out; returns what stood under the key, or the default."""
-        piece = self._pieces[hash(key) & self._mask]
+        piece = self._pieces[self._place(key) & self._mask]
         num_before = len(piece)
         value = piece.pop(key, default)
         self._num += len(piece) - num_before
@@ -88,7 +94,7 @@ class LargeDict(Generic[K, V]):
         bit = len(pieces) // 2
         place = self._num_pieces - bit
         for key, value in pieces[place].items():
-            (moved if hash(key) & bit else kept)[key] = value
+            (moved if self._place(key) & bit else kept)[key] = value
         pieces[place] = kept
         pieces[self._num_pieces] = moved
         self._num_pieces += 1
@@ -103,12 +109,19 @@ class LargeDict(Generic[K, V]):
             self._mask = bit - 1
 
 
-def put(entries: dict[K, V] | LargeDict[K, V], key: K, value: V) -> dict[K, V] | LargeDict[K, V]:
-    """Add or replace an entry; returns what has them all now."""
+def place_of_name(name: str) -> int:
+    """The place of a key that is a string."""
+    return crc32(name.encode())
+
+
+def put(
+    entries: dict[K, V] | LargeDict[K, V], key: K, value: V, place: Callable[[K], int]
+) -> dict[K, V] | LargeDict[K, V]:
+    """Add or replace an entry; returns what has them all now. `place`: see `LargeDict`."""
     entries[key] = value
     if type(entries) is dict and len(entries) > SMALL:
         with contextlib.suppress(MemoryError):
-            return LargeDict(entries)
+            return LargeDict(entries, place)
     return entries
 
 

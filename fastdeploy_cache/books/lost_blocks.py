@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from itertools import chain, islice
 
-from fastdeploy_cache.books.block_marks import MARK_BYTES, WINDOW_BYTES, block_marks, num_equal, place_key, with_extras
+from fastdeploy_cache.books.block_marks import (
+    MARK_BYTES,
+    WINDOW_BYTES,
+    block_marks,
+    num_equal,
+    place_key,
+    with_extras,
+    word_of,
+)
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.books.taps import Loss
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 
 _ENTRY_BYTES = 320  # of a loss without its marks: the key, the tuple, the time, a place in the dictionary
 _NUM_PARTS = 8  # of the memory: the oldest part is forgotten at once
@@ -63,9 +71,9 @@ class LostBlocks:
     what was lost from a place on calls `look_at` first.
     """
 
-    def __init__(self, max_bytes: int, block_bytes: int) -> None:
+    def __init__(self, max_bytes: int, block_bytes: int, clock: Clock = SYSTEM_CLOCK) -> None:
         """`max_bytes` 0: it remembers nothing. `block_bytes`: of the packed tokens of a block."""
-        self.is_on = max_bytes > 0
+        self.is_on, self._now = max_bytes > 0, clock.now
         self._part_bytes, self._block_bytes = max_bytes // _NUM_PARTS, block_bytes
         self._least_block = -(-WINDOW_BYTES // block_bytes)  # that has a window in front of it in every run
         self._by_key: dict[int, Lost] = {}
@@ -89,7 +97,7 @@ class LostBlocks:
             if not is_more or first_block < self._least_block or run.extras is not None:
                 self._note(run, first_block, kind, is_more=is_more)
                 return
-            tokens, size, at = run.tokens, self._block_bytes, time.monotonic()
+            tokens, size, at = run.tokens, self._block_bytes, self._now()
             start, pieces = first_block * size, tail.pieces
             head = tokens[start - WINDOW_BYTES : start + size]
             pieces.append(block_marks(tokens, start, run.num_blocks - first_block, size))
@@ -111,7 +119,7 @@ class LostBlocks:
                 has_images = has_images or root.extras is not None
                 root = parent
             tail.root, tail.num_before, tail.has_images = root.hashes, num_before, has_images
-        start, at = first_block * size, time.monotonic()
+        start, at = first_block * size, self._now()
         head = _window(run, start) + run.tokens[start : start + size]
         marks = block_marks(run.tokens, start, run.num_blocks - first_block, size)
         tail.pieces.append(with_extras(marks, extras, first_block) if extras is not None else marks)
@@ -149,7 +157,7 @@ class LostBlocks:
     def note_output(self, root: bytes | bytearray, block: int, key: int, marks: bytes) -> None:
         """Blocks from this place on, whose key is given, were computed and are kept out of the cache."""
         if self.is_on:
-            self._put(root, block, key, marks, kind=Loss.OUTPUT, at=time.monotonic())
+            self._put(root, block, key, marks, kind=Loss.OUTPUT, at=self._now())
 
     def _put(self, root: bytes | bytearray, block: int, key: int, marks: bytes, *, kind: Loss, at: float) -> None:
         older = self.get(key)
@@ -180,7 +188,7 @@ class LostBlocks:
         """Whether the last burst began long enough ago for another."""
         if not self.is_on:
             return False
-        now = time.monotonic()
+        now = self._now()
         if now - self._burst_at < _BURST_SECONDS:
             return False
         self._num_left, self._burst_at = _BURST, now
@@ -195,7 +203,7 @@ class LostBlocks:
         marks, rest = lost[0], lost[0][border:]
         if not rest:
             return
-        key = hash((bytes(root), block + num_same, marks[border - MARK_BYTES : border]))
+        key = word_of(root, block + num_same, marks[border - MARK_BYTES : border])
         known = [each for each in self._forks.pop(key, ()) if each[0] != rest]
         self._forks[key] = (*known[-_MAX_WAYS + 1 :], (rest, *lost[1:]))
         if len(self._forks) > _MAX_FORKS:
@@ -209,7 +217,7 @@ class LostBlocks:
 
     def forked(self, root: bytes | bytearray, block: int, mark_before: bytes) -> tuple[Lost, ...]:
         """What `fork` has noted of this place, behind a block with this mark; the newest last."""
-        return self._forks.get(hash((bytes(root), block, mark_before)), ())
+        return self._forks.get(word_of(root, block, mark_before), ())
 
 
 def _window(run: Run, end: int) -> bytes:
@@ -227,4 +235,4 @@ def _extra_up_to(run: Run, block: int) -> int:
     while (parent := run.parent) is not None:
         run = parent
         found = b"".join([extra for _, extra in sorted((run.extras or {}).items())]) + found
-    return hash(found)
+    return word_of(found)

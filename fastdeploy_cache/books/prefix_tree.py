@@ -7,42 +7,42 @@ from collections.abc import Iterator
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES, root_hash
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_names import BlockNames
-from fastdeploy_cache.books.block_pool import BlockPool
 from fastdeploy_cache.books.comparing import num_common
 from fastdeploy_cache.books.generations import Generations, Reason
 from fastdeploy_cache.books.graves import AT_ONCE, Roots
-from fastdeploy_cache.books.large_dict import piece_of, put
+from fastdeploy_cache.books.large_dict import piece_of, place_of_name, put
 from fastdeploy_cache.books.leaves.guarded import GuardedPolicy
 from fastdeploy_cache.books.leaves.policy import EvictionPolicy
+from fastdeploy_cache.books.lost_blocks import LostBlocks
 from fastdeploy_cache.books.mishaps import Mishaps
-from fastdeploy_cache.books.residency import Residency
+from fastdeploy_cache.books.residency import Pools, Residency
 from fastdeploy_cache.books.run import TIERS, Pin, Run, Usage
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.books.transfer import Segment, split_pins
+from fastdeploy_cache.ipc.clock import Clock
 
 _SWEEP_EVERY = 64  # namespaces that come
 _MAX_MOVED = 1024  # children that a merge hangs elsewhere: some hundred microseconds
-Pools = tuple[BlockPool, BlockPool]  # by Tier
 
 
 class PrefixTree:
     """A radix tree of runs, one root per namespace; `residency` keeps their blocks."""
 
-    def __init__(self, block_size: int, pools: Pools, policy: EvictionPolicy, lost_bytes: int = 0) -> None:
+    def __init__(self, block_size: int, pools: Pools, policy: EvictionPolicy, lost_bytes: int, clock: Clock) -> None:
         """`lost_bytes`: what the memory of blocks that have gone may take."""
         self.block_size = block_size
         self.block_bytes = block_size * TOKEN_BYTES
         self.pools = pools  # by Tier
         self.mishaps = Mishaps()
-        self.policy = GuardedPolicy(policy, self.mishaps, self.runs)
-        self.residency = Residency(self.block_bytes, pools, self.policy, lost_bytes)
+        self.policy = GuardedPolicy(policy, self.mishaps, self.runs, clock)
+        lost = LostBlocks(lost_bytes, self.block_bytes, clock)
+        self.residency = Residency(pools, self.policy, lost, clock, self.block_bytes)
         self.roots: Roots = {}
         self.generations = Generations()
         self.graves = self.residency.graves
-        self.names = BlockNames(block_size)
+        self.names = BlockNames(block_size, clock)
         self.policy.clear(self.residency.is_leaf, self.split)
-        self._num_roots_made = 0
-        self.num_grown = 0  # how often runs have got new blocks
+        self._num_roots_made = self.num_grown = 0  # the last: how often runs have got new blocks
 
     def __del__(self) -> None:
         """The collector does not see runs, so their circles of parents and children are opened here."""
@@ -75,7 +75,7 @@ class PrefixTree:
                     self.roots.pop(name)
             run = Run(None, self.epoch, Usage())
             run.hashes = root_hash(namespace, self.block_size)
-            self.roots = put(self.roots, namespace, run)
+            self.roots = put(self.roots, namespace, run, place_of_name)
         return run
 
     def find(self, namespace: str, keys: BlockKeys, max_blocks: int) -> tuple[list[Run], int]:

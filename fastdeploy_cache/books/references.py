@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from fastdeploy_cache.books.block_hash import TOKEN_BYTES, root_hash
 from fastdeploy_cache.books.block_marks import MARK_BYTES, block_marks, with_extras
 from fastdeploy_cache.books.leaves.policy import Hints
 from fastdeploy_cache.books.run import Run
@@ -16,7 +17,6 @@ HEADER = struct.Struct("<IdQIIffB")
 HAS_PRIORITY, HAS_KEEP_SECONDS, SESSION_ENDED, TOOL_CALL_PENDING, FORGOTTEN = 1, 2, 4, 8, 16
 _MAX_WAITING = 4096  # records
 _FLUSH_RECORDS, _FLUSH_SECONDS = 32, 1.0
-_WORD = 2**64 - 1
 
 
 class User(Hints, Protocol):
@@ -48,9 +48,11 @@ class References:
         priority, keep_seconds = request.priority, request.keep_seconds
         flags = (priority is not None) * HAS_PRIORITY | (keep_seconds is not None) * HAS_KEEP_SECONDS
         flags |= request.session_ended * SESSION_ENDED | request.tool_call_pending * TOOL_CALL_PENDING
-        now, name, num_bytes = self._clock(), hash(request.namespace) & _WORD, HEADER.size + len(marks)
+        root = path[0].parent if path else None
+        name = root.hashes if root is not None else root_hash(request.namespace, self._block_bytes // TOKEN_BYTES)
+        now, number, num_bytes = self._clock(), int.from_bytes(name[:8]), HEADER.size + len(marks)
         sizes = request.num_prompt_tokens, num_asked_blocks
-        self._add(HEADER.pack(num_bytes, now, name, *sizes, priority or 0.0, keep_seconds or 0.0, flags) + marks, now)
+        self._add(HEADER.pack(num_bytes, now, number, *sizes, priority or 0.0, keep_seconds or 0.0, flags) + marks, now)
 
     def _marks_of(self, run: Run) -> bytes:
         """The run keeps them: what many requests use is read once."""

@@ -12,6 +12,9 @@ from fastdeploy_cache.books.lost_blocks import LostBlocks
 from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, TIERS, Run, Tier, Usage
 from fastdeploy_cache.books.taps import Left, Loss, Taps
 from fastdeploy_cache.books.transfer import Segment
+from fastdeploy_cache.ipc.clock import Clock
+
+Pools = tuple[BlockPool, BlockPool]  # by Tier
 
 
 class Residency:
@@ -22,18 +25,16 @@ class Residency:
     anywhere beneath it, all of it is held.
     """
 
-    def __init__(
-        self, block_bytes: int, pools: tuple[BlockPool, BlockPool], policy: GuardedPolicy, lost_bytes: int
-    ) -> None:
+    def __init__(self, pools: Pools, policy: GuardedPolicy, lost: LostBlocks, clock: Clock, block_bytes: int) -> None:
         self.pools = pools  # by Tier
-        self.lost = LostBlocks(lost_bytes, block_bytes)
+        self.lost = lost
         self.policy = policy
         self.epoch = 0
         self.num_protected = [0, 0]  # held blocks by Tier
         self._block_bytes = block_bytes
         self._forgotten_by = Loss.RESET  # what is of an older epoch
         self.graves = Graves(self._forget, pools)
-        self.ages = Ages()
+        self.ages = Ages(clock.now)
         self.taps = Taps(began=(self.ages.began,), left=(self.ages.left,), ended=(self.lost.ended,))
 
     def num_available(self, tier: Tier) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from types import MappingProxyType
 from typing import cast
+from zlib import crc32
 
 import msgspec
 
@@ -161,7 +162,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
         if children is NO_CHILDREN:
             self.children = {key: child}
         else:
-            self.children = put(cast("Children", children), key, child)
+            self.children = put(cast("Children", children), key, child, crc32)
 
     def remove_child(self, key: bytes) -> None:
         """The reverse; of an earlier epoch it may hang there no more (see `Graves`)."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from fastdeploy_cache.books.run import Pin, Run, Tier
+from fastdeploy_cache.ipc.clock import Clock, Event
 
 
 class Cargo(Protocol):
@@ -44,9 +43,9 @@ class Transfer:
 
     task_id: int
     tier: Tier  # the destination
+    done: Event
     segments: list[Segment] = field(default_factory=list)  # of runs, that it fills
     cargo: Cargo | None = None  # until it has ended well
-    done: threading.Event = field(default_factory=threading.Event)
     succeeded: bool = False
     seconds: float = 0.0  # that the slowest rank took, once it has ended
     is_quarantined: bool = False  # it has ended, and landing it failed: see `BlockMover.finish`
@@ -58,10 +57,10 @@ class Transfer:
     kept_ids: array[int] = field(default_factory=lambda: array("i"))  # of those, what did not join the tree
 
 
-def wait_done(transfers: Iterable[Transfer], timeout_seconds: float) -> bool:
+def wait_done(transfers: Iterable[Transfer], timeout_seconds: float, clock: Clock) -> bool:
     """Wait until all have ended; False when the time is over first. Not under the lock."""
-    deadline = time.monotonic() + timeout_seconds
-    return all(transfer.done.wait(max(0.0, deadline - time.monotonic())) for transfer in transfers)
+    deadline = clock.now() + timeout_seconds
+    return all(transfer.done.wait(clock.seconds_to(deadline)) for transfer in transfers)
 
 
 class Segment(Pin):

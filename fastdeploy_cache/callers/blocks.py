@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import time
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -148,7 +147,7 @@ class CallerBlocks:
             if not self._own.are_current(ids):
                 active.is_detached = True
             if not active.is_admitted:
-                self._requests.accounts.admit(active, time.monotonic())
+                self._requests.accounts.admit(active, self._books.clock.now())
 
     # -- prefixes
 

@@ -19,7 +19,7 @@ from fastdeploy_cache.callers.own_blocks import OwnBlocks, as_first, as_ids
 from fastdeploy_cache.callers.transfers import CallerLoad, CallerTransfer
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import RequestError
-from fastdeploy_cache.ipc.waits import seconds_to_wait
+from fastdeploy_cache.ipc.clock import seconds_to_wait
 from fastdeploy_cache.movement.cargo import CallersBlocks
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
@@ -76,7 +76,7 @@ class BlockCopies:
             oldest = self._own.oldest(sources, source_tier)
             cargo = self._own.fill(destinations, tier, oldest, then=lambda: source.end_reading(sources))
             transfer = self._send(kind, sources, cargo, num_tokens)
-        return CallerTransfer((transfer,), len(sources)).wait(seconds)
+        return CallerTransfer((transfer,), len(sources), self._books.clock).wait(seconds)
 
     def swap_in(self, request: Request, block_ids: Sequence[int], *, first_block: int = 0) -> CallerTransfer:
         """Copy the request's blocks from `first_block` on from the CPU tier into the caller's `block_ids`.
@@ -93,13 +93,13 @@ class BlockCopies:
             path, num_found = self._finder.find(request, first_block + len(ids))
             sources = _copies(path, first_block, num_found)
             if not sources or not self._mover.can(TaskKind.SWAP_IN):
-                return CallerTransfer((), 0)
+                return CallerTransfer((), 0, self._books.clock)
             destinations = ids[: len(sources)]
             pins = [self._pin_at(path, first_block + len(sources))]
             cargo = self._own.fill(destinations, GPU, self._tree.generation, pins=pins)
             transfer = self._send(TaskKind.SWAP_IN, sources, cargo)
             self._tree.policy.touch(path)
-        return CallerTransfer((transfer,), len(sources))
+        return CallerTransfer((transfer,), len(sources), self._books.clock)
 
     def swap_out(
         self, request: Request, block_ids: Sequence[int], *, first_block: int = 0, generation: int | None = None
@@ -120,11 +120,11 @@ class BlockCopies:
             enabled = self._config.enable_prefix_caching and GPU not in self._books.asleep
             enabled = enabled and self._own.are_current(ids, generation)
             if num_found < first_block or not num_new or not enabled or not self._mover.can(TaskKind.SWAP_OUT):
-                return CallerTransfer((), 0)
+                return CallerTransfer((), 0, self._books.clock)
             pins = [self._pin_at(path, num_found)] if num_found else []
             destinations = self._room_below(num_new, pins)
             if not destinations:
-                return CallerTransfer((), 0)
+                return CallerTransfer((), 0, self._books.clock)
             start = num_found - first_block
             sources = ids[start : start + len(destinations)]
             self._books.pools[GPU].begin_reading(sources)
@@ -137,7 +137,7 @@ class BlockCopies:
 
             cargo = CallersBlocks(self._books, destinations, pins, end)
             transfer = self._send(TaskKind.SWAP_OUT, sources, cargo)
-        return CallerTransfer((transfer,), len(sources))
+        return CallerTransfer((transfer,), len(sources), self._books.clock)
 
     def load(self, request: Request, num_blocks: int | None = None, *, ahead: bool = False) -> CallerLoad | None:
         """Bring the request's cached prefix, at most `num_blocks` blocks, from the CPU tier to the GPU, where it stays
@@ -156,7 +156,7 @@ class BlockCopies:
             for transfer in transfers if ahead else ():
                 self._mover.use_ahead(transfer)
                 self.ahead[transfer] = self.ahead.get(transfer, 0) + 1
-            return CallerLoad(transfers, ids, pinned, self._tree.generation)
+            return CallerLoad(transfers, ids, pinned, self._tree.generation, self._books.clock)
 
     def end_load(self, load: CallerLoad, timeout_seconds: float = 0.0) -> bool:
         """The caller uses the blocks of an `ahead` load no more, or only as cached ones; whether all of it has come.

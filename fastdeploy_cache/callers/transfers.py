@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.transfer import Transfer, wait_done
-from fastdeploy_cache.ipc.waits import seconds_to_wait
+from fastdeploy_cache.ipc.clock import Clock, seconds_to_wait
 
 
 class CallerTransfer:
     """A copy on its way, of `num_blocks` blocks; of none, it has ended well. Any thread."""
 
-    __slots__ = ("_transfers", "num_blocks", "task_ids")
+    __slots__ = ("_clock", "_transfers", "num_blocks", "task_ids")
 
-    def __init__(self, transfers: Sequence[Transfer], num_blocks: int) -> None:
-        self._transfers = tuple(transfers)
+    def __init__(self, transfers: Sequence[Transfer], num_blocks: int, clock: Clock) -> None:
+        self._transfers, self._clock = tuple(transfers), clock
         self.num_blocks = num_blocks
         self.task_ids = tuple([transfer.task_id for transfer in transfers])  # for `LayerProgress.wait_layer`
 
@@ -31,7 +31,7 @@ class CallerTransfer:
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until it has ended; whether all ranks succeeded in time. Every task ends at its own deadline."""
-        wait_done(self._transfers, seconds_to_wait("wait", timeout_seconds))
+        wait_done(self._transfers, seconds_to_wait("wait", timeout_seconds), self._clock)
         return self.succeeded
 
 
@@ -41,9 +41,14 @@ class CallerLoad(CallerTransfer):
     __slots__ = ("block_ids", "generation", "pinned")
 
     def __init__(
-        self, transfers: Sequence[Transfer], block_ids: Sequence[int], pinned: PinnedPrefix | None, generation: int
+        self,
+        transfers: Sequence[Transfer],
+        block_ids: Sequence[int],
+        pinned: PinnedPrefix | None,
+        generation: int,
+        clock: Clock,
     ) -> None:
-        super().__init__(transfers, len(block_ids))
+        super().__init__(transfers, len(block_ids), clock)
         self.block_ids = list(block_ids)
         self.generation = generation  # of the cache, when it began
         self.pinned = pinned  # with `ahead`, until `end`

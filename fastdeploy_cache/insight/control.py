@@ -143,7 +143,7 @@ class Control:
         from fastdeploy_cache.insight.policy_change import change_policy
 
         with self._changing:
-            view = change_policy(self._books, self._config, self._books.clock, name)
+            view = change_policy(self._books, self._config, self._books.clock.age, name)
             self._insight.follow_policy(view.name)
             return view
 

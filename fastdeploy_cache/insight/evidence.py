@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +13,7 @@ from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.insight.parted_prompts import parted_prompts
 from fastdeploy_cache.insight.process_troubles import ProcessTrouble, troubles_of
 from fastdeploy_cache.insight.what_if import WhatIfRate
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.requests.explanation import Explanation, Miss
 from fastdeploy_cache.stats import CacheStats, StorageTierStats
@@ -134,7 +134,7 @@ def _plain_copy() -> float:
     source, target = np.ones(_COPIED_BYTES, np.uint8), np.zeros(_COPIED_BYTES, np.uint8)
     best = float("inf")
     for _ in range(_NUM_COPIES):
-        started = time.perf_counter()
+        started = SYSTEM_CLOCK.now()
         target[:] = source
-        best = min(best, time.perf_counter() - started)
+        best = min(best, SYSTEM_CLOCK.now() - started)
     return _COPIED_BYTES / best

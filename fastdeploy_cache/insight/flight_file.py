@@ -17,7 +17,6 @@ import functools
 import hashlib
 import json
 import os
-import secrets
 import stat
 import struct
 import zlib
@@ -32,6 +31,7 @@ import numpy as np
 from fastdeploy_cache.errors import RecordingError, reason_of
 from fastdeploy_cache.insight.flight_recorder import RingPart
 from fastdeploy_cache.insight.flight_records import Record, RecordKind, pack, unpack
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 
 MAGIC: Final = b"\x89fdcache-flight"
 VERSION: Final = 3  # since there is `POLICY`; those before are read, too: 2 since there is `STEPPED`
@@ -106,7 +106,7 @@ def write_whole(path: Path, parts: Sequence[bytes], folder: int | None = None) -
 
 
 def _write_beside(name: str, parts: Sequence[bytes], folder: int) -> None:
-    beside = f".{name}.{secrets.token_hex(4)}.part"  # no other writer of this name has it
+    beside = f".{name}.{SYSTEM_CLOCK.random_bytes(4).hex()}.part"  # no other writer of this name has it
     with open_private(beside, folder) as file:
         try:
             for part in parts:

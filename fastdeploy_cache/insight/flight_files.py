@@ -6,14 +6,14 @@ import contextlib
 import functools
 import itertools
 import os
-import secrets
-import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.errors import RecordingError, reason_of
 from fastdeploy_cache.insight.flight_file import open_private
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 
 SUFFIX = ".flight"
 
@@ -24,7 +24,10 @@ class FlightFolder:
     def __init__(self, folder: Path, kind: str, num_kept: int) -> None:
         """`kind`: what names begin with. Others' files in the folder are left alone."""
         self._folder, self._kind, self._num_kept = folder, kind, num_kept
-        self._run, self._numbers = secrets.token_hex(4), itertools.count(1)  # another cache may write to it, too
+        self._run, self._numbers = (
+            SYSTEM_CLOCK.random_bytes(4).hex(),
+            itertools.count(1),
+        )  # another cache may write to it, too
 
     @functools.cached_property
     def _real(self) -> Path:
@@ -48,7 +51,7 @@ class FlightFolder:
             except OSError as error:
                 reason = f"no flight recording can be begun in {self._folder}: {reason_of(error)}"
                 raise RecordingError(f"{reason}; it goes on once that is mended") from error
-            when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+            when = datetime.fromtimestamp(SYSTEM_CLOCK.unix(), UTC).strftime("%Y%m%dT%H%M%S")
             name = f"{self._kind}-{when}-{os.getpid()}-{self._run}-{next(self._numbers):06}{SUFFIX}"
             yield self._folder / name, folder
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import Any, Final
 
 from fastdeploy_cache.config.cache import CacheConfig
@@ -18,7 +17,9 @@ _DECIDING: Final = (
 RECORDED_SETTINGS: Final = frozenset({*_DECIDING, "num_gpu_blocks", "num_cpu_blocks", "layout"})
 
 
-def header_of(config: CacheConfig, *, reason: str, clock_seconds: float, num_dropped: int) -> dict[str, Any]:
+def header_of(
+    config: CacheConfig, *, reason: str, clock_seconds: float, unix_seconds: float, num_dropped: int
+) -> dict[str, Any]:
     """`reason`: why it is written. `num_dropped`: whether, and about how much, there was before the first record."""
     num_gpu_blocks, num_cpu_blocks = config.pool_sizes()
     settings = {name: getattr(config, name) for name in _DECIDING}
@@ -32,6 +33,6 @@ def header_of(config: CacheConfig, *, reason: str, clock_seconds: float, num_dro
         "has_peers": config.peer is not None,
         "reason": reason,
         "clock_seconds": clock_seconds,  # the clock of the records, at the time below
-        "unix_seconds": time.time(),
+        "unix_seconds": unix_seconds,
         "num_dropped": num_dropped,
     }

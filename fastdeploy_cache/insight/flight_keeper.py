@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import secrets
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +56,11 @@ class FlightKeeper:
         storage: StorageAccess,
         *,
         live: Iterable[ActiveRequest],
-        clock: Callable[[], float],
     ) -> None:
         """`live`: the requests that are matched now, to be asked under the lock."""
         insight = config.insight
-        if clock is not time.monotonic:  # somebody else's: no verb fails by it
+        clock, self._now = books.clock.age, books.clock.now
+        if clock is not self._now:  # somebody else's: no verb fails by it
             clock = functools.partial(books.mishaps.ask, "metrics", clock, 0.0)
         self._config, self._books, self._clock, self._live = config, books, clock, live
         self._client, self._storage = movement.client, storage
@@ -75,7 +73,7 @@ class FlightKeeper:
             policy=config.eviction_policy,
             clock=clock,
         )
-        self._secret = secrets.token_bytes(32)  # never written: files tell equal things, and not which
+        self._secret = books.clock.random_bytes(32)  # never written: files tell equal things, and not which
         self._ranks: dict[int, tuple[bool, int]] = {}
         self._breakers = [BreakerState.CLOSED, BreakerState.CLOSED]
         self._alerts: FlightFolder | None = None
@@ -93,7 +91,7 @@ class FlightKeeper:
         self._first_policy = config.eviction_policy  # when the part begins that is being recorded
         self._num_recorded = 0  # notes, in all files
         self._is_failing = False
-        self._wake, self._is_over = threading.Event(), False
+        self._wake, self._is_over = books.clock.event(), False
         self._thread: threading.Thread | None = None
         self._follow()
 
@@ -164,7 +162,7 @@ class FlightKeeper:
 
     def _alert(self, reason: str) -> None:
         self._note(RecordKind.ALERT, REASONS.index(reason))
-        if self._alerts is not None and time.monotonic() - self._written_at >= _ALERT_SECONDS:
+        if self._alerts is not None and self._now() - self._written_at >= _ALERT_SECONDS:
             self._pending = self._pending or reason
             self._wake.set()
 
@@ -215,7 +213,13 @@ class FlightKeeper:
 
     def _header(self, reason: str, num_dropped: int, policy: str) -> dict[str, Any]:
         config = dataclasses.replace(self._config, eviction_policy=policy)
-        return header_of(config, reason=reason, clock_seconds=self._clock(), num_dropped=num_dropped)
+        return header_of(
+            config,
+            reason=reason,
+            clock_seconds=self._clock(),
+            unix_seconds=self._books.clock.unix(),
+            num_dropped=num_dropped,
+        )
 
     def _recording_head(self) -> bytes:
         """The begin of the next file of the recording; what went before is in the other files, or lost."""
@@ -242,7 +246,7 @@ class FlightKeeper:
         reason, self._pending = self._pending, None
         if reason is None or self._alerts is None:
             return
-        self._written_at = time.monotonic()
+        self._written_at = self._now()
         try:
             path = self.write_to_folder(reason)
         except (RecordingError, LifeCycleError) as error:

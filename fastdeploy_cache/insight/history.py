@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+
+from fastdeploy_cache.ipc.clock import Clock
 
 STEP_SECONDS = 10.0
 _NUM_STEPS = 360  # an hour
@@ -31,11 +32,11 @@ class Moment(NamedTuple):
 class History:
     """A ring of moments. A thread of its own adds one every ten seconds, from `start` to `stop`; any thread reads."""
 
-    def __init__(self, look: Callable[[], Moment]) -> None:
+    def __init__(self, look: Callable[[], Moment], clock: Clock) -> None:
         """`look` tells the present moment."""
-        self._look = look
+        self._look, self._now = look, clock.now
         self._moments: deque[Moment] = deque(maxlen=_NUM_STEPS)
-        self._ended = threading.Event()
+        self._ended = clock.event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -56,7 +57,7 @@ class History:
         return [*self._moments, self._look()]
 
     def _keep(self) -> None:
-        due = time.monotonic() + STEP_SECONDS
-        while not self._ended.wait(max(0.0, due - time.monotonic())):
+        due = self._now() + STEP_SECONDS
+        while not self._ended.wait(max(0.0, due - self._now())):
             due += STEP_SECONDS
             self._moments.append(self._look())

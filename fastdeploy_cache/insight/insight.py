@@ -65,8 +65,8 @@ class Insight:
         self._page: OperatorPage | None = None
         self._flight: FlightKeeper | None = None
 
-    def start(self, clock: Callable[[], float]) -> None:
-        """Record from now on: the manager is whole. `clock`: that its eviction policy goes by.
+    def start(self) -> None:
+        """Record from now on: the manager is whole.
 
         Raises:
             ConfigError: `insight.traces` without OpenTelemetry.
@@ -75,9 +75,7 @@ class Insight:
         if self._config.insight.flight_recorder_bytes:
             from fastdeploy_cache.insight.flight_keeper import FlightKeeper  # late: an import of the manager is quick
 
-            self._flight = FlightKeeper(
-                self._config, self._books, self._movement, self._storage, live=self._requests, clock=clock
-            )
+            self._flight = FlightKeeper(self._config, self._books, self._movement, self._storage, live=self._requests)
             listener = self._flight.recorder
             self._flight.start()
         if self._config.insight.traces:
@@ -169,7 +167,9 @@ class Insight:
         from fastdeploy_cache.insight.page import OperatorPage  # late: not every cache has one
 
         if self._page is None:
-            self._page = OperatorPage(self._config, self, self._requests.accounts, self._metrics, life_cycle)
+            self._page = OperatorPage(
+                self._config, self, self._requests.accounts, self._metrics, life_cycle, clock=self._books.clock
+            )
         self._page.history.start()
         return self._page.pages()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -86,7 +85,7 @@ def _look(requests: Requests, names: list[str], views: list[RequestView]) -> Ite
                     num_tokens=active.request.num_tokens,
                     num_computed_tokens=active.num_computed_tokens,
                     num_blocks=len(active.block_ids) or active.num_gpu_blocks,
-                    running_seconds=time.monotonic() - active.trail.matched_at,
+                    running_seconds=requests.books.clock.now() - active.trail.matched_at,
                     matched_tokens={hit.tier: hit.num_tokens for hit in explanation.hits},
                 )
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +12,7 @@ from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.insight.history import History, Moment
 from fastdeploy_cache.insight.live_views import RanksView, RequestsView
 from fastdeploy_cache.insight.prefix_views import TreeView
+from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.metrics.request_counts import TIERS
 from fastdeploy_cache.requests.accounts import Accounts
@@ -54,12 +54,15 @@ class OperatorPage:
         accounts: Accounts,
         metrics: CacheMetrics,
         life_cycle: Callable[[], str],
+        *,
+        clock: Clock,
     ) -> None:
         """`life_cycle` says whether the cache runs, is paused, asleep and so on."""
         self._config, self._insight, self._accounts = config, insight, accounts
         self._metrics, self._life_cycle = metrics, life_cycle
-        self.history = History(self._moment)
-        self._started_at = time.time()
+        self.history = History(self._moment, clock)
+        self._unix = clock.unix
+        self._started_at = clock.unix()
 
     def pages(self) -> dict[str, Page]:
         """What is served, by path."""
@@ -75,7 +78,7 @@ class OperatorPage:
         num_tokens, hit_tokens = self._metrics.token_counts()
         tiers = (stats.gpu, stats.cpu)
         return Moment(
-            at=time.time(),
+            at=self._unix(),
             num_requests=self._metrics.num_requests,
             num_tokens=num_tokens,
             hit_tokens=hit_tokens,
@@ -94,7 +97,7 @@ class OperatorPage:
         recent = insight.explain_last(_NUM_RECENT)
         storage = stats.storage
         return {
-            "now": time.time(),
+            "now": self._unix(),
             "started_at": self._started_at,
             "life_cycle": self._life_cycle(),
             "dp": config.transfer.data_parallel_id,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
@@ -20,16 +19,17 @@ SomeRuns = Mapping[str, Run] | Mapping[bytes, Run] | LargeDict[str, Run] | Large
 def run_in_turns(books: Books, steps: Iterator[None]) -> None:
     """Make all of `steps` in turns. Each takes a tenth of a millisecond at most, and relies on nothing that an earlier
     one has seen of the books."""
+    clock = books.clock
     while True:
         with books:
-            end = time.perf_counter() + _TURN_SECONDS
+            end = clock.now() + _TURN_SECONDS
             for _ in steps:
-                if time.perf_counter() >= end:
+                if clock.now() >= end:
                     break
             else:
                 return
         # Without a pause we would have the lock again before anybody who waits for it has even woken up.
-        time.sleep(_PAUSE_SECONDS)
+        clock.sleep(_PAUSE_SECONDS)
 
 
 def runs_in(entries: SomeRuns) -> Iterator[Run]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fastdeploy_cache.books.block_hash import HASH_BYTES
@@ -16,6 +14,7 @@ from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.books.tokens import TokenIds
 from fastdeploy_cache.errors import ControlError
 from fastdeploy_cache.insight.pieces import hash_in_pieces, is_cached, run_in_turns, runs_in
+from fastdeploy_cache.ipc.clock import Alarm
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.request import Request
 
@@ -24,6 +23,7 @@ logger = event_log(__name__)
 MAX_PINS = 64
 MAX_PIN_SECONDS = 7 * 86400.0
 NAME_DIGITS = 16
+_JOIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,23 +43,6 @@ class _Held:
     ends_at: float
 
 
-class _Timer:
-    """Calls once, after its seconds, on a thread of its own, unless it is cancelled before."""
-
-    def __init__(self, seconds: float, call: Callable[[], None]) -> None:
-        self._cancelled = threading.Event()
-        self.thread = threading.Thread(target=self._wait, args=(seconds, call), name="pins", daemon=True)
-        self.thread.start()
-
-    def cancel(self) -> None:
-        """Do not call; a call that has begun goes on."""
-        self._cancelled.set()
-
-    def _wait(self, seconds: float, call: Callable[[], None]) -> None:
-        if not self._cancelled.wait(seconds):
-            call()
-
-
 class Pins:
     """Each ends at its time, at `unpin`, and whenever what is cached is forgotten. Any thread."""
 
@@ -67,7 +50,7 @@ class Pins:
         self._books, self._size = books, books.tree.block_size
         self._max_blocks = int(books.pools[GPU].num_blocks * max_pinned_share)
         self._held: dict[str, _Held] = {}  # by name; under the lock of the books
-        self._timer: _Timer | None = None  # to the next end; under the lock of the books
+        self._alarm: Alarm | None = None  # to the next end; under the lock of the books
         for change in (Forgotten, TierLost):
             books.listen(change, self._end_all)
 
@@ -119,13 +102,13 @@ class Pins:
         return sorted(views, key=lambda view: view.seconds_left)
 
     def close(self) -> None:
-        """No timer runs any more."""
+        """Nothing is called any more."""
         with self._books:
-            timer, self._timer = self._timer, None
+            alarm, self._alarm = self._alarm, None
             self._held.clear()
-        if timer is not None:
-            timer.cancel()
-            timer.thread.join()
+        if alarm is not None:
+            alarm.cancel()
+            alarm.join(_JOIN_SECONDS)
 
     # -- under the lock
 
@@ -158,7 +141,7 @@ class Pins:
         if known is None:
             self._check_room(num_blocks)
             known = self._held[name] = _Held(self._books.pin_prefix(path, num_blocks), 0.0)
-        known.ends_at = time.monotonic() + seconds
+        known.ends_at = self._books.clock.now() + seconds
         self._arm()
         logger.info("event=pinned name=%s blocks=%d seconds=%g", name, num_blocks, seconds)
         return self._view(name, known)
@@ -180,17 +163,17 @@ class Pins:
             num_tokens=num_blocks * self._size,
             num_blocks=num_blocks,
             num_gpu_blocks=len(gpu_ids(pin.run.path(), num_blocks)) if pin is not None else 0,
-            seconds_left=max(0.0, held.ends_at - time.monotonic()),
+            seconds_left=max(0.0, held.ends_at - self._books.clock.now()),
         )
 
     def _arm(self) -> None:
-        """Have the timer come back when the next pin ends."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """Be called when the next pin ends."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
         if self._held:
-            seconds = min([held.ends_at for held in self._held.values()]) - time.monotonic()
-            self._timer = _Timer(max(0.0, seconds), self._end_some)
+            ends_at = min([held.ends_at for held in self._held.values()])
+            self._alarm = self._books.clock.call_at(ends_at, self._end_some)
 
     def _end_all(self, _: object) -> None:
         """What was cached is forgotten: what is pinned would only keep its blocks from being used again."""
@@ -199,13 +182,13 @@ class Pins:
         self._held.clear()
         self._arm()
 
-    # -- the timer's thread
+    # -- a thread of the clock's
 
     def _end_some(self) -> None:
         with self._books:
             if self._books.is_closed:
                 return
-            now = time.monotonic()
+            now = self._books.clock.now()
             for name, held in list(self._held.items()):
                 if held.ends_at <= now or held.prefix.pin is None:
                     self._books.unpin_prefix(held.prefix)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -112,7 +111,7 @@ class PrefixSearch:
 
     def _look_at(self, runs: list[Run]) -> Iterator[None]:
         """Parents come before what is below them, so each finds the place where it is shown."""
-        now = time.monotonic()
+        now = self._books.clock.now()
         for run in runs:
             yield from hash_in_pieces(self._tree, run)
             if is_cached(self._tree, run):

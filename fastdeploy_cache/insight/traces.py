@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -74,7 +73,7 @@ class Traces:
         """See `RequestListener`."""
         if self._before is not None:
             self._before.matched(active)
-        parent, seconds = self._current(), time.monotonic() - active.trail.matched_at
+        parent, seconds = self._current(), self._books.clock.now() - active.trail.matched_at
         for transfer in active.loads:
             _remember(self._of_tasks, transfer.task_id, parent)
         attributes = {
@@ -116,7 +115,7 @@ class Traces:
         self, name: str, parent: Context | None, seconds: float, attributes: Mapping[str, Any], error: object = None
     ) -> None:
         """A span of so many seconds that ends now, when the lock has been given back."""
-        now = time.time_ns()
+        now = round(self._books.clock.unix() * _NANOSECONDS)
         times = (now - round(seconds * _NANOSECONDS), now)
         self._books.call_later(functools.partial(self._end, name, parent, times, attributes, error))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,10 +39,10 @@ def verified(books: Books, check: Callable[[], None], *, checksums: bool) -> Ver
             f"{num_blocks} blocks are cached; a check of more than {MAX_VERIFIED_BLOCKS} would hold the cache up for "
             "too long, so none is made: look at a smaller cache of the same settings"
         )
-    started, problem = time.perf_counter(), None
+    started, problem = books.clock.now(), None
     try:
         check()
     except AssertionError as error:
         problem = str(error) or "a promise without words is broken; see check_invariants"
-    seconds, unchecked = time.perf_counter() - started, (_UNCHECKED, _IN_STORAGE) if checksums else (_UNCHECKED,)
+    seconds, unchecked = books.clock.now() - started, (_UNCHECKED, _IN_STORAGE) if checksums else (_UNCHECKED,)
     return Verified(problem=problem, seconds=seconds, checked=_CHECKED, not_checked=unchecked)

@@ -118,7 +118,7 @@ class WhatIf:
         self._array, self._board, self._process = array, (ResultBoard(array, len(plans)), plans), process
         # What is cached already, or comes from elsewhere, was used by nobody that the process has seen.
         is_all_seen = self._config.storage is None and self._config.peer is None
-        references = References(self._config.block_size * 4, self._books.clock, self._when_due)
+        references = References(self._config.block_size * 4, self._books.clock.age, self._when_due)
         with self._books:
             num_cached = sum([pool.count(RUN) for pool in self._books.pools])
             self._is_bounded = is_all_seen and not num_cached

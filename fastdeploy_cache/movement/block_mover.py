@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -47,9 +46,9 @@ class BlockMover:
     def __init__(self, books: Books, client: TransferClient, task_timeout_seconds: float) -> None:
         self._books, self._tree = books, books.tree
         self._client = client
-        self._timeout_seconds = task_timeout_seconds
+        self._timeout_seconds, self._clock = task_timeout_seconds, books.clock
         self._next_task_id = 1
-        self.tasks = InFlight()
+        self.tasks = InFlight(books.clock)
         self._outbox = Outbox(client, self.on_result, books.mishaps, self.tasks)
         books.add_outlet(self._outbox)
         self.in_flight: dict[int, Transfer] = {}
@@ -144,7 +143,7 @@ class BlockMover:
             raise
 
     def _new_transfer(self, tier: Tier) -> Transfer:
-        transfer = Transfer(self._next_task_id, tier)
+        transfer = Transfer(self._next_task_id, tier, self._clock.event())
         self._next_task_id += 1
         return transfer
 
@@ -161,7 +160,7 @@ class BlockMover:
             kind=kind,
             source_ids=np.frombuffer(sources, np.int32),
             destination_ids=np.frombuffer(destinations, np.int32),
-            deadline=time.monotonic() + self._timeout_seconds,
+            deadline=self._clock.now() + self._timeout_seconds,
             num_tokens=num_tokens,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.block_pool import BlockPool
@@ -10,13 +9,14 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.leaves.policy import EvictionPolicy
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.config.cache import CacheConfig
+from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.policies import new_policy
 
 if TYPE_CHECKING:
     from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
 
 
-def new_client(config: CacheConfig) -> TransferClient:
+def new_client(config: CacheConfig, clock: Clock) -> TransferClient:
     """Rank processes where there is a tier below the GPU to serve, or arrays on a GPU; else the in-process client.
 
     Raises:
@@ -37,23 +37,20 @@ def new_client(config: CacheConfig) -> TransferClient:
 
         assert layout is not None
         check_presence(transfer.device)
-        return RankClient(transfer, layout, num_gpu_blocks, num_cpu_blocks)
+        return RankClient(transfer, layout, num_gpu_blocks, num_cpu_blocks, clock)
     from fastdeploy_cache.transfer_manager.rank.inline_client import InlineClient
 
     own_kv = transfer.owner_of_kv != "worker"
-    return InlineClient(layout, num_gpu_blocks, num_cpu_blocks, transfer.tp_size, own_kv)
+    return InlineClient(layout, num_gpu_blocks, num_cpu_blocks, transfer.tp_size, own_kv, clock=clock)
 
 
-def new_books(config: CacheConfig, policy: EvictionPolicy | None, clock: Callable[[], float]) -> Books:
-    """Books of free blocks, as many as the configuration says.
-
-    `policy` replaces the one of that name; `clock` gives the seconds that it goes by.
-    """
+def new_books(config: CacheConfig, policy: EvictionPolicy | None, clock: Clock) -> Books:
+    """Books of free blocks, as many as the configuration says. `policy` replaces the one of that name."""
     sizes, size = config.pool_sizes(), config.block_size
     if policy is None:
         num_bytes = config.eviction_history_bytes
         policy = new_policy(
-            config.eviction_policy, clock, num_blocks=max(sizes), block_tokens=size, history_bytes=num_bytes
+            config.eviction_policy, clock.age, num_blocks=max(sizes), block_tokens=size, history_bytes=num_bytes
         )
     pools = (BlockPool("GPU", sizes[0]), BlockPool("CPU", sizes[1]))
-    return Books(PrefixTree(size, pools, policy, config.lost_blocks_bytes), clock)
+    return Books(PrefixTree(size, pools, policy, config.lost_blocks_bytes, clock), clock)

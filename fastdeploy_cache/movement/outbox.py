@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
 from fastdeploy_cache.books.mishaps import Mishaps
+from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.transfer_manager.task import RankResult, TaskKind, TransferResult, TransferTask
 
 
@@ -22,17 +22,18 @@ class TakesTasks(Protocol):
 class InFlight:
     """Tasks that were decided on and that not every rank has answered. Under the lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._now = clock.now
         self._tasks: dict[int, tuple[TaskKind, float]] = {}
 
     def begin(self, task: TransferTask) -> None:
         """It is on its way from now on."""
-        self._tasks[task.task_id] = task.kind, time.monotonic()
+        self._tasks[task.task_id] = task.kind, self._now()
 
     def end(self, task_id: int) -> float:
         """It has ended; returns how many seconds it was on its way."""
         _, began_at = self._tasks.pop(task_id, (None, None))
-        return time.monotonic() - began_at if began_at is not None else 0.0
+        return self._now() - began_at if began_at is not None else 0.0
 
     def by_kind(self) -> Counter[str]:
         """How many there are of each kind."""

@@ -6,8 +6,6 @@ Under the lock, but for what is marked as a turn of its own.
 from __future__ import annotations
 
 import functools
-import threading
-import time
 from array import array
 from collections.abc import Callable
 
@@ -64,7 +62,7 @@ class LinkRoad:
         books.listen(Matched, lambda matched: self.receives.forget(matched.request_id))
         self.sends = PeerSends(books, self._put)
         self.receives = PeerReceives(books, movement, self._put)
-        self._settled = threading.Event()  # nothing is on its way
+        self._settled = books.clock.event()  # nothing is on its way
         self._settled.set()
         self.is_quiet = False
         self._names: list[str] = []  # of the first few peers
@@ -89,7 +87,7 @@ class LinkRoad:
 
     def offer(self, active: ActiveRequest, num_blocks: int) -> Send:
         """Offer the first blocks of a settled request."""
-        send = self.offers.new_send(active, num_blocks)
+        send = self.offers.new_send(active, num_blocks, self._books.clock.event())
         self.sends.begin(active, send)
         return send
 
@@ -214,7 +212,7 @@ class LinkRoad:
                 kind=kind,
                 source_ids=packed if is_send else _NO_IDS,
                 destination_ids=_NO_IDS if is_send else packed,
-                deadline=time.monotonic() + self._seconds(kind),
+                deadline=self._books.clock.now() + self._seconds(kind),
                 detail=detail.to_bytes(),
             )
         )

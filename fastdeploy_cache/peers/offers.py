@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fastdeploy_cache.errors import PeerRefusedError
+from fastdeploy_cache.ipc.clock import Event
 from fastdeploy_cache.peers.transfers import Send
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import ActiveRequest
@@ -26,12 +27,12 @@ class PeerOffers:
         number, self._next_number = self._next_number, self._next_number + 1
         return number
 
-    def new_send(self, active: ActiveRequest, num_blocks: int) -> Send:
-        """An offer of the first blocks of a request's tokens."""
+    def new_send(self, active: ActiveRequest, num_blocks: int, done: Event) -> Send:
+        """An offer of the first blocks of a request's tokens; `done` is set when it has ended."""
         request, number = active.request, self.next_number()
         prompt = prompt_digest(request.namespace, request.tokens, active.keys.extras)
         offer = Offer(source=self.info, number=number, num_blocks=num_blocks, prompt=prompt)
-        return Send(request.request_id, number, num_blocks, self._signer.sign(offer))
+        return Send(request.request_id, number, num_blocks, done, self._signer.sign(offer))
 
     def open(self, data: bytes) -> Offer:
         """What another instance of the group offers. Raises `PeerRefusedError` for all that is not such an offer."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
 from pathlib import Path
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.link_road import LinkRoad
@@ -45,7 +45,7 @@ def open_road(
     given = config.peer
     assert given is not None
     name = given.name or f"{socket.gethostname()}-{config.transfer.data_parallel_id}"[:64]
-    peer, instance_id = dataclasses.replace(given, name=name), os.urandom(ID_BYTES)
+    peer, instance_id = dataclasses.replace(given, name=name), books.clock.random_bytes(ID_BYTES)
     signer = OfferSigner(load_secret(Path(peer.secret_file)) if peer.secret_file is not None else b"")
     with books:
         books.follow_weights(peer.weights_id)
@@ -54,7 +54,7 @@ def open_road(
         return StoreRoad(
             config, books, offers=offers, mover=movement.mover, storage=storage, prefetches=requests.prefetches
         )
-    client = client or _new_client(config, peer, instance_id, movement.client)
+    client = client or _new_client(config, peer, instance_id, movement.client, books.clock)
     offers = PeerOffers(_instance_info(config, peer, instance_id, client), signer)
     return LinkRoad(config, books, offers=offers, client=client, movement=movement, metrics=metrics)
 
@@ -76,7 +76,9 @@ def _instance_info(
     )
 
 
-def _new_client(config: CacheConfig, peer: PeerConfig, instance_id: bytes, ranks: TransferClient) -> PeerProcesses:
+def _new_client(
+    config: CacheConfig, peer: PeerConfig, instance_id: bytes, ranks: TransferClient, clock: Clock
+) -> PeerProcesses:
     """A process for each rank, over its KV arrays."""
     layout, handles = config.rank_layout(), list[KVHandle | None]()
     assert layout is not None
@@ -86,5 +88,11 @@ def _new_client(config: CacheConfig, peer: PeerConfig, instance_id: bytes, ranks
         except LayoutError:  # its worker has not attached them yet
             handles.append(None)
     return PeerProcesses(
-        peer, config.transfer, instance_id=instance_id, layout=layout, num_gpu_blocks=config.pool_sizes()[0], kv=handles
+        peer,
+        config.transfer,
+        instance_id=instance_id,
+        layout=layout,
+        num_gpu_blocks=config.pool_sizes()[0],
+        kv=handles,
+        clock=clock,
     )

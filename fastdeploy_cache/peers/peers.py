@@ -9,8 +9,8 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Forgotten
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import PeerError, PeerRefusedError, RequestError
+from fastdeploy_cache.ipc.clock import seconds_to_wait
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.peers.absent import NoRoad

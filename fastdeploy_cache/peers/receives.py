@@ -95,7 +95,7 @@ class PeerReceives:
             num_found -= num_cold  # what cannot be loaded is received
             pin = tree.move_pin(pin, *tree.place(path, num_found))
         ids = self._books.take(offer.num_blocks - num_found, GPU, TASK)
-        receive = Receive(request.request_id, number, len(ids))
+        receive = Receive(request.request_id, number, len(ids), self._books.clock.event())
         name = offer.source.name
         mine = OpenReceive(receive, request.namespace, keys, num_found, tree.generation, name, pin=pin, ids=ids)
         _, mine.loads = coming_ids(path, len(gpu_ids(path, num_found)), num_found)

@@ -6,7 +6,6 @@ Under the lock, but for what is marked as a turn of its own.
 from __future__ import annotations
 
 import functools
-import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import PeerError
+from fastdeploy_cache.ipc.clock import Alarm
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
 from fastdeploy_cache.peers.offers import PeerOffers
 from fastdeploy_cache.peers.processes import NoProcesses
@@ -39,7 +39,7 @@ class _Stored:
 
     send: Send
     generation: int
-    timer: threading.Timer
+    alarm: Alarm
     pin: Pin | None = None
 
 
@@ -69,14 +69,13 @@ class StoredSends:
 
     def begin(self, active: ActiveRequest, send: Send, timeout_seconds: float) -> None:
         """Its blocks are written once all are committed."""
-        timer = threading.Timer(timeout_seconds, self._expire, (send,))
-        timer.daemon = True
-        timer.start()
-        self._open[send.request_id] = _Stored(send, self._tree.generation, timer)
+        clock = self._books.clock
+        alarm = clock.call_at(clock.now() + timeout_seconds, functools.partial(self._expire, send))
+        self._open[send.request_id] = _Stored(send, self._tree.generation, alarm)
         self.committed(active)
 
     def _expire(self, send: Send) -> None:
-        """A turn of its own, on the timer's thread."""
+        """A turn of its own, on a thread of the clock's."""
         with self._books:
             self.cancel(send, ("late", "it was not stored in time"))
 
@@ -132,7 +131,7 @@ class StoredSends:
 
     def _end(self, mine: _Stored, why: Why | None) -> None:
         del self._open[mine.send.request_id]
-        mine.timer.cancel()
+        mine.alarm.cancel()
         pin, mine.pin = mine.pin, None
         if pin is not None:
             self._tree.unpin(pin)
@@ -215,7 +214,7 @@ class StoreRoad:
 
     def offer(self, active: ActiveRequest, num_blocks: int) -> Send:
         """Offer the first blocks of a settled request."""
-        send = self.offers.new_send(active, num_blocks)
+        send = self.offers.new_send(active, num_blocks, self._books.clock.event())
         self.sends.begin(active, send, self._peer.offer_timeout_seconds)
         return send
 
@@ -226,7 +225,8 @@ class StoreRoad:
         found = self._prefetches.begin(request)
         num_here = (found.num_gpu_tokens + found.num_cpu_tokens) // self._config.block_size
         with self._books:
-            receive = Receive(request.request_id, self.offers.next_number(), max(0, offer.num_blocks - num_here))
+            num_coming, done = max(0, offer.num_blocks - num_here), self._books.clock.event()
+            receive = Receive(request.request_id, self.offers.next_number(), num_coming, done)
             self.receives.begin(receive, self._storage.reads.of(request.request_id))
         return receive
 

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 
 from fastdeploy_cache.books.mishaps import call_user
+from fastdeploy_cache.ipc.clock import Event, seconds_to_wait
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.transfer_manager.task import TransferResult
 
 logger = event_log(__name__)
@@ -23,13 +23,13 @@ class PeerTransfer:
     side, or what it had), `late`, `refused`, `failed`, `cancelled`.
     """
 
-    def __init__(self, request_id: str, number: int, num_blocks: int) -> None:
+    def __init__(self, request_id: str, number: int, num_blocks: int, done: Event) -> None:
         self.request_id = request_id
         self.number = number
         self.num_blocks = num_blocks  # that are to be moved
         self.reason: str | None = None
         self.error: str | None = None
-        self._done = threading.Event()
+        self._done = done
         self._lock = threading.Lock()
         self._calls: list[Callable[[], None]] = []
 
@@ -75,8 +75,8 @@ class PeerTransfer:
 class Send(PeerTransfer):
     """The blocks of a prompt, offered to another instance: `offer` is what its `receive` takes, as bytes."""
 
-    def __init__(self, request_id: str, number: int, num_blocks: int, offer: bytes) -> None:
-        super().__init__(request_id, number, num_blocks)
+    def __init__(self, request_id: str, number: int, num_blocks: int, done: Event, offer: bytes) -> None:
+        super().__init__(request_id, number, num_blocks, done)
         self.offer = offer
 
 

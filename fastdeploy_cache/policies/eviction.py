@@ -115,7 +115,7 @@ class _ForATime(LeastRecentlyUsed):
         super().push(run, tier)
         until, known = run.usage.keep_until, self._watched.get(run)
         if self._clock() < until < (math.inf if known is None else known):
-            self._watched = put(self._watched, run, until)
+            self._watched = put(self._watched, run, until, hash)
             self._num_watches += 1
             heapq.heappush(self._ends, (until, self._num_watches, run))
             if self._unswept:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
@@ -13,6 +12,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.causes import NO_ROOM_TO_FETCH, Cause
 from fastdeploy_cache.books.taps import Loss
 from fastdeploy_cache.config.cache import CacheConfig
+from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.metrics.histogram import CALL_SECONDS, Histogram
 from fastdeploy_cache.metrics.request_counts import TIERS
@@ -52,7 +52,8 @@ class Accounts:
         match_times: seconds inside `match`, of requests that were admitted.
     """
 
-    def __init__(self, config: CacheConfig, metrics: CacheMetrics) -> None:
+    def __init__(self, config: CacheConfig, metrics: CacheMetrics, clock: Clock) -> None:
+        self._now = clock.now
         self._size, self._block_bytes = config.block_size, config.block_bytes() * config.transfer.tp_size
         self.metrics = metrics
         self._recent: deque[Account] = deque(maxlen=config.num_explained_requests)
@@ -87,7 +88,7 @@ class Accounts:
         """Count a request that somebody else has matched, with the blocks that it has missed."""
         request, speed = active.request, self._prefill.per_second
         name, num_tokens = request.request_id, request.num_prompt_tokens
-        now = time.monotonic()
+        now = self._now()
         misses = self._missed(active, -(-sum(hit_tokens) // self._size), now)
         account = Account(name, num_tokens, now, True, hit_tokens, active.trail, 0.0, speed, misses)
         self._mishaps.ask("metrics", lambda: self._count(account), None)
@@ -197,9 +198,9 @@ class Accounts:
     def of(self, active: ActiveRequest, num_readable_blocks: int) -> Explanation:
         """What is known of a request that is matched now. `num_readable_blocks`: that its caller may read."""
         if active.phase is WAITING:
-            return self._explain(self._account(active, num_readable_blocks, time.monotonic(), is_final=False))
+            return self._explain(self._account(active, num_readable_blocks, self._now(), is_final=False))
         kept = self.recent(active.request.request_id) if active.request.counted else None
-        return kept or self._explain(self._account(active, active.num_matched_blocks, time.monotonic(), is_final=True))
+        return kept or self._explain(self._account(active, active.num_matched_blocks, self._now(), is_final=True))
 
     def recent(self, request_id: str) -> Explanation | None:
         """The account of one of the last requests; the newest of that id. None: it is not among them."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from fastdeploy_cache.books.mishaps import call_user
 from fastdeploy_cache.books.transfer import Transfer, wait_done
+from fastdeploy_cache.ipc.clock import Alarm
 from fastdeploy_cache.requests.active_request import ActiveRequest
 from fastdeploy_cache.requests.explanation import Explanation
 from fastdeploy_cache.requests.match import Match
 from fastdeploy_cache.requests.requests import Requests
 from fastdeploy_cache.storage.prefetch import StoragePrefetch
 
-_TIMER_SECONDS = 3600.0
+_ALARM_SECONDS = 3600.0
 
 
 class MatchLoads:
@@ -51,7 +51,7 @@ class MatchLoads:
             _loads=self,
         )
         if not active.trail.match_seconds:
-            active.trail.match_seconds = time.monotonic() - active.trail.matched_at
+            active.trail.match_seconds = self._requests.books.clock.now() - active.trail.matched_at
         return match
 
     def explain(self) -> Explanation:
@@ -64,25 +64,26 @@ class MatchLoads:
             return self.describe()
 
     def wait(self, timeout_seconds: float) -> Match:
-        self._wait_until_settled(time.monotonic() + timeout_seconds)
+        self._wait_until_settled(self._requests.books.clock.now() + timeout_seconds)
         with self._requests.books:
             self._requests.active(self._active.request)
             return self.describe(is_final=True)
 
     def _wait_until_settled(self, deadline: float) -> None:
         """Wait for room, and for storage, whose pieces bring new loads, and for the loads."""
-        while (now := time.monotonic()) < deadline:
+        clock = self._requests.books.clock
+        while (now := clock.now()) < deadline:
             with self._requests.books:
                 fetching = self._requests.matcher.is_fetching(self._active)
                 transfers, prefetch, room = self._transfers(), self._active.prefetch, self._active.room
             if room is not None:
                 room.done.wait(min(deadline, room.deadline) - now)
                 with self._requests.books:
-                    if self._active.room is room and time.monotonic() >= room.deadline:  # and nothing else happens
+                    if self._active.room is room and clock.now() >= room.deadline:  # and nothing else happens
                         self._requests.matcher.stop_waiting_for_room(self._active)
                 continue
             if not fetching or prefetch is None:
-                wait_done(transfers, deadline - now)
+                wait_done(transfers, deadline - now, clock)
                 return
             prefetch.done.wait(min(deadline, prefetch.deadline) - now)
 
@@ -91,7 +92,7 @@ class MatchLoads:
         prefetch = self._active.prefetch
         if prefetch is None or not self._requests.matcher.is_fetching(self._active):
             return None
-        return prefetch.deadline - time.monotonic()
+        return prefetch.seconds_left
 
     def call_when_ready(self, call: Callable[[], None]) -> None:
         with self._requests.books:
@@ -122,19 +123,16 @@ class MatchLoads:
     def _look_again(prefetch: StoragePrefetch, look: Callable[[], None]) -> None:
         """Once, when storage is through or nobody may wait for it any more. Under the lock."""
         pending = threading.Lock()
-        timer: threading.Timer | None = None
+        alarm: Alarm | None = None
 
         def once() -> None:
             if pending.acquire(blocking=False):
-                if timer is not None:
-                    timer.cancel()
+                if alarm is not None:
+                    alarm.cancel()
                 look()
 
-        seconds = prefetch.deadline - time.monotonic()
-        if seconds < _TIMER_SECONDS:  # else every task's own deadline ends it
-            timer = threading.Timer(max(0.0, seconds), once)
-            timer.daemon = True
-            timer.start()
+        if prefetch.seconds_left < _ALARM_SECONDS:  # else every task's own deadline ends it
+            alarm = prefetch.clock.call_at(prefetch.deadline, once)
         prefetch.on_done.append(once)
 
     def _transfers(self) -> list[Transfer]:

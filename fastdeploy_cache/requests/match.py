@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from fastdeploy_cache.ipc.waits import seconds_to_wait
+from fastdeploy_cache.ipc.clock import Event, seconds_to_wait
 
 if TYPE_CHECKING:
     import asyncio
@@ -37,11 +35,14 @@ class MatchHandle(Protocol):
 class Fetch(Protocol):
     """Blocks on their way from storage."""
 
-    deadline: float
-    done: threading.Event
+    done: Event
     num_landed: int
 
-    def is_pending(self, now: float) -> bool: ...
+    @property
+    def is_pending(self) -> bool: ...
+
+    @property
+    def seconds_left(self) -> float: ...
 
 
 class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +65,7 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ready(self) -> bool:
         """Nothing is worth waiting for any more: a match now finds what has come from storage."""
-        return self._fetch is None or not self._fetch.is_pending(time.monotonic())
+        return self._fetch is None or not self._fetch.is_pending
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until ready, at most as long as the prefetch policy allows; False when `timeout_seconds` is over first.
@@ -73,7 +74,7 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
         """
         given = None if timeout_seconds is None else seconds_to_wait("wait", timeout_seconds)
         while not self.ready and self._fetch is not None:
-            left = self._fetch.deadline - time.monotonic()
+            left = self._fetch.seconds_left
             if given is not None and given < left:
                 return self._fetch.done.wait(given)
             self._fetch.done.wait(max(0.0, left))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Sequence
 from functools import partial
@@ -41,8 +40,8 @@ class Matcher:
         room: RoomQueue,
     ) -> None:
         self._misses, self._room = misses, room
-        self._room_seconds = config.transfer.task_timeout_seconds
-        self._books, self._tree = books, books.tree
+        self._seconds = config.transfer.task_timeout_seconds
+        self._books, self._tree, self._clock = books, books.tree, books.clock
         self._mover, self._loader, self._storage = movement.mover, movement.loader, storage
         self._recompute_last_token = config.recompute_last_token
         self._listener: RequestListener | None = None
@@ -150,7 +149,7 @@ class Matcher:
         load = partial(self._load_waiting, active, is_fetched=is_fetched)
         if active.room is None:
             active.room = RoomWait(
-                num_blocks, self._room_seconds, load, partial(self.stop_waiting_for_room, active), is_match=True
+                self._clock, num_blocks, self._seconds, load, partial(self.stop_waiting_for_room, active), is_match=True
             )
             self._room.enter(active.room)
         active.room.num_blocks, active.room.serve = num_blocks, load
@@ -170,7 +169,7 @@ class Matcher:
         wait = active.room
         if wait is None:
             return
-        seconds = time.monotonic() - wait.began_at
+        seconds = self._clock.now() - wait.began_at
         path = active.pin.run.path() if active.pin is not None else []
         num_cold = sum(n for _, _, n in coming_and_cold(path, active.num_pinned_blocks)[1])
         detail = f"it waited {seconds:.3f} s for {wait.num_blocks} blocks, which copies in flight were to give back"
@@ -179,7 +178,7 @@ class Matcher:
 
     def _end_room_wait(self, active: ActiveRequest) -> None:
         if active.room is not None:
-            active.trail.room_seconds += time.monotonic() - active.room.began_at
+            active.trail.room_seconds += self._clock.now() - active.room.began_at
             self._room.leave(active.room)
             active.room = None
 
@@ -295,7 +294,7 @@ class Matcher:
     def is_fetching(self, active: ActiveRequest) -> bool:
         """Whether more may come from storage for a match that is not settled."""
         prefetch = active.prefetch
-        return prefetch is not None and not active.is_settled and prefetch.is_pending(time.monotonic())
+        return prefetch is not None and not active.is_settled and prefetch.is_pending
 
     def follow(self, active: ActiveRequest, prefetch: StoragePrefetch) -> None:
         """The request's prefetch: the match grows with what it brings until it is settled."""

@@ -7,7 +7,15 @@ from itertools import islice
 
 from fastdeploy_cache.books.block_hash import root_hash
 from fastdeploy_cache.books.block_keys import BlockKeys
-from fastdeploy_cache.books.block_marks import MARK_BYTES, WINDOW_BYTES, block_marks, num_equal, place_key, with_extras
+from fastdeploy_cache.books.block_marks import (
+    MARK_BYTES,
+    WINDOW_BYTES,
+    block_marks,
+    num_equal,
+    place_key,
+    with_extras,
+    word_of,
+)
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.causes import OTHER_WEIGHTS, Cause
 from fastdeploy_cache.books.mishaps import contained
@@ -88,7 +96,7 @@ class Misses:
         tokens, at = keys.buffer(first, start + size)
         key = place_key(root, block, tokens, at + start - first, size)
         if extras is not None:  # other images in front are another place
-            key ^= hash(b"".join([extra for place, extra in sorted(extras.items()) if place <= block]))
+            key ^= word_of(*[extra for place, extra in sorted(extras.items()) if place <= block])
         return key
 
     def _marks(self, active: ActiveRequest, first: int, end: int) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Container
 
 from fastdeploy_cache.books.block_hash import root_hash
@@ -48,11 +47,11 @@ class Prefetches:
                 return found
             path, _ = books.tree.find(request.namespace, keys, first)
             parent_hash = books.tree.names.at(path, first) or root_hash(request.namespace, size)
-        started = time.perf_counter()
+        started = books.clock.now()
         prefetch = self._storage.new_prefetch(  # hashes: not under the lock
             request, keys, range(first, num_blocks), parent_hash, epoch
         )
-        seconds = time.perf_counter() - started
+        seconds = books.clock.now() - started
         with books:
             books.tree.names.count(num_missing, seconds)
             if request.request_id in self._matched or self._storage.reads is not reads:  # a match, a detach was faster

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Iterator
 
@@ -34,7 +33,7 @@ class Requests:
     def __init__(
         self, config: CacheConfig, books: Books, movement: Movement, storage: StorageAccess, accounts: Accounts
     ) -> None:
-        self.books, self.accounts = books, accounts
+        self.books, self.accounts, self._now = books, accounts, books.clock.now
         self._requests: dict[str, ActiveRequest] = {}
         accounts.follow(books, movement.speeds)
         self._misses = misses = Misses(books)
@@ -172,7 +171,7 @@ class Requests:
         except BaseException:  # no memory for a longer table: the blocks are nobody's else
             pool.free(ids, REQUEST)
             raise
-        active.stepped_at = now = time.monotonic()
+        active.stepped_at = now = self._now()
         if not active.is_admitted:
             self._admit(active, now)
         if is_told and (listener := self.listener) is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -12,6 +10,7 @@ from fastdeploy_cache.books.changes import Change, Forgotten, GpuForgotten, Room
 from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.errors import CacheError, OutOfBlocksError
+from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.movement.block_mover import BlockMover, TaskEnded
 
 T = TypeVar("T")
@@ -33,6 +32,7 @@ class RoomWait:
 
     def __init__(
         self,
+        clock: Clock,
         num_blocks: int,
         seconds: float,
         serve: Callable[[], bool],
@@ -41,10 +41,10 @@ class RoomWait:
         is_match: bool = False,
     ) -> None:
         """`serve` takes the blocks, if they are there: False while they are not. `seconds`: that it waits at most."""
-        self.num_blocks, self.is_match, self.began_at = num_blocks, is_match, time.monotonic()
+        self.num_blocks, self.is_match, self.began_at = num_blocks, is_match, clock.now()
         self.deadline = self.began_at + (min(seconds, _MATCH_SECONDS) if is_match else seconds)
         self.serve, self.give_up = serve, give_up
-        self.done = threading.Event()
+        self.done = clock.event()
         self.on_done: list[Callable[[], None]] = []
 
 
@@ -135,7 +135,7 @@ class RoomQueue:
         self._waiting.pop(wait, None)
         self._books.await_room(self, bool(self._waiting), GPU)
         self.num_waited += 1
-        self.seconds_waited += time.monotonic() - wait.began_at
+        self.seconds_waited += self._books.clock.now() - wait.began_at
         wait.done.set()
         calls, wait.on_done = wait.on_done, []
         for call in calls:
@@ -152,7 +152,7 @@ class RoomQueue:
             return
         while self._waiting:
             first = next(iter(self._waiting))
-            is_over = time.monotonic() >= first.deadline  # even so it takes what has come just now
+            is_over = self._books.clock.now() >= first.deadline  # even so it takes what has come just now
             try:
                 if not first.serve():
                     if not is_over and self.may_come(first.num_blocks):
@@ -171,7 +171,7 @@ class RoomQueue:
 
         Raises `OutOfBlocksError` where waiting does not help, or the time is over, and what else `taking` meets.
         """
-        wait = RoomWait(taking.num_blocks, seconds, taking.serve)
+        wait = RoomWait(self._books.clock, taking.num_blocks, seconds, taking.serve)
         with self._books:
             if not taking.serve() and self.may_come(taking.num_blocks):
                 ready()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import reprlib
-import time
 from collections.abc import Iterable, Sequence
 
 from fastdeploy_cache.books.block_hash import TOKEN_BYTES
@@ -55,7 +54,7 @@ class Steps:
     def run(self, packed: Sequence[Packed | CacheError]) -> list[list[int] | CacheError | MemoryError]:
         """For each request its new blocks, or why nothing of its step was done."""
         self._num_steps += 1
-        now = time.monotonic()
+        now = self._requests.books.clock.now()
         done: list[list[int] | CacheError | MemoryError] = []
         listener = self._requests.listener if len(packed) > 1 else None
         if listener is not None:

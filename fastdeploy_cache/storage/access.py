@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from threading import RLock
@@ -14,8 +13,8 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.ipc.clock import seconds_to_wait
 from fastdeploy_cache.ipc.event_log import event_log
-from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.storage.absent import NoReads, NoTier
@@ -87,7 +86,9 @@ class StorageAccess:
             spaces = [
                 KeySpace.of(storage.weights_id, layout, config.block_size, rank, num_ranks) for rank in range(num_ranks)
             ]
-            client = StorageProcesses(storage, config.transfer, spaces=spaces, segments=segments)
+            client = StorageProcesses(
+                storage, config.transfer, spaces=spaces, segments=segments, clock=self._books.clock
+            )
         tier = StorageTier(config, storage, self._books, client, self._movement)
         try:
             client.start(tier.on_result, tier.on_ready)
@@ -142,7 +143,7 @@ class StorageAccess:
         over, or traffic beside it that adds as much as a round writes: flush when requests have stopped. Without a
         store it is False, too, at once, and nothing is raised: the log says so the first time.
         """
-        deadline, tier = time.monotonic() + seconds_to_wait("flush", timeout_seconds), self._tier
+        deadline, tier = self._books.clock.now() + seconds_to_wait("flush", timeout_seconds), self._tier
         if isinstance(tier, NoTier):
             if not self._has_warned:
                 logger.warning(
@@ -212,7 +213,7 @@ class StorageAccess:
         self, request: Request, keys: BlockKeys, blocks: range, parent_hash: bytes, epoch: int
     ) -> StoragePrefetch:
         """A prefetch of these blocks of the request, as the tree was in `epoch`. Hashes them."""
-        first, num_blocks = blocks.start, len(blocks)
+        first, num_blocks, clock = blocks.start, len(blocks), self._books.clock
         size = self._config.block_size
         tokens = keys.part(0, (first + num_blocks) * size * TOKEN_BYTES)
         hashes = BlockHasher(size).extend(parent_hash, tokens, first, num_blocks, keys.extras)
@@ -223,7 +224,9 @@ class StorageAccess:
             first=first,
             hashes=hashes,
             epoch=epoch,
-            deadline=time.monotonic() + self._patience(num_blocks),
+            clock=clock,
+            done=clock.event(),
+            deadline=clock.now() + self._patience(num_blocks),
             priority=request.priority,
         )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import Run
+from fastdeploy_cache.ipc.clock import Event
 from fastdeploy_cache.storage.link import StorageLink
 from fastdeploy_cache.transfer_manager.task import TaskKind, TransferResult
 
@@ -18,11 +18,11 @@ class Audit:
     """One round of questions."""
 
     runs: list[Run]  # still to be asked for, parents first
+    done: Event
     num_asked: dict[Run, int] = field(default_factory=dict)  # blocks
     num_in_flight: int = 0  # tasks
     num_missing: int = 0  # blocks
     has_failed: bool = False  # something could not be asked
-    done: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class StorageAudits:
     removed them. What is missing is unmarked, so that it is written again with its next use or flush."""
 
     def __init__(self, books: Books, link: StorageLink) -> None:
-        self._tree, self._link = books.tree, link
+        self._tree, self._link, self._clock = books.tree, link, books.clock
         self._audits: list[Audit] = []
         self._questions: dict[int, _Question] = {}
 
@@ -53,7 +53,7 @@ class StorageAudits:
 
     def start(self) -> Audit:
         """Ask for all that is cached now."""
-        audit = Audit([run for run in self._tree.runs() if run.epoch == self._tree.epoch])
+        audit = Audit([run for run in self._tree.runs() if run.epoch == self._tree.epoch], self._clock.event())
         self._audits.append(audit)
         self.pump()
         return audit

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import CPU, Run
 from fastdeploy_cache.books.transfer import wait_done
@@ -19,6 +17,7 @@ class Flush:
 
     def __init__(self, books: Books, movement: Movement, tier: StorageTier) -> None:
         self._books, self._movement, self._tier = books, movement, tier
+        self._clock = books.clock
 
     def run(self, deadline: float) -> bool:
         """See `Storage.flush`. What is on the GPU only goes through the CPU tier, in as many rounds as that takes."""
@@ -30,7 +29,7 @@ class Flush:
                 unstored = self._unstored_runs()
                 self._tier.writes.find_lost_marks(unstored)
                 self._tier.write_out.write(unstored)
-            if not self._tier.writes.wait_drained(deadline - time.monotonic()):
+            if not self._tier.writes.wait_drained(deadline - self._clock.now()):
                 return False
             with self._books:
                 # only now: copies make room for themselves among what is written
@@ -43,7 +42,7 @@ class Flush:
                 num_before = num_left
                 self._copy(runs)
                 copies = list(self._movement.mover.in_flight.values())
-            if not wait_done(copies, deadline - time.monotonic()):
+            if not wait_done(copies, deadline - self._clock.now(), self._clock):
                 return False
         return self._is_all_there(deadline)
 
@@ -62,7 +61,7 @@ class Flush:
             if not self._tier.is_attached:
                 return False
             audit = audits.start()
-        audit.done.wait(max(0.0, deadline - time.monotonic()))
+        audit.done.wait(self._clock.seconds_to(deadline))
         with self._books:
             if not audit.done.is_set():
                 audits.give_up(audit)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -44,10 +43,10 @@ class StorageLink:
     ) -> None:
         """`on_result` is what the client is started with."""
         self._books, self._tree, self._pool = books, books.tree, books.pools[CPU]
-        self._timeout_seconds = storage.task_timeout_seconds
+        self._timeout_seconds, self._clock = storage.task_timeout_seconds, books.clock
         self.client, self.speeds = client, speeds
         self.reading, self.writing = (Breaker(storage.breaker_failures, storage.breaker_seconds) for _ in range(2))
-        self.tasks = InFlight()
+        self.tasks = InFlight(books.clock)
         self.outbox = Outbox(client, on_result, books.mishaps, self.tasks)
         books.add_outlet(self.outbox)
         self.counts: dict[int, dict[str, int]] = {}  # by rank: what its store says of itself
@@ -79,7 +78,7 @@ class StorageLink:
         if self.is_quiet:
             return False
         breaker = self._breaker(kind)
-        if breaker.is_probe_due(time.monotonic()) and not self._probes:
+        if breaker.is_probe_due(self._clock.now()) and not self._probes:
             self.probe()
         if not breaker.is_closed:
             return False
@@ -100,7 +99,7 @@ class StorageLink:
         try:
             task = self.new_task(
                 TaskKind.PROBE,
-                np.random.default_rng().bytes(num_blocks * HASH_BYTES),
+                self._clock.random_bytes(num_blocks * HASH_BYTES),
                 destinations=ids,
                 token_ids=bytes(num_blocks * self._tree.block_bytes) if self.client.needs_token_ids else b"",
             )
@@ -116,7 +115,7 @@ class StorageLink:
     def end_probe(self, result: TransferResult) -> None:
         """A probe has ended: it tells of both sides."""
         self._pool.free(self._probes.pop(result.task.task_id), TASK)
-        now, was_tried = time.monotonic(), result.error is None or result.is_failure
+        now, was_tried = self._clock.now(), result.error is None or result.is_failure
         with self._reporting(result):
             self.reading.probe_ended(result.error is None if was_tried else None, now)
             self.writing.probe_ended(result.error is None and result.num_blocks > 0 if was_tried else None, now)
@@ -131,7 +130,7 @@ class StorageLink:
             if result.error is None:
                 breaker.succeeded()
             elif result.is_failure:
-                breaker.failed(time.monotonic())
+                breaker.failed(self._clock.now())
         self._note_counts(result)
 
     def _breaker(self, kind: TaskKind) -> Breaker:
@@ -181,7 +180,7 @@ class StorageLink:
             kind=kind,
             source_ids=np.frombuffer(sources, np.int32) if sources is not None else _NO_IDS,
             destination_ids=np.frombuffer(destinations, np.int32) if destinations is not None else _NO_IDS,
-            deadline=time.monotonic() + self._timeout_seconds,
+            deadline=self._clock.now() + self._timeout_seconds,
             hashes=hashes,
             token_ids=token_ids,
             priority=priority,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.changes import Change
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.config.cache import CacheConfig
+from fastdeploy_cache.ipc.clock import Clock, Event
 from fastdeploy_cache.transfer_manager.task import TransferResult
 
 _CHUNK_BYTES, _MAX_CHUNK_BYTES = 32 * 2**20, 128 * 2**20  # of a task; the more the faster the store reads
@@ -62,6 +62,8 @@ class StoragePrefetch:
     first: int
     hashes: bytes
     epoch: int
+    clock: Clock
+    done: Event
     deadline: float  # until which somebody may wait for it
     priority: float | None = None
     num_present: int = 0
@@ -73,7 +75,6 @@ class StoragePrefetch:
     began_at: float = 0.0  # when storage was asked, by the monotonic clock
     read_seconds: float = 0.0  # that the slowest rank spent on the pieces that have come
     revoked: bool = False  # nobody wants what has not come yet
-    done: threading.Event = field(default_factory=threading.Event)
     on_done: list[Callable[[], None]] = field(default_factory=list)  # called without the lock
     is_followed: bool = False  # by a match, which holds what has come and loads it
     loads: list[Transfer] = field(default_factory=list)  # to the GPU, that the match waits for
@@ -94,9 +95,15 @@ class StoragePrefetch:
         """Whether loads to the GPU are in flight for it: CPU blocks may become free when they end."""
         return any(not transfer.done.is_set() for transfer in self.loads)
 
-    def is_pending(self, now: float) -> bool:
+    @property
+    def seconds_left(self) -> float:
+        """How long somebody may still wait for it; less than 0 where that is over."""
+        return self.deadline - self.clock.now()
+
+    @property
+    def is_pending(self) -> bool:
         """Whether more may come in time."""
-        return not self.done.is_set() and not self.revoked and now < self.deadline
+        return not self.done.is_set() and not self.revoked and self.seconds_left > 0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

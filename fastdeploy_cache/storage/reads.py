@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -87,7 +86,7 @@ class StorageReads:
             self.revoke(self._by_request.popitem(last=False)[1])
         task = self._new_task(TaskKind.LOOKUP, prefetch, 0, prefetch.num_wanted, None)
         self._lookups[task.task_id] = prefetch
-        prefetch.began_at = time.monotonic()
+        prefetch.began_at = self._books.clock.now()
         self._send(prefetch, task)
 
     def of(self, request_id: str) -> StoragePrefetch | None:
@@ -154,7 +153,7 @@ class StorageReads:
             if not prefetch.has_more:
                 return
             prefetch.done.clear()
-            prefetch.began_at = time.monotonic()
+            prefetch.began_at = self._books.clock.now()
             self._waiting[prefetch] = None
         prefetch.is_followed = True
         self._books.note(RoomCame(tier=CPU))
@@ -180,7 +179,7 @@ class StorageReads:
     def _end(self, prefetch: StoragePrefetch) -> None:
         self._waiting.pop(prefetch, None)
         self._books.await_room(self, bool(self._waiting), CPU)
-        seconds, num_blocks = time.monotonic() - prefetch.began_at, prefetch.num_landed
+        seconds, num_blocks = self._books.clock.now() - prefetch.began_at, prefetch.num_landed
         self._books.note(PrefetchEnded(seconds=seconds, request_id=prefetch.request_id, num_blocks=num_blocks))
         prefetch.done.set()
         for call in prefetch.on_done:
@@ -212,7 +211,7 @@ class StorageReads:
         """Not what is cached no more, nor what an engine seems to have forgotten."""
         if prefetch.epoch != self._tree.epoch:
             return False
-        if time.monotonic() - prefetch.began_at > _KEPT_SECONDS and not prefetch.num_in_flight:
+        if self._books.clock.now() - prefetch.began_at > _KEPT_SECONDS and not prefetch.num_in_flight:
             return False
         num_brought = prefetch.first + prefetch.num_landed
         return self._tree.find(prefetch.namespace, prefetch.keys, num_brought)[1] >= num_brought

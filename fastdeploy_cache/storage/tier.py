@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Mapping, Sequence
 
 from fastdeploy_cache.books.books import Books
@@ -43,7 +42,7 @@ class StorageTier:
         self.writes = StorageWrites(books, self.link, limits)
         self.audits = StorageAudits(books, self.link)
         self.write_out = WriteOut(config, books, self.writes, movement.copy_down)
-        self.settled = threading.Event()  # nothing is on its way
+        self.settled = books.clock.event()  # nothing is on its way
         self.settled.set()
         self.is_attached = False
         self._admission = storage.admission if storage.kind == "file" else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -50,7 +49,7 @@ class StorageWrites:
         self._num_writing = 0  # blocks
         self._sweep_above = _MIN_SWEEP
         self._has_lost_marks = False
-        self._drained = threading.Event()  # nothing is queued or being written
+        self._drained = books.clock.event()  # nothing is queued or being written
         self._drained.set()
         self.num_written_blocks = self.num_skipped_blocks = 0
 

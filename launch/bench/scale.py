@@ -14,6 +14,7 @@ from fastdeploy_cache.books.block_pool import BlockPool, Owner
 from fastdeploy_cache.books.growing import insert
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import Tier
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.launch.bench.control import medians
 from fastdeploy_cache.launch.bench.serving import Server, Serving, bench_config
 from fastdeploy_cache.launch.bench.workloads import Scale
@@ -83,6 +84,8 @@ def eviction_cost(num_blocks: int, per_call: int, policy: str = "lru", num_calls
         Scale.block_size,
         (pool, BlockPool("CPU", 0)),
         new_policy(policy, lambda: 0.0, num_blocks=num_blocks, block_tokens=Scale.block_size),
+        0,
+        SYSTEM_CLOCK,
     )
     rng = np.random.default_rng(6)
     length = Scale.num_sequence_blocks

@@ -10,6 +10,7 @@ import pytest
 from fastdeploy_cache import PrefixCacheManager, Request
 from fastdeploy_cache.books.ages import Ages
 from fastdeploy_cache.books.run import CPU, GPU
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.metrics.histogram import Histogram
 from tests.rigs.asker import Asker
 
@@ -79,7 +80,7 @@ def test_a_gap_is_from_the_end_of_one_request_to_the_match_of_the_next(monkeypat
     request that hits nothing, and one that is matched again after a preemption, has none."""
     asker = Asker()
     ages, clock = aged(asker)
-    monkeypatch.setattr("fastdeploy_cache.manager.time.monotonic", clock)
+    monkeypatch.setattr(SYSTEM_CLOCK, "now", clock)
     asker.serve(A)
     assert num_and_mean(ages.reuse_gaps) == (0, 0.0)
     clock.now = 1030.0

@@ -12,6 +12,7 @@ from fastdeploy_cache.books.growing import insert
 from fastdeploy_cache.books.leaves.policy import LeastRecentlyUsed
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import GPU, Pin, Run
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.policies.block_sampler import BlockSampler
 
 SIZE = 4  # tokens in a block
@@ -22,7 +23,7 @@ class _Tree:
 
     def __init__(self) -> None:
         self.pools = BlockPool("GPU", 6000), BlockPool("CPU", 0)
-        self.tree = PrefixTree(SIZE, self.pools, LeastRecentlyUsed(lambda: 0.0))
+        self.tree = PrefixTree(SIZE, self.pools, LeastRecentlyUsed(lambda: 0.0), 0, SYSTEM_CLOCK)
 
     def add(self, tokens: list[int], namespace: str = "", extras: dict[int, bytes] | None = None) -> list[Run]:
         """Insert a prompt; the runs on its path."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from zlib import crc32
 
 import pytest
 
@@ -16,7 +17,7 @@ NUM_PROMPTS = 2 * SMALL
 def filled(num_entries: int) -> dict[bytes, int] | LargeDict[bytes, int]:
     entries: dict[bytes, int] | LargeDict[bytes, int] = {}
     for number in range(num_entries):
-        entries = put(entries, b"%d" % number, number)
+        entries = put(entries, b"%d" % number, number, crc32)
     return entries
 
 
@@ -24,7 +25,7 @@ def filled(num_entries: int) -> dict[bytes, int] | LargeDict[bytes, int]:
 def test_it_answers_as_a_plain_dict_does(seed: int) -> None:
     """Random entries come, are replaced and go, at last all: whatever is asked, a plain dict says the same."""
     choose, plain = random.Random(seed), dict[bytes, int]()
-    large = LargeDict[bytes, int]({})
+    large = LargeDict[bytes, int]({}, crc32)
     for number in range(20_000):
         key = b"%d" % choose.randrange(8000)
         if choose.random() < 0.3:

@@ -14,6 +14,7 @@ from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import ClosedError, ConfigError, ControlError, IPCError, RequestError
 from fastdeploy_cache.insight import pieces
 from fastdeploy_cache.insight.control_client import ask, look
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.policies.whole_runs import whole_runs
 from tests.rigs.asker import Asker
@@ -34,7 +35,7 @@ def between(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
     """Every step of a long walk is a turn of its own, and these are called after each."""
     calls: list[Callable[[], object]] = []
     monkeypatch.setattr(pieces, "_TURN_SECONDS", 0.0)
-    monkeypatch.setattr(pieces.time, "sleep", lambda _: [call() for call in calls])
+    monkeypatch.setattr(SYSTEM_CLOCK, "sleep", lambda _: [call() for call in calls])
     return calls
 
 
@@ -89,10 +90,10 @@ def test_a_pin_ends_at_its_time(asker: Asker) -> None:
     (pin,) = control.pins()
     assert 900 < pin.seconds_left <= 1000
     control.pin(hot.name, 0.01)
-    timer = control._pins._timer if control._pins is not None else None
-    assert timer is not None
-    timer.thread.join(30)
-    assert not timer.thread.is_alive() and control.pins() == [] and asker.cache.stats().gpu.num_protected == 0
+    alarm = control._pins._alarm if control._pins is not None else None
+    assert alarm is not None
+    alarm.join(30)
+    assert control.pins() == [] and asker.cache.stats().gpu.num_protected == 0
     asker.cache.check_invariants()
 
 
@@ -161,7 +162,7 @@ def test_a_closed_cache_pins_nothing(asker: Asker) -> None:
     """And its pins have no timer any more."""
     asker.cache.control.pin(HOT, 1000)
     asker.cache.close()
-    assert asker.cache.control._pins is not None and asker.cache.control._pins._timer is None
+    assert asker.cache.control._pins is not None and asker.cache.control._pins._alarm is None
     with pytest.raises(ClosedError):
         asker.cache.control.pin(HOT, 1000)
     with pytest.raises(ClosedError):

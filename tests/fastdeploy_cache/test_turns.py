@@ -15,6 +15,7 @@ from fastdeploy_cache.books.changes import Change, Copied
 from fastdeploy_cache.books.leaves.policy import LeastRecentlyUsed
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.storage.tier import StorageTier
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.storage_rig import A, Rig, stored
@@ -46,7 +47,9 @@ class Box:
 @pytest.fixture
 def books() -> Books:
     """Empty ones."""
-    return Books(PrefixTree(4, (BlockPool("GPU", 8), BlockPool("CPU", 8)), LeastRecentlyUsed(lambda: 0.0)))
+    return Books(
+        PrefixTree(4, (BlockPool("GPU", 8), BlockPool("CPU", 8)), LeastRecentlyUsed(lambda: 0.0), 0, SYSTEM_CLOCK)
+    )
 
 
 def test_a_prefetch_that_waits_for_room_goes_on_in_the_turn_that_makes_it() -> None:

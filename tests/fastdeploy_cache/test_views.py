@@ -11,6 +11,7 @@ from fastdeploy_cache.books.large_dict import SMALL
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.insight import pieces
 from fastdeploy_cache.insight.prefix_views import PrefixView
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from tests.rigs.asker import Asker
 
 SYSTEM = list(range(8))  # two blocks
@@ -35,7 +36,7 @@ def between(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
     """Every step of a look is a turn of its own, and these are called after each."""
     calls: list[Callable[[], object]] = []
     monkeypatch.setattr(pieces, "_TURN_SECONDS", 0.0)
-    monkeypatch.setattr(pieces.time, "sleep", lambda _: [call() for call in calls])
+    monkeypatch.setattr(SYSTEM_CLOCK, "sleep", lambda _: [call() for call in calls])
     return calls
 
 

@@ -15,7 +15,7 @@ import pytest
 from fastdeploy_cache import Request
 from fastdeploy_cache.callers.transfers import CallerLoad, CallerTransfer
 from fastdeploy_cache.errors import OutOfBlocksError, RequestError
-from fastdeploy_cache.ipc.waits import LONGEST_SECONDS, seconds_to_wait
+from fastdeploy_cache.ipc.clock import LONGEST_SECONDS, SYSTEM_CLOCK, seconds_to_wait
 from fastdeploy_cache.peers.transfers import PeerTransfer
 from fastdeploy_cache.requests.match import Match, Prefetch
 from tests.rigs.cache_model import CacheModel
@@ -32,21 +32,23 @@ VERBS: dict[str, Verb] = {
     "PrefixCacheManager.wait_for_transfers": lambda m, _, t: m.cache.wait_for_transfers(t),
     "RankAccess.wait_ready": lambda m, _, t: m.cache.ranks.wait_ready(t),
     "BlockCopies.copy": lambda m, _, t: m.cache.blocks.copies.copy([], [], timeout_seconds=t),
-    "BlockCopies.end_load": lambda m, _, t: m.cache.blocks.copies.end_load(CallerLoad((), (), None, 0), t),
+    "BlockCopies.end_load": lambda m, _, t: m.cache.blocks.copies.end_load(
+        CallerLoad((), (), None, 0, SYSTEM_CLOCK), t
+    ),
     "Peers.wait_ready": lambda m, _, t: m.cache.peers.wait_ready(t),
     "StorageAccess.flush": lambda m, _, t: m.cache.storage.flush(t),
     "Match.wait": lambda m, r, t: m.cache.match(r).wait(t),
     "Match.arrived": lambda m, r, t: asyncio.run(m.cache.match(r).arrived(t)),
     "Prefetch.wait": lambda m, r, t: m.cache.prefetch(r).wait(t),
-    "CallerTransfer.wait": lambda _m, _r, t: CallerTransfer((), 0).wait(t),
-    "CallerLoad.wait": lambda _m, _r, t: CallerLoad((), (), None, 0).wait(t),
+    "CallerTransfer.wait": lambda _m, _r, t: CallerTransfer((), 0, SYSTEM_CLOCK).wait(t),
+    "CallerLoad.wait": lambda _m, _r, t: CallerLoad((), (), None, 0, SYSTEM_CLOCK).wait(t),
     "PeerTransfer.wait": lambda _m, _r, t: ended_transfer().wait(t),
 }
 ELSEWHERE = {"StorageAccess.wait_settled"}  # for the other rooms
 
 
 def ended_transfer() -> PeerTransfer:
-    transfer = PeerTransfer("a", 0, 1)
+    transfer = PeerTransfer("a", 0, 1, SYSTEM_CLOCK.event())
     transfer.end(None)
     return transfer
 

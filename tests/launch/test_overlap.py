@@ -8,6 +8,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,11 +66,15 @@ class FailingClient(RankClient):
     num_to_fail = 0
     num_failed = 0
 
-    def submit(self, task: TransferTask) -> None:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._submit, self.submit = self.submit, self._submit_or_fail
+
+    def _submit_or_fail(self, task: TransferTask) -> None:
         if task.kind is TaskKind.SWAP_IN and self.num_failed < self.num_to_fail:
             self.num_failed += 1
             task = dataclasses.replace(task, source_ids=task.source_ids + NUM_CPU)
-        super().submit(task)
+        self._submit(task)
 
 
 @dataclasses.dataclass

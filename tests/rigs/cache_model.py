@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from fastdeploy_cache import CacheConfig, Match, PrefixCacheManager, Request
 from fastdeploy_cache.books.block_pool import RUN
 from fastdeploy_cache.errors import CommitError, OutOfBlocksError, PromptTooLongError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.request import Image
 from tests.rigs.simulated_client import SimulatedClient
 from tests.rigs.simulated_peers import SimulatedPeers
@@ -45,7 +45,7 @@ class CacheModel:
         policy: str = "lru",
         recompute_last_token: bool = False,
         write_policy: str = "write_through",
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock | Callable[[], float] = SYSTEM_CLOCK,
         peers: Callable[[list[object]], SimulatedPeers] | None = None,
         **settings: Any,
     ) -> None:

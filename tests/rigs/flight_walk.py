@@ -11,6 +11,7 @@ from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 from fastdeploy_cache.launch.simulator.replay_outcome import ReplayOutcome
 from fastdeploy_cache.request import Image
 from tests.rigs.cache_model import CacheModel, LiveRequest
+from tests.rigs.manual_clock import ManualClock
 
 TEXTS = [[(7 * i * i + text * (i // 9)) % 5 for i in range(60)] for text in range(4)]
 IMAGES = [Image(offset, length, name) for offset in (3, 5) for length in (1, 9) for name in (b"cat", b"dog")]
@@ -24,15 +25,14 @@ class FlightWalk:
     def __init__(
         self, seed: int, block_size: int, num_gpu: int, num_cpu: int, *, is_inline: bool, **given: Any
     ) -> None:
-        self._now, self._choose = 0.0, random.Random(seed)
-        self._is_inline = is_inline
-        self.model = CacheModel(block_size, num_gpu, num_cpu, clock=lambda: self._now, **given)
+        self._choose, self._is_inline, self._clock = random.Random(seed), is_inline, ManualClock(seed)
+        self.model = CacheModel(block_size, num_gpu, num_cpu, clock=self._clock, **given)
         self.model.client.auto = is_inline
 
     def run(self, num_steps: int) -> None:
         """Go so many steps."""
         for _ in range(num_steps):
-            self._now += self._choose.random()
+            self._clock.advance(self._choose.random())
             self._step()
 
     def replayed(self, path: Path) -> ReplayOutcome:

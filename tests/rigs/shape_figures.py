@@ -9,7 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 CORE = ROOT / "fastdeploy_cache"
-_CLOCKS = {"time", "random", "threading.Timer"}
+_CLOCKS = {"time", "random", "secrets", "uuid", "sched"}
+_WAYS = {("threading", "Timer"), ("threading", "Event"), ("os", "urandom"), ("random", "default_rng")}
 
 
 def num_entries(package: str) -> int:
@@ -64,12 +65,22 @@ def longest_chain(pairs: Iterable[tuple[str, str]]) -> int:
 
 
 def modules_with_a_clock(*folders: str) -> set[str]:
-    """Modules that read time, make timers or draw lots by themselves."""
+    """Modules that read time, make timers or events, draw lots, or ask for Python's own hash by themselves."""
     found = set()
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
-        if "/adapters/" not in str(path) and any(module in _CLOCKS for module in _imported(path)):
+        if _imported(path) & _CLOCKS or any(map(_is_own_way, ast.walk(ast.parse(path.read_text())))):
             found.add(str(path.relative_to(ROOT)))
     return found
+
+
+def _is_own_way(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    if isinstance(node.func, ast.Name):
+        return node.func.id == "hash" and ast.unparse(node.args[0]) != "self.name"
+    name, of = getattr(node.func, "attr", ""), getattr(node.func, "value", None)
+    of_name = getattr(of, "id", None) or getattr(of, "attr", "")
+    return (of_name, name) in _WAYS and not (name == "default_rng" and node.args)
 
 
 def _imported(path: Path) -> set[str]:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import itertools
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fastdeploy_cache.errors import DeviceError, LayoutError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.codec import Int32Array
 from fastdeploy_cache.transfer_manager.device.base import DeviceSetup, check_ids
 from fastdeploy_cache.transfer_manager.device.copy_kernel import KERNEL_ALIGNMENT, CopyKernel, PieceTable
@@ -181,10 +181,10 @@ class CudaDevice:
         """The best of some runs, the first one not counted."""
         found = []
         for _ in range(6):
-            begun = time.perf_counter()
+            begun = SYSTEM_CLOCK.now()
             start()
             self._cuda.call("cuStreamSynchronize", self._streams[Lane.IN])
-            found.append(time.perf_counter() - begun)
+            found.append(SYSTEM_CLOCK.now() - begun)
         return min(found[1:])
 
     def bind_thread(self) -> None:

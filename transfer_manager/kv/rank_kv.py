@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fastdeploy_cache.errors import LayoutError
+from fastdeploy_cache.ipc.clock import Event
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
 
@@ -14,7 +14,7 @@ from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
 class Attaching:
     """Somebody waits for a rank to attach."""
 
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Event
     error: str | None = None
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Protocol
 
 from fastdeploy_cache.errors import IPCError, PeerRefusedError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.peer_channel import load_keys
-from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus, TaskClient
+from fastdeploy_cache.transfer_manager.client import OnResult, TaskClient
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
@@ -19,7 +20,7 @@ from fastdeploy_cache.transfer_manager.peer.peer_signal import StepProgress
 from fastdeploy_cache.transfer_manager.process.callbacks import Callbacks, ignore_failing
 from fastdeploy_cache.transfer_manager.process.client import Processes, config_beside
 from fastdeploy_cache.transfer_manager.process.owner import ProcessKind
-from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
+from fastdeploy_cache.transfer_manager.task import TransferTask
 
 logger = event_log(__name__)
 
@@ -73,6 +74,7 @@ class PeerProcesses:
         layout: RankLayout,
         num_gpu_blocks: int,
         kv: Sequence[KVHandle | None],
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`kv`: by rank its KV arrays, or None where they come later.
 
@@ -91,7 +93,10 @@ class PeerProcesses:
             config, beside, instance_id=instance_id, layout=layout, num_gpu_blocks=num_gpu_blocks, kv=kv
         )
         self.addresses = self._owner.addresses
-        self._processes = Processes(beside, ProcessKind(name="peer", is_optional=True, in_order=False), self._owner)
+        kind = ProcessKind(name="peer", is_optional=True, in_order=False)
+        self._processes = own = Processes(beside, kind, self._owner, clock)
+        self.submit, self.has_room = own.submit, own.has_room
+        self.wait_ready, self.statuses, self.stop = own.wait_ready, own.statuses, own.stop
 
     def start(self, on_result: OnResult, on_failing: Callable[[TransferTask], None] = ignore_failing) -> None:
         callbacks = Callbacks(on_result, on_failing=on_failing)
@@ -117,21 +122,6 @@ class PeerProcesses:
     def num_layers_in_flight(self, slot: int) -> int:
         return sum(signal.in_flight(slot) for signal in self._owner.peer_signals)
 
-    def submit(self, task: TransferTask) -> None:
-        self._processes.submit(task)
-
-    def has_room(self, kind: TaskKind) -> bool:
-        return self._processes.has_room(kind)
-
     @property
     def available(self) -> bool:
         return self._processes.available
-
-    def wait_ready(self, timeout_seconds: float) -> bool:
-        return self._processes.wait_ready(timeout_seconds)
-
-    def statuses(self) -> list[RankStatus]:
-        return self._processes.statuses()
-
-    def stop(self) -> None:
-        self._processes.stop()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import mmap
-import os
 import queue
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.peer.link import (
     INCARNATION_BYTES,
@@ -71,7 +70,7 @@ class AddressLink:
         self._engine = engine
         self._views: list[Bytes] = []
         self._peers: set[Peer] = set()
-        self._incarnation = os.urandom(INCARNATION_BYTES)
+        self._incarnation = SYSTEM_CLOCK.random_bytes(INCARNATION_BYTES)
         # Libraries register whole pages, so the badge has one of its own. Peers' badges are read into its other slots.
         self._page = np.frombuffer(mmap.mmap(-1, (1 + MAX_READS) * _SLOT_BYTES), np.uint8)
         self._page[:INCARNATION_BYTES] = np.frombuffer(self._incarnation, np.uint8)
@@ -102,7 +101,7 @@ class AddressLink:
 
     def connect(self, endpoint: bytes, timeout_seconds: float) -> Peer:
         """See `Link`."""
-        deadline = time.monotonic() + timeout_seconds
+        deadline = SYSTEM_CLOCK.now() + timeout_seconds
         peer = Peer(open_endpoint(endpoint, self.kind, self._peers))
         self._engine.reach(peer.endpoint, deadline)
         try:
@@ -115,7 +114,7 @@ class AddressLink:
 
     def read(self, peer: Peer, pieces: Pieces, timeout_seconds: float) -> int:
         """See `Link`."""
-        deadline = time.monotonic() + timeout_seconds
+        deadline = SYSTEM_CLOCK.now() + timeout_seconds
         if peer not in self._peers:
             raise LinkError(f"the {peer.endpoint} is not connected", "refused")
         there = peer.endpoint
@@ -146,7 +145,7 @@ class AddressLink:
     def _check_badge(self, there: Endpoint, deadline: float) -> None:
         """Raise `LinkError` unless the process behind this endpoint is the one that made it."""
         try:
-            slot = self._free_slots.get(timeout=max(0.0, deadline - time.monotonic()))
+            slot = self._free_slots.get(timeout=max(0.0, deadline - SYSTEM_CLOCK.now()))
         except queue.Empty:
             raise LinkError(f"{MAX_READS} reads are under way; the {there} has to wait", "late") from None
         badge = self._page[slot * _SLOT_BYTES :][:INCARNATION_BYTES]
@@ -173,12 +172,12 @@ def wait_until(is_done: Callable[[], bool], deadline: float) -> bool:
     Asks without a pause at first, then sleeps between questions, ever longer: these libraries have nothing to wait on,
     only states to ask for, and their own blocking calls spin on a core for as long as it takes.
     """
-    nap_seconds, spin_end = _FIRST_NAP_SECONDS, time.monotonic() + _SPIN_SECONDS
+    nap_seconds, spin_end = _FIRST_NAP_SECONDS, SYSTEM_CLOCK.now() + _SPIN_SECONDS
     while not is_done():
-        now = time.monotonic()
+        now = SYSTEM_CLOCK.now()
         if now >= deadline:
             return False
         if now > spin_end:
-            time.sleep(min(nap_seconds, deadline - now))
+            SYSTEM_CLOCK.sleep(min(nap_seconds, deadline - now))
             nap_seconds = min(2 * nap_seconds, _LAST_NAP_SECONDS)
     return True

@@ -6,11 +6,11 @@ import importlib
 import os
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.transfer_manager.peer.link import Bytes, Endpoint, Int64Array, LinkError
 from fastdeploy_cache.transfer_manager.peer.link_address import wait_until
 
@@ -132,7 +132,7 @@ def _within(call: Callable[[], bool], deadline: float) -> bool | None:
     answer: queue.SimpleQueue[bool] = queue.SimpleQueue()
     threading.Thread(target=lambda: answer.put(call()), name="mooncake-call", daemon=True).start()
     try:
-        return answer.get(timeout=max(0.0, deadline - time.monotonic()))
+        return answer.get(timeout=max(0.0, deadline - SYSTEM_CLOCK.now()))
     except queue.Empty:
         return None
 

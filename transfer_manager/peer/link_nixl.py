@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.transfer_manager.peer.link import Bytes, Endpoint, Int64Array, LinkError, Reason
 from fastdeploy_cache.transfer_manager.peer.link_address import wait_until
 
@@ -38,10 +38,10 @@ class NixlEngine:
         config.useProgThread, config.pthrDelay = True, _THREAD_NAP_MICROSECONDS
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
         try:
-            self._owner: Any = self._nixl.nixlAgent(uuid.uuid4().hex, config)
+            self._owner: Any = self._nixl.nixlAgent(SYSTEM_CLOCK.random_bytes(16).hex(), config)
             self._owner_backends = [self._owner.createBackend(backend, {})]
             config.useProgThread = False
-            self._agent: Any = self._nixl.nixlAgent(uuid.uuid4().hex, config)
+            self._agent: Any = self._nixl.nixlAgent(SYSTEM_CLOCK.random_bytes(16).hex(), config)
             self._backends = [self._agent.createBackend(backend, {})]
         except self._errors as error:
             raise LinkError(f"NIXL's backend {backend!r} does not start: {error}", "failed") from error

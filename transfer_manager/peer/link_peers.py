@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass
 
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.transfer_manager.peer.link import Link, LinkError, Peer
 
 _IDLE_SECONDS = 10.0  # a mapping of a peer that has ended keeps its memory alive
@@ -36,7 +36,7 @@ class LinkPeers:
 
     def acquire(self, endpoint: bytes, timeout_seconds: float) -> Peer:
         """The peer, until `release`. Raises `LinkError`."""
-        deadline = time.monotonic() + timeout_seconds
+        deadline = SYSTEM_CLOCK.now() + timeout_seconds
         if (peer := self._use(endpoint)) is not None:
             return peer
         if not self._connecting.acquire(timeout=timeout_seconds):
@@ -44,7 +44,7 @@ class LinkPeers:
         try:
             if (peer := self._use(endpoint)) is not None:  # who held the lock has connected to it
                 return peer
-            peer = self._link.connect(endpoint, max(0.0, deadline - time.monotonic()))
+            peer = self._link.connect(endpoint, max(0.0, deadline - SYSTEM_CLOCK.now()))
             with self._lock:
                 self._entries[endpoint] = _Entry(peer, 1)
             return peer
@@ -63,14 +63,14 @@ class LinkPeers:
         with self._lock:
             entry = next(each for each in self._entries.values() if each.peer is peer)
             entry.num_users -= 1
-            entry.idle_since = time.monotonic()
+            entry.idle_since = SYSTEM_CLOCK.now()
 
     def drop_idle(self) -> bool:
         """Disconnect from those that nobody has used for a while; whether any is left. Never waits for a connect."""
         if not self._connecting.acquire(blocking=False):
             return True
         try:
-            now = time.monotonic()
+            now = SYSTEM_CLOCK.now()
             with self._lock:
                 idle = [e for e, each in self._entries.items() if each.is_idle(now)]
                 gone = [self._entries.pop(endpoint).peer for endpoint in idle]

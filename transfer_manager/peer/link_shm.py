@@ -6,11 +6,11 @@ import contextlib
 import mmap
 import os
 import select
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.process_start import started_ticks
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.peer.link import (
@@ -60,7 +60,7 @@ class ShmLink:
     kind = "shm"
 
     def __init__(self) -> None:
-        self._incarnation = os.urandom(INCARNATION_BYTES)
+        self._incarnation = SYSTEM_CLOCK.random_bytes(INCARNATION_BYTES)
         self._segments: tuple[SharedArray, ...] = ()
         self._views: list[Bytes] = []
         self._peers: set[_ShmPeer] = set()
@@ -112,7 +112,7 @@ class ShmLink:
 
     def read(self, peer: Peer, pieces: Pieces, timeout_seconds: float) -> int:
         """See `Link`. NumPy copies, without the interpreter's lock; `may_write_later` is never set."""
-        deadline = time.monotonic() + timeout_seconds
+        deadline = SYSTEM_CLOCK.now() + timeout_seconds
         if not isinstance(peer, _ShmPeer) or peer not in self._peers:
             raise LinkError(f"the {peer.endpoint} is not connected", "refused")
         pieces = checked(pieces, [len(view) for view in self._views], peer.endpoint)
@@ -153,7 +153,7 @@ def _cut(pieces: Pieces) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def _check_time(peer: Peer, deadline: float, timeout_seconds: float) -> None:
-    if time.monotonic() > deadline:
+    if SYSTEM_CLOCK.now() > deadline:
         raise LinkError(f"a read from the {peer.endpoint} took more than {timeout_seconds} s", "late")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastdeploy_cache.errors import CodecError, IPCError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.codec import Int32Array, decode, encode, unpack_int32
 from fastdeploy_cache.ipc.peer_channel import CurveKeys, PeerConnection
 from fastdeploy_cache.ipc.poller import Poller, Wakeup
@@ -82,7 +82,7 @@ class _Source:
         self.progress = Progress(detail.first_block, num_blocks, here.layout.num_layers)
         self.is_complete = False  # as far as its owner says
         self.is_confirmed = False
-        self.heard_at = time.monotonic()
+        self.heard_at = SYSTEM_CLOCK.now()
         self.asked_at = 0.0
         self.maker: PieceMaker | None = None
         self.peer: Peer | None = None
@@ -161,7 +161,7 @@ class RankReceive:
                 self._check(sources)
                 self._ask(sources)
                 if not any(self._read_some(source) for source in sources):
-                    poller.wait(min(_ASK_SECONDS / 2, max(0.0, self._deadline - time.monotonic())))
+                    poller.wait(min(_ASK_SECONDS / 2, max(0.0, self._deadline - SYSTEM_CLOCK.now())))
                 for source in sources:
                     self._hear(source)
 
@@ -174,7 +174,7 @@ class RankReceive:
         yield poller
 
     def _check(self, sources: list[_Source]) -> None:
-        now = time.monotonic()
+        now = SYSTEM_CLOCK.now()
         if self._is_cancelled:
             raise ReceiveFailedError("cancelled", "nobody wants it any more")
         if now > self._deadline:
@@ -186,7 +186,7 @@ class RankReceive:
 
     def _ask(self, sources: list[_Source]) -> None:
         """Say what each source has to know; again after a while, as messages may be lost."""
-        now, all_read = time.monotonic(), all(source.is_read for source in sources)
+        now, all_read = SYSTEM_CLOCK.now(), all(source.is_read for source in sources)
         is_new, self._all_read = all_read and not self._all_read, all_read
         for source in sources:
             if is_new:
@@ -214,7 +214,7 @@ class RankReceive:
                 message: ToReader = decode(data, ToReader)
             except CodecError as error:
                 raise ReceiveFailedError("failed", f"{source.address} sent what is no message: {error}") from error
-            source.heard_at = time.monotonic()
+            source.heard_at = SYSTEM_CLOCK.now()
             if isinstance(message, Welcome):
                 self._meet(source, message)
             elif message.key == self._key and message.reader == self._reader:
@@ -286,7 +286,7 @@ class RankReceive:
                 self._put(source, Leave(self._key, self._reader, why, self._here.name))
 
     def _seconds_left(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
+        return max(0.0, self._deadline - SYSTEM_CLOCK.now())
 
     def _count_in_flight(self) -> None:
         num_layers = sum(source.progress.num_layers_in_flight for source in self._sources)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import secrets
 import stat
 from pathlib import Path
 
 from fastdeploy_cache.errors import PeerRefusedError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.transfer_manager.peer.offer import Offer
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -60,7 +60,7 @@ def make_secret(path: Path) -> None:
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(file, "w") as opened:
-            opened.write(f"{secrets.token_hex(_SECRET_BYTES)}\n")
+            opened.write(f"{SYSTEM_CLOCK.random_bytes(_SECRET_BYTES).hex()}\n")
     except OSError as error:
         raise PeerRefusedError(f"no secret can be made at {path}: {error.strerror}; name a new file") from error
 

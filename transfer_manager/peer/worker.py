@@ -10,11 +10,11 @@ import logging
 import os
 import queue
 import threading
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 from fastdeploy_cache.errors import CodecError, IPCError, PeerRefusedError, QueueDisconnectedError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.peer_channel import PeerListener, load_keys, new_context
 from fastdeploy_cache.ipc.poller import Poller, Wakeup
@@ -171,7 +171,7 @@ class PeerServer:
             return False
         while (named := self._listener.get_now()) is not None:  # after the lanes: offers before those who ask for them
             self._hear(*named)
-        self._sender.tick(time.monotonic())
+        self._sender.tick(SYSTEM_CLOCK.now())
         self._answer()
         self._is_busy = self._here.peers.drop_idle() or bool(self._receives) or self._sender.has_sends
         return True
@@ -184,7 +184,7 @@ class PeerServer:
             self._done(lane, task, Why("failed", f"task is for incarnation {message.incarnation}"))
         elif task.kind is TaskKind.SEND:
             detail: SendDetail = decode(task.detail, SendDetail)
-            self._sender.begin(task, detail, task.deadline - _ANSWER_SECONDS, time.monotonic())
+            self._sender.begin(task, detail, task.deadline - _ANSWER_SECONDS, SYSTEM_CLOCK.now())
         elif task.kind is TaskKind.UPDATE_SEND:
             self._sender.update(task, decode(task.detail, SendDetail))
             self._done(lane, task)
@@ -224,7 +224,7 @@ class PeerServer:
         self._receives[detail.receive_number] = receive
 
         def run() -> None:
-            started, num_bytes, why = time.monotonic(), 0, None
+            started, num_bytes, why = SYSTEM_CLOCK.now(), 0, None
             try:
                 num_bytes = receive.run()
             except ReceiveFailedError as failure:
@@ -235,7 +235,7 @@ class PeerServer:
             except BaseException:
                 logger.exception("event=receive_failed task_id=%d", task.task_id)
                 os._exit(1)
-            result = self._result(why, num_bytes, len(task.destination_ids), time.monotonic() - started)
+            result = self._result(why, num_bytes, len(task.destination_ids), SYSTEM_CLOCK.now() - started)
             self._ended.put(_Ended(detail.receive_number, task.task_id, result))
             self._wakeup.set()
 
@@ -267,7 +267,7 @@ class PeerServer:
         except CodecError as error:
             logger.warning("event=bad_message num_bytes=%d error=%r", len(data), str(error))
             return
-        now = time.monotonic()
+        now = SYSTEM_CLOCK.now()
         if isinstance(message, Hello):
             self._listener.put(connection, self._welcome)
         elif isinstance(message, Subscribe):
@@ -300,8 +300,8 @@ class PeerServer:
         """Tell whoever reads or is read from; the engine answers what is left."""
         for receive in self._receives.values():
             receive.cancel()
-        until = time.monotonic() + _STOP_SECONDS
-        while self._receives and (left := until - time.monotonic()) > 0:
+        until = SYSTEM_CLOCK.now() + _STOP_SECONDS
+        while self._receives and (left := until - SYSTEM_CLOCK.now()) > 0:
             try:
                 del self._receives[self._ended.get(timeout=left).number]
             except queue.Empty:

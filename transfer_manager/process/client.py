@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from typing import Any
 
+from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.transfer_manager.client import RankStatus
 from fastdeploy_cache.transfer_manager.config import TransferConfig
@@ -42,8 +43,8 @@ def config_beside(transfer: TransferConfig, **changes: Any) -> TransferConfig:
 class Processes:
     """One process for each rank behind one I/O thread. See `TaskClient` for what its verbs promise."""
 
-    def __init__(self, config: TransferConfig, kind: ProcessKind, owner: ProcessOwner) -> None:
-        self.config = config
+    def __init__(self, config: TransferConfig, kind: ProcessKind, owner: ProcessOwner, clock: Clock) -> None:
+        self.config, self._clock = config, clock
         self.io: ProcessIO | None = None
         self._kind, self._owner = kind, owner
         self._thread: threading.Thread | None = None
@@ -51,7 +52,7 @@ class Processes:
 
     def start(self, callbacks: Callbacks, timeout_seconds: float) -> ProcessIO:
         """Start the thread and wait until the processes have started, or the time is over."""
-        io = self.io = ProcessIO(self.config, self._kind, self._owner, callbacks)
+        io = self.io = ProcessIO(self.config, self._kind, self._owner, callbacks, self._clock)
         self._thread = threading.Thread(target=io.run, name="transfer-io", daemon=True)
         self._thread.start()
         try:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
-import time
 
 from fastdeploy_cache.errors import CodecError, IPCError, QueueDisconnectedError, counted, named
+from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.poller import Poller, Wakeup
 from fastdeploy_cache.ipc.task_queue import TaskQueue
@@ -37,24 +36,27 @@ class ProcessIO:
     of the caller except inside its callbacks.
     """
 
-    def __init__(self, config: TransferConfig, kind: ProcessKind, owner: ProcessOwner, callbacks: Callbacks) -> None:
+    def __init__(
+        self, config: TransferConfig, kind: ProcessKind, owner: ProcessOwner, callbacks: Callbacks, clock: Clock
+    ) -> None:
         self._config, self._kind, self._owner, self.callbacks = config, kind, owner, callbacks
+        self._now = clock.now
         new_queue = functools.partial(TaskQueue, len(Lane), config.max_tasks_in_flight)
         self.ranks = [
             RankSupervisor(rank, config, signal, new_queue, owner.spawn, process_name=kind.name)
             for rank, signal in enumerate(owner.signals)
         ]
-        self.tasks = TaskFlow(owner.signals, callbacks, config.max_tasks_in_flight, in_order=kind.in_order)
+        self.tasks = TaskFlow(owner.signals, callbacks, config.max_tasks_in_flight, kind.in_order, clock)
         self.changed: set[int] = set()  # under the lock of `tasks`: ranks for which something has come or gone
         self.stopping = False
-        self.started = threading.Event()
+        self.started = clock.event()
         self.to_restart: set[int] = set()  # under the same lock: ranks that somebody wants to be tried again
         self._start_before = 0.0
         self._came_up: list[RankSupervisor] = []  # in this turn
         self.start_failure: str | None = None
         self.wakeup = Wakeup()
         self._stuck: dict[int, int] = {}  # rank -> the task that it is being killed for
-        self._poller = Poller()
+        self._poller = Poller(clock)
         for rank in self.ranks:
             rank.parked = not owner.may_run(rank.rank)
         if any(rank.parked for rank in self.ranks):  # who brings what they lack comes later: nobody waits for it here
@@ -64,9 +66,9 @@ class ProcessIO:
         """The thread: until `stopping` is set; then processes end and every task is answered."""
         try:
             self._poller.register(self.wakeup.fd, self.wakeup)
-            self._start_before = time.monotonic() + self._config.start_timeout_seconds
+            self._start_before = self._now() + self._config.start_timeout_seconds
             for rank in self.ranks:
-                rank.tick(time.monotonic())
+                rank.tick(self._now())
                 self._watch(rank)
             while not self.stopping:
                 self._turn()
@@ -84,7 +86,7 @@ class ProcessIO:
                 self._receive(key)
             else:  # the number of a rank whose process has ended
                 died = True
-        now = time.monotonic()
+        now = self._now()
         if self.changed:
             self._follow_changes()
         if self.to_restart:
@@ -152,7 +154,7 @@ class ProcessIO:
             self.ranks[number].restart(now)
 
     def _next_timeout(self) -> float:
-        now = time.monotonic()
+        now = self._now()
         waits = [rank.next_tick(now) for rank in self.ranks]
         owed = self.tasks.flights.stuck_at() if self.tasks.flights.all() else {}
         # those of a rank that is dying end when it is reaped
@@ -189,7 +191,7 @@ class ProcessIO:
         if reason is not None:
             rank.kill(reason)
             return
-        rank.note_ready(ready.lane, time.monotonic())
+        rank.note_ready(ready.lane, self._now())
         if rank.phase is Phase.READY:
             self._came_up.append(rank)
 
@@ -222,7 +224,7 @@ class ProcessIO:
                     rank.queue.put(encode(TaskMessage(rank.incarnation, task)), task.kind.lane)
                 except IPCError as error:
                     if isinstance(error, QueueDisconnectedError):  # alive or not, it can never be reached again
-                        rank.cut_off(time.monotonic())
+                        rank.cut_off(self._now())
                     self._fail(flight, rank, str(error))
 
     def _fail(self, flight: Flight, rank: RankSupervisor, error: str, *, was_tried: bool = False) -> None:
@@ -234,7 +236,7 @@ class ProcessIO:
 
     def _kill_stuck(self, now: float) -> None:
         for (rank, _), (at, task_id) in self.tasks.flights.stuck_at().items():
-            if now > at:
+            if now >= at:
                 # The first one stays blamed: until the rank is reaped, those behind it pass their deadlines, too, and
                 # the rank has never begun them.
                 self._stuck.setdefault(rank, task_id)
@@ -271,10 +273,10 @@ class ProcessIO:
             self.tasks.is_open = False
         self.tasks.all_ready.clear()
         self._ask_to_stop()
-        self._wait_until_reaped(time.monotonic() + self._config.stop_timeout_seconds)
+        self._wait_until_reaped(self._now() + self._config.stop_timeout_seconds)
         for rank in self.ranks:
             rank.kill("it did not stop when asked")
-        self._wait_until_reaped(time.monotonic() + _KILLED_SECONDS)
+        self._wait_until_reaped(self._now() + _KILLED_SECONDS)
         for task in self.tasks.take_queued():
             self.tasks.refuse(task, "the client has stopped")
         self._owner.note_stopped()
@@ -300,7 +302,7 @@ class ProcessIO:
 
     def _wait_until_reaped(self, deadline: float) -> None:
         while any(rank.process is not None for rank in self.ranks):
-            now = time.monotonic()
+            now = self._now()
             if now >= deadline:
                 return
             # Answers are read meanwhile: a rank that ends in order writes its last ones first, and would stop in that,
@@ -310,4 +312,4 @@ class ProcessIO:
                     self.wakeup.clear()
                 elif isinstance(key, RankSupervisor):
                     self._receive(key)
-            self._reap(time.monotonic())
+            self._reap(self._now())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from typing import NamedTuple, Protocol
 
 from fastdeploy_cache.errors import QueueDisconnectedError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.shortage import EXIT_SHORT, is_shortage
 from fastdeploy_cache.ipc.task_queue import RankQueue
@@ -65,8 +65,10 @@ class LaneServer:
     Each lane has its own connection, so that a task changes threads nowhere on its way.
     """
 
-    def __init__(self, setup: ProcessSetup, signal_: RankSignal, executor: Executor) -> None:
-        self._setup, self._signal, self._executor = setup, signal_, executor
+    def __init__(
+        self, setup: ProcessSetup, signal_: RankSignal, executor: Executor, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._setup, self._signal, self._executor, self._now = setup, signal_, executor, clock.now
 
     def run(self) -> None:
         """Serve tasks until told to stop."""
@@ -93,7 +95,7 @@ class LaneServer:
                 if isinstance(message, StopMessage):
                     break
                 self._signal.set_busy(lane, True)
-                done = self._serve(message)
+                done = self.serve(message)
                 # An answer would give the task's blocks out again, while what is lost (a stream, a library's thread)
                 # may still write into them. Unanswered, they are free once this process has been reaped.
                 if executor.is_lost:
@@ -110,8 +112,9 @@ class LaneServer:
             # answers that nobody gives. It sees the death of a process, and starts a new one.
             os._exit(EXIT_SHORT if is_shortage(error) else 1)
 
-    def _serve(self, message: TaskMessage) -> DoneMessage:
-        task, started = message.task, time.monotonic()
+    def serve(self, message: TaskMessage) -> DoneMessage:
+        """Do a task, unless nobody wants it any more, and tell what it came to."""
+        task, started = message.task, self._now()
         moved, error = Moved(0), self._refusal(message, started)
         was_tried = error is None
         if was_tried:
@@ -123,7 +126,7 @@ class LaneServer:
         # A worker may sleep on this load's next layer: only this word wakes it before its own deadline.
         if error is not None and task.kind.shows_layers:
             self._signal.set_failed(task.task_id)
-        seconds = time.monotonic() - started if moved.seconds is None else moved.seconds
+        seconds = self._now() - started if moved.seconds is None else moved.seconds
         logger.debug("event=task task_id=%d %s seconds=%.6f error=%s", task.task_id, moved, seconds, error)
         result = RankResult(
             rank=self._setup.rank,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from fastdeploy_cache.errors import IPCError, PeerRefusedError, StorageRefusedError, TransferError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.log_lines import set_up_log
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.ipc.shortage import is_shortage, raise_open_files
@@ -80,7 +81,7 @@ def end_with_engine(engine_pid: int, fd: int) -> None:
 
 def start_heartbeat(signal_: RankSignal, heartbeat_seconds: float) -> None:
     """A thread that shows that this process lives, whatever the others do."""
-    timer = threading.Event()
+    timer = SYSTEM_CLOCK.event()
 
     def beat() -> None:
         while not timer.wait(heartbeat_seconds):

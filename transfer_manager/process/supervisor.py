@@ -243,9 +243,9 @@ class RankSupervisor:
         if self.phase in (Phase.DOWN, Phase.OFF) and self.process is None:
             if now >= self._restart_at and not self.parked:
                 self.launch(now)
-        elif now > self._end_before:
+        elif now >= self._end_before:
             self.kill("its queue is disconnected")
-        elif self.phase is Phase.STARTING and now > self._ready_before:
+        elif self.phase is Phase.STARTING and now >= self._ready_before:
             self.kill(f"it was not ready within {self._config.start_timeout_seconds} s")
         elif self.phase is Phase.READY:
             # While the process runs, the word is only compared: it has one writer, and a value that this side wrote
@@ -253,7 +253,7 @@ class RankSupervisor:
             beat = self._signal.heartbeat
             if beat != self._heartbeat:
                 self._heartbeat, self._last_beat = beat, now
-            elif now - self._last_beat > self._config.heartbeat_timeout_seconds:
+            elif now - self._last_beat >= self._config.heartbeat_timeout_seconds:
                 self.kill(f"it gave no sign of life for {now - self._last_beat:.1f} s")
 
     def next_tick(self, now: float) -> float:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from fastdeploy_cache.ipc.clock import Clock
 from fastdeploy_cache.transfer_manager.process.callbacks import Callbacks
 from fastdeploy_cache.transfer_manager.process.flights import Flight, Flights, failed
 from fastdeploy_cache.transfer_manager.process.words import NUM_SLOTS, RankSignal
@@ -21,12 +21,12 @@ class TaskFlow:
     """
 
     def __init__(
-        self, signals: Sequence[RankSignal], callbacks: Callbacks, max_tasks_in_flight: int, *, in_order: bool
+        self, signals: Sequence[RankSignal], callbacks: Callbacks, max_tasks: int, in_order: bool, clock: Clock
     ) -> None:
-        self._signals, self._callbacks, self._max_tasks = signals, callbacks, max_tasks_in_flight
-        self.lock = threading.Lock()
+        self._signals, self._callbacks, self._max_tasks = signals, callbacks, max_tasks
+        self.lock, self._now = threading.Lock(), clock.now
         self.is_open = True
-        self.all_ready = threading.Event()
+        self.all_ready = clock.event()
         self.flights = Flights(in_order=in_order)
         self._num_tasks = [0 for _ in Lane]
         self._queue: deque[TransferTask] = deque()
@@ -87,7 +87,7 @@ class TaskFlow:
 
     def answer(self, flight: Flight, answer: RankResult) -> None:
         """Note one rank's answer; with the last one the task ends."""
-        result = self.flights.answer(flight, answer, time.monotonic())
+        result = self.flights.answer(flight, answer, self._now())
         if result is not None:
             self._finish(result)
         elif answer.error is not None and sum(each.error is not None for each in flight.results) == 1:

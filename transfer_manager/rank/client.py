@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 
 from fastdeploy_cache.errors import LayoutError, RankStartError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.ipc.shared_array import SharedArray
-from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus
+from fastdeploy_cache.transfer_manager.client import OnResult
 from fastdeploy_cache.transfer_manager.config import TransferConfig
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVViews
@@ -19,7 +20,6 @@ from fastdeploy_cache.transfer_manager.rank.layer_progress import LayerProgress
 from fastdeploy_cache.transfer_manager.rank.memory import release_pages, retake_pages
 from fastdeploy_cache.transfer_manager.rank.owner import RankOwner
 from fastdeploy_cache.transfer_manager.rank.transfer_client import KVArrays, OnKVLost, ignore_kv_lost
-from fastdeploy_cache.transfer_manager.task import TaskKind, TransferTask
 
 
 class RankClient:
@@ -28,12 +28,21 @@ class RankClient:
     The memory is taken by the constructor and given up by `stop`. Everything else is done by the I/O thread.
     """
 
-    def __init__(self, config: TransferConfig, layout: RankLayout, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+    def __init__(
+        self,
+        config: TransferConfig,
+        layout: RankLayout,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self._config = config
         self._owner = RankOwner(config, layout, num_gpu_blocks, num_cpu_blocks)
         self._memory = self._owner.memory
-        self._processes = Processes(config, ProcessKind(name="transfer"), self._owner)
-        self._attach_lock = threading.Lock()
+        self._processes = own = Processes(config, ProcessKind(name="transfer"), self._owner, clock)
+        self.submit, self.cancel, self.has_room = own.submit, own.cancel, own.has_room
+        self.wait_ready, self.statuses, self.restart, self.stop = own.wait_ready, own.statuses, own.restart, own.stop
+        self._attach_lock, self._clock = threading.Lock(), clock
 
     def start(self, on_result: OnResult, on_kv_lost: OnKVLost = ignore_kv_lost) -> None:
         config, callbacks = self._config, Callbacks(on_result)
@@ -44,32 +53,9 @@ class RankClient:
             self.stop()
             raise RankStartError(io.start_failure or "the ranks did not start within their deadline")
 
-    # -- tasks
-
-    def submit(self, task: TransferTask) -> None:
-        self._processes.submit(task)
-
-    def cancel(self, task_id: int) -> None:
-        self._processes.cancel(task_id)
-
-    def has_room(self, kind: TaskKind) -> bool:
-        return self._processes.has_room(kind)
-
     @property
     def available(self) -> bool:
         return self._processes.available
-
-    def wait_ready(self, timeout_seconds: float) -> bool:
-        return self._processes.wait_ready(timeout_seconds)
-
-    def statuses(self) -> list[RankStatus]:
-        return self._processes.statuses()
-
-    def restart(self, rank: int) -> None:
-        self._processes.restart(rank)
-
-    def stop(self) -> None:
-        self._processes.stop()
 
     # -- KV arrays
 
@@ -92,7 +78,7 @@ class RankClient:
             if mine.handle is not None:
                 raise LayoutError(f"rank {rank} has KV arrays attached; call kv_lost first")
             mine.take(kv)
-            waiting = mine.attaching = Attaching()
+            waiting = mine.attaching = Attaching(self._clock.event())
         self._processes.note_change(rank)
         in_time = waiting.done.wait(self._config.start_timeout_seconds + self._config.stop_timeout_seconds)
         if not in_time or waiting.error is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from fastdeploy_cache.errors import DeviceError, LayoutError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.client import OnResult, RankStatus
 from fastdeploy_cache.transfer_manager.device.cpu import CpuDevice
@@ -28,8 +28,16 @@ class InlineClient:
     """
 
     def __init__(
-        self, layout: RankLayout | None, num_gpu_blocks: int, num_cpu_blocks: int, tp_size: int = 1, own_kv: bool = True
+        self,
+        layout: RankLayout | None,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        tp_size: int = 1,
+        own_kv: bool = True,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self._now = clock.now
         self._layout, self._num_gpu_blocks, self._tp_size = layout, num_gpu_blocks, tp_size
         memory = create_rank_memory(tp_size, layout, num_gpu_blocks, num_cpu_blocks, own_kv) if layout else []
         self._memory = memory
@@ -56,7 +64,7 @@ class InlineClient:
         self._on_result(TransferResult(task=task, ranks=results))
 
     def _swap(self, task: TransferTask, rank: int) -> RankResult:
-        started, num_bytes, error = time.monotonic(), 0, None
+        started, num_bytes, error = self._now(), 0, None
         device = self._devices.get(rank)
         if not self._open:
             error = "the client has stopped"
@@ -69,7 +77,7 @@ class InlineClient:
                 error = f"{type(failure).__name__}: {failure}"
         elif self._layout is not None:
             error = "its KV arrays are not attached"
-        return RankResult(rank=rank, num_bytes=num_bytes, seconds=time.monotonic() - started, error=error)
+        return RankResult(rank=rank, num_bytes=num_bytes, seconds=self._now() - started, error=error)
 
     def cancel(self, task_id: int) -> None:
         pass  # it has ended

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, seconds_to_wait
 from fastdeploy_cache.ipc.codec import decode, encode
 from fastdeploy_cache.ipc.shared_array import SharedArray
-from fastdeploy_cache.ipc.waits import seconds_to_wait
 from fastdeploy_cache.transfer_manager.kv.memory import SegmentHandle
 from fastdeploy_cache.transfer_manager.process.words import RankSignal
 
@@ -39,7 +38,8 @@ class LayerProgress:
         `load_ids` come from `Match.load_ids`. False when one has failed, was cancelled, or the time is over: then the
         worker still finishes its step, and the engine discards it (see `PrefixCacheManager.allocate`).
         """
-        deadline = time.monotonic() + seconds_to_wait("wait_layer", timeout_seconds)
+        deadline = SYSTEM_CLOCK.now() + seconds_to_wait("wait_layer", timeout_seconds)
         return all(
-            self._signal.wait_layers(load_id, layer + 1, max(0.0, deadline - time.monotonic())) for load_id in load_ids
+            self._signal.wait_layers(load_id, layer + 1, max(0.0, deadline - SYSTEM_CLOCK.now()))
+            for load_id in load_ids
         )

@@ -16,6 +16,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.named_signal import NamedSignal
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class WorkerSignals:
             self._close_words()
             raise
         self._words["cache_task_broadcast_signal"].set(0, 0)
-        self._stopping = threading.Event()
+        self._stopping = SYSTEM_CLOCK.event()
         self._thread = threading.Thread(target=self._run, name="worker-signals", daemon=True)
         self._thread.start()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fastdeploy_cache.errors import StorageRefusedError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.transfer_manager.client import OnResult, TaskClient
@@ -55,6 +56,7 @@ class StorageProcesses:
         *,
         spaces: Sequence[KeySpace],
         segments: Sequence[SharedArray],
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`spaces` and `segments`: of each of `transfer.tp_size` ranks, the names of its blocks and its CPU blocks."""
         beside = config_beside(
@@ -64,7 +66,8 @@ class StorageProcesses:
         )
         self._storage = config
         self._owner = StorageOwner(config, beside, spaces=spaces, segments=segments)
-        self._processes = own = Processes(beside, ProcessKind(name="storage", is_optional=True), self._owner)
+        kind = ProcessKind(name="storage", is_optional=True)
+        self._processes = own = Processes(beside, kind, self._owner, clock)
         self.submit, self.cancel, self.has_room = own.submit, own.cancel, own.has_room
         self.wait_ready, self.statuses, self.stop = own.wait_ready, own.statuses, own.stop
 

@@ -10,7 +10,6 @@ came, a new file of the present state takes its place.
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.transfer_manager.storage.base import SEAL_BYTES
 from fastdeploy_cache.transfer_manager.storage.file_disk import Disk
 
@@ -204,7 +204,7 @@ class Journal:
     def rewrite(self, puts: Sequence[Put]) -> None:
         """Put a file that says just this in its place."""
         self._is_sound = False
-        header = _HEADER.pack(_MAGIC, *self._geometry, int.from_bytes(os.urandom(4), "little"), 0)
+        header = _HEADER.pack(_MAGIC, *self._geometry, int.from_bytes(SYSTEM_CLOCK.random_bytes(4), "little"), 0)
         crc = zlib.crc32(header[:-4])
         frame, chain = _frame(puts, (), crc)
         data = header[:-4] + crc.to_bytes(4, "little") + frame

@@ -10,11 +10,11 @@ import dataclasses
 import logging
 import sys
 import threading
-import time
 
 import numpy as np
 
 from fastdeploy_cache.errors import StorageError, StorageGoneError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.codec import Int32Array, encode
 from fastdeploy_cache.transfer_manager.kv.memory import open_cpu_blocks
 from fastdeploy_cache.transfer_manager.process.lanes import LaneServer, Moved
@@ -47,7 +47,10 @@ class StorageExecutor:
         sys.path += [path for path in setup.import_paths if path not in sys.path]  # behind: it replaces nothing of ours
         self._store = open_storage(setup.kind, setup.options, setup.space, self._segment)
         self.report = encode(StoreReport(self._store.needs_token_ids))
-        self.is_lost, self._opened_ns = False, time.monotonic_ns()  # a later process is one that counts from 0 on
+        self.is_lost, self._opened_ns = (
+            False,
+            round(SYSTEM_CLOCK.now() * 1e9),
+        )  # a later process is one that counts from 0 on
         self._one_writer = threading.Lock()  # probes write, too, and come on the lane of reads
 
     def bind_thread(self) -> None:
@@ -101,7 +104,7 @@ class StorageExecutor:
         """
         blocks = self._blocks(task, task.destination_ids)
         self._store.count_leading(blocks)
-        noise = [np.random.default_rng().bytes(self._size) for _ in blocks.buffers]
+        noise = [SYSTEM_CLOCK.random_bytes(self._size) for _ in blocks.buffers]
         for buffer, data in zip(blocks.buffers, noise, strict=True):
             buffer[:] = data
         try:
@@ -112,9 +115,9 @@ class StorageExecutor:
         except StorageError as error:
             logger.warning("event=probe_cannot_write error=%s", error)
             return Moved(0, 0)
-        started = time.monotonic()
+        started = SYSTEM_CLOCK.now()
         num_whole = self._store.read(blocks) if num_written else 0
-        seconds = time.monotonic() - started
+        seconds = SYSTEM_CLOCK.now() - started
         if num_whole < num_written or any(
             bytes(buffer) != data for buffer, data in zip(blocks.buffers[:num_whole], noise[:num_whole], strict=True)
         ):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 
 from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache
 from fastdeploy_cache.adapters.fastdeploy.task import HeldTask, Task, UnknownTaskError
 from fastdeploy_cache.errors import ConfigError, RequestError, UnknownRequestError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.requests.match import Match
 
 
@@ -58,13 +58,13 @@ class HeldTasks:
     def match(self, held: HeldTask) -> tuple[Match, float]:
         """The task's match, once its loads have ended or are late, and the seconds that this took. All that others have
         computed by now is found."""
-        started, cache = time.monotonic(), self._current.cache
+        started, cache = SYSTEM_CLOCK.now(), self._current.cache
         for other in list(self._tasks.values()):
             self.show_proven(other)
         if cache.config.storage is not None:
             cache.prefetch(held.request)
         try:
-            return cache.match(held.request).wait(self._load_timeout_seconds), time.monotonic() - started
+            return cache.match(held.request).wait(self._load_timeout_seconds), SYSTEM_CLOCK.now() - started
         except RequestError:
             cache.end_prefetch(held.request)
             raise

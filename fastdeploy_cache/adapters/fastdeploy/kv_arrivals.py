@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 
 from fastdeploy_cache.errors import IPCError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.shortage import AcceptRests
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle
 
@@ -47,7 +48,7 @@ class KVArrivals:
             ) from error
         self._socket.listen(128)
         self._thread: threading.Thread | None = None
-        self._closed = threading.Event()
+        self._closed = SYSTEM_CLOCK.event()
 
     def start(self, attach: Callable[[int, KVHandle], None]) -> None:
         """Attach what has come and what comes, each in the thread of this object; only the first call counts."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ from fastdeploy_cache.adapters.fastdeploy.current_cache import CurrentCache
 from fastdeploy_cache.adapters.fastdeploy.held_tasks import HeldTasks
 from fastdeploy_cache.adapters.fastdeploy.task import Task, new_request, path_hashes
 from fastdeploy_cache.errors import RequestError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Event
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.transfer_manager.task import TaskKind
 
@@ -25,9 +24,9 @@ class StorageCalls:
 
     def __init__(self, current: CurrentCache, tasks: HeldTasks, *, load_timeout_seconds: float) -> None:
         self._current, self._tasks, self._load_timeout_seconds = current, tasks, load_timeout_seconds
-        self.task_swapping_event: dict[str, threading.Event] = {}  # of tasks that run now; set when they have ended
-        self.task_write_back_event: dict[str, threading.Event] = {}
-        self.task_prefetch_event: dict[str, threading.Event] = {}
+        self.task_swapping_event: dict[str, Event] = {}  # of tasks that run now; set when they have ended
+        self.task_write_back_event: dict[str, Event] = {}
+        self.task_prefetch_event: dict[str, Event] = {}
         self.storage_prefetch_block_ids: dict[str, list[int]] = {}
 
     # -- swap
@@ -124,11 +123,11 @@ class StorageCalls:
         first = int(getattr(task, "start_read_block_idx", 0))
         with _running(self.task_prefetch_event, task.task_id):
             seconds = min(float(getattr(task, "timeout", self._load_timeout_seconds)), self._load_timeout_seconds)
-            deadline = time.monotonic() + seconds
+            deadline = SYSTEM_CLOCK.now() + seconds
             self._current.cache.prefetch(request).wait(seconds)
             self._current.cache.end_prefetch(request)
             transfer = self._current.cache.blocks.copies.swap_in(request, task.gpu_block_ids, first_block=first)
-            filled = transfer.wait(max(0.0, deadline - time.monotonic()))
+            filled = transfer.wait(max(0.0, deadline - SYSTEM_CLOCK.now()))
             came = list(task.gpu_block_ids[: transfer.num_blocks]) if filled else []
             self.storage_prefetch_block_ids[task.task_id] = came  # until it is asked for, or 1,024 tasks later
             while len(self.storage_prefetch_block_ids) > _MAX_ANSWERS:
@@ -140,7 +139,7 @@ class StorageCalls:
         self._wait(self.task_prefetch_event, task_id)
         return self.storage_prefetch_block_ids.pop(task_id, [])
 
-    def _wait(self, running: dict[str, threading.Event], task_id: str) -> bool:
+    def _wait(self, running: dict[str, Event], task_id: str) -> bool:
         event = running.get(task_id)
         return event is None or event.wait(self._current.cache.config.transfer.task_timeout_seconds)
 
@@ -163,9 +162,9 @@ class StorageCalls:
 
 
 @contextmanager
-def _running(running: dict[str, threading.Event], task_id: str) -> Iterator[None]:
+def _running(running: dict[str, Event], task_id: str) -> Iterator[None]:
     """Others may wait for the task until it has ended, well or not."""
-    event = running[task_id] = threading.Event()
+    event = running[task_id] = SYSTEM_CLOCK.event()
     try:
         yield
     finally:

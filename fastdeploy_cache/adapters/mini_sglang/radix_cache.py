@@ -7,7 +7,6 @@ array, or with `as_tensors` a CPU tensor of PyTorch.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.tokens import PackedTokens, pack_list
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RequestError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.policies.whole_runs import whole_runs
 from fastdeploy_cache.request import Request
@@ -79,7 +79,7 @@ def new_manager(num_pages: int, page_size: int = 1, **settings: Any) -> PrefixCa
     if "eviction_policy" in settings:
         raise ConfigError(f"eviction_policy is {settings['eviction_policy']!r}; leave it out, nodes go by LRU here")
     config = CacheConfig(**{"transfer_client": "inline", **settings}, block_size=page_size, num_gpu_blocks=num_pages)
-    return PrefixCacheManager(config, policy=whole_runs("lru", time.monotonic))
+    return PrefixCacheManager(config, policy=whole_runs("lru", SYSTEM_CLOCK.now))
 
 
 class RadixPrefixCache:

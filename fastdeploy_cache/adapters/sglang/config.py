@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.policies.whole_runs import whole_runs
 from fastdeploy_cache.transfer_manager.rank.transfer_client import TransferClient
@@ -73,4 +73,4 @@ def new_manager(config: CacheConfig, *, client: TransferClient | None = None) ->
     Raises:
         ConfigError: that policy has no order of nodes (`reuse`).
     """
-    return PrefixCacheManager(config, client=client, policy=whole_runs(config.eviction_policy, time.monotonic))
+    return PrefixCacheManager(config, client=client, policy=whole_runs(config.eviction_policy, SYSTEM_CLOCK.now))

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import atexit
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fastdeploy_cache.adapters.known_versions import SGLANG, installed_version
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 
 try:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
@@ -282,9 +282,9 @@ class FastDeployCacheStorage(HiCacheStorage):  # type: ignore[misc]
         pool, num_moved = self._pools.get(name), 0
         try:
             if pool is not None and keys and (is_read or pool.is_written):
-                started, hashes, addresses = time.monotonic(), list(map(hash_of, keys)), addresses_in(pool)
+                started, hashes, addresses = SYSTEM_CLOCK.now(), list(map(hash_of, keys)), addresses_in(pool)
                 num_moved = (pool.pages.read if is_read else pool.pages.write)(hashes, addresses, deadline)
-                self._note(pool, num_moved, time.monotonic() - started, is_read=is_read)
+                self._note(pool, num_moved, SYSTEM_CLOCK.now() - started, is_read=is_read)
         except Exception as error:
             self._say("read_failed" if is_read else "write_failed", name, error)
             num_moved = 0

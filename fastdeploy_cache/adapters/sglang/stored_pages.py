@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from fastdeploy_cache.adapters.sglang.staging import Desk, Staging
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.ipc.codec import Int32Array
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.policies.breaker import Breaker
@@ -30,7 +30,7 @@ class _Flight:
     """A task on its way. `desk` is set when its caller has gone before its end."""
 
     def __init__(self, ids: Int32Array) -> None:
-        self.ids, self.ended = ids, threading.Event()
+        self.ids, self.ended = ids, SYSTEM_CLOCK.event()
         self.result: TransferResult | None = None
         self.desk: Desk | None = None
 
@@ -121,27 +121,27 @@ class StoredPages:
         return self._ask(TaskKind.CLEAR, (), self.new_deadline() if deadline is None else deadline) is not None
 
     def new_deadline(self) -> float:
-        """When a call that begins now ends, by `time.monotonic`. One that asks several pools gives each the same."""
-        return time.monotonic() + self._timeout_seconds
+        """When a call that begins now ends, by the clock's `now`. One that asks several pools gives each the same."""
+        return SYSTEM_CLOCK.now() + self._timeout_seconds
 
     def _move(
         self, kind: TaskKind, hashes: Sequence[bytes], addresses: Sequence[int], desk: Desk, deadline: float | None
     ) -> int:
         deadline = self.new_deadline() if deadline is None else deadline
-        if not self._can(kind) or not desk.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self._can(kind) or not desk.lock.acquire(timeout=max(0.0, deadline - SYSTEM_CLOCK.now())):
             return 0
         num_begun = num_done = 0
         flights: deque[_Flight] = deque()
         try:
             while True:
-                is_time = time.monotonic() < deadline
+                is_time = SYSTEM_CLOCK.now() < deadline
                 while is_time and len(flights) < len(desk.trays) and num_begun < len(hashes) and self._can(kind):
                     flights.append(self._begin(kind, hashes, addresses, desk, num_begun))
                     num_begun += len(flights[-1].ids)
                 if not flights:
                     return num_done
                 first = flights[0]
-                first.ended.wait(max(0.0, deadline - time.monotonic()))
+                first.ended.wait(max(0.0, deadline - SYSTEM_CLOCK.now()))
                 num_moved = first.num_blocks
                 if kind is TaskKind.PREFETCH:
                     self._staging.empty(first.ids[:num_moved], addresses[num_done * self._num_pieces :])
@@ -174,10 +174,10 @@ class StoredPages:
 
     def _ask(self, kind: TaskKind, hashes: Sequence[bytes], deadline: float) -> TransferResult | None:
         """The result of a task that moves no pages here; None where there is none, or an error."""
-        if time.monotonic() >= deadline or not self._can(kind):
+        if SYSTEM_CLOCK.now() >= deadline or not self._can(kind):
             return None
         flight = self._submit(kind, hashes)
-        flight.ended.wait(max(0.0, deadline - time.monotonic()))
+        flight.ended.wait(max(0.0, deadline - SYSTEM_CLOCK.now()))
         result = flight.result
         return result if result is not None and result.error is None else None
 
@@ -212,10 +212,8 @@ class StoredPages:
         probe = None
         with self._lock:
             breaker = self._breaker(kind)
-            if breaker.is_probe_due(time.monotonic()) and self._probe_id is None:
-                probe = self._new_task(
-                    TaskKind.PROBE, np.random.default_rng().bytes(_HASH_BYTES), self._staging.probe_ids
-                )
+            if breaker.is_probe_due(SYSTEM_CLOCK.now()) and self._probe_id is None:
+                probe = self._new_task(TaskKind.PROBE, SYSTEM_CLOCK.random_bytes(_HASH_BYTES), self._staging.probe_ids)
                 self._probe_id = probe.task_id
                 for each in (self._read_breaker, self._write_breaker):
                     if not each.is_closed:
@@ -245,7 +243,7 @@ class StoredPages:
             logger.warning("event=hicache_breaker reading=%s writing=%s error=%r", reading, writing, result.error)
 
     def _judge(self, result: TransferResult) -> None:
-        now, worked = time.monotonic(), result.error is None
+        now, worked = SYSTEM_CLOCK.now(), result.error is None
         if result.task.task_id == self._probe_id:
             self._probe_id = None
             was_tried = worked or result.is_failure

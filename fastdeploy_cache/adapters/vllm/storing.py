@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from fastdeploy_cache.adapters.vllm.sequences import Sequence
 from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.callers.transfers import CallerTransfer
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 
 
 @dataclass(eq=False)
@@ -77,9 +77,9 @@ class Storing:
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until all copies have ended and their blocks are given back; whether that was in time."""
-        deadline = time.monotonic() + timeout_seconds
+        deadline = SYSTEM_CLOCK.now() + timeout_seconds
         while self._stores:
-            left = deadline - time.monotonic()
+            left = deadline - SYSTEM_CLOCK.now()
             if left <= 0:
                 return False
             self._stores[0].transfer.wait(left)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastdeploy_cache.adapters.vllm.step import LayerwiseLoad, StepPlan, WorkerKV
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError, LayoutError
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.transfer_manager.kv.layout import RankLayout
 from fastdeploy_cache.transfer_manager.kv.memory import KVHandle, KVMemory
 from fastdeploy_cache.transfer_manager.kv.tensors import ArrayPlace, SharedSpan, share_in_place, shared_handle
@@ -89,7 +89,7 @@ class WorkerHalf:
         """The step's work. Waits for nothing."""
         self._plan = plan
         self._waiting = list(plan.loads)
-        self._deadline = time.monotonic() + plan.timeout_seconds
+        self._deadline = SYSTEM_CLOCK.now() + plan.timeout_seconds
         self._failed |= plan.failed_block_ids
         if plan.loads and self._progress is None:
             self._progress = LayerProgress.open(plan.progress[self._rank])
@@ -115,7 +115,7 @@ class WorkerHalf:
     def _wait(self, layer: int) -> None:
         assert self._progress is not None
         for load in list(self._waiting):
-            seconds = max(0.0, self._deadline - time.monotonic())
+            seconds = max(0.0, self._deadline - SYSTEM_CLOCK.now())
             if not self._progress.wait_layer(load.task_ids, layer, seconds):
                 self._waiting.remove(load)
                 self._failed.update(load.block_ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -11,6 +10,7 @@ from fastdeploy_cache.books.leaves.moving_leaves import MovingLeaves
 from fastdeploy_cache.books.leaves.policy import EvictionPolicy, LeastRecentlyUsed, Split
 from fastdeploy_cache.books.mishaps import Mishaps
 from fastdeploy_cache.books.run import TIERS, Run, Tier
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock
 
 _TOLD = ("use", "touch", "grow", "shrink", "push", "pull")  # and asked for nothing
 _PASSED_ON = (*_TOLD, "is_colder", "alike", "clear", "coldest")
@@ -33,9 +33,11 @@ class GuardedPolicy:
     is_colder: Callable[..., bool]
     alike: Callable[..., bool]
 
-    def __init__(self, chosen: EvictionPolicy, mishaps: Mishaps, runs: Callable[[], Iterable[Run]]) -> None:
+    def __init__(
+        self, chosen: EvictionPolicy, mishaps: Mishaps, runs: Callable[[], Iterable[Run]], clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         """`runs` gives every run there is."""
-        self._mishaps, self._runs = mishaps, runs
+        self._mishaps, self._runs, self._now = mishaps, runs, clock.now
         self._moving: MovingLeaves | None = None
         self._served: list[tuple[float, str]] = []  # since when, and the names of this policy and those before it
         self._serve_by(chosen)
@@ -45,7 +47,7 @@ class GuardedPolicy:
         told of every block of a decode step."""
         self.chosen = chosen
         self.name = str(getattr(chosen, "name", type(chosen).__name__))
-        self._served.append((time.monotonic(), self.name))
+        self._served.append((self._now(), self.name))
         self.hears_growth = _overrides(chosen, "grow") or getattr(chosen, "keeps_borders", False)
         self.hears_losses = _overrides(chosen, "shrink")
         self.has_marks = isinstance(chosen, LeastRecentlyUsed)  # else nobody knows what it has been told of

@@ -15,6 +15,7 @@ import pytest
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.insight.history import History, Moment
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from tests.rigs.browser import Browser, browser, missing
 from tests.rigs.page_looks import poor_contrasts, tab_stops
 from tests.rigs.sick_caches import rank_down
@@ -129,7 +130,7 @@ def test_history_keeps_an_hour_and_the_present() -> None:
         looks.append(1.0)
         return Moment(float(len(looks)), 0, 0, (), (), (), (), (), (), (), {})
 
-    history = History(look)
+    history = History(look, SYSTEM_CLOCK)
     history.start()
     history.start()
     assert [moment.at for moment in history.moments()] == [1.0, 2.0]

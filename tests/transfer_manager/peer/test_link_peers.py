@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.transfer_manager.peer.link import LinkError, Peer, this_process
 from fastdeploy_cache.transfer_manager.peer.link_peers import LinkPeers
 
@@ -55,9 +55,7 @@ def peers(link: SlowLink) -> LinkPeers:
 def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Moves the clock that `LinkPeers` looks at."""
     now = [1000.0]
-    monkeypatch.setattr(
-        "fastdeploy_cache.transfer_manager.peer.link_peers.time", SimpleNamespace(monotonic=lambda: now[0])
-    )
+    monkeypatch.setattr(SYSTEM_CLOCK, "now", lambda: now[0])
 
     def move(seconds: float) -> None:
         now[0] += seconds
