@@ -140,12 +140,30 @@ def test_every_verb_of_the_manager_is_in_a_page() -> None:
 
 
 def test_decisions_are_short() -> None:
-    """Each has a number of its own and at most ten lines."""
-    entries = re.split(r"^#+ ", (ROOT / "DECISIONS.md").read_text(), flags=re.MULTILINE)
+    """Each has a number of its own and at most ten lines of text; the rows of its tables are not counted."""
+    entries = re.split(r"^#+ ", without_tables((ROOT / "DECISIONS.md").read_text()), flags=re.MULTILINE)
     numbered = [each.strip().splitlines() for each in entries if re.match(r"\d+\. ", each)]
     numbers = [lines[0].partition(".")[0] for lines in numbered]
     assert len(set(numbers)) == len(numbers) >= 60
     assert max(map(len, numbered)) <= 1 + 10
+
+
+def test_decisions_are_in_short_sentences() -> None:
+    """At most 20 words in the mean: a sentence of a riddle or a telegram is long, as it says many things at once."""
+    assert words_per_sentence((ROOT / "DECISIONS.md").read_text()) <= 20
+    assert words_per_sentence("# No text\nOne two. Is it `a. b. c`?\n| no | text |\n```\nno text\n```\n1.5 it.") == 2
+
+
+def words_per_sentence(page: str) -> float:
+    """The mean of a page's text: headings, tables and code do not count, and a full stop before a space ends one."""
+    text = re.sub(r"^```.*?^```|^#.*?$|`[^`]*`", "", without_tables(page), flags=re.MULTILINE | re.DOTALL)
+    sentences = [each.split() for each in re.split(r"[.?!]\s+|\n\s*\n", text)]
+    num_words = [sum(any(map(str.isalnum, word)) for word in words) for words in sentences]
+    return sum(num_words) / sum(map(bool, num_words))
+
+
+def without_tables(page: str) -> str:
+    return re.sub(r"^\|.*\n?", "", page, flags=re.MULTILINE)
 
 
 def test_the_readme_is_short() -> None:
