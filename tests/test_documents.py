@@ -92,9 +92,9 @@ def test_the_architecture_names_what_is_there() -> None:
 
 
 def test_the_architecture_is_short() -> None:
-    """At most 120 lines of at most 100 columns."""
+    """At most 125 lines of at most 100 columns."""
     lines = (ROOT / "ARCHITECTURE.md").read_text().splitlines()
-    assert len(lines) <= 120
+    assert len(lines) <= 125
     assert max(map(len, lines)) <= 100
 
 
