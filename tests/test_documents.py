@@ -77,8 +77,8 @@ def names_in(path: Path) -> set[str]:
 
 
 def test_the_architecture_names_what_is_there() -> None:
-    """Each path in it exists, each step of a walk is a function or class of the file that is named beside it, and each
-    room has its row."""
+    """Each path in it exists, each step of a walk is a function or class of the file that is named beside it, each room
+    has its row, and each of four features that are asked for has its room."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
     paths = re.findall(r"`([\w./]+(?:\.py|/))`", text)
     assert len(paths) > 20
@@ -89,6 +89,8 @@ def test_the_architecture_names_what_is_there() -> None:
     rows = text.partition("## Where does my change go?")[2].partition("\n## ")[0]
     rooms = {f"{each.parent.name}/{each.name}/" for name in SPLIT for each in (ROOT / name).iterdir() if is_room(each)}
     assert not [room for room in (*rooms, "ipc/", "metrics/") if f"`{room}`" not in rows]
+    features = re.findall(r"^- \*\*(.+?)\*\*.*?: `(fastdeploy_cache/\w+/)`", rows, re.MULTILINE)
+    assert [name for name, _ in features] == ["KV events", "A group of KV", "A tenant's quota", "A time to live"]
 
 
 def test_the_architecture_is_short() -> None:
