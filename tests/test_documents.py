@@ -77,8 +77,8 @@ def names_in(path: Path) -> set[str]:
 
 
 def test_the_architecture_names_what_is_there() -> None:
-    """Each path in it exists, each step of a walk is a function or class of the file that is named beside it, and each
-    room has its row."""
+    """Each path in it exists, each step of a walk is a function or class of the file that is named beside it, each room
+    has its row, and each of four features that are asked for has its room."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
     paths = re.findall(r"`([\w./]+(?:\.py|/))`", text)
     assert len(paths) > 20
@@ -89,12 +89,14 @@ def test_the_architecture_names_what_is_there() -> None:
     rows = text.partition("## Where does my change go?")[2].partition("\n## ")[0]
     rooms = {f"{each.parent.name}/{each.name}/" for name in SPLIT for each in (ROOT / name).iterdir() if is_room(each)}
     assert not [room for room in (*rooms, "ipc/", "metrics/") if f"`{room}`" not in rows]
+    features = re.findall(r"^- \*\*(.+?)\*\*.*?: `(fastdeploy_cache/\w+/)`", rows, re.MULTILINE)
+    assert [name for name, _ in features] == ["KV events", "A group of KV", "A tenant's quota", "A time to live"]
 
 
 def test_the_architecture_is_short() -> None:
-    """At most 120 lines of at most 100 columns."""
+    """At most 125 lines of at most 100 columns."""
     lines = (ROOT / "ARCHITECTURE.md").read_text().splitlines()
-    assert len(lines) <= 120
+    assert len(lines) <= 125
     assert max(map(len, lines)) <= 100
 
 
@@ -140,12 +142,30 @@ def test_every_verb_of_the_manager_is_in_a_page() -> None:
 
 
 def test_decisions_are_short() -> None:
-    """Each has a number of its own and at most ten lines."""
-    entries = re.split(r"^#+ ", (ROOT / "DECISIONS.md").read_text(), flags=re.MULTILINE)
+    """Each has a number of its own and at most ten lines of text; the rows of its tables are not counted."""
+    entries = re.split(r"^#+ ", without_tables((ROOT / "DECISIONS.md").read_text()), flags=re.MULTILINE)
     numbered = [each.strip().splitlines() for each in entries if re.match(r"\d+\. ", each)]
     numbers = [lines[0].partition(".")[0] for lines in numbered]
     assert len(set(numbers)) == len(numbers) >= 60
     assert max(map(len, numbered)) <= 1 + 10
+
+
+def test_decisions_are_in_short_sentences() -> None:
+    """At most 20 words in the mean: a sentence of a riddle or a telegram is long, as it says many things at once."""
+    assert words_per_sentence((ROOT / "DECISIONS.md").read_text()) <= 20
+    assert words_per_sentence("# No text\nOne two. Is it `a. b. c`?\n| no | text |\n```\nno text\n```\n1.5 it.") == 2
+
+
+def words_per_sentence(page: str) -> float:
+    """The mean of a page's text: headings, tables and code do not count, and a full stop before a space ends one."""
+    text = re.sub(r"^```.*?^```|^#.*?$|`[^`]*`", "", without_tables(page), flags=re.MULTILINE | re.DOTALL)
+    sentences = [each.split() for each in re.split(r"[.?!]\s+|\n\s*\n", text)]
+    num_words = [sum(any(map(str.isalnum, word)) for word in words) for words in sentences]
+    return sum(num_words) / sum(map(bool, num_words))
+
+
+def without_tables(page: str) -> str:
+    return re.sub(r"^\|.*\n?", "", page, flags=re.MULTILINE)
 
 
 def test_the_readme_is_short() -> None:
