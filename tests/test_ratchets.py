@@ -32,7 +32,7 @@ NAMES_OF_PARTS = {
     ("storage/access.py", "StorageAccess"): 18,
 }
 CLASS_LINES = {("books/prefix_tree.py", "PrefixTree"): 200, ("books/residency.py", "Residency"): 322}
-FIELDS_OF_A_REQUEST = 31
+FIELDS_OF_A_REQUEST = 25
 MODULES_WITH_A_CLOCK = 1  # the clock itself
 # Calls of Python and of C: match, allocate, commit and release of a request, by what it finds on the GPU, with causes,
 # recorder and what-if, and without the two that can be switched off.

@@ -79,7 +79,7 @@ class FlightRecorder:
     def matched(self, active: ActiveRequest) -> None:
         """See `RequestListener`."""
         request, pin, keys, author, num_known = active.request, active.pin, active.keys, 0, 0
-        self._number = active.number = number = self._number + 1
+        self._number = active.trail.number = number = self._number + 1
         if pin is not None:
             author = pin.run.author
             if author >= self._first:
@@ -108,7 +108,7 @@ class FlightRecorder:
                 author,
                 num_known,
                 marks,
-                active.num_found_blocks,
+                active.asked.num_found,
                 active.num_gpu_blocks,
                 active.num_unloaded_blocks,
                 active.trail.refused_for,
@@ -168,13 +168,13 @@ class FlightRecorder:
                 else:
                     marks = self._marks(active.keys, first, end)
             if pin.end == run.num_blocks:
-                run.author = active.number
+                run.author = active.trail.number
         note, clock = self.note, self._clock
         note(
             (
                 _RELEASED,
                 clock(),
-                active.number,
+                active.trail.number,
                 request.num_tokens,
                 active.num_computed_tokens,
                 num_matched,
@@ -193,8 +193,8 @@ class FlightRecorder:
         notes = list[Note]()
         for active in actives:
             first, end = active.request.num_prompt_tokens // self._block_size, active.num_committed_blocks
-            if active.number and end > first:
-                notes.append((_MARKED, active.number, first, self._marks(active.keys, first, end)))
+            if active.trail.number and end > first:
+                notes.append((_MARKED, active.trail.number, first, self._marks(active.keys, first, end)))
         return notes
 
     def parts(self, after: tuple[int, int] = (0, 0)) -> list[RingPart]:

@@ -79,7 +79,7 @@ class Traces:
         attributes = {
             "request_id": active.request.request_id,
             "num_tokens": active.request.num_tokens,
-            "num_found_blocks": active.num_found_blocks,
+            "num_found_blocks": active.asked.num_found,
             "num_gpu_blocks": active.num_gpu_blocks,
         }
         self._make("match", parent, seconds, attributes)

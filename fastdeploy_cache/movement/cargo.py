@@ -74,7 +74,7 @@ class OneBlock:
         self._books, self._source = books, source
         self.block_ids = block_ids
         self.is_wanted = True  # until the request has settled without it
-        self.has_landed = False
+        self.has_landed = self.is_shown = False  # the last: to the caller of the match, after it had landed
         self.ids: Sequence[int] = block_ids
         self.pins: Sequence[Pin] = (source,)
 

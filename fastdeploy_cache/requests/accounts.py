@@ -123,8 +123,8 @@ class Accounts:
             hit_tokens = (num_blocks * size + active.num_copied_tokens, 0, 0)
         else:
             hit_tokens = _NOTHING
-        misses, num_found, prefetch = active.trail.misses, active.num_found_blocks, active.prefetch
-        is_all_found = num_blocks == num_found == active.trail.num_searched_blocks and active.num_asked_blocks
+        misses, num_found, prefetch = active.trail.misses, active.asked.num_found, active.prefetch
+        is_all_found = num_blocks == num_found == active.trail.num_searched_blocks and active.asked.num_asked
         if prefetch is not None or not is_all_found:
             misses = self._missed(active, num_blocks, at)
         return Account(
@@ -141,7 +141,7 @@ class Accounts:
 
     def _missed(self, active: ActiveRequest, num_hit_blocks: int, at: float) -> Sequence[MissedBlocks]:
         """The full blocks that the match has asked for, behind those that it hit. `at`: when it was admitted."""
-        if not active.num_asked_blocks:
+        if not active.asked.num_asked:
             num_blocks = (active.request.num_tokens - 1) // self._size
             off: MissedBlocks = (
                 Cause.LIMIT,
@@ -151,10 +151,10 @@ class Accounts:
                 "enable_prefix_caching is off, or the tier is asleep",
             )
             return (off,) if num_blocks else ()
-        num_found = active.num_found_blocks
+        num_found = active.asked.num_found
         parts = self._unused(active, num_hit_blocks, num_found, at) if num_found > num_hit_blocks else []
         block, prefetch = active.trail.num_searched_blocks, active.prefetch
-        end_late = min(prefetch.first + prefetch.num_found, active.num_asked_blocks) if prefetch is not None else 0
+        end_late = min(prefetch.first + prefetch.num_found, active.asked.num_asked) if prefetch is not None else 0
         if prefetch is not None and end_late > num_found:
             parts += self._not_fetched(prefetch, num_found, end_late, at)
         skip = max(num_hit_blocks, num_found, end_late)

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.changes import Change
+from fastdeploy_cache.books.leaves.policy import Asked
 from fastdeploy_cache.books.run import Pin
 from fastdeploy_cache.books.transfer import Transfer
 from fastdeploy_cache.errors import CommitError
@@ -48,11 +49,11 @@ _NEXT: dict[RequestPhase, tuple[RequestPhase, ...]] = {
     VOID: (),
 }
 
-_NONE = array("i")  # never changed
+_NONE, _NOTHING = array("i"), Asked(0, 0)  # never changed
 _USUAL_FIELDS = (
-    *("request", "keys", "generation", "trail", "block_ids", "num_asked_blocks", "num_found_blocks", "pin"),
+    *("request", "keys", "generation", "trail", "block_ids", "asked", "pin"),
     *("num_pinned_blocks", "num_gpu_blocks", "loads", "phase", "num_matched_blocks", "num_committed_blocks", "copy"),
-    *("stepped_at", "is_admitted", "num_computed_tokens", "duplicates", "step", "number"),
+    *("is_admitted", "num_computed_tokens", "duplicates"),
 )
 
 
@@ -84,16 +85,14 @@ class ActiveRequest:
     # -- the match
     pin: Pin | None = None
     num_pinned_blocks: int = 0
-    num_asked_blocks: int = 0  # that the match looked for
-    num_found_blocks: int = 0  # of these, cached in any tier
+    asked: Asked = _NOTHING  # that the match looked for, and of these what is cached in any tier
     num_gpu_blocks: int = 0  # found on the GPU by the match
     room: RoomWait | None = None  # for a load, which lacks blocks that copies in flight will give back
     num_unloaded_blocks: int = 0  # in the CPU tier, not loaded for want of room
     loads: Sequence[Transfer] = ()  # that it waits for
     prefetch: StoragePrefetch | None = None  # from storage: what may still come, and what came
     copy: OneBlock | None = None  # of the last block of a whole-prompt hit, while the match is not settled
-    num_shown_blocks: int = 0  # readable ones in the `Match` that its caller saw last, while it is not settled
-    shows_copy: bool = False  # whether the copy of the last block was among what the caller saw
+    num_readable_blocks: int = 0  # in the `Match` that its caller saw last; of one that runs ahead: that are there
     # -- its blocks, once it is settled or runs ahead
     block_ids: array[int] = _NONE
     duplicates: array[int] = _NONE
@@ -102,10 +101,6 @@ class ActiveRequest:
     num_computed_tokens: int = 0  # of the last commit
     num_copied_tokens: int = 0  # in the private block that the copy of the last block has filled
     ahead: Sequence[Transfer] = ()  # loads whose destinations it uses before they have ended
-    num_readable_blocks: int = 0  # of one that runs ahead: those in front of what is coming
-    stepped_at: float = 0.0  # when it was last given blocks or committed
-    step: int = 0  # the last step that it took part in
-    number: int = 0  # among all that were recorded
 
     def __init__(self, request: Request, keys: BlockKeys, generation: int) -> None:
         """All else is as above, on the class, until it is set: most requests set little of it."""

@@ -10,6 +10,7 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.causes import Cause
+from fastdeploy_cache.books.leaves.policy import Asked
 from fastdeploy_cache.books.path import coming_and_cold, coming_ids, gpu_ids
 from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.books.transfer import Transfer, segments_of
@@ -62,8 +63,8 @@ class Matcher:
         request, tree = active.request, self._tree
         max_blocks = (request.num_tokens - 1) // tree.block_size  # one token is left to compute
         path, num_found = tree.find(request.namespace, active.keys, max_blocks)
-        active.num_asked_blocks = max_blocks
-        active.num_found_blocks = active.trail.num_searched_blocks = active.trail.num_whole_blocks = num_found
+        active.asked = Asked(max_blocks, num_found)
+        active.trail.num_searched_blocks = active.trail.num_whole_blocks = num_found
         if num_found < max_blocks and not request.counted:
             self._misses.find(active, path, num_found)
         elif max_blocks and request.num_tokens == (max_blocks + 1) * tree.block_size:
@@ -88,7 +89,7 @@ class Matcher:
         if active.phase is not WAITING or self.is_stale(active) or active.num_unloaded_blocks:
             self.end_prefetch(active)
             return
-        path, num_found = tree.find(request.namespace, active.keys, active.num_asked_blocks)
+        path, num_found = tree.find(request.namespace, active.keys, active.asked.num_asked)
         num_found = request.whole_images(num_found, tree.block_size)
         may_load = active.room is None or self._loader.is_allowed(num_found - active.num_gpu_blocks)
         if not may_load:  # what it waits for is within the limits, and no more of it
@@ -96,7 +97,7 @@ class Matcher:
         elif num_found > active.num_pinned_blocks:
             num_sure = active.num_pinned_blocks if active.room is None else 0  # what it waits for may never be loaded
             self._load_cold(active, path, num_found, num_sure, is_fetched=True)
-            active.num_found_blocks = max(active.num_found_blocks, num_found)
+            active.asked = Asked(active.asked.num_asked, max(active.asked.num_found, num_found))
             active.trail.num_whole_blocks = max(active.trail.num_whole_blocks, num_found)
 
     def _load_cold(
@@ -259,13 +260,14 @@ class Matcher:
         """
         is_fetching = active.prefetch is not None and self.is_fetching(active)
         if active.phase is WAITING:
-            active.num_shown_blocks = 0 if self.is_lost(active) else len(self.arrived(active)[0])
-            active.shows_copy = active.copy is not None and active.copy.has_landed
+            active.num_readable_blocks = 0 if self.is_lost(active) else len(self.arrived(active)[0])
+            if active.copy is not None:
+                active.copy.is_shown = active.copy.has_landed
             is_coming = is_fetching or active.room is not None
             if is_final or not (is_coming or any(not transfer.done.is_set() for transfer in active.loads)):
                 self.settle(active)
                 if self._listener is not None:
-                    self._listener.note((SETTLED_LATE, active.number))
+                    self._listener.note((SETTLED_LATE, active.trail.number))
         if active.phase is SETTLED or active.phase is VOID:
             return active.block_ids[: active.num_matched_blocks + bool(active.num_copied_tokens)], 0
         if active.is_ahead:  # also where somebody else has computed a block meanwhile, it reads the one that is loading
@@ -275,7 +277,7 @@ class Matcher:
         num_coming = active.num_pinned_blocks - len(ids)
         if is_fetching and active.prefetch is not None:
             end = active.prefetch.first + active.prefetch.num_wanted  # at most: storage may have less
-            end = min(end, active.num_asked_blocks)  # a prefetch may be told to bring the last block, too
+            end = min(end, active.asked.num_asked)  # a prefetch may be told to bring the last block, too
             num_coming += max(1, end - active.num_pinned_blocks)
         return ids, num_coming
 
@@ -320,7 +322,7 @@ class Matcher:
         self.stop_waiting_for_room(active, Cause.LATE)
         self.end_prefetch(active)
         ids, path = self.arrived(active)
-        del ids[active.num_shown_blocks :]
+        del ids[active.num_readable_blocks :]
         if len(ids) < active.num_pinned_blocks:
             self._pin(active, path, len(ids))
         self._settle_at(active, ids)
@@ -334,7 +336,7 @@ class Matcher:
         copy, active.copy = active.copy, None
         if copy is not None and not copy.has_landed:
             copy.is_wanted = False
-        elif copy is not None and active.shows_copy:
+        elif copy is not None and copy.is_shown:
             active.block_ids += copy.block_ids
             active.num_copied_tokens = self._tree.block_size - 1
         elif copy is not None:  # it has landed since the caller looked

@@ -47,7 +47,7 @@ class Misses:
         """Note for the request why the blocks from `num_found` on, that its match asked for, are missed, and that it
         computes them. The path is what it has found."""
         tree, keys, lost, computing = self._tree, active.keys, self._lost, self.computing
-        cause, num_missed = _FORGOTTEN, active.num_asked_blocks - num_found
+        cause, num_missed = _FORGOTTEN, active.asked.num_asked - num_found
         try:
             if lost.is_on:
                 roots = tree.roots
@@ -111,7 +111,7 @@ class Misses:
 
     def pass_over(self, active: ActiveRequest) -> None:
         """All that the match has asked for was found; the request will commit one more block, which nobody asks for."""
-        keys, block = active.keys, active.num_asked_blocks
+        keys, block = active.keys, active.asked.num_asked
         root = self._tree.roots.get(active.request.namespace)
         if root is not None and self._lost.is_on:
             self._lost_at(self._key(root.hashes, keys, block), root.hashes, active, block, block + 1)
@@ -120,14 +120,14 @@ class Misses:
         self, active: ActiveRequest, path: Sequence[Run], block: int, root: bytes | bytearray
     ) -> list[MissedBlocks]:
         parts: list[MissedBlocks] = []
-        keys, end = active.keys, active.num_asked_blocks
+        keys, end = active.keys, active.asked.num_asked
         num_full = active.request.num_tokens // self._tree.block_size  # of which the last one is not asked for
         for _ in range(_MAX_PARTS):
             if block == end:
                 break
             key = self._key(root, keys, block)
             part = self._lost_at(key, root, active, block, num_full)
-            for place in range(block - 1, max(active.num_found_blocks, block - _MAX_BACK) - 1, -1):
+            for place in range(block - 1, max(active.asked.num_found, block - _MAX_BACK) - 1, -1):
                 if part is not None:
                     break
                 part = self._lost_over(root, active, place, block, num_full)
@@ -190,7 +190,7 @@ class Misses:
 
     def _num_with_other_images(self, active: ActiveRequest, path: Sequence[Run], block: int) -> int:
         """Blocks from `block` on whose tokens alone continue what was found."""
-        size, keys, end = self._size, active.keys, active.num_asked_blocks
+        size, keys, end = self._size, active.keys, active.asked.num_asked
         run, offset = self._tree.place(list(path), block) if path else (None, 0)
         at = run if run is not None else self._tree.roots.get(active.request.namespace)
         position = block

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Used
 from fastdeploy_cache.books.growing import grow, insert
-from fastdeploy_cache.books.leaves.policy import Asked
 from fastdeploy_cache.books.run import CPU, Pin
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.movement.movement import Movement
@@ -36,10 +35,10 @@ class Publisher:
 
     def commit(self, active: ActiveRequest, num_computed_tokens: int, now: float) -> None:
         """The first so many tokens are computed and accepted: their full blocks become findable."""
-        if active.stepped_at and num_computed_tokens - active.num_computed_tokens >= MIN_SAMPLE_TOKENS:
+        if active.trail.stepped_at and num_computed_tokens - active.num_computed_tokens >= MIN_SAMPLE_TOKENS:
             before = max(active.num_computed_tokens, active.num_matched_tokens(self._size))
-            self._speeds.note_prefill(num_computed_tokens - before, now - active.stepped_at)
-        active.num_computed_tokens, active.stepped_at = num_computed_tokens, now
+            self._speeds.note_prefill(num_computed_tokens - before, now - active.trail.stepped_at)
+        active.num_computed_tokens, active.trail.stepped_at = num_computed_tokens, now
         num_blocks = self._num_cacheable(active)
         if num_blocks > active.num_committed_blocks and self._enabled and self._may(active):
             self._publish(active, num_blocks)
@@ -77,14 +76,14 @@ class Publisher:
             active.duplicates = done.duplicates
             num_blocks = start + done.num_blocks
         active.num_pinned_blocks = active.num_committed_blocks = num_blocks
-        if num_blocks < active.num_asked_blocks and active.trail.computing_key is not None:
+        if num_blocks < active.asked.num_asked and active.trail.computing_key is not None:
             self._misses.committed(active)
         assert pin is not None
         if active.request.priority is not None:
             pin.run.store_priority = active.request.priority
         if (listener := self._listener) is not None:
             note = listener.note
-            note((COMMITTED, active.number, active.num_computed_tokens, len(active.block_ids)))
+            note((COMMITTED, active.trail.number, active.num_computed_tokens, len(active.block_ids)))
         if self._has_copies:
             self._copy_down.committed(pin.run, num_blocks - start)
 
@@ -96,7 +95,7 @@ class Publisher:
             self._misses.kept_out(active)
         pin, num_skipped = active.pin, 0
         if pin is None:
-            self.num_unpublished += active.is_admitted and active.num_asked_blocks > 0
+            self.num_unpublished += active.is_admitted and active.asked.num_asked > 0
             return 0
         try:
             is_current = active.generation >= self._tree.generations.last_reset
@@ -117,7 +116,7 @@ class Publisher:
             tree.policy.touch(path)
         else:
             request.used = True
-            self._books.use(path, request, Asked(active.num_asked_blocks, active.num_found_blocks))
+            self._books.use(path, request, active.asked)
         path = pin.run.path()  # the policy may have cut it
         if request.priority is not None:
             for run in path:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Matched
+from fastdeploy_cache.books.leaves.policy import Asked
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import OutOfBlocksError, PromptTooLongError, RequestError, UnknownRequestError
@@ -158,7 +159,7 @@ class Requests:
                 is_more = num_all > pool.num_blocks
                 if self.listener is not None:
                     counts = min(num_blocks, MOST_NOTED), min(missing, MOST_NOTED)
-                    self.listener.note((REFUSED, active.number, *counts))
+                    self.listener.note((REFUSED, active.trail.number, *counts))
                 raise OutOfBlocksError(missing, self.num_coming(), num_all=pool.num_blocks if is_more else None)
         if active.phase is WAITING:
             if ahead_of_loads:
@@ -171,12 +172,12 @@ class Requests:
         except BaseException:  # no memory for a longer table: the blocks are nobody's else
             pool.free(ids, REQUEST)
             raise
-        active.stepped_at = now = self._now()
+        active.trail.stepped_at = now = self._now()
         if not active.is_admitted:
             self._admit(active, now)
         if is_told and (listener := self.listener) is not None:
             note = listener.note
-            note((ALLOCATED, active.number, num_blocks, ahead_of_loads))
+            note((ALLOCATED, active.trail.number, num_blocks, ahead_of_loads))
         return ids
 
     def wait_for_blocks(
@@ -199,7 +200,7 @@ class Requests:
         """It got blocks, and no commit has told of them."""
         if (listener := self.listener) is not None:
             note = listener.note
-            note((ALLOCATED, active.number, num_blocks, False))
+            note((ALLOCATED, active.trail.number, num_blocks, False))
 
     def take_back(self, active: ActiveRequest, num_blocks: int) -> None:
         """The reverse of `allocate`, for the last blocks that it gave."""
@@ -212,10 +213,11 @@ class Requests:
         """Count a request that was never matched here, and has hit so many tokens of each tier."""
         size, tree = self._config.block_size, self.books.tree
         active = ActiveRequest(request, request.keys(size), tree.generation)
-        active.num_asked_blocks = (request.num_prompt_tokens - 1) // size
-        path, num_found = tree.find(request.namespace, active.keys, active.num_asked_blocks)
-        active.num_found_blocks = active.trail.num_searched_blocks = active.trail.num_whole_blocks = num_found
-        if num_found < active.num_asked_blocks:
+        num_asked = (request.num_prompt_tokens - 1) // size
+        path, num_found = tree.find(request.namespace, active.keys, num_asked)
+        active.asked = Asked(num_asked, num_found)
+        active.trail.num_searched_blocks = active.trail.num_whole_blocks = num_found
+        if num_found < num_asked:
             self._misses.find(active, path, num_found)
             self._misses.computing.end(active)
         self.accounts.count_other(active, hit_tokens)
@@ -227,7 +229,7 @@ class Requests:
             self._admit(active, now)
         self.publisher.commit(active, num_computed_tokens, now)
         if is_first and self.listener is not None:
-            self.listener.note((COMMITTED, active.number, num_computed_tokens, len(active.block_ids)))
+            self.listener.note((COMMITTED, active.trail.number, num_computed_tokens, len(active.block_ids)))
         if active.is_offered:
             self.books.note(Committed(active=active))
 

@@ -47,7 +47,7 @@ class RunsAhead:
         self._accounts.loaded(active)
         active.enter(SETTLED if came else VOID)
         if self._listener is not None:
-            self._listener.note((CONFIRMED, active.number, arrived))
+            self._listener.note((CONFIRMED, active.trail.number, arrived))
         if came and len(ids) == active.num_pinned_blocks:
             return
         active.is_detached = True

@@ -31,7 +31,6 @@ class Steps:
 
     def __init__(self, requests: Requests, block_size: int) -> None:
         self._requests, self._size = requests, block_size
-        self._num_steps = 0
 
     @staticmethod
     def pack(steps: Iterable[tuple[Request, TokenIds, int]]) -> list[Packed | CacheError]:
@@ -53,28 +52,27 @@ class Steps:
 
     def run(self, packed: Sequence[Packed | CacheError]) -> list[list[int] | CacheError | MemoryError]:
         """For each request its new blocks, or why nothing of its step was done."""
-        self._num_steps += 1
-        now = self._requests.books.clock.now()
+        now, taken = self._requests.books.clock.now(), set[ActiveRequest]()
         done: list[list[int] | CacheError | MemoryError] = []
         listener = self._requests.listener if len(packed) > 1 else None
         if listener is not None:
             listener.begin_step()
         for step in packed:
             try:
-                done.append(step if isinstance(step, CacheError) else self._step(step, now))
+                done.append(step if isinstance(step, CacheError) else self._step(step, now, taken))
             except (CacheError, MemoryError) as error:
                 done.append(error)
         if listener is not None:
             listener.end_step()
         return done
 
-    def _step(self, step: Packed, now: float) -> list[int]:
+    def _step(self, step: Packed, now: float, taken: set[ActiveRequest]) -> list[int]:
         request, tokens, num_computed_tokens = step
         requests = self._requests
         active = requests.active(request)
-        if active.step == self._num_steps or active.phase is VOID:
+        if active in taken or active.phase is VOID:
             self._refuse(active)
-        active.step = self._num_steps
+        taken.add(active)
         if active.phase is WAITING:
             requests.matcher.settle(active)
         num_before = request.num_tokens
@@ -85,11 +83,11 @@ class Steps:
                 f"step of request {request.request_id!r} with {num_computed_tokens} computed tokens; {least} are "
                 f"committed, it has {num_tokens}, and its blocks hold {num_room}: give {least} to {most}"
             )
-        new_ids, began = list[int](), active.stepped_at
+        new_ids, began = list[int](), active.trail.stepped_at
         if num_tokens > num_room:
             num_missing = -(-(num_tokens - num_room) // self._size)
             new_ids = requests.allocate(active, num_missing, ahead_of_loads=False, is_told=False).tolist()
-            active.stepped_at = began  # what is committed below took from there, not from the new blocks on
+            active.trail.stepped_at = began  # what is committed below took from there, not from the new blocks on
         try:
             request.append_packed(tokens)
             num_committed = active.num_committed_blocks

@@ -28,3 +28,5 @@ class Trail(msgspec.Struct, gc=False):
     load_seconds: float = 0.0  # of the loads that it waited for and that came
     owes_load_seconds: bool = False  # it was counted while it ran ahead of them
     computing_key: int | None = None  # see `Computing`
+    stepped_at: float = 0.0  # when it was last given blocks or committed: how fast is prefill?
+    number: int = 0  # among all that were recorded

@@ -50,7 +50,7 @@ class _Heard:
         self.active, num_unloaded = active, active.num_unloaded_blocks
         refused = active.trail.refused_for if num_unloaded else None
         cause = refused[0].place if refused is not None else NO_CAUSE
-        self.found = active.num_found_blocks, active.num_gpu_blocks, num_unloaded, cause
+        self.found = active.asked.num_found, active.num_gpu_blocks, num_unloaded, cause
 
     def looked(self, request: Request, keys: BlockKeys, path: list[Run], num_found: int) -> None:  # noqa: ARG002
         self.num_looked = num_found
@@ -332,7 +332,7 @@ class FlightReplay:
     def _poll(self, live: _Live) -> None:
         """Its caller has looked, in the recording, before it went on: else it would not have had so much in the end."""
         active = live.active
-        if not active.is_settled and active.num_shown_blocks < self._num_matched.get(active.request.request_id, 0):
+        if not active.is_settled and active.num_readable_blocks < self._num_matched.get(active.request.request_id, 0):
             live.match = live.match.poll()
 
     def _teach(self, record: Record, request: Request) -> None:
@@ -368,7 +368,8 @@ class FlightReplay:
 
 def _num_held(active: ActiveRequest) -> int:
     """The blocks that it has, or will have as soon as its match settles at what its caller has seen."""
-    return active.num_shown_blocks + active.shows_copy if active.phase is WAITING else len(active.block_ids)
+    has_copy = active.copy is not None and active.copy.is_shown
+    return active.num_readable_blocks + has_copy if active.phase is WAITING else len(active.block_ids)
 
 
 def _found(found: tuple[int, int, int, int]) -> str:
