@@ -56,7 +56,7 @@ setup(
     package_dir={"fastdeploy_cache": "fastdeploy_cache", **{f"fastdeploy_cache.{name}": name for name in BESIDE}},
     package_data={
         "fastdeploy_cache": ["py.typed", "*.pyi"],
-        "fastdeploy_cache.insight": ["page_parts/*"],
+        "fastdeploy_cache.insight.looks": ["page_parts/*"],
         "fastdeploy_cache.launch": ["*.toml"],
         "fastdeploy_cache.launch.background": ["deploy/*", "deploy/*/*/*", "deploy/*/*/*/*"],
     },

@@ -10,11 +10,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fastdeploy_cache.books.leaves.policy import EvictionPolicy
     from fastdeploy_cache.books.run import Tier
     from fastdeploy_cache.config.cache import CacheConfig
+    from fastdeploy_cache.config.insight import InsightConfig
+    from fastdeploy_cache.insight.doctor.finding import Finding
     from fastdeploy_cache.manager import PrefixCacheManager
     from fastdeploy_cache.peers.transfers import Receive, Send
     from fastdeploy_cache.request import Request
+    from fastdeploy_cache.requests.explanation import Explanation
     from fastdeploy_cache.requests.match import Match, Prefetch
     from fastdeploy_cache.stats import CacheStats, TierStats
     from fastdeploy_cache.transfer_manager.config import TransferConfig
@@ -31,6 +35,10 @@ __version__ = "0.1.0"  # setup.py reads it here
 __all__ = [
     "CacheConfig",
     "CacheStats",
+    "EvictionPolicy",
+    "Explanation",
+    "Finding",
+    "InsightConfig",
     "KVHandle",
     "KVLayout",
     "KVMemory",
@@ -54,6 +62,10 @@ __all__ = [
 _HOMES = {
     "CacheConfig": "config.cache",
     "CacheStats": "stats",
+    "EvictionPolicy": "books.leaves.policy",
+    "Explanation": "requests.explanation",
+    "Finding": "insight.doctor.finding",
+    "InsightConfig": "config.insight",
     "KVHandle": "transfer_manager.kv.memory",
     "KVLayout": "transfer_manager.kv.layout",
     "KVMemory": "transfer_manager.kv.memory",

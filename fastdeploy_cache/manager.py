@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import functools
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
-from fastdeploy_cache.books.block_pool import REQUEST
 from fastdeploy_cache.books.leaves.policy import EvictionPolicy
-from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.books.tokens import TokenIds
 from fastdeploy_cache.books.transfer import wait_done
 from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import CacheError, RequestError
-from fastdeploy_cache.insight.control import Control
+from fastdeploy_cache.insight.control.control import Control
 from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.insight.recorder import Recorder
+from fastdeploy_cache.insight.seen import Seen
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock, seconds_to_wait
 from fastdeploy_cache.life_cycle import LifeCycle
 from fastdeploy_cache.movement.movement import Movement
@@ -35,7 +33,7 @@ from fastdeploy_cache.requests.steps import Steps
 from fastdeploy_cache.storage.access import StorageAccess
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.finding import Finding
+    from fastdeploy_cache.insight.doctor.finding import Finding
     from fastdeploy_cache.metrics.exporter import Collector
     from fastdeploy_cache.stats import CacheStats
     from fastdeploy_cache.transfer_manager.peer.client import PeerClient
@@ -77,7 +75,8 @@ class PrefixCacheManager:
 
         Raises:
             RankStartError, DeviceError: a rank did not start within its deadline, or its device cannot be here.
-            StorageRefusedError, PeerRefusedError: settings are wrong. NotEnoughMemoryError: the pools do not fit.
+            StorageRefusedError, PeerRefusedError: the storage's, or the link's, settings are wrong.
+            NotEnoughMemoryError: the pools do not fit; nothing was taken.
         """
         self.config = config
         clock = clock if isinstance(clock, Clock) else Clock(clock)
@@ -95,19 +94,25 @@ class PrefixCacheManager:
         self.peers = Peers(config, books, requests, self.metrics)
         self.ranks = RankAccess(config, books, movement, self.peers, on_kv_lost)
         self.life = LifeCycle(config, books, movement, requests=requests, storage=storage, peers=self.peers)
-        self.insight = Insight(config, books, movement, requests=requests, storage=storage, peers=self.peers)
-        self.control = Control(config, books, self.insight, self.life, self.ranks.restart, check=self.check_invariants)
-        client.start(movement.mover.on_result, self.ranks.on_kv_lost)
+        self._seen = seen = Seen(config, books, movement, requests=requests, storage=storage, peers=self.peers)
+        self.insight = Insight(books, movement, requests, seen)
+        self.control = Control(
+            config, books, self.insight, seen, self.life, restart=self.ranks.restart, check=self.check_invariants
+        )
+        self._start(client, peer_client)
+
+    def _start(self, client: TransferClient, peer_client: PeerClient | None) -> None:
+        client.start(self._movement.mover.on_result, self.ranks.on_kv_lost)
         try:
-            if config.storage is not None:
-                storage.attach(config.storage)
-            self.peers.open(movement, storage, peer_client)
+            if self.config.storage is not None:
+                self.storage.attach(self.config.storage)
+            self.peers.open(self._movement, self.storage, peer_client)
             self.control.open_configured()
-            self.insight.start()
+            self._seen.start()
         except BaseException:
             self.close()
             raise
-        self._recorder.show(lambda: self.insight.picture(self.life.status.value))
+        self._recorder.show(lambda: self._seen.picture(self.life.status.value))
 
     # -- the verbs of a request
 
@@ -253,21 +258,8 @@ class PrefixCacheManager:
         Raises:
             UnknownRequestError: never matched, or released already.
         """
-        requests = self._requests
         with self._books:
-            active = requests.active(request)
-            loads = list(active.loads)
-            private_ids = requests.end(active)
-            if active.is_offered:
-                kept = self.peers.road.sends.released(active)
-                private_ids = array("i", [block_id for block_id in private_ids if block_id not in kept])
-            if private_ids:
-                self._books.pools[GPU].free(private_ids, REQUEST)
-            num_skipped = requests.publisher.release(active)
-            if loads:
-                self._movement.mover.cancel_unwanted(loads)
-            if num_skipped:
-                self._recorder.note_skipped(num_skipped)
+            self._requests.release(self._requests.active(request))
 
     def prefetch(self, request: Request, *, with_last_token: bool = False) -> Prefetch:
         """A request has been queued: fetch from storage, to the CPU tier, what no tier here has of it.
@@ -325,7 +317,7 @@ class PrefixCacheManager:
         self.storage.detach()
         self.peers.road.close()
         self._movement.client.stop()
-        self.insight.close()
+        self._seen.close()
         self.control.end()
         self._recorder.close()
 
@@ -339,25 +331,25 @@ class PrefixCacheManager:
 
     def explain(self, request_id: str) -> Explanation:
         """Where the prompt tokens of a matched or recent request came from. Raises `UnknownRequestError`."""
-        return self.insight.explain(request_id)
+        return self._seen.explain(request_id)
 
     def explain_last(self, num_requests: int) -> list[Explanation]:
         """The same for the last requests that were admitted, the newest first; fewer where fewer are remembered."""
-        return self.insight.explain_last(num_requests)
+        return self._seen.explain_last(num_requests)
 
     def examine(self) -> list[Finding]:
         """What is wrong with this cache as far as its last requests show, the worst first."""
-        return self.insight.examine()
+        return self._seen.examine()
 
     def stats(self) -> CacheStats:
         """Blocks by owner, transfers, hit rates over the window, ranks."""
-        return self.insight.stats()
+        return self._seen.stats()
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` if the books do not add up. Walks the whole tree: for tests and for doubt."""
-        from fastdeploy_cache.insight.self_check import check_all
+        from fastdeploy_cache.insight.control.self_check import check_all
 
-        with self.insight.alerting("invariants"):
+        with self._seen.alerting("invariants"):
             check_all(self._books, self._movement, self._requests, self.storage, peers=self.peers, blocks=self.blocks)
 
     def serve_metrics(
@@ -375,5 +367,5 @@ class PrefixCacheManager:
         """
         with self._books:
             self._books.check_open()
-        pages = self.insight.start_page(lambda: self.life.status.value)
+        pages = self._seen.start_page(self.insight, lambda: self.life.status.value)
         return self._recorder.serve(host, port, also, pages, allow_hosts)

@@ -40,7 +40,7 @@ HOMES = {
         "fastdeploy_cache/policies/reuse_history.py",
         "fastdeploy_cache/requests/accounts.py",
         "fastdeploy_cache/requests/trail.py",
-        "fastdeploy_cache/insight/what_if_setup.py",
+        "fastdeploy_cache/insight/what_if/setup.py",
         "fastdeploy_cache/requests/match.py",
         "fastdeploy_cache/books/tokens.py",
         "ipc/codec.py",
@@ -57,8 +57,8 @@ HOMES = {
         "launch/engines/results.py",
         "launch/engines/vllm_plan.py",
         "launch/server/api_requests.py",
-        "fastdeploy_cache/insight/control_messages.py",
-        "fastdeploy_cache/insight/control_server.py",
+        "fastdeploy_cache/insight/control/messages.py",
+        "fastdeploy_cache/insight/control/server.py",
         "launch/server/instance_app.py",
         "launch/simulator/trace.py",
     },
@@ -120,7 +120,7 @@ HOMES = {
         "launch/storage/command.py",
     },
     "matplotlib": {"launch/simulator/plot.py"},
-    "opentelemetry": {"fastdeploy_cache/insight/traces.py"},
+    "opentelemetry": {"fastdeploy_cache/insight/flight/traces.py"},
 }
 # A benchmark's baseline; and who tells the children of another engine what their main module is.
 MULTIPROCESSING = {"launch/bench/ping_pong.py", "fastdeploy_cache/adapters/fastdeploy/run.py"}
@@ -318,7 +318,7 @@ def test_broad_except_only_at_the_boundaries() -> None:
         "fastdeploy_cache/books/leaves/guarded.py",
         "fastdeploy_cache/adapters/sglang/hicache_storage.py",
         "fastdeploy_cache/adapters/fastdeploy/kv_arrivals.py",
-        "fastdeploy_cache/insight/control_server.py",
+        "fastdeploy_cache/insight/control/server.py",
     }
 
 

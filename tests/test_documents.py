@@ -17,7 +17,7 @@ from fastdeploy_cache.callers.blocks import CallerBlocks
 from fastdeploy_cache.callers.copies import BlockCopies
 from fastdeploy_cache.callers.view import BlockView
 from fastdeploy_cache.config.insight import InsightConfig
-from fastdeploy_cache.insight.control import Control
+from fastdeploy_cache.insight.control.control import Control
 from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.ipc.peer_channel import make_keys
 from fastdeploy_cache.ipc.private_directory import PrivateDirectory

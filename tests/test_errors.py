@@ -74,7 +74,7 @@ COUNTED = (
     "launch/operating",
     "launch/demo",
     "fastdeploy_cache/requests/explanation.py",
-    "fastdeploy_cache/insight/doctor.py",
+    "fastdeploy_cache/insight/doctor/doctor.py",
 )
 ALWAYS_MORE = {"len(CONVERSATIONS)", "_NUM_CPU_BLOCKS", "BLOCK_TOKENS", "MAX_SECONDS", "num_gpu_blocks"}
 

@@ -181,9 +181,9 @@ def test_a_wheel_is_complete(copy: Path, archive: Path, wheel: Path, tmp_path: P
     data = {name.removeprefix("fastdeploy_cache/") for name in expected if not name.endswith(".py")}
     places = (copy / "launch" / "background" / "deploy").rglob("*")
     deploy = {str(path.relative_to(copy)) for path in places if path.is_file()}
-    page = {name for name in data if name.startswith("insight/page_parts/")}
+    page = {name for name in data if name.startswith("insight/looks/page_parts/")}
     assert data == {"py.typed", "_native.pyi", "launch/serve.toml", *deploy, *page}
-    assert len(deploy) >= 4 and "insight/page_parts/page.html" in page
+    assert len(deploy) >= 4 and "insight/looks/page_parts/page.html" in page
 
 
 @needs_wheels

@@ -23,8 +23,8 @@ LINES = {"fastdeploy_cache": 28_248, "transfer_manager": 12_155, "ipc": 1_806, "
 ROOM_PAIRS, LONGEST_CHAIN = 94, 12
 NAMES_OF_MANAGER = 28
 NAMES_OF_PARTS = {
-    ("insight/insight.py", "Insight"): 26,
-    ("insight/control.py", "Control"): 13,
+    ("insight/insight.py", "Insight"): 7,
+    ("insight/control/control.py", "Control"): 13,
     ("life_cycle.py", "LifeCycle"): 9,
     ("ranks.py", "RankAccess"): 9,
     ("callers/blocks.py", "CallerBlocks"): 15,

@@ -40,6 +40,13 @@ class Used(Change):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
+class NotCopied(Change):
+    """A request went, and so many of its blocks should have been copied down and could not be."""
+
+    num_blocks: int
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class RoomCame(Change):
     """More or fewer blocks of a tier can be had than after the last turn, or somebody began to wait for some."""
 

@@ -1,273 +1,37 @@
-"""What can be seen of a cache from outside of its requests."""
+"""What an operator looks at: `cache.insight`."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.run import CPU, GPU, Tier
-from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError, RecordingError
-from fastdeploy_cache.metrics.picture import Durations, Picture
-from fastdeploy_cache.metrics.what_if_metrics import WhatIfCounts
+from fastdeploy_cache.insight.seen import Seen
 from fastdeploy_cache.movement.movement import Movement
-from fastdeploy_cache.peers.peers import Peers
-from fastdeploy_cache.requests.explanation import Explanation
 from fastdeploy_cache.requests.listener import RequestListener
 from fastdeploy_cache.requests.requests import Requests
-from fastdeploy_cache.storage.access import StorageAccess
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.finding import Finding
-    from fastdeploy_cache.insight.flight_keeper import FlightKeeper
-    from fastdeploy_cache.insight.flight_recorder import FlightRecorder
-    from fastdeploy_cache.insight.live_views import RanksView, RequestsView
-    from fastdeploy_cache.insight.page import OperatorPage
-    from fastdeploy_cache.insight.prefix_views import PrefixView, TreeView
-    from fastdeploy_cache.insight.what_if import WhatIf, WhatIfRate
-    from fastdeploy_cache.metrics.exporter import Page
-    from fastdeploy_cache.requests.listener import RequestListener
-    from fastdeploy_cache.stats import CacheStats
-    from fastdeploy_cache.transfer_manager.client import RankStatus
+    from fastdeploy_cache.insight.looks.live_views import RanksView, RequestsView
+    from fastdeploy_cache.insight.looks.prefix_views import PrefixView, TreeView
+    from fastdeploy_cache.insight.what_if.what_if import WhatIfRate
 
 MAX_SHOWN, MAX_DEPTH = 2000, 64
-TIER_NAMES = (("gpu", GPU), ("cpu", CPU))
 
 
 class Insight:
-    """Looks at every room and changes nothing. Any thread.
+    """Looks at prefixes, requests and ranks, and changes nothing. Any thread.
 
     What looks at many prefixes or requests does so in short turns, between which others change them: each prefix or
     request is shown as it was at one moment, and all of them together as they were within a few milliseconds or, in a
     cache of very many blocks, seconds.
     """
 
-    def __init__(
-        self,
-        config: CacheConfig,
-        books: Books,
-        movement: Movement,
-        *,
-        requests: Requests,
-        storage: StorageAccess,
-        peers: Peers,
-    ) -> None:
-        self._config, self._books, self._movement = config, books, movement
-        self._requests, self._storage, self._peers = requests, storage, peers
-        self._metrics = requests.accounts.metrics
-        self._what_if: WhatIf | None = None
-        self._page: OperatorPage | None = None
-        self._flight: FlightKeeper | None = None
-
-    def start(self) -> None:
-        """Record from now on: the manager is whole.
-
-        Raises:
-            ConfigError: `insight.traces` without OpenTelemetry.
-        """
-        listener: RequestListener | None = None
-        if self._config.insight.flight_recorder_bytes:
-            from fastdeploy_cache.insight.flight_keeper import FlightKeeper  # late: an import of the manager is quick
-
-            self._flight = FlightKeeper(self._config, self._books, self._movement, self._storage, live=self._requests)
-            listener = self._flight.recorder
-            self._flight.start()
-        if self._config.insight.traces:
-            from fastdeploy_cache.insight.traces import Traces
-
-            listener = Traces(self._books, listener)
-        if listener is not None:
-            self._requests.tell(listener)
-
-    def explain(self, request_id: str) -> Explanation:
-        """See `PrefixCacheManager.explain`."""
-        with self._books:
-            return self._requests.explain(request_id)
-
-    def explain_last(self, num_requests: int) -> list[Explanation]:
-        """See `PrefixCacheManager.explain_last`."""
-        with self._books:
-            accounts = self._requests.accounts.last(num_requests)
-        return self._requests.accounts.explained(accounts)
-
-    def num_explained(self) -> int:
-        """How many requests `explain_last` can tell of now."""
-        with self._books:
-            return len(self._requests.accounts)
-
-    def examine(self) -> list[Finding]:
-        """See `PrefixCacheManager.examine`."""
-        from fastdeploy_cache.insight.doctor import examine  # late: it is seldom asked
-        from fastdeploy_cache.insight.evidence import evidence_of
-
-        requests = self.explain_last(self._config.num_explained_requests)
-        loads = self._metrics.task_totals("swap_in")
-        speed = loads.num_bytes / loads.seconds if loads.seconds else None
-        rates = self.known_what_if()
-        case = evidence_of(
-            self._config,
-            self.stats(),
-            requests,
-            self._books,
-            rates=rates,
-            load_bytes_per_second=speed,
-            num_unpublished_requests=self._requests.publisher.num_unpublished,
-        )
-        return examine(case)
-
-    def start_what_if(self) -> WhatIf:
-        """Estimate from now on what other sizes of the tiers would hit, unless `insight.what_if` is off."""
-        from fastdeploy_cache.insight.what_if import WhatIf  # late: it starts a process
-
-        if self._what_if is None:
-            prefill = self._movement.speeds.prefill
-            self._what_if = WhatIf(self._config, self._books, lambda: prefill.per_second)
-        self._what_if.start()
-        return self._what_if
-
-    def what_if(self) -> list[WhatIfRate]:
-        """What other sizes of the tiers would have hit in the last hour; nothing before there were enough requests.
-
-        The first call starts the process that estimates it, where no metrics endpoint has.
-        """
-        return self.start_what_if().rates()
-
-    def known_what_if(self) -> list[WhatIfRate]:
-        """The same, and nothing where it was never started."""
-        return self._what_if.rates() if self._what_if is not None else []
-
-    def policy_name(self) -> str:
-        """The eviction policy that is in force now."""
-        return self._books.tree.policy.name
-
-    def follow_policy(self, policy: str) -> None:
-        """Another eviction policy is in force: what other sizes would hit is estimated for that one."""
-        if self._what_if is not None:
-            self._what_if.follow(policy)
-
-    def what_if_counts(self) -> WhatIfCounts:
-        """What the metrics show of it."""
-        rates = [(r.tier, r.factor, r.policy, r.token_hit_rate, r.saved_seconds) for r in self.known_what_if()]
-        return WhatIfCounts(rates, self._what_if.num_lost_requests if self._what_if is not None else 0)
-
-    def start_page(self, life_cycle: Callable[[], str]) -> dict[str, Page]:
-        """What is served beside the metrics, by path; begins to keep what that shows. `life_cycle`: its present state.
-
-        Nothing where `insight.page` is off. The process of `what_if` starts all the same.
-        """
-        self.start_what_if()
-        if not self._config.insight.page:
-            return {}
-        from fastdeploy_cache.insight.page import OperatorPage  # late: not every cache has one
-
-        if self._page is None:
-            self._page = OperatorPage(
-                self._config, self, self._requests.accounts, self._metrics, life_cycle, clock=self._books.clock
-            )
-        self._page.history.start()
-        return self._page.pages()
-
-    def close(self) -> None:
-        """End what was started here."""
-        if self._what_if is not None:
-            self._what_if.close()
-        if self._page is not None:
-            self._page.history.stop()
-        if self._flight is not None:
-            self._flight.close()
-
-    def stats(self) -> CacheStats:
-        """See `PrefixCacheManager.stats`."""
-        hit_rates = self._metrics.hit_rates()  # with a lock of its own
-        with self._books:
-            return self._stats(hit_rates)
-
-    def picture(self, life_cycle: str) -> Picture:
-        """What the metrics ask for at each scrape, in one turn. `life_cycle`: the state that the cache is in."""
-        accounts, ages, mover = self._requests.accounts, self._books.residency.ages, self._movement.mover
-        with self._books:
-            stats = self._stats({})
-            ages.count_evicted()
-            phases = Counter([active.phase.value for active in self._requests])
-            tasks_in_flight = {**mover.tasks.by_kind(), **self._storage.tasks_in_flight}
-            times = Durations(
-                residency={name: ages.residency[tier].read() for name, tier in TIER_NAMES},
-                idle={name: ages.idle[tier].read() for name, tier in TIER_NAMES},
-                reuse_gaps=ages.reuse_gaps.read(),
-                matches=accounts.match_times.read(),
-            )
-            load_seconds, room = accounts.moved_by_tier(), self._requests.room
-            num_waiting, room_waits = len(room), (room.num_waited, room.seconds_waited)
-        return Picture(
-            blocks=stats.block_counts(),
-            evictions=stats.eviction_counts(),
-            ranks=stats.rank_counts(),
-            processes=stats.process_states(),
-            refused_tasks=stats.num_refused_transfers,
-            tasks_in_flight=tasks_in_flight,
-            requests=phases,
-            num_waiting_for_room=num_waiting,
-            room_waits=room_waits,
-            storage=stats.storage_counts(),
-            failed_steps=stats.num_failed_steps,
-            num_quarantined_blocks=stats.num_quarantined_blocks,
-            num_hashed_blocks=stats.num_hashed_blocks,
-            hash_seconds=stats.hash_seconds,
-            missed_tokens=stats.missed_tokens,
-            saved_seconds=stats.saved_seconds,
-            load_seconds=load_seconds,
-            life_cycle=life_cycle,
-            what_if=self.what_if_counts(),
-            times=times,
-            block_size=self._config.block_size,
-            eviction_policy=self._config.eviction_policy,
-        )
-
-    def _stats(self, hit_rates: Mapping[str, float]) -> CacheStats:
-        from fastdeploy_cache.stats import CacheStats, TierStats  # late: an import of the manager is quick
-
-        books, mover, road = self._books, self._movement.mover, self._peers.road
-        gpu, cpu = (TierStats.of(books.pools[tier], books.residency, tier) for tier in Tier)
-        storage, storage_sums = self._storage.stats()
-        return CacheStats(
-            gpu=gpu,
-            cpu=cpu,
-            storage=storage,
-            storage_sums=storage_sums,
-            num_requests=len(self._requests),
-            num_transfers_in_flight=sum(not t.done.is_set() for t in mover.in_flight.values()),
-            num_open_sends=len(road.sends),
-            num_open_receives=len(road.receives),
-            num_swapped_in_blocks=mover.num_landed[GPU],
-            num_swapped_out_blocks=mover.num_landed[CPU],
-            num_refused_transfers={d.value: n for d, n in mover.num_refused.items()},
-            num_failed_steps=dict(books.mishaps.counts),
-            num_hashed_blocks=books.tree.names.num_hashed,
-            hash_seconds=books.tree.names.seconds,
-            num_quarantined_blocks=mover.num_quarantined_blocks,
-            epoch=books.tree.epoch,
-            hit_rates=hit_rates,
-            missed_tokens=self._requests.accounts.missed_by_cause(),
-            saved_seconds=self._requests.accounts.saved_by_tier(),
-            ranks=tuple(self._movement.client.statuses()),
-            processes=self.processes(),
-        )
-
-    def processes(self) -> dict[str, tuple[RankStatus, ...]]:
-        """Every process beside the engine's: those that copy (transfer), with a store, and with peers. Not in them: a
-        kind that this cache has none of."""
-        found = {
-            "transfer": self._movement.client.statuses(),
-            "storage": self._storage.statuses(),
-            "peer": self._peers.road.processes.statuses(),
-        }
-        return {kind: tuple(statuses) for kind, statuses in found.items() if statuses}
+    def __init__(self, books: Books, movement: Movement, requests: Requests, seen: Seen) -> None:
+        self._books, self._movement, self._requests, self._seen = books, movement, requests, seen
 
     def top(self, num_prefixes: int = 20) -> list[PrefixView]:
         """The prefixes that the most requests have used, the most used first; among equals the last used.
@@ -275,7 +39,7 @@ class Insight:
         Raises:
             ConfigError: fewer than 1, or more than 2,000.
         """
-        from fastdeploy_cache.insight.prefix_search import PrefixSearch  # late, as all of these: they are seldom asked
+        from fastdeploy_cache.insight.looks.prefix_search import PrefixSearch  # late, as all of these: seldom asked
 
         _check_number("top: num_prefixes", num_prefixes, MAX_SHOWN)
         return PrefixSearch(self._books, num_prefixes, sys.maxsize).prefixes()
@@ -286,7 +50,7 @@ class Insight:
         Raises:
             ConfigError: no depth from 1 to 64, or not from 1 to 2,000 nodes.
         """
-        from fastdeploy_cache.insight.prefix_search import PrefixSearch
+        from fastdeploy_cache.insight.looks.prefix_search import PrefixSearch
 
         _check_number("tree: depth", depth, MAX_DEPTH)
         _check_number("tree: max_nodes", max_nodes, MAX_SHOWN)
@@ -298,26 +62,25 @@ class Insight:
         Raises:
             ConfigError: fewer than 1, or more than 2,000.
         """
-        from fastdeploy_cache.insight.live_views import RequestsView, running_requests
+        from fastdeploy_cache.insight.looks.live_views import RequestsView, running_requests
 
         _check_number("requests: num_requests", num_requests, MAX_SHOWN)
         num_running, running = running_requests(self._books, self._requests, num_requests)
-        recent = tuple(self.explain_last(num_requests))
+        recent = tuple(self._seen.explain_last(num_requests))
         return RequestsView(num_running=num_running, running=running, recent=recent)
-
-    def facts(self) -> dict[str, Any]:
-        """The statistics as one document, for JSON."""
-        from fastdeploy_cache.insight.status_document import status_document
-
-        return status_document(self.stats(), self._metrics, self._config)
 
     def ranks(self) -> RanksView:
         """The processes that copy, and how much they have to do."""
-        from fastdeploy_cache.insight.live_views import ranks_now
+        from fastdeploy_cache.insight.looks.live_views import ranks_now
 
         return ranks_now(self._books, self._movement)
 
-    # -- the flight recorder
+    def what_if(self) -> list[WhatIfRate]:
+        """What other sizes of the tiers would have hit in the last hour; nothing before there were enough requests.
+
+        The first call starts the process that estimates it, where no metrics endpoint has.
+        """
+        return self._seen.start_what_if().rates()
 
     def write_flight(self, path: str | Path | None = None) -> Path:
         """Write what the flight recorder has kept to a file of mode 0600; a recording of that name is replaced.
@@ -329,35 +92,19 @@ class Insight:
                 `insight.flight_recorder_bytes` is 0.
             LifeCycleError: a turn of another thread does not end.
         """
-        if self._flight is None:
+        if (flight := self._seen.flight) is None:
             raise RecordingError(
                 "there is no flight recording, as insight.flight_recorder_bytes is 0; give it some room, such as 4MiB"
             )
         if path is None or os.path.isdir(path):  # noqa: PTH112 (no error where it may not be looked at)
-            return self._flight.write_to_folder("asked", None if path is None else Path(path))
-        self._flight.write(Path(path))
+            return flight.write_to_folder("asked", None if path is None else Path(path))
+        flight.write(Path(path))
         return Path(path)
-
-    @property
-    def flight_recorder(self) -> FlightRecorder | None:
-        """The ring; None where there is none."""
-        return self._flight.recorder if self._flight is not None else None
-
-    def flush_recording(self) -> None:
-        """Write to `insight.record_folder` what has happened by now; otherwise it is written within a second."""
-        if self._flight is not None:
-            self._flight.flush()
 
     def tell(self, listener: RequestListener) -> None:
         """Let this one hear of every verb of a request instead of the flight recorder: for a replay."""
         with self._books:
             self._requests.tell(listener)
-
-    @contextlib.contextmanager
-    def alerting(self, reason: Literal["invariants"]) -> Iterator[None]:
-        """What raises `AssertionError` in here is an alert, for which a flight recording is written."""
-        with self._flight.alerting(reason) if self._flight is not None else contextlib.nullcontext():
-            yield
 
 
 def _check_number(name: str, value: int, most: int) -> None:

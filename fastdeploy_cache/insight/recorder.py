@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.changes import NotCopied
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError
 from fastdeploy_cache.ipc.shortage import share_of_files
@@ -40,6 +41,7 @@ class Recorder:
         books.listen(TaskEnded, self._on_task_ended)
         books.listen(StorageTaskEnded, self._on_task_ended)
         books.listen(PrefetchEnded, self._on_prefetch_ended)
+        books.listen(NotCopied, lambda skipped: self._note_skipped(skipped.num_blocks))
 
     def show(self, look: Callable[[], Picture]) -> None:
         """Ask for this picture at each scrape."""
@@ -66,7 +68,7 @@ class Recorder:
         while self._exporters:
             self._exporters.pop().close()
 
-    def note_skipped(self, num_blocks: int) -> None:
+    def _note_skipped(self, num_blocks: int) -> None:
         """So many blocks should have been copied down and could not be. In a turn."""
         if num_blocks:
             record = functools.partial(self.metrics.record_skipped_writes, num_blocks)
@@ -75,7 +77,7 @@ class Recorder:
     def _on_task_ended(self, ended: TaskEnded | StorageTaskEnded) -> None:
         self._books.call_later(functools.partial(self._record_task, ended.result, ended.seconds))
         if isinstance(ended, TaskEnded):
-            self.note_skipped(ended.num_lost)
+            self._note_skipped(ended.num_lost)
 
     def _on_prefetch_ended(self, ended: PrefetchEnded) -> None:
         record = functools.partial(self.metrics.record_prefetch, ended.seconds)

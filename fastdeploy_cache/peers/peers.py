@@ -37,6 +37,7 @@ class Peers:
     def __init__(self, config: CacheConfig, books: Books, requests: Requests, metrics: CacheMetrics) -> None:
         self._config, self._books, self._requests, self._metrics = config, books, requests, metrics
         self.road: Road | NoRoad = NoRoad()
+        requests.keep_offered = lambda active: self.road.sends.released(active)  # noqa: PLW0108 (of that road then)
         books.listen(Forgotten, self._on_forgotten)
         books.listen(Committed, lambda committed: self.road.sends.committed(committed.active))
 

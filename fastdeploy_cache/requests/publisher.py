@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.books.changes import Used
+from fastdeploy_cache.books.changes import NotCopied, Used
 from fastdeploy_cache.books.growing import grow, insert
 from fastdeploy_cache.books.run import CPU, Pin
 from fastdeploy_cache.config.cache import CacheConfig
@@ -87,26 +87,25 @@ class Publisher:
         if self._has_copies:
             self._copy_down.committed(pin.run, num_blocks - start)
 
-    def release(self, active: ActiveRequest) -> int:
-        """Note the use, copy the rest down, take the pin back; returns how many blocks could not be copied."""
+    def release(self, active: ActiveRequest) -> None:
+        """Note the use, copy the rest down, take the pin back."""
         if active.prefetch is not None:
             self._matcher.end_prefetch(active)
         if not self._cache_outputs and self._enabled and self._may(active):
             self._misses.kept_out(active)
-        pin, num_skipped = active.pin, 0
+        pin = active.pin
         if pin is None:
             self.num_unpublished += active.is_admitted and active.asked.num_asked > 0
-            return 0
+            return
         try:
             is_current = active.generation >= self._tree.generations.last_reset
             if is_current and active.is_admitted and not active.is_detached:
-                num_skipped = self._note_use(active, pin)
+                self._note_use(active, pin)
         except MemoryError:  # it is not counted, and the request goes all the same
             self._books.mishaps.note("policy")
         self._books.let_go(pin)
-        return num_skipped
 
-    def _note_use(self, active: ActiveRequest, pin: Pin) -> int:
+    def _note_use(self, active: ActiveRequest, pin: Pin) -> None:
         tree, request = self._tree, active.request
         if pin.end == pin.run.num_held < pin.run.num_blocks:  # what is behind, and nobody uses now, keeps its age
             tree.split(pin.run, pin.end)
@@ -124,4 +123,5 @@ class Publisher:
         num_skipped = self._copy_down.released(path) if self._has_copies else 0
         if Used in self._books.listeners:
             self._books.note(Used(Pin(pin.run, pin.end), has_uncopied=num_skipped > 0))
-        return num_skipped
+        if num_skipped:
+            self._books.note(NotCopied(num_blocks=num_skipped))

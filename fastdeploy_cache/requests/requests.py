@@ -28,8 +28,17 @@ from fastdeploy_cache.storage.access import StorageAccess
 from fastdeploy_cache.storage.prefetch import Fetched
 
 
+def _keep_none(active: ActiveRequest) -> array[int]:  # noqa: ARG001
+    return array("i")
+
+
 class Requests:
-    """Each from match to release, by its id. Under the lock."""
+    """Each from match to release, by its id. Under the lock.
+
+    Attributes:
+        keep_offered: called for a request that is released while it is offered to another instance; which of its own
+            blocks have to stay until that has ended.
+    """
 
     def __init__(
         self, config: CacheConfig, books: Books, movement: Movement, storage: StorageAccess, accounts: Accounts
@@ -45,6 +54,7 @@ class Requests:
         self._config, self._mover, self._storage = config, movement.mover, storage
         self.prefetches = Prefetches(config, books, self.matcher, storage, self._requests)
         self.listener: RequestListener | None = None
+        self.keep_offered: Callable[[ActiveRequest], array[int]] = _keep_none
         books.listen(Fetched, self._on_fetched)
 
     def tell(self, listener: RequestListener) -> None:
@@ -243,8 +253,9 @@ class Requests:
             self._storage.note_admitted(active.request.num_tokens)
         self.accounts.admit(active, now)
 
-    def end(self, active: ActiveRequest) -> array[int]:
-        """The request goes; returns the blocks that are its own, which are the caller's to free."""
+    def release(self, active: ActiveRequest) -> None:
+        """See `PrefixCacheManager.release`."""
+        loads = active.loads
         if active.phase is AHEAD:
             self.ahead.end(active, arrived=False)
         elif active.phase is WAITING:
@@ -257,7 +268,14 @@ class Requests:
         if self.listener is not None:
             self.listener.released(active)
         del self._requests[active.request.request_id]  # after what may lack memory: a failed release can be repeated
-        return private_ids
+        if active.is_offered:
+            kept = self.keep_offered(active)
+            private_ids = array("i", [block_id for block_id in private_ids if block_id not in kept])
+        if private_ids:
+            self.books.pools[GPU].free(private_ids, REQUEST)
+        self.publisher.release(active)
+        if loads:
+            self._mover.cancel_unwanted(loads)
 
     # -- all of them
 

@@ -9,7 +9,7 @@ import struct
 import sys
 import threading
 
-from fastdeploy_cache.insight.what_if_setup import ResultBoard, WhatIfSetup
+from fastdeploy_cache.insight.what_if.setup import ResultBoard, WhatIfSetup
 from fastdeploy_cache.ipc.codec import decode
 from fastdeploy_cache.ipc.shared_array import SharedArray
 from fastdeploy_cache.ipc.shortage import raise_open_files

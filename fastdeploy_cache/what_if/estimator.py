@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fastdeploy_cache.insight.what_if_setup import WhatIfResult, WhatIfSetup
+from fastdeploy_cache.insight.what_if.setup import WhatIfResult, WhatIfSetup
 from fastdeploy_cache.what_if.mini_cache import MiniCache
 from fastdeploy_cache.what_if.records import Reference
 from fastdeploy_cache.what_if.sampling import BlockSubset

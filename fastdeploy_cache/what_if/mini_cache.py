@@ -8,7 +8,7 @@ from fastdeploy_cache.books.references import HAS_KEEP_SECONDS, HAS_PRIORITY, SE
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import PromptTooLongError
-from fastdeploy_cache.insight.what_if_setup import Plan, WhatIfSetup
+from fastdeploy_cache.insight.what_if.setup import Plan, WhatIfSetup
 from fastdeploy_cache.manager import PrefixCacheManager
 from fastdeploy_cache.policies import new_policy
 from fastdeploy_cache.request import Request

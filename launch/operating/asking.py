@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import typer
 
 from fastdeploy_cache.errors import ControlError
-from fastdeploy_cache.insight.control_client import ask, look
+from fastdeploy_cache.insight.control.client import ask, look
 from fastdeploy_cache.launch.background.run_folder import RunFolder
 from fastdeploy_cache.launch.background.single import absence
 

@@ -384,7 +384,7 @@ def _done(verb: str, weights_id: str | None, tiers: list[str]) -> str:
 
 def _check_control(verb: str, name: str | None, tier: list[str] | None, timeout: float) -> None:
     """Wrong usage: status 2."""
-    from fastdeploy_cache.insight.control_messages import LIFE_VERBS, MAX_SECONDS
+    from fastdeploy_cache.insight.control.messages import LIFE_VERBS, MAX_SECONDS
 
     if verb not in (*LIFE_VERBS, _RESTART):
         raise typer.BadParameter(f"{verb!r} is no verb; use one of {', '.join((*LIFE_VERBS, _RESTART))}")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.errors import MetricsError
-from fastdeploy_cache.insight.doctor import examine
-from fastdeploy_cache.insight.metrics_evidence import evidence_in_metrics
+from fastdeploy_cache.insight.doctor.doctor import examine
+from fastdeploy_cache.insight.doctor.metrics_evidence import evidence_in_metrics
 
 _ASK_SECONDS = 5.0
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.errors import RecordingError
-from fastdeploy_cache.insight.doctor import examine
-from fastdeploy_cache.insight.evidence import evidence_of_requests
-from fastdeploy_cache.insight.finding import Finding
-from fastdeploy_cache.insight.flight_file import read_recording
+from fastdeploy_cache.insight.doctor.doctor import examine
+from fastdeploy_cache.insight.doctor.evidence import evidence_of_requests
+from fastdeploy_cache.insight.doctor.finding import Finding
+from fastdeploy_cache.insight.flight.file import read_recording
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 
 _NUM_EXPLAINED = 100_000  # requests: more than a recording has

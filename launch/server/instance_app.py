@@ -12,7 +12,7 @@ from aiohttp import web
 
 from fastdeploy_cache import PrefixCacheManager
 from fastdeploy_cache.errors import LaunchError, RequestError
-from fastdeploy_cache.insight.process_troubles import troubles_of
+from fastdeploy_cache.insight.doctor.process_troubles import troubles_of
 from fastdeploy_cache.launch.reference_engine.generation import (
     Generation,
     GenerationBusyError,
@@ -85,7 +85,7 @@ class InstanceApp:
         """Whether what is asked now is answered now. It is also while processes are down: it takes longer then."""
         status = self._cache.life.status
         if status is LifeCycleStatus.RUNNING:
-            troubles = [str(trouble) for trouble in troubles_of(self._cache.insight.processes())]
+            troubles = [str(trouble) for trouble in troubles_of(self._cache.stats().processes)]
             return success({"status": "ready"} | ({"troubles": troubles} if troubles else {}))
         return failure(503, f"not ready: this instance is {status.value}; requests wait", code=status.value)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
 from fastdeploy_cache.errors import CacheError, LaunchError, LifeCycleError, counted
-from fastdeploy_cache.insight.control_server import ControlServer
+from fastdeploy_cache.insight.control.server import ControlServer
 from fastdeploy_cache.launch.reference_engine.engine import Engine
 from fastdeploy_cache.launch.reference_engine.paddle_runtime import import_paddle
 from fastdeploy_cache.launch.reference_engine.serving import running_engine

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fastdeploy_cache.config.cache import WRITE_POLICIES, CacheConfig
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.insight.flight_file import is_recording
+from fastdeploy_cache.insight.flight.file import is_recording
 from fastdeploy_cache.launch.findings import check_target, console_beside, progress_on, write_json
 from fastdeploy_cache.launch.simulator.bound import Clairvoyant, infinite_hit_rate
 from fastdeploy_cache.launch.simulator.plot import check_plot, draw

@@ -11,8 +11,8 @@ from fastdeploy_cache import Match, PrefixCacheManager, Request, StorageConfig
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.run import Run
 from fastdeploy_cache.errors import CacheError, OutOfBlocksError, RecordingError
-from fastdeploy_cache.insight.flight_file import FlightRecording
-from fastdeploy_cache.insight.flight_records import CAUSES, NO_CAUSE, STATUSES, TASK_KINDS, Flag, Record, RecordKind
+from fastdeploy_cache.insight.flight.file import FlightRecording
+from fastdeploy_cache.insight.flight.records import CAUSES, NO_CAUSE, STATUSES, TASK_KINDS, Flag, Record, RecordKind
 from fastdeploy_cache.launch.simulator.recorded_client import RecordedClient
 from fastdeploy_cache.launch.simulator.recorded_prompts import RecordedPrompts
 from fastdeploy_cache.launch.simulator.recorded_settings import recorded_config

@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from fastdeploy_cache.errors import RecordingError
-from fastdeploy_cache.insight.flight_file import FlightRecording
-from fastdeploy_cache.insight.flight_records import Record, RecordKind
+from fastdeploy_cache.insight.flight.file import FlightRecording
+from fastdeploy_cache.insight.flight.records import Record, RecordKind
 from fastdeploy_cache.launch.simulator.trace import Int32Array
 
 MAX_TOKENS: Final = 2**24  # of a request: 64 MiB

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.errors import ConfigError, LayoutError, RecordingError
-from fastdeploy_cache.insight.flight_header import RECORDED_SETTINGS
+from fastdeploy_cache.insight.flight.header import RECORDED_SETTINGS
 
 _MOST_BLOCKS: Final = 2**25  # of a tier: the books of so many take seconds to make
 _MOST_RANKS: Final = 4096

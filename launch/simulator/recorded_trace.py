@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fastdeploy_cache.insight.flight_file import FlightRecording, read_recording
-from fastdeploy_cache.insight.flight_records import Flag, RecordKind
+from fastdeploy_cache.insight.flight.file import FlightRecording, read_recording
+from fastdeploy_cache.insight.flight.records import Flag, RecordKind
 from fastdeploy_cache.launch.simulator.recorded_prompts import RecordedPrompts
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceError, TraceRequest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from fastdeploy_cache.insight.flight_records import Record, RecordKind
+from fastdeploy_cache.insight.flight.records import Record, RecordKind
 
 _OF_STEPS: Final = frozenset({RecordKind.ALLOCATED, RecordKind.REFUSED, RecordKind.COMMITTED})
 _MOST_HELD: Final = 65_536  # requests of a step

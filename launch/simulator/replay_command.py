@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.insight.flight_file import read_recording
+from fastdeploy_cache.insight.flight.file import read_recording
 from fastdeploy_cache.launch.findings import check_target, console_beside, write_json
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 from fastdeploy_cache.launch.simulator.replay_outcome import ReplayOutcome

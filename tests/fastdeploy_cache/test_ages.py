@@ -48,7 +48,7 @@ def test_a_block_is_as_old_as_its_stay_and_as_idle_as_its_last_use() -> None:
     assert num_and_mean(ages.residency[GPU]) == (0, 0.0)
     clock.now = 1040.0
     asker.serve(B)
-    asker.cache.insight.picture("running")  # as a scrape does
+    asker.cache._seen.picture("running")  # as a scrape does
     num_gone = asker.cache.stats().gpu.num_evicted
     assert num_gone == 9, "there was room for two blocks and one that is not full"
     assert num_and_mean(ages.residency[GPU]) == (num_gone, pytest.approx(40.0))

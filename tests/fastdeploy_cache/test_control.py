@@ -19,22 +19,22 @@ import pytest
 
 from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.errors import ControlError, IPCError, LifeCycleError
-from fastdeploy_cache.insight import control_server as control_module
-from fastdeploy_cache.insight.control_client import ask, look
-from fastdeploy_cache.insight.control_messages import Subject
-from fastdeploy_cache.insight.control_server import ControlServer
-from fastdeploy_cache.insight.finding import Finding
+from fastdeploy_cache.insight.control import server as control_module
+from fastdeploy_cache.insight.control.client import ask, look
+from fastdeploy_cache.insight.control.messages import Subject
+from fastdeploy_cache.insight.control.server import ControlServer
+from fastdeploy_cache.insight.doctor.finding import Finding
 from fastdeploy_cache.ipc.private_socket import connected
 from fastdeploy_cache.requests.explanation import Explanation, Miss
 from tests.rigs.command_line import CLI
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.control_messages import ActionVerbs, LookVerbs
+    from fastdeploy_cache.insight.control.messages import ActionVerbs, LookVerbs, TellVerbs
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from fastdeploy_cache.insight.control_server import ControlServer
+from fastdeploy_cache.insight.control.server import ControlServer
 ControlServer(Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -87,7 +87,7 @@ class Stub:
 
 
 def subject_of(stub: Stub) -> Subject:
-    return Subject(stub, cast("LookVerbs", stub), cast("ActionVerbs", stub))
+    return Subject(stub, cast("LookVerbs", stub), cast("TellVerbs", stub), cast("ActionVerbs", stub))
 
 
 @pytest.fixture

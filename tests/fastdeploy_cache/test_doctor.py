@@ -8,9 +8,9 @@ import pytest
 
 from fastdeploy_cache import Request
 from fastdeploy_cache.books.causes import Cause
-from fastdeploy_cache.insight.doctor import examine
-from fastdeploy_cache.insight.evidence import evidence_of
-from fastdeploy_cache.insight.process_troubles import ProcessTrouble
+from fastdeploy_cache.insight.doctor.doctor import examine
+from fastdeploy_cache.insight.doctor.evidence import evidence_of
+from fastdeploy_cache.insight.doctor.process_troubles import ProcessTrouble
 from fastdeploy_cache.requests.explanation import Miss
 from fastdeploy_cache.transfer_manager.client import ProcessHealth
 from tests.rigs.asker import Asker

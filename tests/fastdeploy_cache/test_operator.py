@@ -12,8 +12,8 @@ import pytest
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import ClosedError, ConfigError, ControlError, IPCError, RequestError
-from fastdeploy_cache.insight import pieces
-from fastdeploy_cache.insight.control_client import ask, look
+from fastdeploy_cache.insight.control.client import ask, look
+from fastdeploy_cache.insight.looks import pieces
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.policies.whole_runs import whole_runs
@@ -104,7 +104,7 @@ def test_pins_are_bounded(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None
     control.pin(HOT, 1000)
     with pytest.raises(ControlError, match=r"1 blocks beside 2 pinned ones; together at most 2"):
         control.pin([50, 51, 52, 53], 10)
-    monkeypatch.setattr("fastdeploy_cache.insight.pins.MAX_PINS", 1)
+    monkeypatch.setattr("fastdeploy_cache.insight.control.pins.MAX_PINS", 1)
     with pytest.raises(ControlError, match="there are 1 pins already"):
         control.pin([50, 51, 52, 53], 10)
     for seconds in (0, -1, 1e9, float("nan"), True):

@@ -9,8 +9,8 @@ import pytest
 
 from fastdeploy_cache.books.large_dict import SMALL
 from fastdeploy_cache.errors import ConfigError
-from fastdeploy_cache.insight import pieces
-from fastdeploy_cache.insight.prefix_views import PrefixView
+from fastdeploy_cache.insight.looks import pieces
+from fastdeploy_cache.insight.looks.prefix_views import PrefixView
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from tests.rigs.asker import Asker
 

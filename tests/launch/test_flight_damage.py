@@ -20,9 +20,9 @@ import pytest
 from fastdeploy_cache import CacheConfig, KVLayout, PrefixCacheManager, Request
 from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import RecordingError
-from fastdeploy_cache.insight import flight_file
-from fastdeploy_cache.insight.flight_file import MAGIC, VERSION, FlightRecording, head, read_recording
-from fastdeploy_cache.insight.flight_records import LAYOUTS, NAMES, RecordKind, unpack_one
+from fastdeploy_cache.insight.flight import file as flight_file
+from fastdeploy_cache.insight.flight.file import MAGIC, VERSION, FlightRecording, head, read_recording
+from fastdeploy_cache.insight.flight.records import LAYOUTS, NAMES, RecordKind, unpack_one
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 from fastdeploy_cache.launch.simulator.recorded_prompts import RecordedPrompts
 from tests.rigs.flight_walk import FlightWalk

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import RecordingError
-from fastdeploy_cache.insight.flight_file import MAGIC, read_recording
-from fastdeploy_cache.insight.flight_records import RecordKind
+from fastdeploy_cache.insight.flight.file import MAGIC, read_recording
+from fastdeploy_cache.insight.flight.records import RecordKind
 from fastdeploy_cache.launch.cli import app, main
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 from fastdeploy_cache.launch.simulator.recorded_trace import read_recorded_trace

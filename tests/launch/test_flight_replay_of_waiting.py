@@ -9,7 +9,7 @@ import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.errors import OutOfBlocksError
-from fastdeploy_cache.insight.flight_file import read_recording
+from fastdeploy_cache.insight.flight.file import read_recording
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 from fastdeploy_cache.launch.simulator.recorded_client import RecordedClient
 from fastdeploy_cache.transfer_manager.task import TaskKind

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
 from fastdeploy_cache.errors import CacheError, ControlError
-from fastdeploy_cache.insight import control_client
+from fastdeploy_cache.insight.control import client as control_client
 from fastdeploy_cache.ipc.private_socket import PrivateListener
 from fastdeploy_cache.launch.background.run_folder import RunFolder
 from fastdeploy_cache.launch.cli import app

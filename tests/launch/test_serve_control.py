@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_cache.errors import ControlError
-from fastdeploy_cache.insight.control_client import ask
+from fastdeploy_cache.insight.control.client import ask
 from tests.rigs.command_line import CLI
 from tests.rigs.reference_model import needs_model
 from tests.rigs.server_process import CHAT, Server

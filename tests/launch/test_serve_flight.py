@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_cache.insight.flight_file import read_recording
-from fastdeploy_cache.insight.flight_records import RecordKind
+from fastdeploy_cache.insight.flight.file import read_recording
+from fastdeploy_cache.insight.flight.records import RecordKind
 from tests.rigs.reference_model import needs_model
 from tests.rigs.server_process import CHAT, Server
 

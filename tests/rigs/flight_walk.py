@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from fastdeploy_cache.insight.flight_file import read_recording
+from fastdeploy_cache.insight.flight.file import read_recording
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 from fastdeploy_cache.launch.simulator.replay_outcome import ReplayOutcome
 from fastdeploy_cache.request import Image

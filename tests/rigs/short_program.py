@@ -25,7 +25,7 @@ from fastdeploy_cache import (
     TransferConfig,
 )
 from fastdeploy_cache.errors import RankStartError
-from fastdeploy_cache.insight.process_troubles import troubles_of
+from fastdeploy_cache.insight.doctor.process_troubles import troubles_of
 from fastdeploy_cache.metrics.page_samples import samples_of
 from fastdeploy_cache.transfer_manager.process.child import ChildProcess
 from fastdeploy_cache.transfer_manager.rank.owner import RankOwner
@@ -88,7 +88,7 @@ def later(folder: str) -> dict[str, Any]:
     with PrefixCacheManager(new_config(folder, max_restarts=1)) as cache:
         assert cache.peers.wait_ready(SECONDS)
         url = cache.serve_metrics()
-        before, statuses = cache.insight.processes(), cache.insight.processes
+        before, statuses = cache._seen.processes(), cache._seen.processes
         assert cache.examine() == []  # and what it imports is there
         greedy = Greedy()
         for (status,) in before.values():
@@ -96,7 +96,7 @@ def later(folder: str) -> dict[str, Any]:
             os.kill(status.pid, signal.SIGKILL)
         eventually(lambda: {each.state for (each,) in statuses().values()} == {"short"})
         time.sleep(2.0)  # several tries, more than deaths are allowed
-        page = cache.insight.picture("running").processes
+        page = cache._seen.picture("running").processes
         found = {
             "states": {kind: str(each.state) for kind, (each,) in statuses().items()},
             "troubles": [str(trouble) for trouble in troubles_of(statuses())],
@@ -157,7 +157,7 @@ def starting(folder: str, num_files: int) -> dict[str, Any]:
     sys.executable = str(wrapper)
     with PrefixCacheManager(new_config(folder, max_restarts=1)) as cache:
         assert cache.peers.wait_ready(SECONDS)
-        before, statuses = cache.insight.processes(), cache.insight.processes
+        before, statuses = cache._seen.processes(), cache._seen.processes
         is_short.touch()
         for (status,) in before.values():
             assert status.pid is not None
@@ -209,7 +209,7 @@ def limits() -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, 2 * LIMIT))
     with tempfile.TemporaryDirectory() as folder, PrefixCacheManager(new_config(folder)) as cache:
         assert cache.peers.wait_ready(SECONDS)
-        cache.insight.start_what_if()
+        cache._seen.start_what_if()
         children = child_pids()
 
         def of_children() -> list[tuple[int, int]]:

@@ -13,9 +13,9 @@ import pytest
 from fastdeploy_cache import CacheConfig, PrefixCacheManager
 from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import RecordingError
-from fastdeploy_cache.insight.flight_file import MAGIC, is_recording, read_recording
-from fastdeploy_cache.insight.flight_files import FlightFolder
-from fastdeploy_cache.insight.flight_records import RecordKind
+from fastdeploy_cache.insight.flight.file import MAGIC, is_recording, read_recording
+from fastdeploy_cache.insight.flight.files import FlightFolder
+from fastdeploy_cache.insight.flight.records import RecordKind
 from fastdeploy_cache.launch.simulator.flight_replay import FlightReplay
 from fastdeploy_cache.transfer_manager.client import RankStatus
 from tests.rigs.cache_model import CacheModel
@@ -80,7 +80,7 @@ def test_an_alert_writes_one_file(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     model = served(5, flight_folder=str(tmp_path / "alerts"))
     model.client.up = False
     model.client.auto = False
-    with pytest.raises(AssertionError), model.cache.insight.alerting("invariants"):
+    with pytest.raises(AssertionError), model.cache._seen.alerting("invariants"):
         raise AssertionError("the books do not add up")
     with caplog.at_level(logging.WARNING):
         model.cache.close()
@@ -127,7 +127,7 @@ def test_everything_is_recorded_in_files_that_follow_each_other(tmp_path: Path) 
     for number in range(num_requests):
         model.serve([number % 3] * 4 + list(range(number % 20)), stays=False, patient=True)
         if number % 500 == 499:
-            model.cache.insight.flush_recording()
+            model.cache._seen.flight.flush()
     model.cache.close()
     paths = sorted(tmp_path.iterdir())
     assert len(paths) > 1
@@ -163,10 +163,10 @@ def test_a_disk_that_is_full_ends_the_recording_with_one_line(
     def full(name: str, _: int) -> Any:
         raise OSError(28, "No space left on device", name)
 
-    monkeypatch.setattr("fastdeploy_cache.insight.flight_files.open_private", full)
+    monkeypatch.setattr("fastdeploy_cache.insight.flight.files.open_private", full)
     with caplog.at_level(logging.WARNING):
         model = served(300, record_folder=str(tmp_path), flight_recorder_bytes=2**16)
-        model.cache.insight.flush_recording()
+        model.cache._seen.flight.flush()
         model.check()
         model.cache.close()
     lines = [record.message for record in caplog.records if "flight" in record.message]
@@ -181,7 +181,7 @@ def test_a_recording_goes_on_when_its_folder_can_be_made(
     eventually: Callable[..., None],
 ) -> None:
     """While a file is in its place that is one line of the log; then all goes on by itself, and alerts do, too."""
-    monkeypatch.setattr("fastdeploy_cache.insight.flight_keeper._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("fastdeploy_cache.insight.flight.keeper._LOOK_SECONDS", 0.01)
     folder = tmp_path / "record"
     folder.write_text("in its place")
     with caplog.at_level(logging.WARNING):
@@ -189,15 +189,15 @@ def test_a_recording_goes_on_when_its_folder_can_be_made(
             300, record_folder=str(folder), flight_folder=str(tmp_path / "alerts"), flight_recorder_bytes=2**16
         )
         eventually(lambda: "flight_record_stopped" in caplog.text)
-        model.cache.insight.flush_recording()
+        model.cache._seen.flight.flush()
         for number in range(600):
             model.serve([number % 7] * 4 + list(range(number % 40)), stays=False, patient=True)
-        model.cache.insight.flush_recording()
+        model.cache._seen.flight.flush()
         folder.unlink()
         for number in range(600):
             model.serve([number % 7] * 4 + list(range(number % 40)), stays=False, patient=True)
         eventually(lambda: folder.is_dir() and any(map(is_recording, folder.iterdir())))
-        with pytest.raises(AssertionError), model.cache.insight.alerting("invariants"):
+        with pytest.raises(AssertionError), model.cache._seen.alerting("invariants"):
             raise AssertionError("the books do not add up")
         eventually(lambda: (tmp_path / "alerts").is_dir() and any(map(is_recording, (tmp_path / "alerts").iterdir())))
         model.cache.close()
@@ -215,7 +215,7 @@ def test_a_folder_that_cannot_be_made_is_a_line_of_the_log(tmp_path: Path, caplo
         insight=InsightConfig(flight_folder=str(tmp_path / "file")),
     )
     cache = PrefixCacheManager(config)
-    with pytest.raises(AssertionError), cache.insight.alerting("invariants"):
+    with pytest.raises(AssertionError), cache._seen.alerting("invariants"):
         raise AssertionError("the books do not add up")
     with caplog.at_level(logging.WARNING):
         cache.close()

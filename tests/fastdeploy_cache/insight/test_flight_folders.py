@@ -13,9 +13,10 @@ import pytest
 
 from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import RecordingError
-from fastdeploy_cache.insight import flight_file, flight_files
-from fastdeploy_cache.insight.flight_file import MAGIC, write_whole
-from fastdeploy_cache.insight.flight_files import FlightFolder, GrowingFile
+from fastdeploy_cache.insight.flight import file as flight_file
+from fastdeploy_cache.insight.flight import files as flight_files
+from fastdeploy_cache.insight.flight.file import MAGIC, write_whole
+from fastdeploy_cache.insight.flight.files import FlightFolder, GrowingFile
 from tests.rigs.cache_model import CacheModel
 
 SECONDS = 20.0

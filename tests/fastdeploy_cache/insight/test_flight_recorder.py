@@ -15,8 +15,8 @@ import pytest
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.config.insight import InsightConfig
 from fastdeploy_cache.errors import ConfigError, OutOfBlocksError, RecordingError
-from fastdeploy_cache.insight.flight_file import mixed, read_recording
-from fastdeploy_cache.insight.flight_records import RecordKind, pack
+from fastdeploy_cache.insight.flight.file import mixed, read_recording
+from fastdeploy_cache.insight.flight.records import RecordKind, pack
 
 SIZE = 16
 
@@ -126,7 +126,7 @@ def test_the_ring_is_bounded_and_drops_its_oldest_part(tmp_path: Path) -> None:
     """However much is served: what is left is of the last requests, and says that there was more."""
     rng = random.Random(3)
     with new_cache(num_gpu_blocks=64, flight_recorder_bytes=2**16) as cache:
-        recorder = cache.insight.flight_recorder
+        recorder = cache._seen.flight.recorder
         assert recorder is not None
         for number in range(1500):
             serve(cache, str(number), texts(rng.randint(1, 400), number % 50))
@@ -144,7 +144,7 @@ def test_the_ring_is_bounded_and_drops_its_oldest_part(tmp_path: Path) -> None:
 def test_the_ring_is_bounded_where_no_request_comes(tmp_path: Path) -> None:
     """A request that takes block after block for ever pushes the oldest notes out."""
     with new_cache(num_gpu_blocks=2000, flight_recorder_bytes=2**16) as cache:
-        recorder = cache.insight.flight_recorder
+        recorder = cache._seen.flight.recorder
         assert recorder is not None
         request = Request(request_id="a", prompt_token_ids=[1])
         cache.match(request)
@@ -233,7 +233,7 @@ def test_without_a_ring_nothing_is_noted(tmp_path: Path) -> None:
     """With 0 bytes there is none, and asking for it says which setting to change."""
     with new_cache(flight_recorder_bytes=0) as cache:
         serve(cache, "a", texts(40))
-        assert cache.insight.flight_recorder is None
+        assert cache._seen.flight is None
         with pytest.raises(RecordingError, match=r"insight\.flight_recorder_bytes is 0"):
             cache.insight.write_flight(tmp_path / "a.flight")
     with new_cache() as cache, pytest.raises(RecordingError, match=r"insight\.flight_folder is not set"):

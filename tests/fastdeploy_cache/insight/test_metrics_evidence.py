@@ -6,8 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from fastdeploy_cache.errors import MetricsError
-from fastdeploy_cache.insight.doctor import examine
-from fastdeploy_cache.insight.metrics_evidence import evidence_in_metrics
+from fastdeploy_cache.insight.doctor.doctor import examine
+from fastdeploy_cache.insight.doctor.metrics_evidence import evidence_in_metrics
 from tests.rigs.asker import Asker
 from tests.rigs.sick_caches import SICK, rounds
 

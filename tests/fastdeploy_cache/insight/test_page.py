@@ -14,7 +14,7 @@ import pytest
 
 from fastdeploy_cache import CacheConfig, PrefixCacheManager, Request
 from fastdeploy_cache.config.insight import InsightConfig
-from fastdeploy_cache.insight.history import History, Moment
+from fastdeploy_cache.insight.looks.history import History, Moment
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from tests.rigs.browser import Browser, browser, missing
 from tests.rigs.page_looks import poor_contrasts, tab_stops

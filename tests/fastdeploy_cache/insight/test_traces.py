@@ -85,8 +85,8 @@ def test_the_flight_recorder_hears_all_the_same(spans: InMemorySpanExporter) -> 
         rig = Rig(insight=insight)
         for _ in range(2):
             rig.model.serve(A, stays=False, patient=True)
-        recorder = rig.model.cache.insight.flight_recorder
-        counts.append(sum(len(list(part.notes)) for part in recorder.parts()) if recorder is not None else -1)
+        flight = rig.model.cache._seen.flight
+        counts.append(sum(len(list(part.notes)) for part in flight.recorder.parts()) if flight is not None else -1)
         rig.finish()
     assert counts[0] == counts[1] > 4 and counts[2] == -1
     assert len(by_name(spans)["match"]) == 4

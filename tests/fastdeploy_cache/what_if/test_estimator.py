@@ -11,7 +11,7 @@ import pytest
 
 from fastdeploy_cache import CacheConfig
 from fastdeploy_cache.books.references import HEADER
-from fastdeploy_cache.insight.what_if_setup import setup_for
+from fastdeploy_cache.insight.what_if.setup import setup_for
 from fastdeploy_cache.launch.simulator.replay import Replay
 from fastdeploy_cache.launch.simulator.trace import Trace, TraceRequest, read_trace
 from fastdeploy_cache.what_if.estimator import Estimator

@@ -59,7 +59,7 @@ def test_a_larger_tier_would_hit_and_a_smaller_one_less(cache: PrefixCacheManage
     assert cache.insight.what_if() == []
     for i in range(120):
         serve(cache, str(i), prompt(i % 6))
-    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 120)
+    wait_until(lambda: cache._seen.start_what_if().num_seen_requests == 120)
     rates = {(rate.tier, rate.factor): rate for rate in cache.insight.what_if()}
     assert {policy for rate in rates.values() for policy in (rate.policy,)} == {"lru"}
     assert rates["gpu", 0.5].token_hit_rate == rates["gpu", 1.0].token_hit_rate == 0
@@ -76,10 +76,10 @@ def test_ten_requests_are_enough_for_an_answer(cache: PrefixCacheManager) -> Non
     cache.insight.what_if()
     for i in range(9):
         serve(cache, str(i), prompt(0))
-    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 9)
+    wait_until(lambda: cache._seen.start_what_if().num_seen_requests == 9)
     assert cache.insight.what_if() == []
     serve(cache, "9", prompt(0))
-    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 10)
+    wait_until(lambda: cache._seen.start_what_if().num_seen_requests == 10)
     assert [rate.most_token_hit_rate for rate in cache.insight.what_if()] == [pytest.approx(9 * 20 / 210)] * 8
     references = cache._books.references
     assert references is not None
@@ -93,12 +93,12 @@ def test_a_reset_and_an_image_count(cache: PrefixCacheManager) -> None:
     for i in range(60):
         image = Image(offset=0, length=SIZE, hash=bytes([i]) * 8)
         serve(cache, str(i), prompt(0), [image])
-    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 60)
+    wait_until(lambda: cache._seen.start_what_if().num_seen_requests == 60)
     assert {rate.token_hit_rate for rate in cache.insight.what_if()} == {0.0}
     for i in range(60):
         cache.reset()
         serve(cache, f"again {i}", prompt(1))
-    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 120)
+    wait_until(lambda: cache._seen.start_what_if().num_seen_requests == 120)
     assert {rate.token_hit_rate for rate in cache.insight.what_if()} == {0.0}
 
 
@@ -108,12 +108,12 @@ def test_another_policy_is_estimated_when_it_is_in_force(cache: PrefixCacheManag
     cache.insight.what_if()
     for i in range(60):
         serve(cache, str(i), prompt(i % 6))
-    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 60)
+    wait_until(lambda: cache._seen.start_what_if().num_seen_requests == 60)
     cache.control.set_policy("mru")
     assert cache.insight.what_if() == []
     for i in range(60, 150):
         serve(cache, str(i), prompt(i % 6))
-    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 90)
+    wait_until(lambda: cache._seen.start_what_if().num_seen_requests == 90)
     pids = child_pids() - before
     rates = {(rate.tier, rate.factor, rate.policy): rate.token_hit_rate for rate in cache.insight.what_if()}
     assert rates["gpu", 1.0, "lru"] == 0 < rates["gpu", 1.0, "mru"]
@@ -129,7 +129,7 @@ def test_the_metrics_page_starts_it_and_shows_it(cache: PrefixCacheManager) -> N
     (pid,) = child_pids() - before
     for i in range(100):
         serve(cache, str(i), prompt(i % 6))
-    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 100)
+    wait_until(lambda: cache._seen.start_what_if().num_seen_requests == 100)
     page = urllib.request.urlopen(url, timeout=5).read().decode()
     line = 'fastdeploy_cache_what_if_hit_rate{dp="0",factor="4",policy="lru",tier="gpu"} 0.8'
     assert line in page and 'fastdeploy_cache_what_if_lost_requests_total{dp="0"} 0.0' in page
@@ -146,7 +146,7 @@ def test_a_killed_process_costs_its_estimates_only(cache: PrefixCacheManager) ->
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     for i in range(100):
         serve(cache, str(i), prompt(i % 3))
-    wait_until(lambda: not cache.insight.start_what_if().num_lost_requests and pid not in child_pids())
+    wait_until(lambda: not cache._seen.start_what_if().num_lost_requests and pid not in child_pids())
     assert cache.stats().hit_rates["token"] > 0.5
     cache.check_invariants()
 
@@ -163,7 +163,7 @@ def test_a_stopped_process_holds_nobody_up(cache: PrefixCacheManager) -> None:
         for _ in range(5000):
             references.note([], Request(request_id="a", prompt_token_ids=[1]), 0)
         cache._books._calls.clear()
-    assert cache.insight.what_if_counts().num_lost_requests == 5000 - 4096
+    assert cache._seen.what_if_counts().num_lost_requests == 5000 - 4096
     serve(cache, "b", prompt(0))
     cache.close()
     assert pid not in child_pids()
@@ -182,7 +182,7 @@ def test_the_doctor_says_how_many_blocks_would_do(cache: PrefixCacheManager) -> 
     cache.insight.what_if()
     for i in range(120):
         serve(cache, str(i), prompt(i % 6))
-    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 120)
+    wait_until(lambda: cache._seen.start_what_if().num_seen_requests == 120)
     (finding,) = cache.examine()
     assert finding.name == "gpu_short"
     assert "0% would hit as it is, with 40 blocks in the CPU tier 90%" in finding.advice
@@ -214,7 +214,7 @@ def test_it_ends_with_an_engine_that_has_forked() -> None:
         "from fastdeploy_cache import CacheConfig, PrefixCacheManager\n"
         "cache = PrefixCacheManager(CacheConfig(num_gpu_blocks=8, transfer_client='inline'))\n"
         "cache.insight.what_if()\n"
-        "print(cache.insight.start_what_if()._process.pid, flush=True)\n"
+        "print(cache._seen.start_what_if()._process.pid, flush=True)\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    os.close(1)\n"
@@ -238,12 +238,12 @@ def test_it_ends_with_its_engine_whatever_it_works_on() -> None:
         "import os, signal, sys\n"
         "from fastdeploy_cache import CacheConfig, PrefixCacheManager\n"
         "from fastdeploy_cache.books.references import HEADER\n"
-        "from fastdeploy_cache.insight import what_if\n"
+        "from fastdeploy_cache.insight.what_if import what_if\n"
         "os.environ['PYTHONPATH'] = os.pathsep.join([os.getcwd(), *sys.path])\n"
         "what_if._PROGRAM = 'tests.rigs.busy_what_if'\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\n"
         "cache = PrefixCacheManager(CacheConfig(num_gpu_blocks=8, transfer_client='inline'))\n"
-        "process = cache.insight.start_what_if()._process\n"
+        "process = cache._seen.start_what_if()._process\n"
         "os.write(process.stdin.fileno(), HEADER.pack(HEADER.size, 0.0, 0, 0, 0, 0.0, 0.0, 0))\n"
         "signal.sigwait({signal.SIGUSR1})\n"
         "print(process.pid, flush=True)\n"
@@ -267,6 +267,6 @@ def test_there_is_no_bound_where_something_is_cached_already(cache: PrefixCacheM
     assert cache.insight.what_if() == []
     for i in range(12):
         serve(cache, str(i), prompt(i % 3))
-    wait_until(lambda: cache.insight.start_what_if().num_seen_requests == 12)
+    wait_until(lambda: cache._seen.start_what_if().num_seen_requests == 12)
     rates = cache.insight.what_if()
     assert rates and all(rate.most_token_hit_rate is None for rate in rates)

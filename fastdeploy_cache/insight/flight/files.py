@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.errors import RecordingError, reason_of
-from fastdeploy_cache.insight.flight_file import open_private
+from fastdeploy_cache.insight.flight.file import open_private
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 
 SUFFIX = ".flight"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_cache.errors import ControlError, IPCError
-from fastdeploy_cache.insight.control_messages import MAX_SECONDS
-from fastdeploy_cache.insight.control_server import MAX_ANSWER_BYTES
+from fastdeploy_cache.insight.control.messages import MAX_SECONDS
+from fastdeploy_cache.insight.control.server import MAX_ANSWER_BYTES
 from fastdeploy_cache.ipc.private_socket import connected, peer_uid, receive_line
 
 _CONNECT_SECONDS = 5.0

@@ -29,8 +29,8 @@ from typing import Any, Final
 import numpy as np
 
 from fastdeploy_cache.errors import RecordingError, reason_of
-from fastdeploy_cache.insight.flight_recorder import RingPart
-from fastdeploy_cache.insight.flight_records import Record, RecordKind, pack, unpack
+from fastdeploy_cache.insight.flight.recorder import RingPart
+from fastdeploy_cache.insight.flight.records import Record, RecordKind, pack, unpack
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 
 MAGIC: Final = b"\x89fdcache-flight"

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from fastdeploy_cache.books.books import Books
-from fastdeploy_cache.insight.pieces import run_in_turns
+from fastdeploy_cache.insight.looks.pieces import run_in_turns
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.requests.explanation import Explanation
 from fastdeploy_cache.requests.requests import Requests

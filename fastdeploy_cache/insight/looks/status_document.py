@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.insight.process_troubles import troubles_of
+from fastdeploy_cache.insight.doctor.process_troubles import troubles_of
 from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.stats import CacheStats

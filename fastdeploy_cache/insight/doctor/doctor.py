@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 from fastdeploy_cache.books.causes import NO_ROOM_TO_FETCH, OTHER_WEIGHTS, Cause
 from fastdeploy_cache.errors import counted, duration, named
-from fastdeploy_cache.insight.evidence import Evidence
-from fastdeploy_cache.insight.finding import MIN_REQUESTS, MIN_SHARE, Finding
-from fastdeploy_cache.insight.process_troubles import KINDS, ProcessTrouble
-from fastdeploy_cache.insight.prompt_findings import PROMPT_FINDINGS
-from fastdeploy_cache.insight.store_findings import STORE_FINDINGS, is_store_unused
-from fastdeploy_cache.insight.what_if import WhatIfRate
+from fastdeploy_cache.insight.doctor.evidence import Evidence
+from fastdeploy_cache.insight.doctor.finding import MIN_REQUESTS, MIN_SHARE, Finding
+from fastdeploy_cache.insight.doctor.process_troubles import KINDS, ProcessTrouble
+from fastdeploy_cache.insight.doctor.prompt_findings import PROMPT_FINDINGS
+from fastdeploy_cache.insight.doctor.store_findings import STORE_FINDINGS, is_store_unused
+from fastdeploy_cache.insight.what_if.what_if import WhatIfRate
 from fastdeploy_cache.requests.explanation import Miss
 
 _MIN_TAIL_SHARE = 0.25  # the same for the tails of prompts: some are always lost

@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal, Protocol, get_args
 import msgspec
 
 from fastdeploy_cache.errors import ControlError
-from fastdeploy_cache.insight.finding import Finding
-from fastdeploy_cache.insight.live_views import RanksView, RequestsView
-from fastdeploy_cache.insight.pins import MAX_PIN_SECONDS, PinView
-from fastdeploy_cache.insight.policy_change import PolicyView
-from fastdeploy_cache.insight.prefix_views import PrefixView, TreeView
-from fastdeploy_cache.insight.verified import Verified
-from fastdeploy_cache.insight.what_if import WhatIfRate
+from fastdeploy_cache.insight.control.pins import MAX_PIN_SECONDS, PinView
+from fastdeploy_cache.insight.control.policy_change import PolicyView
+from fastdeploy_cache.insight.control.verified import Verified
+from fastdeploy_cache.insight.doctor.finding import Finding
+from fastdeploy_cache.insight.looks.live_views import RanksView, RequestsView
+from fastdeploy_cache.insight.looks.prefix_views import PrefixView, TreeView
+from fastdeploy_cache.insight.what_if.what_if import WhatIfRate
 from fastdeploy_cache.requests.explanation import Explanation
 
 LIFE_VERBS = ("pause", "resume", "sleep", "wake", "clear", "update-weights")
@@ -45,14 +45,19 @@ class LifeVerbs(Protocol):
 class LookVerbs(Protocol):
     """See `Insight`."""
 
-    def explain_last(self, num_requests: int) -> Sequence[Explanation]: ...
-    def examine(self) -> Sequence[Finding]: ...
     def top(self, num_prefixes: int = ...) -> Sequence[PrefixView]: ...
     def tree(self, depth: int = ..., max_nodes: int = ...) -> TreeView: ...
     def requests(self, num_requests: int = ...) -> RequestsView: ...
     def ranks(self) -> RanksView: ...
     def what_if(self) -> Sequence[WhatIfRate]: ...
     def write_flight(self, path: str | None = ...) -> Path: ...
+
+
+class TellVerbs(Protocol):
+    """See `Seen`."""
+
+    def explain_last(self, num_requests: int) -> Sequence[Explanation]: ...
+    def examine(self) -> Sequence[Finding]: ...
 
 
 class ActionVerbs(Protocol):
@@ -74,6 +79,7 @@ class Subject:
 
     life: LifeVerbs
     insight: LookVerbs
+    seen: TellVerbs
     control: ActionVerbs
 
 
@@ -214,7 +220,7 @@ class _Explain(_Look, tag="explain", kw_only=True):
     request_id: str
 
     def apply(self, subject: Subject) -> list[dict[str, Any]]:
-        last = subject.insight.explain_last(_ALL_REQUESTS)
+        last = subject.seen.explain_last(_ALL_REQUESTS)
         found = _named(self.request_id, last) or _named(_ANSWER_ID.sub("", self.request_id), last)
         if not found:
             text = f"no request {self.request_id!r} among the last {len(last)}; `explain --last 10` shows their ids"
@@ -226,12 +232,12 @@ class _ExplainLast(_Look, tag="explain-last"):
     num_requests: Annotated[int, msgspec.Meta(ge=1, le=100)] = 10
 
     def apply(self, subject: Subject) -> list[dict[str, Any]]:
-        return [_explained(each) for each in subject.insight.explain_last(self.num_requests)]
+        return [_explained(each) for each in subject.seen.explain_last(self.num_requests)]
 
 
 class _Examine(_Look, tag="examine"):
     def apply(self, subject: Subject) -> list[dict[str, Any]]:
-        return [{**dataclasses.asdict(each), "text": str(each)} for each in subject.insight.examine()]
+        return [{**dataclasses.asdict(each), "text": str(each)} for each in subject.seen.examine()]
 
 
 class _WhatIf(_Look, tag="what-if"):

@@ -16,11 +16,11 @@ from fastdeploy_cache.books.changes import Forgotten, GpuForgotten, PolicyChange
 from fastdeploy_cache.books.run import CPU, GPU
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import LifeCycleError, RecordingError, reason_of
-from fastdeploy_cache.insight.flight_file import head, pieces, write_whole
-from fastdeploy_cache.insight.flight_files import FlightFolder, GrowingFile
-from fastdeploy_cache.insight.flight_header import header_of
-from fastdeploy_cache.insight.flight_recorder import FlightRecorder, RingPart
-from fastdeploy_cache.insight.flight_records import STATUSES, TASK_KINDS, RecordKind
+from fastdeploy_cache.insight.flight.file import head, pieces, write_whole
+from fastdeploy_cache.insight.flight.files import FlightFolder, GrowingFile
+from fastdeploy_cache.insight.flight.header import header_of
+from fastdeploy_cache.insight.flight.recorder import FlightRecorder, RingPart
+from fastdeploy_cache.insight.flight.records import STATUSES, TASK_KINDS, RecordKind
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.movement.block_mover import TaskEnded
 from fastdeploy_cache.movement.movement import Movement

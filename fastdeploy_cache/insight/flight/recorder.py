@@ -12,7 +12,7 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_marks import block_marks
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import Pin, Run
-from fastdeploy_cache.insight.flight_records import RecordKind
+from fastdeploy_cache.insight.flight.records import RecordKind
 from fastdeploy_cache.request import Request
 from fastdeploy_cache.requests.active_request import VOID, ActiveRequest
 

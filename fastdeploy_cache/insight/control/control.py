@@ -12,14 +12,15 @@ from fastdeploy_cache.books.tokens import TokenIds
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ControlError
 from fastdeploy_cache.insight.insight import Insight
+from fastdeploy_cache.insight.seen import Seen
 from fastdeploy_cache.life_cycle import LifeCycle, TierName
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.control_messages import LifeVerbs, Subject
-    from fastdeploy_cache.insight.control_server import ControlServer
-    from fastdeploy_cache.insight.pins import Pins, PinView
-    from fastdeploy_cache.insight.policy_change import PolicyView
-    from fastdeploy_cache.insight.verified import Verified
+    from fastdeploy_cache.insight.control.messages import LifeVerbs, Subject
+    from fastdeploy_cache.insight.control.pins import Pins, PinView
+    from fastdeploy_cache.insight.control.policy_change import PolicyView
+    from fastdeploy_cache.insight.control.server import ControlServer
+    from fastdeploy_cache.insight.control.verified import Verified
 
 
 class Control:
@@ -31,13 +32,14 @@ class Control:
         config: CacheConfig,
         books: Books,
         insight: Insight,
+        seen: Seen,
         life: LifeCycle,
-        restart: Callable[[int | None], list[int]],
         *,
+        restart: Callable[[int | None], list[int]],
         check: Callable[[], None],
     ) -> None:
         """`restart`: see `RankAccess`. `check` raises `AssertionError` where the books do not add up."""
-        self._config, self._books, self._insight = config, books, insight
+        self._config, self._books, self._insight, self._seen = config, books, insight, seen
         self._life, self._restart, self._check = life, restart, check
         self._server: ControlServer | None = None
         self._changing = threading.Lock()  # of the fields above and below; never held in a turn
@@ -52,7 +54,7 @@ class Control:
             ControlError: it is open already, or this is no path.
             IPCError: another process listens there, others may enter its folder, or something else is in the way.
         """
-        from fastdeploy_cache.insight.control_server import ControlServer  # late: most caches have none
+        from fastdeploy_cache.insight.control.server import ControlServer  # late: most caches have none
 
         if not isinstance(path, str | Path):
             raise ControlError(f"cannot open a control socket at {path!r}; give its path as text")
@@ -84,9 +86,9 @@ class Control:
 
     def subject(self, life: LifeVerbs | None) -> Subject:
         """What a server answers with. `life`: who stops an engine with its cache; None: the cache alone is stopped."""
-        from fastdeploy_cache.insight.control_messages import Subject
+        from fastdeploy_cache.insight.control.messages import Subject
 
-        return Subject(life or CacheLife(self._life), self._insight, self)
+        return Subject(life or CacheLife(self._life), self._insight, self._seen, self)
 
     # -- looks
 
@@ -94,7 +96,7 @@ class Control:
         """The state of the cache as one document, for JSON."""
         policy, num_pins = self._books.tree.policy.name, len(self._pins.all()) if self._pins is not None else 0
         own = {"role": self._config.role, "life_cycle": self._life.status.value, "eviction_policy": policy}
-        return {**own, "pins": num_pins, **self._insight.facts()}
+        return {**own, "pins": num_pins, **self._seen.facts()}
 
     def pins(self) -> list[PinView]:
         """The pins that are in force, the next to end first."""
@@ -114,7 +116,7 @@ class Control:
             RequestError: these are no token ids.
             ClosedError: the manager is closed.
         """
-        from fastdeploy_cache.insight.pins import MAX_PIN_SECONDS
+        from fastdeploy_cache.insight.control.pins import MAX_PIN_SECONDS
 
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_PIN_SECONDS:
             raise ControlError(f"pin for {seconds!r} seconds; use more than 0, and {MAX_PIN_SECONDS:.0f} at most")
@@ -129,7 +131,7 @@ class Control:
 
     def policy(self) -> PolicyView:
         """The eviction policy, and those that `set_policy` knows."""
-        from fastdeploy_cache.insight.policy_change import policy_now
+        from fastdeploy_cache.insight.control.policy_change import policy_now
 
         return policy_now(self._books, self._config)
 
@@ -140,11 +142,11 @@ class Control:
             ControlError: no policy of that name, or one that cannot follow the present one; nothing was changed.
             ClosedError: the manager is closed.
         """
-        from fastdeploy_cache.insight.policy_change import change_policy
+        from fastdeploy_cache.insight.control.policy_change import change_policy
 
         with self._changing:
             view = change_policy(self._books, self._config, self._books.clock.age, name)
-            self._insight.follow_policy(view.name)
+            self._seen.follow_policy(view.name)
             return view
 
     def restart_ranks(self, rank: int | None = None) -> list[int]:
@@ -162,12 +164,12 @@ class Control:
             ControlError: more than five million blocks are cached, so verbs would wait too long.
             ClosedError: the manager is closed.
         """
-        from fastdeploy_cache.insight.verified import verified
+        from fastdeploy_cache.insight.control.verified import verified
 
         return verified(self._books, self._check, checksums=checksums)
 
     def _some_pins(self) -> Pins:
-        from fastdeploy_cache.insight.pins import Pins
+        from fastdeploy_cache.insight.control.pins import Pins
 
         with self._changing:
             if self._pins is None:

@@ -17,7 +17,7 @@ from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Forgotten
 from fastdeploy_cache.books.references import References
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.insight.what_if_setup import Plan, ResultBoard, WhatIfResult, plans_for, setup_for
+from fastdeploy_cache.insight.what_if.setup import Plan, ResultBoard, WhatIfResult, plans_for, setup_for
 from fastdeploy_cache.ipc.codec import encode
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.shared_array import SharedArray

@@ -10,9 +10,9 @@ import numpy as np
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.insight.parted_prompts import parted_prompts
-from fastdeploy_cache.insight.process_troubles import ProcessTrouble, troubles_of
-from fastdeploy_cache.insight.what_if import WhatIfRate
+from fastdeploy_cache.insight.doctor.parted_prompts import parted_prompts
+from fastdeploy_cache.insight.doctor.process_troubles import ProcessTrouble, troubles_of
+from fastdeploy_cache.insight.what_if.what_if import WhatIfRate
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.requests.explanation import Explanation, Miss

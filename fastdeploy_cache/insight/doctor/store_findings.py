@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from fastdeploy_cache.books.causes import Cause
-from fastdeploy_cache.insight.evidence import Evidence
-from fastdeploy_cache.insight.finding import MIN_REQUESTS, MIN_SHARE, Finding
+from fastdeploy_cache.insight.doctor.evidence import Evidence
+from fastdeploy_cache.insight.doctor.finding import MIN_REQUESTS, MIN_SHARE, Finding
 
 _MIN_SHORT = 0.5  # of the prefetches that asked for less than is fetched
 _MIN_OTHER_WEIGHTS = 2  # one other is that of an update

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from fastdeploy_cache.books.causes import Cause
-from fastdeploy_cache.insight.evidence import Evidence
-from fastdeploy_cache.insight.finding import MIN_REQUESTS, MIN_SHARE, Finding
+from fastdeploy_cache.insight.doctor.evidence import Evidence
+from fastdeploy_cache.insight.doctor.finding import MIN_REQUESTS, MIN_SHARE, Finding
 
 _MIN_SHARE_ALIKE = 0.5  # of the prompts that part from others in one block only
 

@@ -13,7 +13,7 @@ from fastdeploy_cache.books.pinned_prefix import PinnedPrefix
 from fastdeploy_cache.books.run import GPU, Run
 from fastdeploy_cache.books.tokens import TokenIds
 from fastdeploy_cache.errors import ControlError
-from fastdeploy_cache.insight.pieces import hash_in_pieces, is_cached, run_in_turns, runs_in
+from fastdeploy_cache.insight.looks.pieces import hash_in_pieces, is_cached, run_in_turns, runs_in
 from fastdeploy_cache.ipc.clock import Alarm
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.request import Request

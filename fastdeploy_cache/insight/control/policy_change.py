@@ -10,7 +10,7 @@ from fastdeploy_cache.books.changes import PolicyChanged
 from fastdeploy_cache.books.leaves.policy import Clock, LeastRecentlyUsed
 from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ControlError
-from fastdeploy_cache.insight.pieces import run_in_turns
+from fastdeploy_cache.insight.looks.pieces import run_in_turns
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.policies import EVICTION_POLICIES, new_policy
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from fastdeploy_cache.errors import CacheError, ControlError
-from fastdeploy_cache.insight.control_messages import Subject, Verb, decode, is_look, known_verbs
+from fastdeploy_cache.insight.control.messages import Subject, Verb, decode, is_look, known_verbs
 from fastdeploy_cache.ipc.event_log import event_log
 from fastdeploy_cache.ipc.private_socket import PrivateListener, peer_uid, receive_line
 

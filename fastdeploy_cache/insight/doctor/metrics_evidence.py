@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from fastdeploy_cache.books.causes import Cause
 from fastdeploy_cache.errors import MetricsError
-from fastdeploy_cache.insight.evidence import Evidence
-from fastdeploy_cache.insight.process_troubles import ProcessTrouble
-from fastdeploy_cache.insight.what_if import WhatIfRate
+from fastdeploy_cache.insight.doctor.evidence import Evidence
+from fastdeploy_cache.insight.doctor.process_troubles import ProcessTrouble
+from fastdeploy_cache.insight.what_if.what_if import WhatIfRate
 from fastdeploy_cache.metrics.page_samples import Sample, samples_of
 from fastdeploy_cache.policies.breaker import BreakerState
 from fastdeploy_cache.requests.explanation import Miss

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.run import CPU, Run
-from fastdeploy_cache.insight.pieces import hash_in_pieces, is_cached, run_in_turns, runs_in
-from fastdeploy_cache.insight.prefix_views import PrefixView, TreeView
+from fastdeploy_cache.insight.looks.pieces import hash_in_pieces, is_cached, run_in_turns, runs_in
+from fastdeploy_cache.insight.looks.prefix_views import PrefixView, TreeView
 
 _NAME_DIGITS, _NAMESPACE_DIGITS = 16, 8
 _Rank = tuple[int, int, int]  # uses, order of the last one, and of those that are alike who was found first

@@ -9,19 +9,18 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdeploy_cache.config.cache import CacheConfig
-from fastdeploy_cache.insight.history import History, Moment
-from fastdeploy_cache.insight.live_views import RanksView, RequestsView
-from fastdeploy_cache.insight.prefix_views import TreeView
+from fastdeploy_cache.insight.looks.history import History, Moment
+from fastdeploy_cache.insight.looks.live_views import RanksView, RequestsView
+from fastdeploy_cache.insight.looks.prefix_views import TreeView
 from fastdeploy_cache.ipc.clock import Clock
-from fastdeploy_cache.metrics.cache_metrics import CacheMetrics
 from fastdeploy_cache.metrics.request_counts import TIERS
 from fastdeploy_cache.requests.accounts import Accounts
 from fastdeploy_cache.requests.explanation import Explanation
 from fastdeploy_cache.stats import CacheStats
 
 if TYPE_CHECKING:
-    from fastdeploy_cache.insight.finding import Finding
-    from fastdeploy_cache.insight.what_if import WhatIfRate
+    from fastdeploy_cache.insight.doctor.finding import Finding
+    from fastdeploy_cache.insight.what_if.what_if import WhatIfRate
     from fastdeploy_cache.metrics.exporter import Page
 
 _STYLES = ("colors.css", "page.css", "sections.css")
@@ -31,12 +30,17 @@ _MAP_DEPTH, _MAP_NODES = 24, 600
 
 
 class Looks(Protocol):
-    """What the page asks: see `Insight`."""
+    """What the page asks of an operator's looks: see `Insight`."""
 
-    def stats(self) -> CacheStats: ...
     def requests(self, num_requests: int) -> RequestsView: ...
     def ranks(self) -> RanksView: ...
     def tree(self, depth: int, max_nodes: int) -> TreeView: ...
+
+
+class Told(Protocol):
+    """What it asks of all that is told of the cache: see `Seen`."""
+
+    def stats(self) -> CacheStats: ...
     def explain_last(self, num_requests: int) -> Sequence[Explanation]: ...
     def num_explained(self) -> int: ...
     def examine(self) -> Sequence[Finding]: ...
@@ -51,15 +55,15 @@ class OperatorPage:
         self,
         config: CacheConfig,
         insight: Looks,
+        seen: Told,
         accounts: Accounts,
-        metrics: CacheMetrics,
         life_cycle: Callable[[], str],
         *,
         clock: Clock,
     ) -> None:
         """`life_cycle` says whether the cache runs, is paused, asleep and so on."""
-        self._config, self._insight, self._accounts = config, insight, accounts
-        self._metrics, self._life_cycle = metrics, life_cycle
+        self._config, self._insight, self._seen, self._accounts = config, insight, seen, accounts
+        self._metrics, self._life_cycle = accounts.metrics, life_cycle
         self.history = History(self._moment, clock)
         self._unix = clock.unix
         self._started_at = clock.unix()
@@ -74,7 +78,7 @@ class OperatorPage:
         return {"/": Page("text/html; charset=utf-8", lambda: html), **served}
 
     def _moment(self) -> Moment:
-        stats = self._insight.stats()
+        stats = self._seen.stats()
         num_tokens, hit_tokens = self._metrics.token_counts()
         tiers = (stats.gpu, stats.cpu)
         return Moment(
@@ -92,9 +96,10 @@ class OperatorPage:
         )
 
     def _data(self) -> dict[str, Any]:
-        insight, stats, config = self._insight, self._insight.stats(), self._config
+        insight, seen, config = self._insight, self._seen, self._config
+        stats = seen.stats()
         moments, requests = self.history.moments(), insight.requests(_NUM_RUNNING)
-        recent = insight.explain_last(_NUM_RECENT)
+        recent = seen.explain_last(_NUM_RECENT)
         storage = stats.storage
         return {
             "now": self._unix(),
@@ -104,7 +109,7 @@ class OperatorPage:
             "block_size": config.block_size,
             "block_bytes": config.block_bytes() * config.transfer.tp_size,
             "policy": config.eviction_policy,
-            "policy_now": insight.policy_name(),
+            "policy_now": seen.policy_name(),
             "tier_names": TIERS,
             "causes": list(stats.missed_tokens),
             "tiers": {"gpu": stats.gpu.by_state(), "cpu": stats.cpu.by_state()},
@@ -112,16 +117,17 @@ class OperatorPage:
             "ranks": insight.ranks().as_dict(),
             "running": [asdict(each) for each in requests.running],
             "num_running": requests.num_running,
-            "num_known": insight.num_explained(),
+            "num_known": seen.num_explained(),
             "needs": self._needs(),
             "recent": [{**each.as_dict(), "text": str(each)} for each in recent],
-            "what_if": [asdict(rate) for rate in insight.known_what_if()],
+            "what_if": [asdict(rate) for rate in seen.known_what_if()],
             "history": {name: [getattr(moment, name) for moment in moments] for name in Moment._fields},
         }
 
     def _needs(self) -> dict[str, Any]:
         """What must have happened before there is something to show: numbers of requests; None where it is off."""
-        from fastdeploy_cache.insight import finding, what_if  # late: nobody may look at the page
+        from fastdeploy_cache.insight.doctor import finding
+        from fastdeploy_cache.insight.what_if import what_if  # late: nobody may look at the page
 
         return {
             "doctor": finding.MIN_REQUESTS,
@@ -133,7 +139,7 @@ class OperatorPage:
         return self._insight.tree(_MAP_DEPTH, _MAP_NODES).as_dict()
 
     def _findings(self) -> list[dict[str, Any]]:
-        return [{**asdict(each), "text": str(each)} for each in self._insight.examine()]
+        return [{**asdict(each), "text": str(each)} for each in self._seen.examine()]
 
 
 def _as_json(look: Callable[[], object]) -> Callable[[], bytes]:
@@ -142,7 +148,7 @@ def _as_json(look: Callable[[], object]) -> Callable[[], bytes]:
 
 def _assembled() -> bytes:
     """One file with all that it needs."""
-    folder = importlib.resources.files("fastdeploy_cache.insight") / "page_parts"
+    folder = importlib.resources.files("fastdeploy_cache.insight.looks") / "page_parts"
     html = (folder / "page.html").read_text()
     for part in (*_STYLES, *_SCRIPTS):
         html = html.replace(f"/*{part}*/", (folder / part).read_text())

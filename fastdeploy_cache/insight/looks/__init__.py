@@ -1,0 +1,1 @@
+"""What is shown of a cache: prefixes, requests, ranks, and the page."""

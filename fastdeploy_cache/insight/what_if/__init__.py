@@ -1,0 +1,1 @@
+"""What other sizes of the tiers would have hit."""
