@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from fastdeploy_cache.books.block_pool import Owner
 from fastdeploy_cache.books.changes import Change, Forgotten, RoomCame
+from fastdeploy_cache.books.evicting import evict
 from fastdeploy_cache.books.graves import A_TURN
 from fastdeploy_cache.books.leaves.policy import Asked
 from fastdeploy_cache.books.path import gpu_ids
@@ -301,7 +302,7 @@ class Books:
         if not tier:
             self.num_moved += num_blocks
         if num_blocks > pool.num_free:
-            self.tree.residency.evict(tier, num_blocks - pool.num_free)
+            evict(self.tree.residency, tier, num_blocks - pool.num_free)
         return pool.allocate(num_blocks, owner)
 
     def pin_prefix(self, path: list[Run], num_blocks: int) -> PinnedPrefix:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from array import array
 
 from fastdeploy_cache.books.ages import Ages
-from fastdeploy_cache.books.block_pool import CALLER, RUN, BlockPool
+from fastdeploy_cache.books.block_pool import RUN, BlockPool
 from fastdeploy_cache.books.graves import Graves
 from fastdeploy_cache.books.leaves.guarded import GuardedPolicy
 from fastdeploy_cache.books.lost_blocks import LostBlocks
-from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, TIERS, Run, Tier, Usage
-from fastdeploy_cache.books.taps import Left, Loss, Taps
+from fastdeploy_cache.books.run import CPU, GPU, ID_BYTES, TIERS, Run, Tier
+from fastdeploy_cache.books.taps import Loss, Taps
 from fastdeploy_cache.books.transfer import Segment
 from fastdeploy_cache.ipc.clock import Clock
 
@@ -109,7 +109,7 @@ class Residency:
             self.take_copies(run, Loss.SPARE)
             self.pools[CPU].free(ids, RUN)
 
-    def _free_tail(self, run: Run, tier: Tier, num_left: int, why: Loss) -> None:
+    def free_tail(self, run: Run, tier: Tier, num_left: int, why: Loss) -> None:
         """Give the run's ids in a tier behind the first `num_left` back; none of them is held."""
         num_gone = len(run.cpu if tier else run.gpu) // ID_BYTES - num_left
         if num_gone > 0:
@@ -129,7 +129,7 @@ class Residency:
                 parent.num_gpu_children += change
             if not parent.num_children_in(tier):
                 self.offer(parent, tier)
-            elif change > 0 and self._is_queued(parent, tier):
+            elif change > 0 and self.is_queued(parent, tier):
                 self.policy.pull(parent, tier)
 
     def offer(self, run: Run, tier: Tier) -> None:
@@ -141,10 +141,10 @@ class Residency:
         """A run is gone: it takes part in no tier's eviction any more."""
         if run.epoch == self.epoch:
             for tier in TIERS:
-                if self._is_queued(run, tier):
+                if self.is_queued(run, tier):
                     self.policy.pull(run, tier)
 
-    def _is_queued(self, run: Run, tier: Tier) -> bool:
+    def is_queued(self, run: Run, tier: Tier) -> bool:
         """Whether the policy may count the run among the leaves of a tier."""
         return (run.queued_cpu if tier else run.queued_gpu) is not None or not self.policy.has_marks
 
@@ -166,7 +166,7 @@ class Residency:
                 return
             num_gpu, parent = len(run.gpu) // ID_BYTES, run.parent
             assert parent is not None
-            # as in `evict_tail`, a call of min() would cost more than all the rest
+            # as in `evicting.evict_tail`, a call of min() would cost more than all the rest
             self.num_protected[0] += (held if held < num_gpu else num_gpu) - (before if before < num_gpu else num_gpu)  # noqa: FURB136
             if run.cpu:
                 self.num_protected[1] += run.num_in(CPU, held) - run.num_in(CPU, before)
@@ -190,100 +190,14 @@ class Residency:
 
     # -- eviction
 
-    def evict(self, tier: Tier, num_blocks: int) -> None:
-        """Free exactly `num_blocks` of a tier, those that the policy chooses.
-
-        The caller has checked `num_available`: asked for more, it would go on to victims that nobody named, and in the
-        end find none.
-        """
-        if self.graves.open:  # what a reset has forgotten goes first
-            num_blocks -= self.graves.free(tier, num_blocks)
-        pool, victim, whole = self.pools[tier], self.policy.victim, list[tuple[Usage, int]]()
-        gone, num_gone = array("i"), 0  # of the first ones no run knows any more, also after an interrupt
-        in_parts, others = tier != 0 or pool.num_read > 0, self.taps.left[1:]  # `Ages`, the first, hears of all at once
-        try:
-            while num_blocks > 0:
-                run, at_most = victim(tier, num_blocks)
-                num_gpu = len(run.gpu) // ID_BYTES
-                if in_parts or num_gpu > at_most or run.cpu or run.num_held or run.children:
-                    num_blocks -= self.evict_tail(run, tier, at_most)
-                else:  # where they are small they are many: their ids are freed all at once
-                    gone.frombytes(run.gpu)
-                    whole.append((run.usage, num_gpu))
-                    self._remove_leaf(run, others)
-                    num_blocks, num_gone = num_blocks - num_gpu, num_gone + num_gpu
-        finally:
-            if num_gone:
-                pool.free(gone[:num_gone], RUN)
-                self.ages.evicted_together(whole)
-
-    def _remove_leaf(self, run: Run, others: tuple[Left, ...]) -> None:
-        """Unlink a leaf that is on the GPU alone, and that the policy has named. Its ids are the caller's to free."""
-        for left in others:
-            left(run, GPU, 0, run.num_blocks, Loss.GPU)
-        parent = run.parent
-        assert parent is not None
-        for ended in self.taps.ended:
-            ended(run, 0, Loss.GPU)
-        if self.policy.hears_losses:
-            self.policy.shrink(run, 0)
-        if not self.policy.has_marks:
-            self.policy.pull(run, GPU)
-        run.gpu, parent.num_gpu_children = b"", parent.num_gpu_children - 1
-        if not parent.num_gpu_children:
-            self.offer(parent, GPU)
-        self._unlink(run, parent)
-
-    def _unlink(self, run: Run, parent: Run) -> None:
+    def unlink(self, run: Run, parent: Run) -> None:
+        """Take a run out of the tree, of which nothing is in any tier."""
         parent.remove_child(self.key(run))
         run.parent = run.queued_gpu = run.queued_cpu = None
         run.tokens = run.hashes = b""  # a policy may hold the run for a while
 
-    def evict_tail(self, run: Run, tier: Tier, at_most: int) -> int:
-        """Take up to `at_most` blocks from the end of a leaf of the tier.
-
-        Returns how many of them are free now: blocks that storage is reading are free when it has read them.
-        """
-        num_free, num_gpu = self.pools[tier].num_free, len(run.gpu) // ID_BYTES
-        taken = run.cpu_end - max(run.num_held, run.cpu_start) if tier else num_gpu - run.num_held
-        if taken > at_most:  # noqa: PLR1730 (min() would be a tenth of a one-block call)
-            taken = at_most
-        if tier:
-            end = max(num_gpu, run.cpu_end - taken)
-            on_gpu_alone = num_gpu == run.num_blocks
-            self._free_tail(run, CPU, len(run.cpu) // ID_BYTES - taken, Loss.CPU)
-            if not on_gpu_alone:
-                self.truncate(run, end, Loss.CPU)
-        else:
-            num_left = num_gpu - taken
-            end = self._end_without(run, num_left) if run.cpu else num_left
-            self._free_tail(run, GPU, num_left, Loss.GPU)
-            self.truncate(run, end, Loss.GPU)
-        num_freed = self.pools[tier].num_free - num_free
-        return num_freed if num_freed < taken else taken  # noqa: FURB136 (as above)
-
-    def evict_run(self, evicted: array[int]) -> None:
-        """Evict of the run that the policy chooses all that is not held on the GPU. The ids, first to last, are put
-        behind `evicted` and are a caller's now, but for those that are being read: they are free when they have been.
-        """
-        run, _ = self.policy.victim(GPU, self.pools[0].num_blocks)
-        pool, num_held = self.pools[0], run.num_held
-        gone, kept = run.ids_in(GPU, num_held), run.gpu[: num_held * ID_BYTES]
-        unread = pool.unread(gone)
-        evicted.extend(unread)  # first: it may need memory
-        pool.hand_over(unread, RUN, CALLER)
-        if len(unread) < len(gone):
-            mine = set(unread)
-            pool.free(array("i", [block_id for block_id in gone if block_id not in mine]), RUN)
-        run.gpu = kept
-        if not kept:
-            self.count_child(run, GPU, -1)
-        for left in self.taps.left:
-            left(run, GPU, num_held, len(gone), Loss.GPU)
-        self.truncate(run, self._end_without(run, num_held), Loss.GPU)
-
     @staticmethod
-    def _end_without(run: Run, num_gpu: int) -> int:
+    def end_without(run: Run, num_gpu: int) -> int:
         """Where a run ends that has only so many blocks left on the GPU: where copies go on behind them, they stay."""
         return run.cpu_end if run.cpu_start <= num_gpu < run.cpu_end else num_gpu
 
@@ -301,7 +215,7 @@ class Residency:
         if not num_blocks:
             self._remove(run, why)
             return
-        self._free_tail(run, GPU, num_blocks, why)
+        self.free_tail(run, GPU, num_blocks, why)
         self._drop_copies(run, num_blocks, why)
         run.cut(num_blocks, self._block_bytes)
 
@@ -323,15 +237,15 @@ class Residency:
     def _drop_copies(self, run: Run, num_blocks: int, why: Loss) -> None:
         """Free the CPU blocks behind the first `num_blocks` of a run that is being cut."""
         if run.cpu:
-            self._free_tail(run, CPU, run.num_in(CPU, num_blocks), why)
+            self.free_tail(run, CPU, run.num_in(CPU, num_blocks), why)
 
     def _remove(self, run: Run, why: Loss) -> None:
         """Free what a childless run still has and unlink it."""
         assert run.parent is not None and not run.children and not run.num_held
-        self._free_tail(run, GPU, 0, why)
+        self.free_tail(run, GPU, 0, why)
         self._drop_copies(run, 0, why)
         self.withdraw(run)
-        self._unlink(run, run.parent)
+        self.unlink(run, run.parent)
 
     def begin_epoch(self, lost_by: Loss) -> None:
         """What is in the tree now is of the past: it is never evicted, only removed."""

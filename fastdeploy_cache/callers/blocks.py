@@ -12,6 +12,7 @@ from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import CALLER, REQUEST
 from fastdeploy_cache.books.books import Books
 from fastdeploy_cache.books.changes import Used
+from fastdeploy_cache.books.evicting import evict, evict_run
 from fastdeploy_cache.books.growing import Insertion, insert
 from fastdeploy_cache.books.leaves.policy import Asked
 from fastdeploy_cache.books.path import gpu_ids
@@ -105,7 +106,7 @@ class CallerBlocks:
         with self._books:
             self._books.check_open()
             residency, num_free = self._tree.residency, self._books.pools[tier].num_free
-            residency.evict(tier, max(0, min(num_blocks, residency.num_available(tier) - num_free)))
+            evict(residency, tier, max(0, min(num_blocks, residency.num_available(tier) - num_free)))
             return self._books.pools[tier].num_free - num_free
 
     def evict_runs(self, num_blocks: int) -> list[int]:
@@ -121,7 +122,7 @@ class CallerBlocks:
             evicted += pool.allocate(residency.graves.free(GPU, num_blocks), CALLER)  # a reset has forgotten these
             try:
                 while len(evicted) < num_blocks and residency.num_available(GPU) > pool.num_free:
-                    residency.evict_run(evicted)
+                    evict_run(residency, evicted)
             except BaseException:  # no memory: the caller hears of none of them
                 pool.free(evicted, CALLER)
                 raise

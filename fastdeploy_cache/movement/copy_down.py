@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from fastdeploy_cache.books.books import Books
+from fastdeploy_cache.books.evicting import evict, evict_tail
 from fastdeploy_cache.books.mishaps import contained
 from fastdeploy_cache.books.path import Part
 from fastdeploy_cache.books.run import CPU, GPU, Pin, Run
@@ -142,7 +143,7 @@ class CopyDown:
         try:
             num_blocks = min(wanted, self._pool.num_free if into_free else residency.num_available(CPU))
             if num_blocks:
-                residency.evict(CPU, max(0, num_blocks - self._pool.num_free))
+                evict(residency, CPU, max(0, num_blocks - self._pool.num_free))
                 self._mover.store(_pieces(parts, num_blocks))
         finally:
             self._tree.unpin(whole)
@@ -258,7 +259,7 @@ class CopyDown:
             victim, at_most = policy.victim(CPU, num_short)
             if victim in zone or not policy.is_colder(victim, source):
                 break
-            residency.evict_tail(victim, CPU, min(num_short, at_most))  # may free less: what storage is reading
+            evict_tail(residency, victim, CPU, min(num_short, at_most))  # may free less: what storage is reading
         return min(num_blocks, self._pool.num_free)
 
 

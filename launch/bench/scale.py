@@ -11,6 +11,7 @@ import numpy as np
 
 from fastdeploy_cache.books.block_keys import BlockKeys
 from fastdeploy_cache.books.block_pool import BlockPool, Owner
+from fastdeploy_cache.books.evicting import evict
 from fastdeploy_cache.books.growing import insert
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import Tier
@@ -97,7 +98,7 @@ def eviction_cost(num_blocks: int, per_call: int, policy: str = "lru", num_calls
     spent: dict[str, list[int]] = {"evict": [], "push": []}
     for _ in range(num_calls):
         started = thread_time_ns()
-        tree.residency.evict(Tier.GPU, per_call)
+        evict(tree.residency, Tier.GPU, per_call)
         evicted = thread_time_ns()
         ids, heap = pool.allocate(per_call, Owner.REQUEST), list[int]()
         before_push = thread_time_ns()

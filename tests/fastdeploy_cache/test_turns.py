@@ -12,6 +12,7 @@ import pytest
 from fastdeploy_cache.books.block_pool import BlockPool
 from fastdeploy_cache.books.books import MAX_ROUNDS, Books
 from fastdeploy_cache.books.changes import Change, Copied
+from fastdeploy_cache.books.evicting import evict
 from fastdeploy_cache.books.leaves.policy import LeastRecentlyUsed
 from fastdeploy_cache.books.prefix_tree import PrefixTree
 from fastdeploy_cache.books.run import CPU
@@ -191,7 +192,7 @@ def test_a_change_keeps_its_run_until_all_have_heard_it() -> None:
     def evict_all(copied: Copied) -> None:
         assert copied.pin is not None
         residency = books.residency
-        residency.evict(CPU, residency.num_available(CPU) - books.pools[CPU].num_free)
+        evict(residency, CPU, residency.num_available(CPU) - books.pools[CPU].num_free)
         seen.append(len(copied.pin.run.ids_in(CPU)))
 
     books.listen(Copied, evict_all)

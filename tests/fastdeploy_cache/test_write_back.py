@@ -7,6 +7,7 @@ import random
 import pytest
 
 from fastdeploy_cache import KVLayout, Request
+from fastdeploy_cache.books.evicting import evict_tail
 from fastdeploy_cache.books.run import GPU
 from fastdeploy_cache.movement import copy_down
 from fastdeploy_cache.movement.copy_down import MIN_STORE_BLOCKS
@@ -54,7 +55,7 @@ def test_what_is_released_is_copied_in_batches() -> None:
     books = model.cache._books
     with books:
         gone = next(run for run in books.tree.runs() if run.tokens[:4] == B[0].to_bytes(4, "little"))
-        books.tree.residency.evict_tail(gone, GPU, 1)
+        evict_tail(books.tree.residency, gone, GPU, 1)
     model.serve(C[:4], stays=False, patient=True)
     assert [len(task.source_ids) for task in model.client.tasks] == [10]
     model.client.land_all()

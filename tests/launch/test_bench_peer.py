@@ -111,7 +111,8 @@ def test_the_overlap_says_what_it_was_measured_with(tiny: Run) -> None:
 def test_the_overlap_shows_a_sender_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that only a pause lets go: without one 7 more are left at the last; a ratio and a number of layers say so.
 
-    The bounds are wide, as times on a busy machine are: a sender that keeps up is at a ratio of 1 and at no layer.
+    The bounds are wide, as times on a busy machine are: a sender that keeps up is at a ratio of 1 and at no layer. What
+    else the machine does can hide the difference, and not make one: it is measured again before that counts.
     """
     mark, measure = StepProgress.mark, Instances.after_last_layer_seconds
     has_pause = [False]
@@ -126,15 +127,15 @@ def test_the_overlap_shows_a_sender_that_is_behind(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Instances, "after_last_layer_seconds", measure_as_told)
     monkeypatch.setattr(StepProgress, "mark", mark_the_last)
-    row = peer.overlap("shm", 2**26, 5)
-    assert row.num_layers_behind > 1 and row.visible > 1.2 * row.alone
+    rows = (peer.overlap("shm", 2**26, 5) for _ in range(4))
+    assert any(row.num_layers_behind > 1 and row.visible > 1.2 * row.alone for row in rows)
 
 
 def test_the_overlap_shows_a_sender_that_begins_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that nobody marks: the last one is as late with a pause before it as without, and no sooner than all."""
     monkeypatch.setattr(StepProgress, "mark", lambda progress, step, num_layers: None)
-    row = peer.overlap("shm", 2**26, 5)
-    assert row.alone > 0.5 * row.whole
+    rows = (peer.overlap("shm", 2**26, 5) for _ in range(4))
+    assert any(row.alone > 0.5 * row.whole for row in rows)
 
 
 def test_every_promised_figure_has_a_verdict_that_follows(tiny: Run) -> None:

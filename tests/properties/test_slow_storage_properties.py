@@ -7,6 +7,7 @@ import random
 import pytest
 
 from fastdeploy_cache import StorageConfig
+from fastdeploy_cache.books.evicting import evict
 from fastdeploy_cache.books.residency import Residency
 from fastdeploy_cache.books.run import Tier
 from fastdeploy_cache.config.cache import WRITE_POLICIES
@@ -22,7 +23,6 @@ NUM_STEPS = 250
 @pytest.fixture(autouse=True)
 def evictions_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call of `evict` asks for what can go, and as much is free afterwards."""
-    evict = Residency.evict
 
     def checked(self: Residency, tier: Tier, num_blocks: int) -> None:
         num_free = self.pools[tier].num_free
@@ -30,7 +30,8 @@ def evictions_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
         evict(self, tier, num_blocks)
         assert self.pools[tier].num_free == num_free + max(0, num_blocks), "evicted more or less than was asked"
 
-    monkeypatch.setattr(Residency, "evict", checked)
+    for room in ("books.books", "callers.blocks", "movement.copy_down"):
+        monkeypatch.setattr(f"fastdeploy_cache.{room}.evict", checked)
 
 
 @pytest.mark.parametrize("storage_policy", ["write_through", "write_back"])
