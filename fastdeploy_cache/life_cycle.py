@@ -290,3 +290,24 @@ class LifeCycle:
             self._books.forget(weights_id)
         if renamed is not None:
             self._storage.attach(renamed)
+
+
+class CacheLife:
+    """What a server asks of a cache alone: its engine has come to rest by itself, or bears what the verbs do."""
+
+    def __init__(self, life: LifeCycle) -> None:
+        self._life = life
+        self.pause, self.resume, self.wake, self.clear = life.pause, life.resume, life.wake, life.clear
+
+    @property
+    def status(self) -> str:
+        """See `LifeCycle.status`."""
+        return self._life.status.value
+
+    def sleep(self, timeout_seconds: float, tiers: Collection[TierName]) -> None:
+        """Give back the memory of these tiers."""
+        self._life.sleep(timeout_seconds, tiers=tiers)
+
+    def update_weights(self, timeout_seconds: float, weights_id: str | None) -> None:
+        """Forget what other weights have computed."""
+        self._life.update_weights(weights_id, timeout_seconds)

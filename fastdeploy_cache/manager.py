@@ -17,7 +17,7 @@ from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.insight.recorder import Recorder
 from fastdeploy_cache.insight.seen import Seen
 from fastdeploy_cache.ipc.clock import SYSTEM_CLOCK, Clock, seconds_to_wait
-from fastdeploy_cache.life_cycle import LifeCycle
+from fastdeploy_cache.life_cycle import CacheLife, LifeCycle
 from fastdeploy_cache.movement.movement import Movement
 from fastdeploy_cache.movement.new_client import new_books, new_client
 from fastdeploy_cache.peers.peers import Peers
@@ -97,7 +97,13 @@ class PrefixCacheManager:
         self._seen = seen = Seen(config, books, movement, requests=requests, storage=storage, peers=self.peers)
         self.insight = Insight(books, movement, requests, seen)
         self.control = Control(
-            config, books, self.insight, seen, self.life, restart=self.ranks.restart, check=self.check_invariants
+            config,
+            books,
+            self.insight,
+            seen,
+            CacheLife(self.life),
+            restart=self.ranks.restart,
+            check=self.check_invariants,
         )
         self._start(client, peer_client)
 

@@ -9,11 +9,12 @@ import pytest
 from fastdeploy_cache.books.run import CPU
 from fastdeploy_cache.config.cache import WRITE_POLICIES
 from fastdeploy_cache.errors import OutOfBlocksError
+from fastdeploy_cache.movement import copy_down
 from fastdeploy_cache.movement.copy_down import MIN_STORE_BLOCKS
 from fastdeploy_cache.policies import EVICTION_POLICIES
 from fastdeploy_cache.transfer_manager.task import TaskKind
 from tests.rigs.cache_model import CacheModel
-from tests.rigs.write_policies import A, B, C, D, copied, traffic, write_back
+from tests.rigs.write_policies import A, B, C, D, copied, look_ahead, traffic, write_back
 
 # -- write_through
 
@@ -154,4 +155,29 @@ def test_a_turn_that_goes_on_a_long_prompt_is_gathered() -> None:
     model.compute(live, 33)
     model.release(live)
     assert not model.client.tasks
+    model.finish()
+
+
+# -- write_back
+
+
+def test_what_began_is_remembered_anew_when_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More prompts that began to be copied at their commit than are remembered, none of which has been released: only
+    the last few are, and what was forgotten is copied all the same, with the next batch."""
+    monkeypatch.setattr(copy_down, "_MAX_YOUNG", 3)
+    model = write_back(num_gpu=400, num_cpu=400)
+    lives = []
+    for first in range(8):
+        live = model.must_match([first] * 40)
+        assert model.allocate(live, 40)
+        model.compute(live, 39)
+        model.client.land_all()
+        lives.append(live)
+        assert 1 <= len(model.cache._movement.copy_down._begun) <= 3
+    for live in lives:
+        model.compute(live, 40)
+        model.release(live)
+    look_ahead(model)
+    model.client.land_all()
+    assert {text for text, _ in copied(model)} == set(range(8))
     model.finish()

@@ -46,7 +46,7 @@ ROOMS = {
         "ranks": {"peers", "movement", "config", "books", "errors"},
         "life_cycle": {"peers", "requests", "storage", "movement", "config", "books", "errors"},
         "insight": {
-            *("life_cycle", "callers", "peers", "requests", "storage", "movement", "stats", "config", "request"),
+            *("callers", "peers", "requests", "storage", "movement", "stats", "config", "request"),
             *("policies", "books", "errors"),
         },
         "manager": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ from fastdeploy_cache.config.cache import CacheConfig
 from fastdeploy_cache.errors import ControlError
 from fastdeploy_cache.insight.insight import Insight
 from fastdeploy_cache.insight.seen import Seen
-from fastdeploy_cache.life_cycle import LifeCycle, TierName
 
 if TYPE_CHECKING:
     from fastdeploy_cache.insight.control.messages import LifeVerbs, Subject
@@ -33,7 +32,7 @@ class Control:
         books: Books,
         insight: Insight,
         seen: Seen,
-        life: LifeCycle,
+        life: LifeVerbs,
         *,
         restart: Callable[[int | None], list[int]],
         check: Callable[[], None],
@@ -88,14 +87,14 @@ class Control:
         """What a server answers with. `life`: who stops an engine with its cache; None: the cache alone is stopped."""
         from fastdeploy_cache.insight.control.messages import Subject
 
-        return Subject(life or CacheLife(self._life), self._insight, self._seen, self)
+        return Subject(life or self._life, self._insight, self._seen, self)
 
     # -- looks
 
     def status(self) -> dict[str, Any]:
         """The state of the cache as one document, for JSON."""
         policy, num_pins = self._books.tree.policy.name, len(self._pins.all()) if self._pins is not None else 0
-        own = {"role": self._config.role, "life_cycle": self._life.status.value, "eviction_policy": policy}
+        own = {"role": self._config.role, "life_cycle": self._life.status, "eviction_policy": policy}
         return {**own, "pins": num_pins, **self._seen.facts()}
 
     def pins(self) -> list[PinView]:
@@ -177,24 +176,3 @@ class Control:
                     self._books.check_open()
                     self._pins = Pins(self._books, self._config.insight.max_pinned_share)
             return self._pins
-
-
-class CacheLife:
-    """`LifeVerbs` of a cache alone: its engine has to have come to rest by itself, or to bear what the verbs do."""
-
-    def __init__(self, life: LifeCycle) -> None:
-        self._life = life
-        self.pause, self.resume, self.wake, self.clear = life.pause, life.resume, life.wake, life.clear
-
-    @property
-    def status(self) -> str:
-        """See `LifeCycle.status`."""
-        return self._life.status.value
-
-    def sleep(self, timeout_seconds: float, tiers: Collection[TierName]) -> None:
-        """Give back the memory of these tiers."""
-        self._life.sleep(timeout_seconds, tiers=tiers)
-
-    def update_weights(self, timeout_seconds: float, weights_id: str | None) -> None:
-        """Forget what other weights have computed."""
-        self._life.update_weights(weights_id, timeout_seconds)
