@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,9 @@ def _make_narrow(table: Table) -> None:
     table.box, table.pad_edge, table.padding = box.SIMPLE, False, (0, 0)
 
 
-def table_of(columns: Sequence[str], *, words: Collection[str] = (), is_narrow: bool = False) -> Table:
+def table_of(
+    columns: Sequence[str], rows: Iterable[Iterable[Any]] = (), *, words: Collection[str] = (), is_narrow: bool = False
+) -> Table:
     """A table whose columns hold numbers, which are never broken, but for those named in `words`.
 
     A narrow one has no lines between its columns.
@@ -89,6 +91,8 @@ def table_of(columns: Sequence[str], *, words: Collection[str] = (), is_narrow: 
             table.add_column(column, overflow="fold")
         else:
             table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else str(cell) for cell in row))
     return table
 
 

@@ -91,15 +91,16 @@ def _checks(cached: Played, again: Played, kinds: dict[str, Any], different: lis
 def show(console: Console, found: dict[str, Any]) -> None:
     """Print the facts."""
     console.print("Median time to first token (TTFT), from its match")
-    table = table_of(("", "requests", "tokens", "reused", "TTFT", "cache off", "faster"), words=("",))
+    rows = []
     for kind, row in found["kinds"].items():
         with_cache = row["median_seconds_to_first_token"]
         without = row["median_seconds_to_first_token_cache_off"]
         cells = (
             (_milliseconds(with_cache), _milliseconds(without), f"{without / with_cache:.1f}x") if with_cache else ()
         )
-        table.add_row(kind, str(row["requests"]), str(row["prompt_tokens"]), str(row["tokens_reused"]), *cells)
-    console.print(table)
+        rows.append((kind, row["requests"], row["prompt_tokens"], row["tokens_reused"], *cells))
+    columns = ("", "requests", "tokens", "reused", "TTFT", "cache off", "faster")
+    console.print(table_of(columns, rows, words=("",)))
     console.print(
         'A "cold" prompt was never seen: it is computed as with the cache off, so 1.0x is what to expect of it.'
     )
