@@ -10,11 +10,13 @@ import typer
 from fastdeploy_cache.ipc.log_lines import set_up_log
 from fastdeploy_cache.launch import interrupts
 from fastdeploy_cache.launch.background.cli import LogFormat, LogLevel, background_app
+from fastdeploy_cache.launch.bench.control_options import ControlOptions
 from fastdeploy_cache.launch.config_cli import config_app
 from fastdeploy_cache.launch.operating.cli import operating_app
+from fastdeploy_cache.launch.options import size_given, spread
 from fastdeploy_cache.launch.reference_engine.installed import check_installed
 from fastdeploy_cache.launch.server.library import check_library
-from fastdeploy_cache.launch.size_option import size_given
+from fastdeploy_cache.launch.simulator.options import SimulateOptions
 from fastdeploy_cache.launch.storage.cli import storage_app
 
 app = typer.Typer(
@@ -55,12 +57,9 @@ LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank."
 TraceFile = Annotated[
     Path, typer.Argument(help="Request trace: JSON lines, gzip-compressed or not; or a flight recording.")
 ]
-GpuBlocks = Annotated[list[str], typer.Option(help="Blocks of the GPU tier: 4096, or 5% of the distinct blocks.")]
 IsReplay = Annotated[
     bool, typer.Option("--replay", help="Run a flight recording again, and compare. Status 4: it differs.")
 ]
-Findings = Annotated[Path | None, typer.Option(help="Also write the findings to this file; - is standard output.")]
-Speed = Annotated[float | None, typer.Option(min=1, help="How fast prompts are computed: also say the seconds saved.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -209,79 +208,31 @@ def peer_secret(
 
 
 @app.command(epilog="Example: fastdeploy-cache simulate trace.jsonl.gz --gpu-blocks 1%,5% --policy lru,reuse")
-def simulate(
-    trace: TraceFile,
-    gpu_blocks: GpuBlocks = [],  # noqa: B006
-    replay: IsReplay = False,
-    trace_block_size: Annotated[int, typer.Option(min=1, help="Tokens that one hash id stands for.")] = 512,
-    block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per cached block; the trace's block size, or a divisor.")
-    ] = None,
-    cpu_blocks: Annotated[list[str], typer.Option(help="Blocks of the CPU tier, likewise.")] = ["0"],  # noqa: B006
-    storage_blocks: Annotated[list[str], typer.Option(help="Blocks of a store below it, likewise.")] = ["0"],  # noqa: B006
-    policy: Annotated[list[str], typer.Option(help="Eviction policies.")] = ["lru"],  # noqa: B006
-    write_policy: Annotated[str, typer.Option(help="What the CPU tier is given: see cpu_write_policy.")] = "write_back",
-    storage_write_policy: Annotated[str, typer.Option(help="What the store is offered.")] = "write_through",
-    storage_admission: Annotated[str, typer.Option(help="What it takes of that: second_use, or all.")] = "second_use",
-    json: Findings = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw hit rate over capacity (PNG or SVG).")] = None,
-    bound: Annotated[bool, typer.Option(help="Find the clairvoyant bound as well.")] = True,
-    skip_bad: Annotated[bool, typer.Option(help="Leave bad lines out and count them.")] = False,
-    config: Annotated[Path | None, typer.Option(help="TOML file; with its layout sizes may be a rank's 80GiB.")] = None,
-    prefill_tokens_per_second: Speed = None,
-) -> None:
+@spread
+def simulate(trace: TraceFile, options: SimulateOptions, replay: IsReplay = False) -> int:
     """Replay a request trace: which hit rate would which capacity and policy have had?
 
     Options that take several values can be repeated or separated by commas: --gpu-blocks 1%,5%.
     """
-    from fastdeploy_cache.launch.simulator.command import SimulateOptions
     from fastdeploy_cache.launch.simulator.command import simulate as run
     from fastdeploy_cache.launch.simulator.replay_command import replay_recording
 
     if replay:
-        raise typer.Exit(replay_recording(trace, json))
-    options = SimulateOptions(
-        trace_block_size=trace_block_size,
-        block_size=block_size,
-        gpu_blocks=gpu_blocks,
-        cpu_blocks=cpu_blocks,
-        storage_blocks=storage_blocks,
-        policies=policy,
-        write_policy=write_policy,
-        storage_write_policy=storage_write_policy,
-        storage_admission=storage_admission,
-        json_file=json,
-        plot_file=plot,
-        bound=bound,
-        skip_bad=skip_bad,
-        config_file=config,
-        prefill_tokens_per_second=prefill_tokens_per_second,
-    )
+        return replay_recording(trace, options.json_file)
     run(trace, options)
+    return 0
 
 
 @bench_app.command(epilog="Example: fastdeploy-cache bench control --json control.json")
+@spread
 def control(
+    options: ControlOptions,
     json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Also serve the first 400 requests of this trace.")] = None,
-    trace_block_size: Annotated[int, typer.Option(min=1, help="Tokens that one hash id of it stands for.")] = 512,
-    repeats: Annotated[int, typer.Option(min=1, help="How often each workload is served; medians count.")] = 5,
-    scale_blocks: Annotated[
-        str, typer.Option(help="Pool sizes of at least 640, of full pools and worst calls; of two, also the ratio.")
-    ] = "10000,100000,1000000",
-    max_runs: Annotated[
-        int, typer.Option(min=1, help="Pools of more cached prompts are left out of the worst calls: they take long.")
-    ] = 250_000,
-    peer: Annotated[
-        str | None, typer.Option(help="vllm=FOLDER: beside vLLM's own manager; the folder holds its package.")
-    ] = None,
-) -> None:
+) -> bool:
     """What the engine's thread pays: verbs, steps, pauses, bytes, each beside a floor. Status 1: a figure missed."""
-    from fastdeploy_cache.launch.bench.control_command import ControlOptions
     from fastdeploy_cache.launch.bench.control_command import bench_control as run
 
-    options = ControlOptions(trace, trace_block_size, repeats, scale_blocks, max_runs, peer)
-    raise typer.Exit(0 if run(options, json) else 1)
+    return run(options, json)
 
 
 @bench_app.command(epilog="Example: fastdeploy-cache bench transfer --memory 256MiB")

@@ -100,12 +100,15 @@ HOMES = {
     "tokenizers": {"launch/reference_engine/tokenizer.py"},
     "typer": {
         "launch/background/cli.py",
+        "launch/bench/control_options.py",
         "launch/cli.py",
         "launch/config_cli.py",
         "launch/operating/asking.py",
         "launch/operating/cli.py",
-        "launch/size_option.py",
+        "launch/options.py",
+        "launch/simulator/options.py",
         "launch/storage/cli.py",
+        "launch/storage/place.py",
     },
     "rich": {
         "launch/demo/command.py",

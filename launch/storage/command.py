@@ -16,7 +16,8 @@ from rich.text import Text
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.findings import check_target, console_beside, print_table, progress_on, write_json
 from fastdeploy_cache.launch.storage import report
-from fastdeploy_cache.launch.storage.place import Place, open_place
+from fastdeploy_cache.launch.storage.opening import open_place
+from fastdeploy_cache.launch.storage.place import Place
 from fastdeploy_cache.launch.storage.report import Facts
 from fastdeploy_cache.transfer_manager.storage.admin import Checked, Cleared, StorageAdmin
 

@@ -1,0 +1,67 @@
+"""Options of commands: several that make one object, and sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from inspect import Parameter, Signature, signature
+from typing import Any, get_type_hints
+
+import typer
+
+
+def spread(command: Callable[..., Any]) -> Callable[..., None]:
+    """A command that has the fields of a dataclass among its options, and is given them as one object.
+
+    Which class is said by the annotation of a parameter; its fields are annotated as options are. Whatever the command
+    returns is its exit status, if it is a number; where it is False, its status is 1.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    options = list[Parameter]()
+    for own in signature(command).parameters.values():
+        if own.name in groups:
+            options += _options_of(groups[own.name])
+        else:
+            options.append(own.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[own.name]))
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+        found = command(**given)
+        if found is not None:
+            raise typer.Exit(int(not found) if isinstance(found, bool) else found)
+
+    # from these two the options are read
+    run.__dict__["__signature__"] = Signature(options)
+    run.__annotations__ = {each.name: each.annotation for each in options}
+    return run
+
+
+def _options_of(kind: Any) -> Iterator[Parameter]:
+    annotations = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        default = Parameter.empty if field.default is dataclasses.MISSING else field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotations[field.name])
+
+
+def size_given(option: str, text: str, least_bytes: int = 0) -> int:
+    """The bytes that an option means, such as `512MiB`; `transfer_manager.sizes` says how sizes are written.
+
+    Raises:
+        typer.BadParameter: it is no size, or less than `least_bytes`.
+    """
+    from fastdeploy_cache.errors import ConfigError  # late: for help the command line does without
+    from fastdeploy_cache.transfer_manager.sizes import parse_size
+
+    try:
+        num_bytes = parse_size(text, option)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    if num_bytes < least_bytes:
+        raise typer.BadParameter(f"{option} is {text!r}; use at least {least_bytes // 2**20}MiB")
+    return num_bytes
