@@ -31,12 +31,14 @@ def facts(cached: Played, again: Played, plain: Played) -> dict[str, Any]:
         chosen = [(with_cache, without) for with_cache, without in pairs if with_cache.kind == kind]
         kinds[kind] = {
             "requests": len(chosen),
-            "prompt_tokens": sum(a.num_prompt_tokens for a, _ in chosen),
-            "tokens_reused": sum(a.num_cached_tokens for a, _ in chosen),
+            "prompt_tokens": sum(a.generation.request.num_prompt_tokens for a, _ in chosen),
+            "tokens_reused": sum(a.generation.num_cached_tokens for a, _ in chosen),
             "median_seconds_to_first_token": _median([a for a, _ in chosen]),
             "median_seconds_to_first_token_cache_off": _median([b for _, b in chosen]),
         }
-    different = [{"conversation": a.conversation, "turn": a.turn} for a, b in pairs if a.token_ids != b.token_ids]
+    different = [
+        {"conversation": a.conversation, "turn": a.turn} for a, b in pairs if a.generation.output != b.generation.output
+    ]
     return {
         "kinds": kinds,
         "hit_rates": dict(cached.stats.hit_rates),
@@ -58,17 +60,17 @@ def course_of(
     conversation: Conversation, cached: Played, again: Played, tokenizer: ChatTokenizer
 ) -> list[dict[str, Any]]:
     """The first conversation as it went: what was asked and answered, and where each prompt's tokens came from."""
-    answers = [answer for answer in (*cached.answers, *again.answers) if answer.conversation == 0]
+    answers = [(a, a.generation) for a in (*cached.answers, *again.answers) if a.conversation == 0]
     return [
         {
             "question": conversation.turns[answer.turn],
-            "answer": tokenizer.decode(answer.token_ids).strip(),
+            "answer": tokenizer.decode(found.output).strip(),
             "after_restart": answer.after_restart,
-            "prompt_tokens": answer.num_prompt_tokens,
-            "tokens": {"gpu": answer.num_gpu_tokens, "cpu": answer.num_cpu_tokens, "disk": answer.num_storage_tokens},
-            "seconds_to_first_token": answer.seconds_to_first_token,
+            "prompt_tokens": found.request.num_prompt_tokens,
+            "tokens": {"gpu": found.num_gpu_tokens, "cpu": found.num_cpu_tokens, "disk": found.num_storage_tokens},
+            "seconds_to_first_token": found.seconds_to_first_token,
         }
-        for answer in answers
+        for answer, found in answers
     ]
 
 
@@ -80,7 +82,8 @@ def _checks(cached: Played, again: Played, kinds: dict[str, Any], different: lis
             cached.task_bytes["swap_out"] and cached.task_bytes["swap_in"]
         ),
     }
-    whole = all(a.num_prompt_tokens - a.num_cached_tokens <= BLOCK_TOKENS for a in again.answers)
+    found = [a.generation for a in again.answers]
+    whole = all(each.request.num_prompt_tokens - each.num_cached_tokens <= BLOCK_TOKENS for each in found)
     checks["a new engine found every prompt on disk"] = cached.flushed and whole
     if cached.killed_rank is not None:
         restarted = cached.stats.ranks[cached.killed_rank].num_restarts == 1
@@ -148,7 +151,7 @@ def _show_course(console: Console, course: list[dict[str, Any]]) -> None:
 
 
 def _median(answers: list[Answer]) -> float | None:
-    return statistics.median(a.seconds_to_first_token for a in answers) if answers else None
+    return statistics.median(a.generation.seconds_to_first_token for a in answers) if answers else None
 
 
 def _milliseconds(seconds: float) -> str:
