@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from fastdeploy_cache.ipc.log_lines import set_up_log
 from fastdeploy_cache.launch import interrupts
-from fastdeploy_cache.launch.background.cli import LogFormat, LogLevel, background_app
+from fastdeploy_cache.launch.background.cli import background_app
 from fastdeploy_cache.launch.bench.control_options import ControlOptions
 from fastdeploy_cache.launch.config_cli import config_app
 from fastdeploy_cache.launch.operating.cli import operating_app
-from fastdeploy_cache.launch.options import size_given, spread
+from fastdeploy_cache.launch.options import LogOptions, size_given, spread
 from fastdeploy_cache.launch.reference_engine.installed import check_installed
 from fastdeploy_cache.launch.server.library import check_library
+from fastdeploy_cache.launch.server.options import RouteOptions, ServeOptions
 from fastdeploy_cache.launch.simulator.options import SimulateOptions
 from fastdeploy_cache.launch.storage.cli import storage_app
 
@@ -47,12 +47,6 @@ app.add_typer(engines_app, name="engines")
 _LEAST_BENCH_BYTES = 16 * 2**20
 
 Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer process each: 1 or 3.")]
-AllowHost = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="A name that its ports may be asked under; can be repeated.")
-]
-ControlSocket = Annotated[
-    Path | None, typer.Option(help="Take the verbs of `control` at this unix socket, in a folder of mode 700.")
-]
 LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank.")]
 TraceFile = Annotated[
     Path, typer.Argument(help="Request trace: JSON lines, gzip-compressed or not; or a flight recording.")
@@ -98,87 +92,26 @@ def demo(
 
 
 @app.command(epilog="Example: fastdeploy-cache serve --port 8000 --storage /ssd/kv --set num_cpu_blocks=4096")
-def serve(
-    config: Annotated[Path | None, typer.Option(help="TOML file; `config sample` prints one.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Short for --set transfer.tp_size=N: 1 or 3.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as num_gpu_blocks=256.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, or gpu:N with paddlepaddle-gpu (all ranks on that GPU).")] = "cpu",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = 8000,
-    metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of /metrics.")] = 9400,
-    storage: Annotated[Path | None, typer.Option(help="Folder of a store on disk, which outlives restarts.")] = None,
-    control_socket: ControlSocket = None,
-    role: Annotated[
-        str, typer.Option(help="prefill computes prompts for decode instances (see `route`); mixed does both alone.")
-    ] = "mixed",
-    on_receive_failure: Annotated[
-        str, typer.Option(help="Where offered blocks do not come: recompute the prompt, or fail the request.")
-    ] = "recompute",
-    allow_host: AllowHost = None,
-    log_dir: LogDir = None,
-    log_level: LogLevel = None,
-    log_format: LogFormat = None,
-) -> None:
+@spread
+def serve(options: ServeOptions, log: LogOptions) -> None:
     """Serve SmolLM2 over HTTP (POST /v1/chat/completions, /v1/completions) until SIGTERM or Ctrl-C."""
     check_installed()
     check_library()
     from fastdeploy_cache.launch.server.serve import serve as run
-    from fastdeploy_cache.launch.server.settings import device_settings
 
-    if role not in ("mixed", "prefill", "decode"):
-        raise typer.BadParameter(f"--role {role}; use mixed, prefill or decode")
-    if on_receive_failure not in ("recompute", "fail"):
-        raise typer.BadParameter(f"--on-receive-failure {on_receive_failure}; use recompute or fail")
-    set_up_log(log_level, log_format)
-    given = [*(settings or []), *([f"transfer.tp_size={ranks}"] if ranks is not None else [])]
-    given += [f"transfer.log_dir={log_dir}"] if log_dir is not None else []
-    given += device_settings(device, given)
-    run(
-        config,
-        given,
-        host=host,
-        port=port,
-        metrics_port=metrics_port,
-        storage_folder=storage,
-        control_socket=control_socket,
-        role=role,
-        recompute_not_received=on_receive_failure == "recompute",
-        allow_hosts=allow_host or [],
-    )
+    log.set_up()
+    run(options)
 
 
 @app.command(epilog="Example: fastdeploy-cache route --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000")
-def route(
-    decode: Annotated[list[str], typer.Option(help="URL of a decode instance; can be repeated.")],
-    prefill: Annotated[list[str] | None, typer.Option(help="URL of a prefill instance; can be repeated.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = 8000,
-    prefill_timeout: Annotated[
-        float, typer.Option(min=0.1, max=600, help="Seconds for a prefill instance's offer; then decode computes.")
-    ] = 10.0,
-    max_open_prefills: Annotated[
-        int, typer.Option(min=0, help="Chats of one client that prefill instances compute at a time; decode the rest.")
-    ] = 32,
-    allow_host: AllowHost = None,
-    log_level: LogLevel = None,
-    log_format: LogFormat = None,
-) -> None:
+@spread
+def route(options: RouteOptions, log: LogOptions) -> None:
     """Answer chats with prefill and decode instances (`serve --role ...`) until SIGTERM or Ctrl-C."""
     check_library()
     from fastdeploy_cache.launch.server.route import route as run
 
-    set_up_log(log_level, log_format)
-    run(
-        prefill or [],
-        decode,
-        host=host,
-        port=port,
-        prefill_seconds=prefill_timeout,
-        max_open_prefills=max_open_prefills,
-        allow_hosts=allow_host or [],
-    )
+    log.set_up()
+    run(options)
 
 
 @app.command(epilog="Example: fastdeploy-cache peer-keys keys")

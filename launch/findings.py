@@ -37,7 +37,12 @@ def check_target(file: Path | None) -> None:
 
 
 def console_beside(file: Path | None, width: int) -> Console:
-    """Standard output, or standard error where the JSON goes to standard output; of this width at least."""
+    """Standard output, or standard error where the JSON goes to standard output; of this width at least.
+
+    Raises:
+        LaunchError: see `check_target`; it comes before the work.
+    """
+    check_target(file)
     console = Console(highlight=False, stderr=file == STANDARD_OUTPUT)
     console.width = max(console.width, width)
     return console

@@ -6,9 +6,27 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from inspect import Parameter, Signature, signature
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
+
+from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE, set_up_log
+
+
+@dataclasses.dataclass(frozen=True)
+class LogOptions:
+    """How a program logs, and every process that it starts."""
+
+    log_level: Annotated[
+        str | None, typer.Option(help=f"debug, info, warning or error, of all processes; otherwise {LEVEL_VARIABLE}.")
+    ] = None
+    log_format: Annotated[
+        str | None, typer.Option(help=f"text, or json for an object in each line; otherwise {FORMAT_VARIABLE}.")
+    ] = None
+
+    def set_up(self) -> None:
+        """Log so from now on."""
+        set_up_log(self.log_level, self.log_format)
 
 
 def spread(command: Callable[..., Any]) -> Callable[..., None]:

@@ -106,6 +106,7 @@ HOMES = {
         "launch/operating/asking.py",
         "launch/operating/cli.py",
         "launch/options.py",
+        "launch/server/options.py",
         "launch/simulator/options.py",
         "launch/storage/cli.py",
         "launch/storage/place.py",

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from fastdeploy_cache.config.sources import RUN_FOLDER_VARIABLE
-from fastdeploy_cache.ipc.log_lines import FORMAT_VARIABLE, LEVEL_VARIABLE, set_up_log
 from fastdeploy_cache.launch.background.run_folder import RunFolder, default_run_folder
+from fastdeploy_cache.launch.options import LogOptions, spread
 
 if TYPE_CHECKING:
     from fastdeploy_cache.launch.background.group_plan import GroupPlan
@@ -21,12 +21,6 @@ RunDir = Annotated[
     typer.Option(
         envvar=RUN_FOLDER_VARIABLE, default_factory=default_run_folder, help="Folder of pid files, logs and sockets."
     ),
-]
-LogLevel = Annotated[
-    str | None, typer.Option(help=f"debug, info, warning or error, of all processes; otherwise {LEVEL_VARIABLE}.")
-]
-LogFormat = Annotated[
-    str | None, typer.Option(help=f"text, or json for an object in each line; otherwise {FORMAT_VARIABLE}.")
 ]
 AllowHost = Annotated[list[str] | None, typer.Option(metavar="NAME", help="As of `serve`; of all members.")]
 _GOES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -65,9 +59,11 @@ def stop(run_dir: RunDir) -> None:
 
 
 @background_app.command(context_settings=_GOES_ON, epilog="Example: fastdeploy-cache up")
+@spread
 def up(
     context: typer.Context,
     run_dir: RunDir,
+    log: LogOptions,
     prefill: Annotated[int, typer.Option(min=1, help="Instances that compute prompts.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Instances that answer.")] = 1,
     prefill_ranks: Annotated[int, typer.Option(min=1, help="Ranks of each prefill instance.")] = 1,
@@ -79,8 +75,6 @@ def up(
     json: Annotated[bool, typer.Option("--json", help="With --status: as JSON.")] = False,
     stop_it: Annotated[bool, typer.Option("--stop", help="End the group, also one that is starting.")] = False,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay, as a service does, until SIGTERM.")] = False,
-    log_level: LogLevel = None,
-    log_format: LogFormat = None,
 ) -> None:
     """Start a group in the background: instances that compute prompts, instances that answer, and a router.
 
@@ -90,7 +84,7 @@ def up(
     from fastdeploy_cache.launch.background.group import start_group, stop_group
     from fastdeploy_cache.launch.background.group_plan import GroupPlan
 
-    set_up_log(log_level, log_format)  # it goes on to all processes
+    log.set_up()  # it goes on to all processes
     folder = RunFolder(run_dir)
     if json and not show:
         raise typer.BadParameter("--json goes with --status")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fastdeploy_cache.launch.bench.machine import describe_machine
-from fastdeploy_cache.launch.findings import check_target, console_beside, table_of, write_json
+from fastdeploy_cache.launch.findings import console_beside, table_of, write_json
 
 _WIDTH = 120
 _HEADING_WIDTHS = (20, 14, 8)  # of a column; the first with which a table is no wider than the console
@@ -59,10 +59,9 @@ class Report:
 
     def __init__(self, json_file: Path | None, *, page: str = "docs/benchmark.md") -> None:
         """Raises `LaunchError` where the file cannot be written."""
-        check_target(json_file)
+        self._console = console_beside(json_file, _WIDTH)
         self.facts: dict[str, Any] = {"machine": describe_machine()}
         self._json_file, self._page = json_file, page
-        self._console = console_beside(json_file, _WIDTH)
         self._figures = list[dict[str, Any]]()
         self._reach = list[dict[str, Any]]()
         self.note(self.facts["machine"]["text"])

@@ -17,7 +17,7 @@ from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.engines.report import CaseResult, Line, print_cases, print_lines
 from fastdeploy_cache.launch.engines.results import Passed
-from fastdeploy_cache.launch.findings import STANDARD_OUTPUT, check_target, console_beside, write_json
+from fastdeploy_cache.launch.findings import STANDARD_OUTPUT, console_beside, write_json
 
 
 class LaneRecord:
@@ -29,11 +29,10 @@ class LaneRecord:
         Raises:
             LaunchError: the file, or the folder of logs beside it, cannot be written.
         """
-        check_target(json_file)
+        self._console = console_beside(json_file, 140)
         self.version = ""
         self.findings: list[str] = []
         self._engine, self._json_file, self._seconds = engine, json_file, seconds
-        self._console = console_beside(json_file, 140)
         self._machine = describe_machine()
         self._stages: list[dict[str, Any]] = []
         self._lines: list[Line] = []

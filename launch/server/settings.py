@@ -13,20 +13,27 @@ from fastdeploy_cache.errors import ConfigError, LaunchError, counted
 from fastdeploy_cache.launch.reference_engine.serving import layout_of
 from fastdeploy_cache.launch.reference_engine.weights import ModelFiles
 from fastdeploy_cache.launch.server.api_requests import DEFAULT_NEW_TOKENS
+from fastdeploy_cache.launch.server.options import ServeOptions
 
 DEFAULT_FILE = Path(__file__).parent.with_name("serve.toml")
 
 
-def load_config(
-    files: ModelFiles, path: Path | None, settings: Sequence[str], *, role: str, storage_folder: Path | None
-) -> CacheConfig:
-    """The configuration for this model; `settings` are KEY=VALUE and win over everything else.
+def load_config(files: ModelFiles, options: ServeOptions) -> CacheConfig:
+    """The configuration for this model; what `--set` says wins over file and environment.
+
+    `storage` is short for a file store there, named by the digest of the model's weights, and `role` for that setting
+    and the peer's `weights_id`.
 
     Raises:
         ConfigError: it is none, does not fit the model, or has peers and no secret.
+        LaunchError: no such device.
     """
-    settings = [*_role_settings(files, role), *_storage_settings(files, storage_folder), *settings]
-    config = _load(files, path, settings)
+    given = list(options.settings or [])
+    given += [f"transfer.tp_size={options.ranks}"] if options.ranks is not None else []
+    given += [f"transfer.log_dir={options.log_dir}"] if options.log_dir is not None else []
+    given += device_settings(options.device, given)
+    settings = [*_role_settings(files, options.role), *_storage_settings(files, options.storage), *given]
+    config = _load(files, options.config, settings)
     _check_secret(config)
     return config
 

@@ -37,7 +37,6 @@ def simulate(path: Path, options: SimulateOptions) -> None:
     console = console_beside(options.json_file, 80 if _split(options.storage_blocks) == ["0"] else 110)
     policies = _names(options.policy)
     _check_choices(options)
-    check_target(options.json_file)
     check_target(options.plot_file)
     if options.plot_file is not None:
         check_plot(options.plot_file)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fastdeploy_cache.errors import LaunchError
-from fastdeploy_cache.launch.findings import check_target, console_beside, print_table, progress_on, write_json
+from fastdeploy_cache.launch.findings import console_beside, print_table, progress_on, write_json
 from fastdeploy_cache.launch.storage import report
 from fastdeploy_cache.launch.storage.opening import open_place
 from fastdeploy_cache.launch.storage.place import Place
@@ -186,7 +186,6 @@ def _damaged(console: Console, admin: StorageAdmin) -> list[str]:
 
 
 def _console(json_file: Path | None) -> Console:
-    check_target(json_file)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a store may hold names that a terminal cannot show
