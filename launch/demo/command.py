@@ -14,8 +14,7 @@ from fastdeploy_cache import CacheConfig, StorageConfig, TransferConfig
 from fastdeploy_cache.errors import LaunchError, counted
 from fastdeploy_cache.launch.bench.machine import describe_machine
 from fastdeploy_cache.launch.demo.conversations import CONVERSATIONS
-from fastdeploy_cache.launch.demo.next_steps import next_steps
-from fastdeploy_cache.launch.demo.report import BLOCK_TOKENS, course_of, facts, show
+from fastdeploy_cache.launch.demo.report import BLOCK_TOKENS, course_of, facts, next_steps, show
 from fastdeploy_cache.launch.demo.scenario import Played, play, play_again, prompt_of, warm_up
 from fastdeploy_cache.launch.findings import console_beside, progress_on, write_json
 from fastdeploy_cache.launch.reference_engine.serving import layout_of

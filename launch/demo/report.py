@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +18,7 @@ from fastdeploy_cache.launch.findings import table_of
 from fastdeploy_cache.launch.reference_engine.tokenizer import ChatTokenizer
 
 BLOCK_TOKENS = 16
+_LAUNCH = Path(__file__).resolve().parents[1]
 KINDS = ("cold", "GPU hit", "CPU hit", "storage hit")
 
 
@@ -156,3 +159,25 @@ def _median(answers: list[Answer]) -> float | None:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms"
+
+
+def next_steps(launch: Path = _LAUNCH) -> str:
+    """What to do after the demo: commands that work where it was run.
+
+    `launch` is the folder of our programs: that of a checkout has scripts, and pages beside it.
+    """
+    if (launch / "start.sh").is_file():
+        root = os.path.relpath(launch.parent)
+        steps = {
+            f"{root}/launch/start.sh": "a server with OpenAI's API at 127.0.0.1:8000",
+            f"{root}/launch/engines.sh vllm": "a real vLLM with the cache, and without it",
+            f"less {root}/docs/engine.md": "the cache in an engine of your own",
+        }
+    else:
+        steps = {
+            "fastdeploy-cache start": "a server with OpenAI's API at 127.0.0.1:8000",
+            "fastdeploy-cache engines vllm": "an installed vLLM with the cache, and without it",
+            "python -m pydoc fastdeploy_cache.PrefixCacheManager": "the cache in an engine of your own",
+        }
+    width = max(map(len, steps))
+    return "\n".join(["", "What next?", *(f"  {step:{width}}   {meaning}" for step, meaning in steps.items())])

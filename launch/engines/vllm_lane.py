@@ -58,9 +58,8 @@ class VLLMLane:
     def _run_beside_lmcache(self, name: str, plan: Mapping[str, Any]) -> StageResult:
         assert self.lmcache is not None, "it is run only where it is installed"
         log = self.record.log_of(f"{name} server")
-        with lmcache_server(self.lmcache, log, chunk_tokens=_BLOCK_TOKENS) as server:
-            beside = {"cache": server.connector_options, "beside_pid": server.pid}
-            return self._run(name, {**plan, **beside}, server.environment)
+        with lmcache_server(self.lmcache, log, chunk_tokens=_BLOCK_TOKENS) as (beside, environment):
+            return self._run(name, {**plan, **beside}, environment)
 
     def _run(self, name: str, plan: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> StageResult:
         log = self.record.log_of(name)

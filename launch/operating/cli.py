@@ -249,11 +249,11 @@ def doctor(
     if metrics is not None and recording is not None:
         raise typer.BadParameter("--metrics with --recording; give one of them")
     if metrics is not None:
-        from fastdeploy_cache.launch.operating.doctor_page import findings_of_page
+        from fastdeploy_cache.launch.operating.doctor import findings_of_page
 
         found = findings_of_page(metrics)
     elif recording is not None:
-        from fastdeploy_cache.launch.operating.doctor_recording import findings_of_recording
+        from fastdeploy_cache.launch.operating.doctor import findings_of_recording
 
         found = findings_of_recording(recording)
     else:

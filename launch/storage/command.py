@@ -145,8 +145,7 @@ def _whole_id(console: Console, admin: StorageAdmin, given: str | None) -> str |
     Raises:
         LaunchError: several begin so.
     """
-    known = admin.weights_ids() if given else set()
-    found = sorted(each for each in known if given and each.startswith(given))
+    known, found = _begun_by(admin, given or "")
     if given in known or not found:
         return given
     if len(found) > 1:
@@ -155,14 +154,19 @@ def _whole_id(console: Console, admin: StorageAdmin, given: str | None) -> str |
     return found[0]
 
 
+def _begun_by(admin: StorageAdmin, given: str) -> tuple[set[str], list[str]]:
+    """All ids that are there, and those that begin so."""
+    known = admin.weights_ids() if given else set()
+    return known, sorted(each for each in known if each.startswith(given))
+
+
 def _check_whole(admin: StorageAdmin, given: str) -> None:
     """Refuse the beginning of an id: tomorrow it may be that of other weights, and what is cleared is gone.
 
     Raises:
         LaunchError: it is no id that is there, and one or several begin so.
     """
-    known = admin.weights_ids()
-    found = sorted(each for each in known if given and each.startswith(given))
+    known, found = _begun_by(admin, given)
     if found and given not in known:
         raise LaunchError(f"{given!r} is only the beginning of {_listing(found)}; clear takes the whole id")
 
