@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from inspect import Parameter, Signature, signature
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
@@ -32,8 +32,8 @@ class LogOptions:
 def spread(command: Callable[..., Any]) -> Callable[..., None]:
     """A command that has the fields of a dataclass among its options, and is given them as one object.
 
-    Which class is said by the annotation of a parameter; its fields are annotated as options are. Whatever the command
-    returns is its exit status, if it is a number; where it is False, its status is 1.
+    Which class is said by the annotation of a parameter; which of its fields are options is said by theirs. Whatever
+    the command returns is its exit status, if it is a number; where it is False, its status is 1.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
@@ -47,7 +47,7 @@ def spread(command: Callable[..., Any]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**given: Any) -> None:
         for name, kind in groups.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+            given[name] = kind(**{each.name: given.pop(each.name) for each in _options_of(kind)})
         found = command(**given)
         if found is not None:
             raise typer.Exit(int(not found) if isinstance(found, bool) else found)
@@ -61,6 +61,8 @@ def spread(command: Callable[..., Any]) -> Callable[..., None]:
 def _options_of(kind: Any) -> Iterator[Parameter]:
     annotations = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
+        if get_origin(annotations[field.name]) is not Annotated:
+            continue
         default = Parameter.empty if field.default is dataclasses.MISSING else field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()

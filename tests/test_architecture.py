@@ -100,6 +100,7 @@ HOMES = {
     "tokenizers": {"launch/reference_engine/tokenizer.py"},
     "typer": {
         "launch/background/cli.py",
+        "launch/background/group_plan.py",
         "launch/bench/control_options.py",
         "launch/cli.py",
         "launch/config_cli.py",

@@ -32,8 +32,12 @@ def load_config(files: ModelFiles, options: ServeOptions) -> CacheConfig:
     given += [f"transfer.tp_size={options.ranks}"] if options.ranks is not None else []
     given += [f"transfer.log_dir={options.log_dir}"] if options.log_dir is not None else []
     given += device_settings(options.device, given)
-    settings = [*_role_settings(files, options.role), *_storage_settings(files, options.storage), *given]
-    config = _load(files, options.config, settings)
+    if options.storage is not None:
+        given = [f"storage.folder={options.storage}", f"storage.weights_id={files.digest}", *given]
+        given = ["storage.kind=file", "storage.admission=all", *given]
+    if options.role != "mixed":
+        given = [f"role={options.role}", f"peer.weights_id={files.digest}", *given]
+    config = _load(files, options.config, given)
     _check_secret(config)
     return config
 
@@ -51,10 +55,6 @@ def check_pool(config: CacheConfig, num_chat_tokens: int) -> None:
         )
 
 
-def _role_settings(files: ModelFiles, role: str) -> list[str]:
-    return [f"role={role}", f"peer.weights_id={files.digest}"] if role != "mixed" else []
-
-
 def named(config: CacheConfig, port: int) -> CacheConfig:
     """The settings, with a name that tells the instances of a host apart, where nobody has named this one."""
     if config.peer is None or config.peer.name:
@@ -70,13 +70,6 @@ def _check_secret(config: CacheConfig) -> None:
             "making; make a secret with `fastdeploy-cache peer-secret FILE` and give all instances of the group "
             "--set peer.secret_file=FILE"
         )
-
-
-def _storage_settings(files: ModelFiles, folder: Path | None) -> list[str]:
-    if folder is None:
-        return []
-    store = {"kind": "file", "folder": str(folder), "weights_id": files.digest, "admission": "all"}
-    return [f"storage.{key}={value}" for key, value in store.items()]
 
 
 def device_settings(device: str, settings: Sequence[str]) -> list[str]:
