@@ -9,7 +9,7 @@ import typer
 
 from fastdeploy_cache.launch import interrupts
 from fastdeploy_cache.launch.background.cli import background_app
-from fastdeploy_cache.launch.bench.control_options import ControlOptions
+from fastdeploy_cache.launch.bench.options import LEAST_BYTES, ControlOptions, StorageOptions
 from fastdeploy_cache.launch.config_cli import config_app
 from fastdeploy_cache.launch.operating.cli import operating_app
 from fastdeploy_cache.launch.options import LogOptions, size_given, spread
@@ -43,8 +43,6 @@ engines_app = typer.Typer(
     epilog="Example: fastdeploy-cache engines vllm --only-answers",
 )
 app.add_typer(engines_app, name="engines")
-
-_LEAST_BENCH_BYTES = 16 * 2**20
 
 Ranks = Annotated[int, typer.Option(help="Tensor-parallel ranks, one transfer process each: 1 or 3.")]
 LogDir = Annotated[Path | None, typer.Option(help="Folder for one log per rank.")]
@@ -181,7 +179,7 @@ def transfer(
     """What ranks reach: copy speed, round trips, rest, start, each beside its floor. Status 1: a figure missed."""
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter(f"--device {device}; use cpu or cuda")
-    memory_bytes = size_given("--memory", memory, _LEAST_BENCH_BYTES)
+    memory_bytes = size_given("--memory", memory, LEAST_BYTES)
     if device == "cuda":
         from fastdeploy_cache.launch.bench.cuda_transfer_command import bench_cuda_transfer
 
@@ -192,36 +190,15 @@ def transfer(
 
 
 @bench_app.command(epilog="Example: fastdeploy-cache bench storage --folder /ssd/kv-bench")
+@spread
 def storage(
+    options: StorageOptions,
     json: Annotated[Path | None, typer.Option(help="Also write the figures here; - is standard output.")] = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="Where the file store is measured: a folder of the disk in question.")
-    ] = None,
-    server_url: Annotated[str | None, typer.Option(help="Also measure this Valkey server (it is filled).")] = None,
-    master_address: Annotated[
-        str | None, typer.Option(help="Also measure the Mooncake cluster of this master.")
-    ] = None,
-    memory: Annotated[str, typer.Option(metavar="SIZE", help="What is written and read in a round.")] = "256MiB",
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 5,
-    reopen: Annotated[
-        str, typer.Option(metavar="SIZE", help="Size of the folder that is opened again; 0: none.")
-    ] = "10GB",
-    model: Annotated[bool, typer.Option(help="Also load a prompt of the demo's model, and compute it.")] = True,
-) -> None:
+) -> bool:
     """What stores reach beside plain files, and what one costs that hangs. Status 1: a figure missed."""
-    from fastdeploy_cache.launch.bench.storage_command import StorageBench
     from fastdeploy_cache.launch.bench.storage_command import bench_storage as run
 
-    wanted = StorageBench(
-        folder=folder,
-        server_url=server_url,
-        master_address=master_address,
-        memory_bytes=size_given("--memory", memory, _LEAST_BENCH_BYTES),
-        repeats=repeats,
-        reopen_bytes=size_given("--reopen", reopen),
-        with_model=model,
-    )
-    raise typer.Exit(0 if run(wanted, json) else 1)
+    return run(options, json)
 
 
 @bench_app.command(epilog="Example: fastdeploy-cache bench peer --link shm")
@@ -236,7 +213,7 @@ def peer(
     """What links between instances reach beside plain copies and their libraries. Status 1: a figure missed."""
     from fastdeploy_cache.launch.bench.peer_command import bench_peer as run
 
-    raise typer.Exit(0 if run(json, repeats, size_given("--memory", memory, _LEAST_BENCH_BYTES), link) else 1)
+    raise typer.Exit(0 if run(json, repeats, size_given("--memory", memory, LEAST_BYTES), link) else 1)
 
 
 @engines_app.command(epilog="Example: fastdeploy-cache engines vllm --only-answers --json lane.json")

@@ -101,7 +101,7 @@ HOMES = {
     "typer": {
         "launch/background/cli.py",
         "launch/background/group_plan.py",
-        "launch/bench/control_options.py",
+        "launch/bench/options.py",
         "launch/cli.py",
         "launch/config_cli.py",
         "launch/operating/asking.py",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fastdeploy_cache.books.tokens import IS_NATIVE
 from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.bench.control import by_token, floors, match_over_edges, medians
-from fastdeploy_cache.launch.bench.control_options import ControlOptions
+from fastdeploy_cache.launch.bench.options import ControlOptions
 from fastdeploy_cache.launch.bench.pause_tables import run_pauses
 from fastdeploy_cache.launch.bench.report import Figure, Promise, Report, at_most
 from fastdeploy_cache.launch.bench.scale import eviction_cost, full_pool_costs, scale_ratio

@@ -236,16 +236,14 @@ def first_and_last_layer(num_blocks: int, repeats: int) -> dict[str, float]:
 def idle_cpu(ranks: Ranks, seconds: float) -> float:
     """Share of a core that the I/O thread and the ranks use while nothing happens, in all."""
     tasks = [task for pid in ranks.pids() for task in Path(f"/proc/{pid}/task").iterdir()]
-    tasks += [Path(f"/proc/self/task/{thread.native_id}") for thread in threading.enumerate() if _is_ours(thread)]
+    tasks += [
+        Path(f"/proc/self/task/{thread.native_id}") for thread in threading.enumerate() if thread.name == "transfer-io"
+    ]
     before = [_run_nanoseconds(task) for task in tasks]
     started = time.perf_counter()
     time.sleep(seconds)  # what is measured is the rest of the others
     used = sum(_run_nanoseconds(task) for task in tasks) - sum(before)
     return used / 1e9 / (time.perf_counter() - started)
-
-
-def _is_ours(thread: threading.Thread) -> bool:
-    return thread.name == "transfer-io"
 
 
 def _run_nanoseconds(task: Path) -> int:

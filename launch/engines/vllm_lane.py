@@ -85,11 +85,11 @@ def run_vllm_lane(json_file: Path | None = None, *, only_answers: bool = False, 
         lane = VLLMLane(Path(name), lmcache, record)
         model = lane.folder / "model"
         write_hf_folder(model)
-        lines = record.add_lines(_served(lane, _SHORT if only_answers else _LONG, num_rounds=1 if only_answers else 2))
-        record.findings += _findings(lines)
-        record.add_cases(run_cases(lane))
-        cases = record.add_cases(http_cases(lane, str(model)))
-        record.findings += [f"{case.name}: {case.failed}" for case in cases if case.failed]
+        record.add(_served(lane, _SHORT if only_answers else _LONG, num_rounds=1 if only_answers else 2))
+        record.findings += _findings(record.lines)
+        record.add(run_cases(lane))
+        record.add(http_cases(lane, str(model)))
+        record.findings += [f"{case.name}: {case.failed}" for case in record.cases if case.failed]
     return not record.findings
 
 

@@ -14,7 +14,7 @@ from fastdeploy_cache.errors import LaunchError
 from fastdeploy_cache.launch.bench import control_command
 from fastdeploy_cache.launch.bench.control import chain_floor, match_over_edges
 from fastdeploy_cache.launch.bench.control_command import bench_control
-from fastdeploy_cache.launch.bench.control_options import ControlOptions
+from fastdeploy_cache.launch.bench.options import ControlOptions
 from fastdeploy_cache.launch.bench.scale import FullCache, eviction_cost, full_server
 from fastdeploy_cache.launch.bench.serving import PHASES, new_server, serve_workload
 from fastdeploy_cache.launch.bench.steps import our_step, step_cost
